@@ -1,0 +1,52 @@
+# Every target that runs something first makes .venv, once; it is made again only when what it is made of changes.
+# ARGS passes flags on: make chat ARGS="--stats --model Qwen/Qwen3-0.6B"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
+.PHONY: help chat test lint format soak clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "  make %-8s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+chat: $(VENV)/.core  ## talk to the embedded model
+	@$(BIN)/python -m teachllm_cli chat $(ARGS)
+
+test: lint  ## format and lint checks, types, tests
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+lint: $(VENV)/.dev  ## format and lint checks, types
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+
+format: $(VENV)/.dev  ## put every file into the project's format
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
+
+soak: $(VENV)/.core  ## sixty seconds of random work for the scheduler, checked after every step
+	PYTHONPATH=.:kernels:cli $(BIN)/python tests/core/soak.py --seconds 60
+
+clean:  ## remove the virtual environment and every cache
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Installers talk on stderr: stdout belongs to the answer.
+$(VENV)/.core: $(SOURCES) | $(VENV)/.pip
+	@echo "installing what teachllm needs into $(VENV) (once) ..." >&2
+	@$(INSTALL) . >&2
+	@touch $@
+
+$(VENV)/.dev: $(SOURCES) | $(VENV)/.pip
+	@echo "installing what teachllm and its tests need into $(VENV) (once) ..." >&2
+	@$(INSTALL) '.[dev]' >&2
+	@touch $(VENV)/.core $@
+
+$(VENV)/.pip:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "teachllm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -m venv $(VENV) >&2
+	@touch $@

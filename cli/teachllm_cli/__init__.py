@@ -1,0 +1,1 @@
+"""The `teachllm` command: thin typer commands over the engine's public API."""

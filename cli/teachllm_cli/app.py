@@ -1,0 +1,38 @@
+"""The commands and what they are called. A command loads torch when it runs, never when it is listed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from teachllm import __version__
+from teachllm_cli.chat import chat
+from teachllm_cli.generate import generate
+from teachllm_cli.info import info
+
+app = typer.Typer(
+    name="teachllm",
+    help="An LLM inference engine to use, to read and to watch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (chat, generate, info):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"teachllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """An LLM inference engine to use, to read and to watch."""

@@ -1,0 +1,27 @@
+"""The one place where commands meet the engine."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from teachllm.config import EngineConfig
+from teachllm.sampling_params import SamplingParams
+from teachllm_cli.terminal import loading_bar
+
+if TYPE_CHECKING:
+    from teachllm import LLM
+
+
+def make_llm(config: EngineConfig) -> LLM:
+    """Load the model, with a bar on a terminal."""
+    with loading_bar(config.model) as progress:
+        from teachllm import LLM
+
+        return LLM(progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
+
+
+def sampling_params(llm: LLM, **given: Any) -> SamplingParams:
+    """What the flags say; where they say nothing (None), what the checkpoint advises; else greedy."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{"temperature": 0.0, **llm.generation_defaults, **chosen})

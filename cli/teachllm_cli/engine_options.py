@@ -1,0 +1,78 @@
+"""One flag per field of EngineConfig, for every command that starts an engine.
+
+EngineConfig is where a knob is declared, explained and checked. A command that takes an `engine: EngineConfig`
+and is decorated with `engine_command` gets a flag for each knob, with the help text from EngineConfig's
+docstring, and `--debug`. What goes wrong inside it reaches the user as one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from teachllm.config import EngineConfig
+from teachllm_cli.errors import one_line_errors
+
+# `seed` is a flag of the request, which fixes its noise whatever else runs; commands print text, so they need
+# the tokenizer.
+_NOT_FLAGS = {"seed", "skip_tokenizer_init"}
+
+
+def engine_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `engine` of a command by the flags that make it, and add `--debug`."""
+    flags = list(_flags())
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        with one_line_errors(debug=values.pop("debug")):
+            engine = EngineConfig(**{flag.name: values.pop(flag.name) for flag in flags})
+            command(engine=engine, **values)
+
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "engine"]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in [*own, *flags, _debug_flag()]]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _flags() -> Iterator[inspect.Parameter]:
+    types, explained = get_type_hints(EngineConfig), _explanations(EngineConfig.__doc__ or "")
+    for field in fields(EngineConfig):
+        if field.name in _NOT_FLAGS:
+            continue
+        section, text = explained.get(field.name, ("Engine", ""))
+        kind, name = types[field.name], field.name.replace("_", "-")
+        names = ["--model", "-m"] if name == "model" else [f"--{name}"]
+        if kind in (bool, bool | None) and field.default is not False:
+            names = [f"--{name}/--no-{name}"]
+        option = typer.Option(*names, help=text[:1].upper() + text[1:], rich_help_panel=section)
+        yield _parameter(field.name, Annotated[kind, option], field.default)
+
+
+def _debug_flag() -> inspect.Parameter:
+    return _parameter("debug", Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")], False)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _explanations(docstring: str) -> dict[str, tuple[str, str]]:
+    """{field: (section, text)} from a docstring of `Section:` blocks with a `field: text` per field."""
+    found: dict[str, tuple[str, str]] = {}
+    section = name = ""
+    for line in inspect.cleandoc(docstring).splitlines():
+        if heading := re.fullmatch(r"(\w[\w ]*):", line):
+            section = heading[1]
+        elif entry := re.fullmatch(r" {4}(\w+): (.*)", line):
+            name = entry[1]
+            found[name] = (section, entry[2])
+        elif re.match(r" {8}\S", line) and name in found:
+            found[name] = (section, f"{found[name][1]} {line.strip()}")
+    return found

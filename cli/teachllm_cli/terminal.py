@@ -1,0 +1,58 @@
+"""The two consoles: answers go to stdout, everything about them to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def answers() -> Console:
+    """stdout: nothing but what the model says, and on a terminal the conversation around it."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def notes() -> Console:
+    """stderr: progress, figures, errors."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def write_model_text(console: Console, text: str, style: str | None = None) -> None:
+    """Print text that a model wrote or read: no markup, no highlighting, no control characters."""
+    from teachllm.engine.tokenizer import sanitize_for_terminal
+
+    text = sanitize_for_terminal(text)
+    if style and console.is_terminal:
+        console.out(text, end="", highlight=False, style=style)
+    else:
+        console.file.write(text)  # rich would turn tabs into spaces
+        console.file.flush()
+
+
+@contextlib.contextmanager
+def loading_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while a model loads, gone when it has; nothing where stderr is not a terminal.
+
+    Yields what to call with (bytes loaded, bytes in all). Until then the bar pulses: torch itself is loading.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    texts = [TextColumn(text, markup=False) for text in ("loading {task.description}", "{task.fields[amount]}")]
+    console = notes()
+    with Progress(
+        texts[0], BarColumn(), texts[1], console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(name, total=None, amount="")
+
+        def update(num_loaded: int, num_bytes: int) -> None:
+            amount = f"{num_loaded / 2**20:.0f} of {num_bytes / 2**20:.0f} MiB"
+            progress.update(task, completed=num_loaded, total=num_bytes, amount=amount)
+
+        yield update

@@ -1,0 +1,242 @@
+"""Attention over a paged KV cache, for a flat batch that mixes prompts, chunks of prompts and decodes.
+
+Each token attends to its own sequence up to itself. K and V of a sequence lie in blocks anywhere in the cache and
+are found through its block table. The reference works in two parts: `plan_attention` cuts the ragged batch into
+rectangles (it depends on the batch only, so all layers of a step share it), and `attend` does per rectangle what
+the formula says: softmax(q k^T * scale) v.
+
+Sources: Vaswani et al., "Attention Is All You Need", 2017; Kwon et al., "Efficient Memory Management for LLM
+Serving with PagedAttention", SOSP 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+# Rows of queries that one rectangle takes from one sequence: longer ones hold scores that no query may see.
+_QUERY_TILE = 128
+# With so few query rows on a KV head, V is summed up where it lies; with more, gathering it for a product pays.
+_FEW_QUERY_ROWS = 8
+# Scores computed for nothing (padding) that cost as much as starting another rectangle; measured on a CPU.
+_PADDING_WORTH_A_LAUNCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Queries [start, start + num_queries) of sequence `seq`, and the keys that they may see.
+
+    Attributes:
+        first_token: where the first query lies in the flat batch.
+        kv_begin, kv_end: sequence indices of the keys; the last query is the token at `kv_end - 1`.
+    """
+
+    seq: int
+    first_token: int
+    num_queries: int
+    kv_begin: int
+    kv_end: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.kv_end - self.kv_begin
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Tiles of equally many queries, their keys padded to the longest, computed as one batch of matrices.
+
+    Attributes:
+        tokens: [num_tiles * num_queries] int64, rows of the flat batch; None if they are all of it, in order.
+        span: the first slot and one past the last, where a single tile's keys lie side by side: they are read where
+            they are. None where they must be gathered.
+        cache_rows: [num_tiles, num_kv_heads, num_keys] int64, rows of a cache seen as [slots * heads, head_size].
+        bags: [num_tiles * num_heads * num_queries, num_keys] int64, `cache_rows` for every row of queries on its own;
+            None where those are many, or `span` is set.
+        hidden: [num_tiles, 1, 1, num_queries, num_keys] bool, True where a query may not look; None if it may
+            look everywhere.
+    """
+
+    tokens: torch.Tensor | None
+    span: tuple[int, int] | None
+    cache_rows: torch.Tensor
+    bags: torch.Tensor | None
+    hidden: torch.Tensor | None
+
+
+def plan_attention(
+    block_tables: torch.Tensor,
+    query_lens: list[int],
+    kv_lens: list[int],
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None = None,
+) -> list[Rectangle]:
+    """How a step's attention is computed; equal for all layers with the same heads and `window`. Arguments as below."""
+    tiles: list[_Tile] = []
+    first_token = 0
+    for seq, (num_queries, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
+        for offset in range(0, num_queries, _QUERY_TILE):
+            size = min(_QUERY_TILE, num_queries - offset)
+            position = kv_len - num_queries + offset
+            kv_begin = 0 if window is None else max(0, position - window + 1)
+            tiles.append(_Tile(seq, first_token + offset, size, kv_begin, position + size))
+        first_token += num_queries
+    groups = _group(tiles)
+    heads = num_heads, num_kv_heads
+    plan = [_rectangle(group, block_tables, block_size, heads, window) for group in groups]
+    return [replace(plan[0], tokens=None)] if len(tiles) == 1 else plan
+
+
+def _group(tiles: list[_Tile]) -> list[list[_Tile]]:
+    """Puts tiles of equally many queries and similarly many keys together, as far as the padding is worth it."""
+    groups: list[list[_Tile]] = []
+    padding = 0
+    for tile in sorted(tiles, key=lambda t: (t.num_queries, t.num_keys), reverse=True):
+        if groups and groups[-1][0].num_queries == tile.num_queries:
+            padding += (groups[-1][0].num_keys - tile.num_keys) * tile.num_queries
+            if padding <= _PADDING_WORTH_A_LAUNCH:
+                groups[-1].append(tile)
+                continue
+        groups.append([tile])
+        padding = 0
+    return groups
+
+
+def _rectangle(
+    tiles: list[_Tile], block_tables: torch.Tensor, block_size: int, heads: tuple[int, int], window: int | None
+) -> Rectangle:
+    num_heads, num_kv_heads = heads
+    device = block_tables.device
+    fields = [(t.seq, t.first_token, t.kv_begin, t.kv_end) for t in tiles]
+    seq, first_token, kv_begin, kv_end = torch.tensor(fields, device=device).T.unsqueeze(-1)  # each [num_tiles, 1]
+    num_queries, num_keys = tiles[0].num_queries, tiles[0].num_keys
+    query = torch.arange(num_queries, device=device)
+    key_index = kv_begin + torch.arange(num_keys, device=device)  # [num_tiles, num_keys]
+    # Padding reads the tile's own last key again: what lies in slots nobody wrote could be NaN, and 0 * NaN is NaN.
+    readable = key_index.minimum(kv_end - 1)
+    slots = block_tables[seq, readable // block_size].long() * block_size + readable % block_size
+    cache_rows = slots.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads, device=device).unsqueeze(-1)
+    hidden = bags = None
+    if len(tiles) > 1 or num_queries > 1:
+        query_index = (kv_end - num_queries + query).unsqueeze(-1)  # [num_tiles, num_queries, 1]
+        hidden = key_index.unsqueeze(1) > query_index
+        if window is not None:
+            hidden |= key_index.unsqueeze(1) <= query_index - window
+        hidden = hidden[:, None, None]
+    span = None
+    if len(tiles) == 1 and device.type == "cpu" and bool((slots[0].diff() == 1).all()):
+        span = int(slots[0, 0]), int(slots[0, -1]) + 1
+    query_rows = num_heads // num_kv_heads * num_queries
+    if span is None and query_rows <= _FEW_QUERY_ROWS:
+        bags = cache_rows.unsqueeze(2).expand(-1, -1, query_rows, -1).reshape(-1, num_keys)
+    return Rectangle((first_token + query).flatten(), span, cache_rows, bags, hidden)
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: list[Rectangle],
+    scale: float,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Computes a plan. Arguments and result as in `paged_attention_reference`."""
+    out = torch.empty_like(q)
+    for rectangle in plan:
+        if rectangle.tokens is None:
+            return _attend_rectangle(q, k_cache, v_cache, rectangle, scale, soft_cap).to(q.dtype)
+        rows = _attend_rectangle(q.index_select(0, rectangle.tokens), k_cache, v_cache, rectangle, scale, soft_cap)
+        out.index_copy_(0, rectangle.tokens, rows.to(q.dtype))
+    return out
+
+
+def _attend_rectangle(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rectangle: Rectangle,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v for the queries of one rectangle, [num_tiles * num_queries, num_heads, head_size]."""
+    num_tokens, num_heads, head_size = q.shape
+    num_tiles, num_kv_heads, num_keys = rectangle.cache_rows.shape
+    num_queries, group = num_tokens // num_tiles, num_heads // num_kv_heads
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # The query heads that share a KV head become further rows of its matrix: K and V are never repeated.
+    queries = (q.to(wide) * scale).view(num_tiles, num_queries, num_kv_heads, group, head_size).permute(0, 2, 3, 1, 4)
+    queries = queries.reshape(num_tiles, num_kv_heads, group * num_queries, head_size)
+    # K is let go before more is allocated, which then takes its place: fresh pages cost more than the gather.
+    keys = _read(k_cache, rectangle).to(wide)
+    scores = queries @ keys.transpose(-1, -2)  # [num_tiles, num_kv_heads, group * num_queries, num_keys]
+    del keys
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    if rectangle.hidden is not None:
+        per_query = scores.view(num_tiles, num_kv_heads, group, num_queries, num_keys)
+        per_query.masked_fill_(rectangle.hidden, float("-inf"))
+    weights = scores.softmax(dim=-1)
+    if rectangle.bags is not None and v_cache.dtype == wide:
+        # A bag is a weighted sum of table rows: V is read once, from where it lies, and never copied.
+        table, per_row = v_cache.view(-1, head_size), weights.view(-1, num_keys)
+        result = F.embedding_bag(rectangle.bags, table, mode="sum", per_sample_weights=per_row)
+    else:
+        result = weights @ _read(v_cache, rectangle).to(wide)
+    result = result.view(num_tiles, num_kv_heads, group, num_queries, head_size)
+    return result.permute(0, 3, 1, 2, 4).reshape(num_tokens, num_heads, head_size)
+
+
+def _read(cache: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+    """K or V of a rectangle, [num_tiles, num_kv_heads, num_keys, head_size]."""
+    num_kv_heads, head_size = cache.shape[2:]
+    if rectangle.span is not None:
+        first, end = rectangle.span
+        return cache.view(-1, num_kv_heads, head_size)[first:end].transpose(0, 1).unsqueeze(0)
+    # An embedding look-up is torch's fastest gather of short rows.
+    return F.embedding(rectangle.cache_rows, cache.view(-1, head_size))
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_lens: list[int],
+    kv_lens: list[int],
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Causal grouped-query attention of a flat batch; scores, softmax and sums in float32 (float64 stays float64).
+
+    Args:
+        q: [num_tokens, num_heads, head_size]; the tokens of sequence i follow those of sequence i - 1.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], this step's tokens already written.
+        block_tables: [num_seqs, max_blocks] integers, logical to physical block.
+        query_lens: tokens of each sequence in this batch, its last ones.
+        kv_lens: length of each sequence, this batch's tokens included.
+        scale: multiplies the dot products.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+        soft_cap: squeezes each score into (-soft_cap, soft_cap) by tanh.
+
+    Returns:
+        [num_tokens, num_heads, head_size] in the dtype of `q`.
+    """
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    plan = plan_attention(block_tables, query_lens, kv_lens, block_size, q.shape[1], num_kv_heads, window)
+    return attend(q, k_cache, v_cache, plan, scale, soft_cap)
+
+
+def cost(
+    query_lens: list[int], kv_lens: list[int], num_heads: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2
+) -> tuple[int, int]:
+    """(bytes, FLOPs) that any implementation must spend without a window: q in, out out, each K and V once."""
+    num_tokens, num_keys = sum(query_lens), sum(kv_lens)
+    # The tokens of a sequence see kv_len - query_len + 1, ..., kv_len keys.
+    pairs = sum(n * kv - n * (n - 1) // 2 for n, kv in zip(query_lens, kv_lens, strict=True))
+    elements = 2 * num_tokens * num_heads * head_size + 2 * num_keys * num_kv_heads * head_size
+    return elements * dtype_bytes, 4 * pairs * num_heads * head_size

@@ -1,0 +1,30 @@
+"""Rotary position embedding: turn each pair of a head's channels by an angle proportional to the position.
+
+The dot product of two turned vectors depends only on the distance between their positions, which is how attention
+learns about order. Channel i is paired with channel i + size/2 (the layout of Hugging Face checkpoints, not the
+interleaved one of the paper). Queries and keys lie side by side after the merged projection, so one call turns both.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rotary_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Turns every head of every token: (a, b) -> (a cos - b sin, b cos + a sin) over the two halves of a head.
+
+    Args:
+        x: [num_tokens, num_heads, head_size].
+        cos: [num_tokens, 1, head_size], each half holding the same angles.
+        signed_sin: likewise, its first half negated, so that one multiply-add does both halves.
+    """
+    half = x.shape[-1] // 2
+    return torch.addcmul(x * cos, x.roll(half, dims=-1), signed_sin)
+
+
+def cost(num_tokens: int, num_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:
+    """(bytes, FLOPs) that any implementation must spend: x in and out, one row of cos and sin a token."""
+    elements = num_tokens * num_heads * head_size
+    return (2 * elements + num_tokens * head_size) * dtype_bytes, 3 * elements

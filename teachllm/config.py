@@ -1,0 +1,153 @@
+"""EngineConfig: every knob of the engine, frozen and validated once.
+
+Each rung from naive decoding to the full engine is a setting here, not another engine. What is left None
+depends on the model (its context length) and is filled in by `resolve`; what contradicts itself is refused
+in one line that names the setting to change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "load_format": ("auto", "safetensors", "pt", "dummy"),
+    "model_impl": ("auto", "teachllm", "transformers"),
+    "scheduling_policy": ("fcfs", "priority", "static"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Model:
+        model: a local folder, a hub id, or "teachlm", the model that comes with the package.
+        tokenizer: where to load the tokenizer from, if not from `model`.
+        revision: branch, tag or commit on the hub.
+        dtype: of weights, activations and KV cache; "auto" takes the checkpoint's, but float32 on a CPU.
+        load_format: "auto" reads safetensors; "pt" allows pickled weights, which can run code; "dummy" draws
+            random weights from `config.json` alone.
+        model_impl: this project's own model code, or transformers' with our paged attention.
+        trust_remote_code: lets a checkpoint bring its own Python.
+        skip_tokenizer_init: prompts and results are token ids only.
+        max_model_len: longest sequence, prompt and output together; None takes the model's context length.
+        device: "auto", "cpu", "cuda", "cuda:1", ...
+        seed: of everything random that a request does not seed itself.
+
+    KV cache:
+        enable_kv_cache: False recomputes the whole sequence at every step, to see what the cache saves.
+        block_size: tokens per block. `max_model_len` gives the contiguous, preallocated cache of old.
+        gpu_memory_utilization: the share of the free memory that the engine may use.
+        kv_cache_memory_bytes: KV cache size; None derives it from `gpu_memory_utilization` (on a CPU: what
+            `max_num_seqs` sequences may need, but no more than 1 GiB or one sequence).
+        num_gpu_blocks_override: number of blocks, whatever the memory arithmetic says.
+        enable_prefix_caching: share full blocks between equal prefixes; None is on where it is possible.
+
+    Scheduling:
+        max_num_batched_tokens: the token budget of a step.
+        max_num_seqs: requests running at once.
+        scheduling_policy: "fcfs", "priority" (lower first), or "static" (nobody joins before all have finished).
+        enable_chunked_prefill: a prompt may be computed over several steps.
+        long_prefill_token_threshold: the most prompt tokens one request gets in a step; 0 is no limit.
+        async_scheduling: schedule the next step before the last one's tokens are known.
+        enforce_eager: no CUDA graphs.
+        max_logprobs: the most `logprobs` a request may ask for.
+        check_invariants: verify the scheduler's books after every step.
+    """
+
+    model: str = "teachlm"
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
+    skip_tokenizer_init: bool = False
+    max_model_len: int | None = None
+    device: str = "auto"
+    seed: int = 0
+
+    enable_kv_cache: bool = True
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool | None = None
+
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    scheduling_policy: str = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    async_scheduling: bool = False
+    enforce_eager: bool = False
+    max_logprobs: int = 20
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+        at_least_one = ("max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
+        for name in (*at_least_one, "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        for name in ("long_prefill_token_threshold", "max_logprobs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
+        if not self.enable_kv_cache and self.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching=True needs a KV cache: set it to False, or enable_kv_cache=True")
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """The rules between lengths; those that are still None are looked at again by `resolve`."""
+        budget, length, seqs = self.max_num_batched_tokens, self.max_model_len, self.max_num_seqs
+        if budget is not None and seqs is not None and budget < seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={budget} is less than max_num_seqs={seqs}, so a step could not give every "
+                f"running request its token: raise the budget to {seqs}, or set max_num_seqs={budget}"
+            )
+        if budget is not None and length is not None and budget < length:
+            for name in ("enable_kv_cache", "enable_chunked_prefill"):
+                if not getattr(self, name):
+                    raise ValueError(
+                        f"{name}=False computes a whole prompt in one step, and max_num_batched_tokens={budget} is "
+                        f"less than max_model_len={length}: set max_num_batched_tokens={length}, or lower max_model_len"
+                    )
+        if length is not None and self.block_size >= length and self.enable_prefix_caching:
+            raise ValueError(
+                f"enable_prefix_caching=True shares full blocks, and with block_size={self.block_size} no unfinished "
+                f"sequence of max_model_len={length} fills one: set enable_prefix_caching=False, or block_size=16"
+            )
+
+    def resolve(self, model_max_len: int) -> EngineConfig:
+        """The configuration with nothing left None that the scheduler reads.
+
+        Args:
+            model_max_len: the context length the checkpoint declares.
+
+        Raises:
+            ValueError: `max_model_len` exceeds it, or a default now contradicts a given setting.
+        """
+        length = self.max_model_len or model_max_len
+        if length > model_max_len:
+            raise ValueError(
+                f"max_model_len={length} is more than the model's context of {model_max_len}: "
+                f"set max_model_len={model_max_len} or less"
+            )
+        whole_prompts = not (self.enable_kv_cache and self.enable_chunked_prefill)
+        budget = self.max_num_batched_tokens or max(2048, length if whole_prompts else 0, self.max_num_seqs or 0)
+        caching = self.enable_prefix_caching
+        if caching is None:
+            caching = self.enable_kv_cache and self.block_size < length
+        return replace(
+            self,
+            max_model_len=length,
+            max_num_batched_tokens=budget,
+            max_num_seqs=self.max_num_seqs or min(256, budget),
+            enable_prefix_caching=caching,
+        )

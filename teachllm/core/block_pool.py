@@ -1,0 +1,121 @@
+"""The block pool: all KV memory in equal blocks, and an O(1) list of the free ones in least-recently-used order.
+
+    used    ref_count > 0, in the block table of that many requests
+    cached  ref_count = 0 and has a hash: free, but a request with the same prefix may still claim it
+    free    ref_count = 0 and no hash: nobody can want its content
+
+Cached and free blocks wait in one doubly linked list. The head is handed out next, so a block's content lives
+until the list has turned over once. A prefix hit takes a cached block out of the middle: that is why the list
+is linked, and why the links are fields of the blocks.
+
+Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", SOSP 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """Something that happened to a block.
+
+    Attributes:
+        kind: "allocate" (a request takes it empty), "hit" (a request shares its content), "commit" (its content
+            becomes findable), "evict" (its content is forgotten), "free" (a request lets it go).
+        request_id: who, for allocate, hit, commit and free.
+        block_hash, parent_hash: of its content, for commit.
+    """
+
+    kind: str
+    block_id: int
+    request_id: str | None = None
+    block_hash: bytes | None = None
+    parent_hash: bytes | None = None
+
+    def as_list(self) -> list[str | int]:
+        """The fields that are set, hashes in hexadecimal."""
+        fields = (self.kind, self.block_id, self.request_id, self.block_hash, self.parent_hash)
+        return [f.hex() if isinstance(f, bytes) else f for f in fields if f is not None]
+
+
+class Block:
+    """One block of KV memory: its place (`block_id`), its users (`ref_count`), its content (`block_hash`)."""
+
+    __slots__ = ("block_hash", "block_id", "next", "previous", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
+
+
+class BlockPool:
+    """`num_blocks` blocks, ids 0 to num_blocks - 1, all free at first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.num_free_blocks = 0  # in the list, cached ones included
+        self.num_cached_blocks = 0
+        # The list is a ring through this sentinel: no end is a special case.
+        self._ring = Block(-1)
+        self._ring.previous = self._ring.next = self._ring
+        for block in self.blocks:
+            self._append(block)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def take(self) -> Block:
+        """The least recently used free block, now used once. It may still carry a hash: evict that first.
+
+        Raises:
+            IndexError: no block is free.
+        """
+        block = self._ring.next
+        if block is None or block is self._ring:
+            raise IndexError("no free block")
+        self._unlink(block)
+        block.ref_count = 1
+        return block
+
+    def share(self, block: Block) -> None:
+        """One more user of a block, which leaves the free list if it was there."""
+        if block.ref_count == 0:
+            self._unlink(block)
+        block.ref_count += 1
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """One user less of each; those without any become the most recently used of the free list, in this order."""
+        for block in blocks:
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._append(block)
+
+    def free_blocks(self) -> Iterator[Block]:
+        """The free list from the block that goes next to the one that goes last."""
+        block = self._ring.next
+        while block is not None and block is not self._ring:
+            yield block
+            block = block.next
+
+    def _append(self, block: Block) -> None:
+        last = self._ring.previous
+        assert last is not None
+        block.previous, block.next = last, self._ring
+        last.next = self._ring.previous = block
+        self.num_free_blocks += 1
+        self.num_cached_blocks += block.block_hash is not None
+
+    def _unlink(self, block: Block) -> None:
+        assert block.previous is not None and block.next is not None
+        block.previous.next, block.next.previous = block.next, block.previous
+        block.previous = block.next = None
+        self.num_free_blocks -= 1
+        self.num_cached_blocks -= block.block_hash is not None

@@ -1,0 +1,124 @@
+"""Running ahead: plans that were handed out and whose sampled tokens the host has not seen yet.
+
+With asynchronous scheduling one plan is in flight while the next is made, with pipeline parallelism as many as
+there are stages. Each assumes the best of those before it: that every draft was accepted and nothing stopped.
+`settle` compares with what happened. Three things can differ:
+
+    a draft was rejected     the tokens after it were not computed: `num_computed_tokens` goes back by that many
+    the request has ended    its tokens come too late and are dropped
+    it was preempted         the same: they will be sampled again, with the same noise
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from teachllm.core.request import Request
+from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """What a step changed for one request.
+
+    Attributes:
+        new_token_ids: ids appended to it, the stop token included.
+        num_accepted: drafts among them.
+        logprobs: one entry for each new id, if asked for.
+        prompt_logprobs: entries for the prompt tokens from index `start` + 1 on, if asked for.
+        start: the first token index its share of the step computed.
+    """
+
+    request: Request
+    new_token_ids: list[int]
+    num_accepted: int
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    start: int
+
+    @property
+    def finished(self) -> bool:
+        return self.request.finish_reason is not None
+
+
+@dataclass(slots=True)
+class PlanInFlight:
+    """A plan with the requests it names, and how often each had been preempted when it was made."""
+
+    plan: SchedulerOutput
+    requests: list[Request]
+    generations: list[int]
+
+    def is_late(self, index: int) -> bool:
+        """Whether the tokens of the plan's request `index` are no longer wanted."""
+        request = self.requests[index]
+        return request.finished or request.num_preemptions != self.generations[index]
+
+
+class PlansInFlight:
+    """The plans in flight, oldest first. They come back in order."""
+
+    def __init__(self) -> None:
+        self._plans: deque[PlanInFlight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def push(self, plan: SchedulerOutput, requests: list[Request]) -> None:
+        self._plans.append(PlanInFlight(plan, requests, [request.num_preemptions for request in requests]))
+
+    def pop(self, plan: SchedulerOutput) -> PlanInFlight:
+        """The oldest plan, which must be this one.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if not self._plans or self._plans[0].plan is not plan:
+            raise ValueError(f"step {plan.step} is not the oldest plan in flight: results must come back in order")
+        return self._plans.popleft()
+
+    def pop_all(self, plan: SchedulerOutput) -> list[PlanInFlight]:
+        """This plan, which must be the oldest, and all after it."""
+        entries = [self.pop(plan), *self._plans]
+        self._plans.clear()
+        return entries
+
+    def pinning_step(self, request: Request) -> int | None:
+        """The last step in flight that names the request and may still write to its blocks."""
+        oldest = self._plans[0].plan.step if self._plans else None
+        return request.last_step if oldest is not None and request.last_step >= oldest else None
+
+
+def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate]:
+    """Gives each request of a plan its sampled tokens and takes back what was assumed and did not come true."""
+    updates: list[RequestUpdate] = []
+    for index, share in enumerate(entry.plan.scheduled):
+        if entry.is_late(index):
+            continue
+        request, sampled = entry.requests[index], result.sampled_token_ids[index]
+        num_drafts = len(share.draft_token_ids)
+        new_token_ids: list[int] = []
+        if share.samples:
+            if not 1 <= len(sampled) <= num_drafts + 1:
+                raise ValueError(f"{request.request_id}: {len(sampled)} tokens came back for {num_drafts} drafts")
+            request.num_in_flight_tokens -= num_drafts + 1
+            request.num_computed_tokens -= num_drafts + 1 - len(sampled)
+            for token_id in sampled:
+                new_token_ids.append(token_id)
+                if request.append(token_id):
+                    break  # accepted drafts beyond the end
+            if result.draft_token_ids is not None:
+                request.draft_token_ids = result.draft_token_ids[index]
+        logprobs = result.logprobs[index] if result.logprobs else None
+        updates.append(
+            RequestUpdate(
+                request=request,
+                new_token_ids=new_token_ids,
+                num_accepted=min(len(sampled) - 1, len(new_token_ids)) if share.samples else 0,
+                logprobs=logprobs[: len(new_token_ids)] if logprobs else None,
+                prompt_logprobs=result.prompt_logprobs[index] if result.prompt_logprobs else None,
+                start=share.start,
+            )
+        )
+    return updates

@@ -1,0 +1,89 @@
+"""What must hold after every step. A scheduler that breaks one of these gives wrong answers sooner or later.
+
+Tests call `check` after every step; `--check-invariants` makes the engine do it too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from teachllm.core.request import RequestStatus
+from teachllm.core.scheduler import Scheduler
+from teachllm.core.scheduler_output import SchedulerOutput
+
+
+class InvariantViolation(AssertionError):
+    """The scheduler's books do not add up."""
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantViolation(message)
+
+
+def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
+    """A plan keeps to its limits: budget, sequences, one share a request, blocks for every token."""
+    budget, limit = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    _require(plan.num_tokens <= budget, f"step {plan.step}: {plan.num_tokens} tokens, the budget is {budget}")
+    _require(len(plan.scheduled) <= limit, f"step {plan.step}: {len(plan.scheduled)} sequences, the limit is {limit}")
+    names = [share.request_id for share in plan.scheduled]
+    _require(len(names) == len(set(names)), f"step {plan.step} schedules a request twice")
+    for share in plan.scheduled:
+        request = scheduler.requests[share.request_id]
+        room = len(request.block_ids) * scheduler.kv.block_size
+        _require(share.num_tokens > len(share.draft_token_ids), f"{share.request_id}: a share without a known token")
+        _require(share.start + share.num_tokens <= room, f"{share.request_id}: tokens without blocks")
+
+
+def check(scheduler: Scheduler) -> None:
+    """The books after a step.
+
+    Raises:
+        InvariantViolation: which one, with the numbers.
+    """
+    _check_blocks(scheduler)
+    _check_requests(scheduler)
+
+
+def _check_blocks(scheduler: Scheduler) -> None:
+    kv, pool = scheduler.kv, scheduler.kv.pool
+    free_list = list(pool.free_blocks())
+    _require(len(free_list) == len(set(free_list)) == pool.num_free_blocks, "the free list lost or repeats a block")
+    used = sum(block.ref_count > 0 for block in pool.blocks)
+    _require(used + len(free_list) == len(pool), f"{used} used + {len(free_list)} free is not {len(pool)}")
+    _require(all(block.ref_count == 0 for block in free_list), "a used block is in the free list")
+    cached = sum(block.block_hash is not None for block in free_list)
+    _require(cached == pool.num_cached_blocks, f"{cached} free blocks are cached, not {pool.num_cached_blocks}")
+
+    owners = Counter(block_id for request in scheduler.requests.values() for block_id in request.block_ids)
+    owners.update(block_id for entries in kv.pinned.values() for _, ids in entries for block_id in ids)
+    for block in pool.blocks:
+        count = owners[block.block_id]
+        _require(block.ref_count == count, f"{block} stands in {count} tables")
+        found = kv.cache.blocks_with(block.block_hash) if block.block_hash else [block]
+        _require(block in found, f"{block} has a hash and cannot be found by it")
+    _require(len(kv.cache) == sum(b.block_hash is not None for b in pool.blocks), "the cache finds a block twice")
+
+    writers: Counter[int] = Counter()
+    for request in scheduler.requests.values():
+        committed = request.num_committed_blocks
+        writers.update(request.block_ids[committed:])
+        shared = [i for i in request.block_ids[committed:] if pool.blocks[i].ref_count > 1]
+        _require(not shared, f"{request.request_id} can write to blocks {shared} that others read")
+    _require(all(count == 1 for count in writers.values()), "two requests can write to one block")
+
+
+def _check_requests(scheduler: Scheduler) -> None:
+    waiting, running = list(scheduler.waiting), scheduler.running
+    limit = scheduler.max_num_seqs
+    _require(len(running) <= limit, f"{len(running)} requests run, the limit is {limit}")
+    listed = Counter(request.request_id for request in waiting + running)
+    _require(listed == Counter(list(scheduler.requests)), "a request is in no queue, or in two")
+    for request in waiting:
+        queued = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        _require(queued and request.wait is not None, f"{request.request_id} waits without a reason")
+        _require(not request.block_ids and not request.num_in_flight_tokens, f"{request.request_id} waits with blocks")
+    for request in running:
+        is_running = request.status is RequestStatus.RUNNING and request.wait is None
+        _require(is_running, f"{request.request_id} runs and is {request.status.value}")
+        _require(request.gap >= 0, f"{request.request_id} computed more tokens than it may ever know")

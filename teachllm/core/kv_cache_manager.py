@@ -1,0 +1,170 @@
+"""Who owns which block: matching prefixes, allocating, committing content, and letting go.
+
+The token at index i of a sequence lives in slot `block_table[i // block_size] * block_size + i % block_size`.
+A table only grows while its request runs. What each block may be doing:
+
+    table of a request   [ shared | shared | shared |  own  |  own  |  spare ]
+                           full and hashed: read-only  | written by it alone |
+
+    "own" becomes findable, and from then on read-only, when its last slot is scheduled to be written with a token
+    that is known (in every layer KV is written before attention reads it, so a request of the same step may
+    already share it). "spare" was reserved for drafts that did not hold; the next tokens use it.
+
+A request that ends while a plan in flight still names it cannot give its blocks away: that plan will write to
+them. They stay pinned until it retires.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from teachllm.core.block_pool import Block, BlockEvent, BlockPool
+from teachllm.core.prefix_cache import PrefixCache
+from teachllm.core.request import Request
+
+
+class KVCacheManager:
+    """The block tables of all requests over one pool.
+
+    Args:
+        num_blocks: blocks in the pool.
+        block_size: tokens a block.
+        enable_prefix_caching: False still shares blocks within a group (`n` completions of one prompt).
+        root: digest of what decides the content of every block, see `prefix_cache.hash_root`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, root: bytes = b"") -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.cache = PrefixCache(block_size, root)
+        self.pinned: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)  # step -> (request id, blocks)
+        self._enable_prefix_caching = enable_prefix_caching
+        self._committed: dict[int, list[Block]] = defaultdict(list)  # step -> blocks it is to fill
+        self._events: list[BlockEvent] | None = None
+
+    # -- finding and taking --------------------------------------------------------------------------------
+
+    def match(self, request: Request) -> list[Block]:
+        """The longest cached prefix of a request's known tokens. At least the last token is left to compute."""
+        findable = self._enable_prefix_caching or request.group is not None
+        if not findable or request.sampling_params.prompt_logprobs is not None:
+            return []
+        hits: list[Block] = []
+        for i in range((len(request.token_ids) - 1) // self.block_size):
+            block = self.cache.find(self.cache.hashes(request, i + 1)[i])
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def num_missing_blocks(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> int:
+        """Blocks that leave the free list if the table is to cover `num_tokens` tokens."""
+        revived = sum(block.ref_count == 0 for block in hits)
+        return max(-(-num_tokens // self.block_size) - len(request.block_ids) - len(hits), 0) + revived
+
+    def allocate(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> list[int] | None:
+        """Extends the table, first by `hits`, then by new blocks, to cover `num_tokens` tokens.
+
+        Returns:
+            The block ids appended, or None, with nothing changed, if too few blocks are free.
+        """
+        if self.num_missing_blocks(request, num_tokens, hits) > self.pool.num_free_blocks:
+            return None
+        first_new = len(request.block_ids)
+        for block in hits:
+            self.pool.share(block)
+            request.block_ids.append(block.block_id)
+            self._record("hit", block, request.request_id)
+        while len(request.block_ids) * self.block_size < num_tokens:
+            block = self.pool.take()
+            self._forget(block)
+            request.block_ids.append(block.block_id)
+            self._record("allocate", block, request.request_id)
+        request.num_committed_blocks += len(hits)
+        return request.block_ids[first_new:]
+
+    # -- content -------------------------------------------------------------------------------------------
+
+    def commit(self, request: Request) -> None:
+        """Makes findable every block whose tokens are known and computed, or being computed by a plan in flight."""
+        if not (self._enable_prefix_caching or request.group is not None):
+            return
+        num_full = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
+        if num_full <= request.num_committed_blocks:
+            return
+        hashes = self.cache.hashes(request, num_full)
+        for i in range(request.num_committed_blocks, num_full):
+            block = self.pool.blocks[request.block_ids[i]]
+            self.cache.insert(block, hashes[i])
+            self._committed[request.last_step].append(block)
+            parent = hashes[i - 1] if i else self.cache.root
+            self._record("commit", block, request.request_id, hashes[i], parent)
+        request.num_committed_blocks = num_full
+
+    # -- letting go ----------------------------------------------------------------------------------------
+
+    def free(self, request: Request, until_step: int | None = None) -> None:
+        """Empties the table. The blocks stay pinned until `until_step` retires, if a plan in flight names them."""
+        if until_step is None:
+            self._release(request.request_id, request.block_ids)
+        elif request.block_ids:
+            self.pinned[until_step].append((request.request_id, request.block_ids))
+        request.block_ids = []
+        request.num_committed_blocks = 0
+
+    def retire(self, step: int) -> None:
+        """A plan has come back: what was pinned for it is free, what it was to fill is filled."""
+        self._committed.pop(step, None)
+        for request_id, block_ids in self.pinned.pop(step, ()):
+            self._release(request_id, block_ids)
+
+    def fail(self, step: int) -> None:
+        """A plan has failed: what it was to fill holds nothing."""
+        for block in self._committed.get(step, ()):
+            self._forget(block)
+        self.retire(step)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the content of every free block."""
+        for block in self.pool.free_blocks():
+            self._forget(block)
+
+    def _release(self, request_id: str, block_ids: list[int]) -> None:
+        # The tail of a sequence goes first in the free list: evicting it leaves the shorter prefix usable.
+        blocks = [self.pool.blocks[block_id] for block_id in reversed(block_ids)]
+        self.pool.release(blocks)
+        for block in blocks:
+            self._record("free", block, request_id)
+
+    def _forget(self, block: Block) -> None:
+        if block.block_hash is not None:
+            self._record("evict", block)
+            self.pool.num_cached_blocks -= block.ref_count == 0
+            self.cache.remove(block)
+
+    # -- figures and events --------------------------------------------------------------------------------
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self.pool) - self.pool.num_free_blocks
+
+    @property
+    def usage(self) -> float:
+        """Used blocks over all blocks."""
+        return self.num_used_blocks / len(self.pool)
+
+    def record_events(self) -> None:
+        """From now on block events are kept for `drain_events`."""
+        self._events = []
+
+    def drain_events(self) -> list[BlockEvent]:
+        """The events since the last call."""
+        events = list(self._events or ())
+        if self._events is not None:
+            self._events.clear()
+        return events
+
+    def _record(self, kind: str, block: Block, request_id: str | None = None, *hashes: bytes) -> None:
+        if self._events is not None:
+            self._events.append(BlockEvent(kind, block.block_id, request_id, *hashes))

@@ -1,0 +1,106 @@
+"""Where the memory goes: bytes of KV per token and per block, how many blocks fit, and a table that explains it.
+
+    bytes per token = sum over layers of 2 (K and V) * num_kv_heads * head_size * dtype_bytes
+
+What the weights and the largest step's activations leave of the budget is KV cache, and KV cache is how many
+tokens can be in the air at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What one layer keeps per token; `window` is how many tokens back it looks, None for all."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype_bytes: int
+    window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_size * self.dtype_bytes
+
+
+def format_bytes(num_bytes: int) -> str:
+    """For people: 1.5 GiB, 12.0 KiB, 7 B."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How a budget of bytes is shared out.
+
+    Attributes:
+        budget: bytes the engine may use in all.
+        weights, activations: bytes taken before the KV cache.
+        specs: one for each layer.
+        block_size: tokens a block.
+        max_model_len: the longest sequence, which must fit alone.
+    """
+
+    budget: int
+    weights: int
+    activations: int
+    specs: Sequence[KVCacheSpec]
+    block_size: int
+    max_model_len: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(spec.bytes_per_token for spec in self.specs)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that fit in what is left."""
+        return max(self.budget - self.weights - self.activations, 0) // self.bytes_per_block
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The table: what, how much, why."""
+        spec, layers = self.specs[0], len(self.specs)
+        formula = f"2 x {layers} layers x {spec.num_kv_heads} KV heads x {spec.head_size} x {spec.dtype_bytes} bytes"
+        if any(other.bytes_per_token != spec.bytes_per_token for other in self.specs):
+            formula = f"summed over {layers} layers of different shapes"
+        longest, kv_bytes = self.max_model_len, self.num_blocks * self.bytes_per_block
+        return [
+            ("budget", format_bytes(self.budget), "what the engine may use"),
+            ("weights", format_bytes(self.weights), "read once a step"),
+            ("activations", format_bytes(self.activations), "the largest step's, kept free"),
+            ("KV per token", format_bytes(self.bytes_per_token), formula),
+            ("KV per block", format_bytes(self.bytes_per_block), f"{self.block_size} tokens"),
+            ("KV per sequence", format_bytes(self.bytes_per_token * longest), f"of max_model_len={longest} tokens"),
+            ("KV cache", format_bytes(kv_bytes), f"{self.num_blocks} blocks, {self.num_tokens} tokens"),
+            ("concurrency", f"{self.num_tokens / longest:.1f}x", "sequences of max_model_len that fit at once"),
+        ]
+
+    def check(self) -> None:
+        """Refuses a budget that cannot hold one sequence of `max_model_len`.
+
+        Raises:
+            ValueError: with the table, and the largest length that fits.
+        """
+        if self.num_tokens >= self.max_model_len:
+            return
+        table = "\n".join(f"  {what:<16}{amount:>12}  {why}" for what, amount, why in self.rows())
+        fits = f"set max_model_len={self.num_tokens} or less, or " if self.num_tokens > 1 else ""
+        raise ValueError(
+            f"the KV cache would hold {self.num_tokens} tokens, less than one sequence of max_model_len="
+            f"{self.max_model_len}: {fits}give it more memory\n{table}"
+        )

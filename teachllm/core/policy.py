@@ -1,0 +1,87 @@
+"""Who goes first, and who gives way: a policy is one sort key and one question.
+
+The waiting queue is kept sorted by the key; when blocks run out, the running request with the largest key is
+preempted. So a preempted request, having arrived before all that still wait behind it, returns to the front by
+itself. To try another order, write a class with these two methods and pass it to `Scheduler`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Protocol
+
+from teachllm.core.request import Request, Wait, WaitReason
+
+Key = tuple[int, ...]
+
+
+class Policy(Protocol):
+    def key(self, request: Request) -> Key:
+        """Smaller goes first; no two requests may have the same key."""
+
+    def opens_batch(self, num_running: int) -> bool:
+        """Whether waiting requests may join now, asked once at the start of a step."""
+
+
+class FirstComeFirstServed:
+    """Continuous batching in order of arrival."""
+
+    def key(self, request: Request) -> Key:
+        return (request.arrival_index,)
+
+    def opens_batch(self, num_running: int) -> bool:
+        return True
+
+
+class Priority(FirstComeFirstServed):
+    """The lower `priority` goes first, ties in order of arrival."""
+
+    def key(self, request: Request) -> Key:
+        return (request.priority, request.arrival_index)
+
+
+class Static(FirstComeFirstServed):
+    """Static batching, to see what it wastes: nobody joins until everybody has finished."""
+
+    def opens_batch(self, num_running: int) -> bool:
+        return num_running == 0
+
+
+POLICIES: dict[str, type[FirstComeFirstServed]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": Priority,
+    "static": Static,
+}
+
+
+class WaitingQueue:
+    """Waiting and preempted requests in the policy's order; each knows why it waits."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._entries: list[tuple[Key, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self._entries)
+
+    @property
+    def head(self) -> Request | None:
+        return self._entries[0][1] if self._entries else None
+
+    def push(self, request: Request, reason: WaitReason = WaitReason.BEHIND_HEAD) -> None:
+        request.wait = Wait(reason)
+        old_head = self.head
+        insort(self._entries, (self._policy.key(request), request), key=lambda entry: entry[0])
+        if old_head is not None and self.head is request and old_head.wait != Wait(WaitReason.PREEMPTED):
+            old_head.wait = Wait(WaitReason.BEHIND_HEAD)  # why it was refused as the head no longer matters
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, wherever it stands."""
+        index = bisect_left(self._entries, self._policy.key(request), key=lambda entry: entry[0])
+        assert self._entries[index][1] is request, "two requests share a policy key"
+        del self._entries[index]
+        request.wait = None

@@ -1,0 +1,92 @@
+"""Prefix caching: full blocks are findable by a hash of everything that decided their content.
+
+A block's K and V depend on its tokens and on every token before them, so its hash covers its parent's hash, its
+token ids, and extra keys (adapter, cache salt). Equal hash means equal prefix, and finding a prefix is walking a
+chain of dictionary look-ups. SHA-256, because a collision would answer one user with another one's context.
+
+Source: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024 (reuse across
+requests); the hash chain over fixed blocks is vLLM's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+from teachllm.core.block_pool import Block
+from teachllm.core.request import Request
+
+HASH_VERSION = 1
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> bytes:
+    """The 32-byte hash of a full block.
+
+    Args:
+        parent: hash of the block before it, or the cache's root.
+        token_ids: its tokens.
+        extra_keys: what else decided the content. Given for the first block they hold for the whole chain.
+    """
+    digest = sha256(parent)
+    digest.update(array("q", token_ids).tobytes())
+    for key in extra_keys:  # the length keeps ("ab", "c") apart from ("a", "bc")
+        encoded = key.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+def hash_root(*facts: object) -> bytes:
+    """The parent of every first block: a digest of what decides all KV (model, dtype, block size, ...)."""
+    return hash_block(b"", [HASH_VERSION], tuple(str(fact) for fact in facts))
+
+
+class PrefixCache:
+    """Hash to block, for all blocks whose content is known, used or not.
+
+    Two requests may compute the same block at once, so several blocks can carry one hash; block tables are
+    append-only, so neither is swapped for the other. Any of them answers.
+    """
+
+    def __init__(self, block_size: int, root: bytes) -> None:
+        self.block_size = block_size
+        self.root = root
+        self._blocks: dict[bytes, dict[int, Block]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._blocks.values()))
+
+    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """The request's block hashes, at least `num_blocks` of them; its tokens must be known that far."""
+        hashes = request.block_hashes
+        for i in range(len(hashes), num_blocks):
+            tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            if i == 0:
+                hashes.append(hash_block(self.root, tokens, request.cache_keys))
+            else:
+                hashes.append(hash_block(hashes[-1], tokens))
+        return hashes
+
+    def find(self, block_hash: bytes) -> Block | None:
+        """A block with this content, the longest known one if there are several."""
+        same = self._blocks.get(block_hash)
+        return next(iter(same.values())) if same else None
+
+    def blocks_with(self, block_hash: bytes) -> list[Block]:
+        """All blocks with this content."""
+        return list(self._blocks.get(block_hash, {}).values())
+
+    def insert(self, block: Block, block_hash: bytes) -> None:
+        """Makes a block findable."""
+        block.block_hash = block_hash
+        self._blocks.setdefault(block_hash, {})[block.block_id] = block
+
+    def remove(self, block: Block) -> None:
+        """Forgets a block's content; nothing happens if it has none."""
+        if block.block_hash is None:
+            return
+        same = self._blocks[block.block_hash]
+        del same[block.block_id]
+        if not same:
+            del self._blocks[block.block_hash]
+        block.block_hash = None

@@ -1,0 +1,170 @@
+"""A request: the tokens it knows, the tokens it has computed, and where it stands.
+
+The scheduler's one rule is about two numbers. `token_ids` are known (prompt and outputs); the KV of the first
+`num_computed_tokens` of them is in the cache. A step computes some of the gap. While plans are in flight
+(asynchronous scheduling, pipeline stages) both run ahead of what the host has seen:
+
+    token_ids              | 0 ........ prompt ........ | ... outputs ... |              known on the host
+    num_in_flight_tokens                                                  | + 1 + drafts | each plan may append
+    num_computed_tokens    | 0 ................................................. |         if all drafts hold
+
+`Scheduler.update` moves what came true from the second line to the first and takes back the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Every request is in exactly one of these."""
+
+    WAITING = "waiting"  # in the queue, holds no blocks
+    RUNNING = "running"  # admitted, holds blocks
+    PREEMPTED = "preempted"  # in the queue again, its blocks taken back
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"  # end of sequence, a stop token, or a stop string
+    LENGTH = "length"  # max_tokens or max_model_len
+    ABORT = "abort"
+
+
+class WaitReason(Enum):
+    """Why a request waits, decided at the branch that refuses it. The value is the sentence shown to people."""
+
+    BEHIND_HEAD = "behind the head of the queue"
+    TOKEN_BUDGET = "needs {needed} tokens of the step's budget, {available} left"
+    SEQUENCE_LIMIT = "would be running request {needed}, the limit is {available}"
+    NO_FREE_BLOCKS = "needs {needed} blocks, {available} left by running requests"
+    STATIC_BATCH = "the batch of {needed} must drain first"
+    PREEMPTED = "preempted: its blocks were taken back"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait reason with its numbers."""
+
+    reason: WaitReason
+    needed: int = 0
+    available: int = 0
+
+    def __str__(self) -> str:
+        return self.reason.value.format(needed=self.needed, available=self.available)
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One completion being generated.
+
+    Attributes:
+        eos_token_ids: the model's end-of-sequence ids.
+        arrival_time: seconds, on the engine's clock.
+        priority: lower goes first (policy "priority").
+        cache_keys: what else decides the content of its blocks (adapter loading number, cache salt).
+        group: set for completions of one prompt (`n` > 1): they share its blocks even without prefix caching.
+        child_index, seed: of its noise.
+        waits_for_ids: never runs ahead (a grammar or a drafter on the host needs the sampled ids).
+        max_len: longest the sequence may get; set when the scheduler takes it.
+        draft_token_ids: proposals for the tokens after the known ones; -1 where only the device knows them.
+        block_ids: the block table; append-only while it runs.
+        block_hashes: of the full blocks of known tokens, as far as they were needed.
+        num_committed_blocks: leading blocks that are findable in the prefix cache.
+        num_cached_tokens: prompt tokens found in the cache when it was first admitted; None before.
+        last_step: the last plan that names it, -1 for none.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_keys: tuple[str, ...] = ()
+    group: str | None = None
+    child_index: int = 0
+    seed: int = 0
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    waits_for_ids: bool = False
+
+    arrival_index: int = 0
+    max_len: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    wait: Wait | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_committed_blocks: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    last_step: int = -1
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Length of the sequence once every plan in flight has come true, all drafts accepted."""
+        return len(self.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def gap(self) -> int:
+        """Tokens it knows, or will, and has not computed: what the scheduler hands out."""
+        return len(self.token_ids) + self.num_in_flight_tokens - self.num_computed_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """All ids that end the output."""
+        own = frozenset(self.sampling_params.stop_token_ids)
+        return own if self.sampling_params.ignore_eos else own | self.eos_token_ids
+
+    def append(self, token_id: int) -> bool:
+        """Takes a sampled id; returns whether the output ends with it, having set why."""
+        self.token_ids.append(token_id)
+        params = self.sampling_params
+        if self.num_output_tokens >= params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                self.finish_reason = FinishReason.STOP
+            elif token_id in params.stop_token_ids:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
+        if self.finish_reason is None and len(self.token_ids) >= self.max_len:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason is not None
+
+    def new_row(self) -> NewRow:
+        """What a worker needs to know of it."""
+        return NewRow(
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling_params=self.sampling_params,
+            child_index=self.child_index,
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+            bad_word_token_ids=self.bad_word_token_ids,
+        )

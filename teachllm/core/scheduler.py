@@ -1,0 +1,299 @@
+"""The scheduler: who computes which tokens in the next step. One rule does everything.
+
+A request has tokens it knows and tokens it has computed; each step hands out a token budget so that computed
+catches up with known. A prompt is a large gap, a decode a gap of one, chunked prefill a budget smaller than the
+gap, a prefix hit a gap that starts smaller, a preemption a gap that grew again, and speculation a gap with
+guesses at its end. There is no prefill phase and no decode phase: both share one batch.
+
+The budget is handed out in this order, so that no running decode ever waits for a prompt:
+
+    1. one token to every running request that has only one to compute
+    2. the prompts of running requests, in order
+    3. waiting requests, in the policy's order, until one is refused
+    4. drafts, with what is left
+
+`schedule` may run again before `update` has seen the last plan's tokens: see `in_flight.py`.
+
+Source: Yu et al., "Orca", OSDI 2022 (iteration-level scheduling); Agrawal et al., "Sarathi-Serve", OSDI 2024
+(chunked prefill); the single rule is vLLM V1's.
+"""
+
+from __future__ import annotations
+
+from teachllm.config import EngineConfig
+from teachllm.core.in_flight import PlansInFlight, RequestUpdate, settle
+from teachllm.core.kv_cache_manager import KVCacheManager
+from teachllm.core.policy import POLICIES, Policy, WaitingQueue
+from teachllm.core.request import FinishReason, Request, RequestStatus, Wait, WaitReason
+from teachllm.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+
+
+class Scheduler:
+    """Queues, budget and blocks of one engine.
+
+    Args:
+        config: a resolved configuration.
+        num_blocks: KV blocks in the pool.
+        cache_root: digest of what decides all KV, see `prefix_cache.hash_root`.
+        policy: overrides `config.scheduling_policy`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, cache_root: bytes = b"", policy: Policy | None = None
+    ) -> None:
+        assert config.max_model_len and config.max_num_batched_tokens and config.max_num_seqs, "resolve() it first"
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.policy = policy or POLICIES[config.scheduling_policy]()
+        self.kv = KVCacheManager(num_blocks, config.block_size, bool(config.enable_prefix_caching), cache_root)
+        self.requests: dict[str, Request] = {}  # all that are not finished
+        self.waiting = WaitingQueue(self.policy)
+        self.running: list[Request] = []
+        self.in_flight = PlansInFlight()
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self._num_arrivals = 0
+        self._dropped: list[str] = []  # rows that the next plan tells the worker to close
+        self._preempted: list[str] = []  # those of them that it reports as preempted
+        self._budget = 0
+        self._short_of_blocks = False  # in this step a running request found too few
+
+    # -- doors ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: its id is taken, its prompt is empty, or it could never run; the message has the numbers.
+        """
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is already in use")
+        request.max_len = self._longest(request)
+        if not self.config.enable_kv_cache:  # scratch blocks last one step
+            request.waits_for_ids, request.group = True, None
+        elif request.group is not None and not self.config.enable_prefix_caching:
+            request.cache_keys += (f"group {request.group}",)  # found by its siblings and nobody else
+        request.arrival_index = self._num_arrivals
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool:
+        """Ends a request from outside: an abort, or a stop string. False if it has ended already."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        self._end(request)
+        return True
+
+    def _longest(self, request: Request) -> int:
+        """How long the sequence may get, if the cache can hold that much."""
+        num_prompt, max_tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
+        if num_prompt == 0:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if num_prompt + 1 > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens and max_model_len={self.max_model_len} leaves no room for an "
+                f"output token: shorten it to {self.max_model_len - 1}, or raise max_model_len"
+            )
+        longest = self.max_model_len if max_tokens is None else min(num_prompt + max_tokens, self.max_model_len)
+        needed, blocks = -(-longest // self.kv.block_size), len(self.kv.pool)
+        if needed > blocks:
+            raise ValueError(
+                f"prompt and output may reach {longest} tokens, {needed} blocks of {self.kv.block_size}, and the KV "
+                f"cache has {blocks}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
+            )
+        return longest
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    # -- one step ------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """The next plan. It is empty if nobody can compute anything now; such a plan is not executed."""
+        plan = SchedulerOutput(step=self.num_steps)
+        self._budget, self._short_of_blocks = self.max_num_batched_tokens, False
+        open_to_join = self.policy.opens_batch(len(self.running))
+        self._schedule_running(plan)
+        self._schedule_waiting(plan, open_to_join)
+        self._schedule_drafts(plan)
+        if plan.scheduled:
+            plan.dropped, self._dropped = self._dropped, []
+            plan.preempted, self._preempted = self._preempted, []
+            self.num_steps += 1
+            self.in_flight.push(plan, [self.requests[share.request_id] for share in plan.scheduled])
+        return plan
+
+    def _schedule_running(self, plan: SchedulerOutput) -> None:
+        chosen: dict[Request, tuple[int, list[int]]] = {}  # request -> (tokens, new blocks)
+        ready = [request for request in self.running if self._can_compute(request)]
+        decodes = [request for request in ready if request.gap == 1]
+        for request in decodes + [request for request in ready if request.gap > 1]:
+            num_tokens = self._chunk(request.gap)
+            if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
+                continue  # no budget left for it, or a request before it took its blocks
+            new_blocks = self._make_room(request, request.num_computed_tokens + num_tokens, chosen)
+            if new_blocks is not None:
+                chosen[request] = num_tokens, new_blocks
+                self._budget -= num_tokens
+        for request, (num_tokens, new_blocks) in chosen.items():
+            self._launch(plan, request, num_tokens, new_blocks)
+
+    def _make_room(
+        self, request: Request, num_tokens: int, chosen: dict[Request, tuple[int, list[int]]]
+    ) -> list[int] | None:
+        """Blocks for the first `num_tokens` tokens, preempting from the back of the policy's order if it must."""
+        while (new_blocks := self.kv.allocate(request, num_tokens)) is None:
+            self._short_of_blocks = True
+            if self.kv.pinned or not self.config.enable_kv_cache:
+                return None  # blocks come back when a plan in flight (or, without a cache, this one) retires
+            victim = max(self.running, key=self.policy.key)
+            if victim in chosen:
+                self._budget += chosen.pop(victim)[0]
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return new_blocks
+
+    def _schedule_waiting(self, plan: SchedulerOutput, open_to_join: bool) -> None:
+        while (head := self.waiting.head) is not None:
+            if self._short_of_blocks and head.wait == Wait(WaitReason.PREEMPTED):
+                return  # not examined again before there are blocks
+            head.wait = self._admit(plan, head, open_to_join)
+            if head.wait is not None:
+                return
+
+    def _admit(self, plan: SchedulerOutput, request: Request, open_to_join: bool) -> Wait | None:
+        """Starts a waiting request, or says why not."""
+        if not open_to_join:
+            return Wait(WaitReason.STATIC_BATCH, len(self.running))
+        if len(self.running) >= self.max_num_seqs:
+            return Wait(WaitReason.SEQUENCE_LIMIT, len(self.running) + 1, self.max_num_seqs)
+        hits = self.kv.match(request)
+        num_hit_tokens = len(hits) * self.kv.block_size
+        gap = len(request.token_ids) - num_hit_tokens
+        num_tokens = self._chunk(gap)
+        if num_tokens == 0:
+            return Wait(WaitReason.TOKEN_BUDGET, 1 if self._chunks else gap, self._budget)
+        # What is free while a running request is short of blocks is kept for it.
+        available = 0 if self._short_of_blocks else self.kv.pool.num_free_blocks
+        missing = self.kv.num_missing_blocks(request, num_hit_tokens + num_tokens, hits)
+        blocks = self.kv.allocate(request, num_hit_tokens + num_tokens, hits) if missing <= available else None
+        if blocks is None:
+            return Wait(WaitReason.NO_FREE_BLOCKS, missing, available)
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_hit_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_hit_tokens
+        self._budget -= num_tokens
+        self._launch(plan, request, num_tokens, blocks, new=True)
+        return None
+
+    def _schedule_drafts(self, plan: SchedulerOutput) -> None:
+        for share in plan.scheduled:
+            request = self.requests[share.request_id]
+            drafts, request.draft_token_ids = request.draft_token_ids, []
+            if self._short_of_blocks or not (drafts and share.samples and share.num_tokens == 1):
+                continue
+            # The step yields one token more than its drafts: no draft may lie beyond the last wanted token.
+            num_drafts = min(len(drafts), self._budget, request.max_len - request.num_expected_tokens)
+            while (new_blocks := self.kv.allocate(request, request.num_computed_tokens + num_drafts)) is None:
+                num_drafts -= 1  # drafts never take blocks away from anybody
+            share.new_block_ids += new_blocks
+            share.draft_token_ids = drafts[:num_drafts]
+            share.num_tokens += num_drafts
+            request.num_computed_tokens += num_drafts
+            request.num_in_flight_tokens += num_drafts
+            self._budget -= num_drafts
+
+    @property
+    def _chunks(self) -> bool:
+        """Whether a gap may be closed over several steps."""
+        return self.config.enable_chunked_prefill and self.config.enable_kv_cache
+
+    def _chunk(self, gap: int) -> int:
+        """How many of `gap` tokens to compute now; 0 if the budget does not allow it."""
+        if not self._chunks:
+            return gap if gap <= self._budget else 0
+        return min(gap, self._budget, self.config.long_prefill_token_threshold or gap)
+
+    def _can_compute(self, request: Request) -> bool:
+        if request.num_in_flight_tokens == 0:
+            return True
+        runs_ahead = self.config.async_scheduling and not request.waits_for_ids
+        return runs_ahead and request.num_expected_tokens < request.max_len
+
+    def _launch(
+        self, plan: SchedulerOutput, request: Request, num_tokens: int, new_blocks: list[int], new: bool = False
+    ) -> None:
+        """Writes a request's share into the plan and counts its tokens as computed."""
+        start = request.num_computed_tokens
+        request.num_computed_tokens += num_tokens
+        samples = request.gap == 0
+        request.num_in_flight_tokens += samples
+        request.last_step = plan.step
+        self.kv.commit(request)
+        first_new = len(request.block_ids) - len(new_blocks)
+        row = request.new_row() if new else None
+        plan.scheduled.append(
+            ScheduledRequest(request.request_id, start, num_tokens, [], samples, first_new, new_blocks, row)
+        )
+
+    # -- what came of it -----------------------------------------------------------------------------------
+
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
+        """Takes the oldest plan's result: appends tokens, rolls back rejected drafts, commits, ends, frees."""
+        updates = settle(self.in_flight.pop(plan), result)
+        for request in (update.request for update in updates):
+            self.kv.commit(request)
+            if request.finish_reason is not None:
+                self._end(request)
+            elif not self.config.enable_kv_cache:
+                self.kv.free(request)
+                request.num_computed_tokens = 0
+        self.kv.retire(plan.step)
+        return updates
+
+    def fail(self, plan: SchedulerOutput) -> None:
+        """The oldest plan could not be executed: it and all that built on it are taken back.
+
+        Its requests start over as after a preemption; what they had sampled before stays.
+        """
+        for entry in self.in_flight.pop_all(plan):
+            for index, request in enumerate(entry.requests):
+                if not entry.is_late(index):
+                    self._preempt(request)
+            self.kv.fail(entry.plan.step)
+            self._dropped += entry.plan.dropped  # the worker may not have come to it
+            self._preempted += entry.plan.preempted
+
+    def _preempt(self, request: Request) -> None:
+        """Takes a running request's blocks; it keeps its tokens and queues again, before all that arrived later."""
+        self._leave(request)
+        self._preempted.append(request.request_id)
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
+        request.draft_token_ids = []
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.push(request, WaitReason.PREEMPTED)
+
+    def _end(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.free(request, self.in_flight.pinning_step(request))
+        self._dropped.append(request.request_id)

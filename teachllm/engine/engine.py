@@ -1,0 +1,213 @@
+"""Engine: requests in, growing outputs out, one step at a time. The door beneath `LLM` and every server.
+
+engine = Engine(EngineConfig(model="teachlm"))
+engine.add_request("a", "What is a KV cache?", SamplingParams(max_tokens=50))
+while engine.has_unfinished_requests:
+    for output in engine.step():
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from numbers import Integral
+from typing import Any
+
+from teachllm.config import EngineConfig
+from teachllm.core.prefix_cache import hash_root
+from teachllm.core.request import FinishReason, Request
+from teachllm.core.trace import Recorder
+from teachllm.engine.engine_core import EngineCore, describe
+from teachllm.engine.output_processor import OutputProcessor
+from teachllm.engine.tokenizer import Tokenizer
+from teachllm.models.model_config import load_model_config
+from teachllm.outputs import RequestOutput
+from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
+from teachllm.sampling_params import SamplingParams
+from teachllm.worker.executor import Executor, InProcessExecutor, select_device
+from teachllm.worker.model_runner import ModelRunner
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Engine:
+    """Model, tokenizer and core.
+
+    Args:
+        config: what to run and how.
+        recorder: writes a trace.
+        progress: called with (bytes loaded, bytes in all) while weights load.
+        make_executor: replaces the in-process executor; given the resolved configuration and the executor it
+            would have used.
+
+    Raises:
+        ValueError: the checkpoint or the settings are refused; one line says why and what to change.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        recorder: Recorder | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
+    ) -> None:
+        device = select_device(config.device)
+        self.model_config = load_model_config(config, device.type)
+        self.config = replace(config.resolve(self.model_config.max_model_len), device=str(device))
+        self.tokenizer: Tokenizer | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = Tokenizer.load(
+                config.tokenizer or self.model_config.path,
+                revision=config.revision if config.tokenizer else None,
+                trust_remote_code=config.trust_remote_code,
+            )
+        runner = ModelRunner(self.config, self.model_config, device, progress)
+        executor: Executor = InProcessExecutor(runner)
+        if make_executor is not None:
+            executor = make_executor(self.config, executor)
+        model = self.model_config
+        root = hash_root(model.path, config.revision, model.dtype, model.dtype, self.config.block_size)
+        self.core = EngineCore(self.config, executor, root, recorder)
+        self.memory = runner.memory
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._num_requests = 0
+        if recorder is not None:
+            shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
+            recorder.header(describe(self.config), shape, executor.num_blocks)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> RequestOutput:
+        """Queues a request.
+
+        Args:
+            prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}.
+            priority: lower goes first, with scheduling_policy="priority".
+            cache_salt: requests share KV only with others of the same salt.
+            arrival_time: seconds on the recorder's clock, without one on `time.perf_counter`; None is now.
+
+        Returns:
+            Its output, still empty: the object that `step` returns whenever it has grown.
+
+        Raises:
+            ValueError: the id is taken, the prompt can never fit, or a parameter does not suit the model.
+        """
+        params = sampling_params or SamplingParams()
+        text, token_ids = self._token_ids(prompt)
+        bad_words = self._check(params)
+        children = self._children(request_id, token_ids, params, bad_words, priority, cache_salt, arrival_time)
+        check_some_token_allowed(params, self.model_config.vocab_size, children[0].stop_token_ids, bad_words)
+        self._outputs.check_free(request_id, children)
+        self.core.add(children[0])  # if one fits, all do
+        output = self._outputs.add(request_id, text, children)
+        for child in children[1:]:
+            self.core.add(child)
+        return output
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step.
+
+        Returns:
+            The outputs that changed. An output is the same object at every step and grows; with asynchronous
+            scheduling it is one step behind.
+        """
+        changed: dict[str, RequestOutput] = {}
+        for update in self.core.step():
+            if not update.new_token_ids and update.prompt_logprobs is None:
+                continue
+            output, match = self._outputs.update(update)
+            if match is not None:
+                self.core.finish(update.request.request_id, FinishReason.STOP, match.stop)
+            changed[output.request_id] = output
+        return list(changed.values())
+
+    def abort_request(self, request_id: str) -> None:
+        """Ends a request now and gives its blocks back. Nothing happens if it has ended already."""
+        for child_id in self._outputs.abort(request_id):
+            self.core.finish(child_id, FinishReason.ABORT)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.core.has_unfinished
+
+    def close(self) -> None:
+        """Gives the model's memory back; the engine cannot be used after this."""
+        self.core.close()
+
+    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        content: Any = prompt
+        if isinstance(prompt, Mapping):
+            if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+                raise ValueError('a prompt dictionary has either "prompt" or "prompt_token_ids"')
+            content = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        text, given = None, content
+        if isinstance(content, str):
+            if self.tokenizer is None:
+                raise ValueError('skip_tokenizer_init=True: give prompts as {"prompt_token_ids": [...]}')
+            text, given = content, self.tokenizer.encode(content)
+        if not isinstance(given, Iterable):
+            kind = type(given).__name__
+            raise ValueError(f"a prompt is a text, token ids, or a dictionary with either, not {kind}")
+        given = list(given)
+        vocab_size = self.model_config.vocab_size
+        for token_id in given:  # a tokenizer may know more ids than its model
+            if not (isinstance(token_id, Integral) and 0 <= int(token_id) < vocab_size):
+                raise ValueError(f"prompt token id {token_id!r} is not in the vocabulary of {vocab_size}")
+        return text, [int(token_id) for token_id in given]
+
+    def _check(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Refuses what this model or engine cannot do; returns the bad words as ids."""
+        vocab_size = self.model_config.vocab_size
+        check_params(params, vocab_size, self.config.max_logprobs)
+        for name, words in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
+            if words and self.tokenizer is None:
+                raise ValueError(f"{name} are text: drop them, or set skip_tokenizer_init=False")
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words and self.tokenizer is not None:
+            bad_words = tuple(map(tuple, self.tokenizer.encode_bad_words(params.bad_words)))
+            check_ids("bad_words", (token_id for word in bad_words for token_id in word), vocab_size)
+        return bad_words
+
+    def _children(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        bad_words: tuple[tuple[int, ...], ...],
+        priority: int,
+        cache_salt: str | None,
+        arrival_time: float | None,
+    ) -> list[Request]:
+        """The request's `n` completions; they share the prompt's blocks through the prefix cache."""
+        self._num_requests += 1
+        seed = params.seed
+        if seed is None:  # the same engine seed and order of requests give the same noise
+            digest = sha256(f"{self.config.seed} {self._num_requests}".encode()).digest()
+            seed = int.from_bytes(digest[:8], "little")
+        others = replace(params, prompt_logprobs=None)  # the first child scores the prompt for all
+        return [
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                prompt_token_ids=token_ids,
+                sampling_params=params if index == 0 else others,
+                eos_token_ids=self.model_config.eos_token_ids,
+                arrival_time=self.core.clock() if arrival_time is None else arrival_time,
+                priority=priority,
+                cache_keys=() if cache_salt is None else (f"salt {cache_salt}",),
+                group=request_id if params.n > 1 else None,
+                child_index=index,
+                seed=seed,
+                bad_word_token_ids=bad_words,
+            )
+            for index in range(params.n)
+        ]

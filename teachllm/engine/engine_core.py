@@ -1,0 +1,135 @@
+"""The engine's core: one loop that schedules, computes, samples and updates. Token ids in, token ids out.
+
+    plain    schedule -> execute -> sample -> update
+    ahead    schedule -> execute -> sample ............ (the device works)
+                 schedule -> execute -> sample ........ its successor, made before its tokens are known
+             update (the first)
+
+Both are the same four calls; with `async_scheduling` an update is one step late, so that the device never waits
+for the host. Text stays outside: `engine.py` puts tokenizer and stop strings around this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from teachllm.config import EngineConfig
+from teachllm.core import invariants
+from teachllm.core.in_flight import RequestUpdate
+from teachllm.core.request import FinishReason, Request
+from teachllm.core.scheduler import Scheduler
+from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.core.trace import Recorder, StepTimes
+from teachllm.worker.executor import Executor, PendingOutput
+
+
+class EngineCore:
+    """Scheduler and executor, joined.
+
+    Args:
+        config: resolved for the model.
+        cache_root: digest of what decides all KV, see `core.prefix_cache.hash_root`.
+        recorder: writes a trace; None costs nothing.
+        clock: seconds; arrival times are on it. None is the recorder's, or `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        cache_root: bytes = b"",
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(config, executor.num_blocks, cache_root)
+        self.executor = executor
+        self.recorder = recorder
+        self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
+        self._check = config.check_invariants
+        # Results not yet asked for when the next plan is made: one for each further stage, one to run ahead.
+        self._num_ahead = executor.max_in_flight - 1 + config.async_scheduling
+        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes]] = deque()
+        if recorder is not None:
+            self.scheduler.kv.record_events()
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: it can never run; the message has the numbers.
+        """
+        self.scheduler.add(request)
+        if self.recorder is not None:
+            self.recorder.arrival(request)
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool:
+        """Ends a request now: an abort, or a stop string found in its text. False if it has ended already."""
+        ended = self.scheduler.finish(request_id, reason, stop_reason)
+        if ended and self.recorder is not None and reason is FinishReason.ABORT:
+            self.recorder.abort(request_id)
+        return ended
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._pending)
+
+    def step(self) -> list[RequestUpdate]:
+        """One turn of the loop.
+
+        Returns:
+            What changed, for the step whose tokens arrived: this one, or with `async_scheduling` the one before.
+
+        Raises:
+            Exception: whatever the executor raised. The step is taken back and its requests queue again, so the
+                caller may abort them or try again.
+        """
+        start = self.clock()
+        plan = self.scheduler.schedule()
+        if self._check:
+            invariants.check_plan(self.scheduler, plan)
+        scheduled = self.clock()
+        if plan.scheduled:
+            try:
+                output = self.executor.sample(self.executor.execute(plan))
+                times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0)
+                self._pending.append((plan, output, times))
+            except BaseException:
+                self._take_back(plan)
+                raise
+        if self._pending and (len(self._pending) > self._num_ahead or not plan.scheduled):
+            return self._update_oldest()
+        return []
+
+    def _update_oldest(self) -> list[RequestUpdate]:
+        plan, output, times = self._pending[0]
+        arrived = self.clock()
+        try:
+            result = output.result()
+        except BaseException:
+            self._take_back(plan)
+            raise
+        self._pending.popleft()
+        updates = self.scheduler.update(plan, result)
+        if self._check:
+            invariants.check(self.scheduler)
+        if self.recorder is not None:
+            times = StepTimes(times.start, times.schedule, times.execute, self.clock() - arrived)
+            self.recorder.step(plan, updates, self.scheduler, times)
+        return updates
+
+    def _take_back(self, plan: SchedulerOutput) -> None:
+        """A step failed: with it go all whose results have not been taken, since any may rest on another."""
+        oldest = self._pending[0][0] if self._pending else plan
+        self._pending.clear()
+        self.scheduler.fail(oldest)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def describe(config: EngineConfig) -> dict[str, Any]:
+    """A configuration as the trace's header carries it."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}

@@ -1,0 +1,183 @@
+"""LLM: offline batches. Give it prompts, get completions, in order.
+
+llm = LLM(model="teachlm")
+for output in llm.generate(["What is a KV cache?"], SamplingParams(temperature=0, max_tokens=60)):
+    print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from teachllm.config import EngineConfig
+from teachllm.engine.engine import Engine, Prompt
+from teachllm.engine.tokenizer import Tokenizer
+from teachllm.outputs import RequestOutput
+from teachllm.sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a local folder, a hub id, or "teachlm".
+        settings: any field of `EngineConfig`.
+        progress: called with (bytes loaded, bytes in all) while weights load.
+
+    Raises:
+        ValueError: the checkpoint or the settings are refused; one line says why and what to change.
+    """
+
+    def __init__(
+        self, model: str = "teachlm", *, progress: Callable[[int, int], None] | None = None, **settings: Any
+    ) -> None:
+        unknown = sorted(settings.keys() - EngineConfig.__dataclass_fields__.keys())
+        if unknown:
+            known = ", ".join(EngineConfig.__dataclass_fields__)
+            raise ValueError(f"LLM has no setting {unknown[0]!r}; it has {known}")
+        self.engine = Engine(EngineConfig(model=model, **settings), progress=progress)
+        self._num_requests = 0
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings as resolved for the model."""
+        return self.engine.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """Sampling settings that the checkpoint recommends, under SamplingParams' names."""
+        defaults = dict(self.engine.model_config.generation_defaults)
+        if "max_new_tokens" in defaults:
+            defaults["max_tokens"] = defaults.pop("max_new_tokens")
+        return defaults
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with what the checkpoint recommends."""
+        return SamplingParams(**self.generation_defaults)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts.
+
+        Args:
+            prompts: a string, {"prompt_token_ids": [...]}, or a list of either (or of lists of token ids).
+            sampling_params: one for all, or one each; None takes the checkpoint's recommendation.
+            use_tqdm: a progress bar on standard error.
+
+        Returns:
+            One output a prompt, in order.
+
+        Raises:
+            ValueError: a prompt or its parameters are refused; none of the batch is left running.
+        """
+        batch = _as_batch(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(batch)
+        params = list(sampling_params)
+        if len(params) != len(batch):
+            raise ValueError(f"{len(batch)} prompts and {len(params)} sampling_params: give one for all, or one each")
+        return self._run(batch, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations: lists of {"role": ..., "content": ...}.
+
+        Args:
+            messages: one conversation or a list of them.
+            tools: JSON descriptions of functions the model may call.
+            chat_template: replaces the checkpoint's.
+
+        Raises:
+            ValueError: as `generate`; or there is no chat template, or it refuses the messages.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        options = {"tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        prompts = [self._chat_prompt(each, options | (chat_template_kwargs or {})) for each in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **template_options: Any
+    ) -> Generator[RequestOutput, None, None]:
+        """Answers one conversation, yielding its output whenever it has grown. Closing the generator aborts it."""
+        request_id = self._next_id()
+        prompt = self._chat_prompt(messages, template_options)
+        output = self.engine.add_request(request_id, prompt, sampling_params or self.get_default_sampling_params())
+        num_shown = 0
+        try:
+            while True:  # by the output, not by what `step` returns: another stream's steps make this one grow too
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                if num_tokens > num_shown:
+                    num_shown = num_tokens
+                    yield output
+                elif output.finished:
+                    return
+                else:
+                    self.engine.step()
+        finally:
+            self.engine.abort_request(request_id)
+
+    def close(self) -> None:
+        """Gives the model's memory back."""
+        self.engine.close()
+
+    def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                request_id = self._next_id()
+                outputs[request_id] = self.engine.add_request(request_id, prompt, each)
+            with _progress_bar(len(prompts), use_tqdm) as bar:
+                while self.engine.has_unfinished_requests:
+                    bar.update(sum(output.finished and output.request_id in outputs for output in self.engine.step()))
+        finally:
+            for request_id in outputs:
+                self.engine.abort_request(request_id)
+        return list(outputs.values())
+
+    def _chat_prompt(self, messages: Messages, options: Mapping[str, Any]) -> Prompt:
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer: set skip_tokenizer_init=False")
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError('a conversation is a list of messages like {"role": "user", "content": "Hello"}')
+        token_ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+        return {"prompt_token_ids": token_ids}
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return str(self._num_requests)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items
+
+
+def _progress_bar(total: int, enabled: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, disable=not enabled, desc="generate", unit="request", dynamic_ncols=True)

@@ -1,0 +1,126 @@
+"""From token ids to what a user sees: text, stop strings, logprobs, and the `n` completions of one request.
+
+The scheduler knows completions, each a request of its own; a user knows requests. This joins them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from teachllm.core.in_flight import RequestUpdate
+from teachllm.core.request import FinishReason, Request
+from teachllm.core.scheduler_output import TokenLogprobs
+from teachllm.engine.detokenizer import IncrementalDetokenizer, StopMatch
+from teachllm.engine.tokenizer import Tokenizer
+from teachllm.outputs import CompletionOutput, Logprob, RequestOutput
+
+
+@dataclass(slots=True)
+class _Child:
+    """One completion: where it stands in its request's output, and its text in the making."""
+
+    output: RequestOutput
+    completion: CompletionOutput
+    detokenizer: IncrementalDetokenizer | None
+
+
+class OutputProcessor:
+    """Keeps the outputs of all live requests.
+
+    An output is one object that grows as its request does; a caller who wants a snapshot copies it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._children: dict[str, _Child] = {}  # by the scheduler's request id
+        self._ids: dict[str, list[str]] = {}  # the user's request id -> the scheduler's
+        self._taken: set[str] = set()  # both kinds, of requests that have not ended
+
+    def check_free(self, request_id: str, children: list[Request]) -> None:
+        """Refuses ids that a live request, or one of its `n` children, has.
+
+        Raises:
+            ValueError: which.
+        """
+        for wanted in (request_id, *(child.request_id for child in children)):
+            if wanted in self._taken:
+                raise ValueError(f"request id {wanted!r} is already in use")
+
+    def add(self, request_id: str, prompt: str | None, children: list[Request]) -> RequestOutput:
+        """Opens the output of a request and its `n` children."""
+        output = RequestOutput(request_id, prompt, list(children[0].prompt_token_ids), outputs=[])
+        if children[0].sampling_params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]  # nothing predicts the first token
+        self._ids[request_id] = [child.request_id for child in children]
+        self._taken |= {request_id, *self._ids[request_id]}
+        for child in children:
+            params = child.sampling_params
+            detokenizer = None
+            if self._tokenizer is not None and params.detokenize:
+                detokenizer = IncrementalDetokenizer(self._tokenizer, child.prompt_token_ids, params)
+            completion = CompletionOutput(index=child.child_index)
+            if params.logprobs is not None:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+            output.outputs.append(completion)
+            self._children[child.request_id] = _Child(output, completion, detokenizer)
+        return output
+
+    def update(self, update: RequestUpdate) -> tuple[RequestOutput, StopMatch | None]:
+        """Adds a step's tokens to the output; returns it, and the stop string that ends it if one did."""
+        request, tokens = update.request, update.new_token_ids
+        child = self._children[request.request_id]
+        output, completion = child.output, child.completion
+        if completion.index == 0:
+            output.num_cached_tokens = request.num_cached_tokens or 0
+            if update.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                self._add_prompt_logprobs(output.prompt_logprobs, update.prompt_logprobs, update.start)
+        match = None
+        if child.detokenizer is not None and tokens:
+            match = child.detokenizer.append(tokens, request.finish_reason is FinishReason.STOP)
+            if match is not None:
+                tokens = tokens[: match.num_tokens_used]
+            completion.text = child.detokenizer.text
+        completion.token_ids += tokens
+        if update.logprobs is not None and completion.logprobs is not None:
+            for entry in update.logprobs[: len(tokens)]:
+                completion.logprobs.append(self._logprobs(entry))
+                completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry.logprob
+        if match is not None:
+            self._end(request.request_id, "stop", match.stop)
+        elif request.finish_reason is not None:
+            self._end(request.request_id, request.finish_reason.value, request.stop_reason)
+        return output, match
+
+    def abort(self, request_id: str) -> list[str]:
+        """Ends a request as aborted; returns the scheduler's ids of those children that were still running."""
+        running = [child_id for child_id in self._ids.get(request_id, ()) if child_id in self._children]
+        for child_id in running:
+            self._end(child_id, "abort", None)
+        return running
+
+    def _end(self, child_id: str, reason: str, stop_reason: str | int | None) -> None:
+        child = self._children.pop(child_id)
+        if child.detokenizer is not None:
+            child.detokenizer.finish()
+            child.completion.text = child.detokenizer.text
+        child.completion.finish_reason, child.completion.stop_reason = reason, stop_reason
+        if child.output.finished:
+            request_id = child.output.request_id
+            self._taken -= {request_id, *self._ids.pop(request_id)}
+
+    def _add_prompt_logprobs(
+        self, known: list[dict[int, Logprob] | None], entries: list[TokenLogprobs], start: int
+    ) -> None:
+        for index, entry in enumerate(entries, start=start + 1):
+            if index == len(known):  # a preempted prompt is computed, and scored, a second time
+                known.append(self._logprobs(entry))
+
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """By token id: the most likely ones, best first, and the one at hand."""
+        ranked = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        found = {token_id: Logprob(value, rank) for rank, (token_id, value) in enumerate(ranked, start=1)}
+        found.setdefault(entry.token_id, Logprob(entry.logprob, entry.rank))
+        if self._tokenizer is not None:
+            for token_id, logprob in found.items():
+                logprob.decoded_token = self._tokenizer.token_text(token_id)
+        return found

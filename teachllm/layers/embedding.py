@@ -1,0 +1,42 @@
+"""Token embedding and output head: the two ends of the model, often one and the same matrix.
+
+Going in, a token id picks a row. Going out, the dot product of a hidden state with every row is that token's logit.
+Small models tie the two, since for them the vocabulary is most of the parameters.
+
+Source: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from teachllm_kernels.linear import linear_reference, pack_columns, packed_linear
+
+
+class Embedding(nn.Module):
+    """One row of weights for every token of the vocabulary."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.slabs: nn.Parameter | None = None
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] int64 -> [num_tokens, hidden_size]."""
+        if self.slabs is not None:
+            slab_size = self.slabs.shape[2]
+            return self.slabs[token_ids // slab_size, :, token_ids % slab_size]
+        return F.embedding(token_ids, self.weight)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32 (float64 stays float64)."""
+        slabs = self.slabs
+        logits = linear_reference(hidden, self.weight) if slabs is None else packed_linear(hidden, slabs)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def pack(self, num_threads: int) -> None:
+        """Lays the filled weight out for a CPU: faster logits, slower look-ups; `weight` is gone after this."""
+        self.slabs = nn.Parameter(pack_columns(self.weight.data, num_threads))
+        del self.weight

@@ -1,0 +1,26 @@
+"""RMS norm as a layer: the weight, and the operation of `teachllm_kernels.rms_norm`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from teachllm_kernels.rms_norm import rms_norm_reference
+
+
+class RMSNorm(nn.Module):
+    """Scales vectors to unit root mean square, then by a learned weight.
+
+    Args:
+        shape: of the weight. (hidden_size,) for whole rows; (num_heads, head_size) where every head has its own.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, *shape: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape))
+        self.eps = eps
+
+    def forward(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., size] -> (norm(residual + y), residual + y), both [..., size]; without a residual, of y alone."""
+        return rms_norm_reference(y, residual, self.weight, self.eps)

@@ -1,0 +1,187 @@
+"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3.
+
+They share one block (norm, attention, norm, gated MLP, both added to a residual stream) and differ in details that
+`llama_config.py` lists: Qwen2 has biases on Q, K and V, Qwen3 normalises every head of Q and K, Mistral and some Qwen2
+look back only so far. The forward pass works on a step's flat batch of tokens, see `layers/attention.py`.
+
+Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and the families' reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from teachllm.layers.attention import Attention, AttentionMetadata
+from teachllm.layers.embedding import Embedding
+from teachllm.layers.linear import Linear
+from teachllm.layers.norm import RMSNorm
+from teachllm.layers.rotary import Rotary
+from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.shape import Shape
+from teachllm_kernels.silu_and_mul import silu_and_mul_reference
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+KVCache = tuple[torch.Tensor, torch.Tensor]
+
+
+class LlamaAttention(nn.Module):
+    """Project, turn by position, attend over the cache, project back."""
+
+    def __init__(self, config: LlamaConfig, window: int | None) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias)
+        # One weight for all heads of Q and one for those of K, repeated per head so that one call does both.
+        heads = (config.num_heads + config.num_kv_heads, config.head_size)
+        self.qk_norm = RMSNorm(*heads, eps=config.norm_eps) if config.qk_norm else None
+        self.attention = Attention(config.head_size**-0.5, window)
+
+    def forward(self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> the same."""
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
+        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.qk_norm is not None:
+            qk, _ = self.qk_norm(qk)
+        q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
+        return self.o_proj(self.attention(q, k, v, kv_cache, metadata).flatten(1))
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, destination) of every tensor that a checkpoint holds for this module."""
+        yield from self.qkv_proj.parts()
+        yield from self.o_proj.parts()
+        if self.qk_norm is not None:
+            q_weight, k_weight = self.qk_norm.weight.data.split([self.num_heads, self.num_kv_heads])
+            yield "q_norm.weight", q_weight
+            yield "k_norm.weight", k_weight
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
+        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> the same."""
+        return self.down_proj(silu_and_mul_reference(self.gate_up_proj(x)))
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, destination) of every tensor that a checkpoint holds for this module."""
+        yield from self.gate_up_proj.parts()
+        yield from self.down_proj.parts()
+
+
+class LlamaLayer(nn.Module):
+    """One block. The residual stream travels beside the activations, so that norms can add to it."""
+
+    def __init__(self, config: LlamaConfig, window: int | None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = LlamaAttention(config, window)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        angles: Angles,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, residual), each [num_tokens, hidden_size], whose sum is the stream -> the same after this block."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, angles, kv_cache, metadata)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, destination) of every tensor that a checkpoint holds for this module."""
+        yield "input_layernorm.weight", self.input_layernorm.weight.data
+        yield "post_attention_layernorm.weight", self.post_attention_layernorm.weight.data
+        for prefix, module in (("self_attn", self.self_attn), ("mlp", self.mlp)):
+            for name, destination in module.checkpoint_tensors():
+                yield f"{prefix}.{name}", destination
+
+
+class LlamaForCausalLM(nn.Module):
+    """The model from token ids to logits.
+
+    Args:
+        max_len: positions to prepare, at most the model's context.
+    """
+
+    implementation = "teachllm"
+
+    def __init__(self, config: LlamaConfig, max_len: int) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = Rotary(config.rotary, max_len)
+        self.layers = nn.ModuleList(LlamaLayer(config, window) for window in config.windows)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = self.embed_tokens if config.tied else Embedding(config.vocab_size, config.hidden_size)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """One step: writes K and V of its tokens and returns their hidden states.
+
+        Args:
+            input_ids, positions: [num_tokens] int64.
+            kv_caches: per layer (K, V), each [num_blocks, block_size, num_kv_heads, head_size].
+
+        Returns:
+            [num_tokens, hidden_size].
+        """
+        angles = self.rotary(positions)
+        x, residual = self.embed_tokens(input_ids), None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, angles, kv_cache, metadata)
+        x, _ = self.norm(x, residual)
+        return x
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
+        return self.lm_head.logits(hidden)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, destination) of every tensor of the checkpoint; a destination may be a slice of a merged one."""
+        yield "model.embed_tokens.weight", self.embed_tokens.weight.data
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaLayer)
+            for name, destination in layer.checkpoint_tensors():
+                yield f"model.layers.{index}.{name}", destination
+        yield "model.norm.weight", self.norm.weight.data
+        if self.lm_head is not self.embed_tokens:
+            yield "lm_head.weight", self.lm_head.weight.data
+
+
+def shape(raw: dict[str, Any]) -> Shape:
+    """What the engine must know of a config.json of this family. Errors as in `llama_config.parse`."""
+    config = parse(raw)
+    return Shape(
+        context_len=config.rotary.context_len,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        windows=config.windows,
+        num_parameters=config.num_parameters,
+    )

@@ -1,0 +1,168 @@
+"""From a checkpoint on disk to a model in memory.
+
+Tensors are read one at a time, each straight into the parameter, or the slice of a merged parameter, that it fills:
+the peak is the model and one tensor, never the checkpoint twice. Every tensor that the model declares must come,
+with its shape, and no other: a silent gap would be a model that talks nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from teachllm.config import EngineConfig
+from teachllm.layers.linear import Linear
+from teachllm.models.checkpoint import stored_tensors
+from teachllm.models.llama import LlamaForCausalLM
+from teachllm.models.llama_config import parse
+from teachllm.models.model_config import ModelConfig
+from teachllm.models.registry import ModelError
+
+Progress = Callable[[int, int], None]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Old checkpoints carry this table, which is computed here.
+_DERIVED = "rotary_emb.inv_freq"
+
+
+def load_model(
+    model_config: ModelConfig, config: EngineConfig, device: torch.device, progress: Progress | None = None
+) -> nn.Module:
+    """Builds the model on `device` and fills it; in eval mode, without gradients.
+
+    Args:
+        progress: called with (bytes read, bytes in all).
+
+    Raises:
+        ModelError: the checkpoint is broken, names the tensor and the file; or holds pickles that were not asked for.
+    """
+    folder, dtype = Path(model_config.path), _DTYPES[model_config.dtype]
+    if config.load_format != "dummy":
+        check_weights(folder, config.load_format)
+    if model_config.implementation == "transformers":
+        from teachllm.models.transformers_backend import load_transformers_model
+
+        model: nn.Module = load_transformers_model(model_config, config, device, dtype)
+        if config.load_format == "dummy":
+            fill_randomly(model, config.seed)
+        return model.eval().requires_grad_(False)
+    own = _build(model_config, device, dtype)
+    if config.load_format == "dummy":
+        fill_randomly(own, config.seed)
+    else:
+        fill_from_checkpoint(own, folder, config.load_format, progress)
+    if device.type == "cpu" and dtype is torch.float32:
+        _pack(own)
+    return own.eval().requires_grad_(False)
+
+
+def check_weights(folder: Path, load_format: str) -> None:
+    """Refuses a folder without readable weights.
+
+    Raises:
+        ModelError: there are none in this format, a shard is missing or truncated, or they are pickles.
+    """
+    if load_format == "pt":
+        if not list(folder.glob("pytorch_model*.bin")):
+            raise ModelError(f"{folder} has no pytorch_model.bin: set load_format='auto'")
+    elif not stored_tensors(folder):
+        if list(folder.glob("pytorch_model*.bin")):
+            raise ModelError(
+                f"{folder} has its weights only as pickles (.bin), which can run code when they are read: "
+                "set load_format='pt' if you trust them, or convert them to safetensors"
+            )
+        raise ModelError(f"{folder} has no .safetensors file: set load_format='dummy' for random weights")
+
+
+def fill_from_checkpoint(
+    model: LlamaForCausalLM, folder: Path, load_format: str, progress: Progress | None = None
+) -> None:
+    """Copies every tensor of a checkpoint to its place in the model.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, or of another shape.
+    """
+    missing = dict(model.checkpoint_tensors())
+    tensors = _read_pickles(folder, progress) if load_format == "pt" else _read_safetensors(folder, progress)
+    for name, tensor, file in tensors:
+        if name.endswith(_DERIVED) or (name == "lm_head.weight" and model.lm_head is model.embed_tokens):
+            continue
+        destination = missing.pop(name, None)
+        if destination is None:
+            raise ModelError(f"{file} holds tensor {name}, which the model of its config.json does not have")
+        # A destination with further dimensions in front (a norm held once per head) takes copies.
+        if tensor.shape != destination.shape[destination.dim() - tensor.dim() :]:
+            expected = list(destination.shape[-tensor.dim() :])
+            raise ModelError(f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json means {expected}")
+        destination.copy_(tensor)
+    if missing:
+        raise ModelError(f"{folder} lacks tensor {next(iter(missing))} ({len(missing)} missing in all)")
+
+
+def fill_randomly(model: nn.Module, seed: int) -> None:
+    """Random weights that keep activations at unit size; equal for equal seeds on equal devices."""
+    parameters = dict(model.named_parameters())
+    generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if "norm" in name or (parameter.dim() == 1 and name.endswith("weight")):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def _pack(model: LlamaForCausalLM) -> None:
+    """Lays out for a CPU's threads every weight that is used in products (an untied embedding is not)."""
+    for module in model.modules():
+        if isinstance(module, Linear) or module is model.lm_head:
+            module.pack(torch.get_num_threads())
+
+
+def _build(model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return LlamaForCausalLM(parse(model_config.raw), model_config.max_model_len)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _read_safetensors(folder: Path, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    from safetensors import SafetensorError, safe_open
+
+    stored = stored_tensors(folder)
+    files = list(dict.fromkeys(tensor.file for tensor in stored.values()))
+    total, done = sum(file.stat().st_size for file in files), 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)
+                    tensor = reader.get_tensor(name)
+                    yield name, tensor, file
+                    done += tensor.nbytes
+                    if progress is not None:
+                        progress(done, total)
+        except SafetensorError as error:
+            raise ModelError(f"{file} cannot be read: {error}") from None
+    if progress is not None:
+        progress(total, total)
+
+
+def _read_pickles(folder: Path, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    total, done = sum(file.stat().st_size for file in files), 0
+    for file in files:
+        try:
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise ModelError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from None
+        for name, tensor in tensors.items():
+            yield name, tensor, file
+        done += file.stat().st_size
+        if progress is not None:
+            progress(done, total)

@@ -1,0 +1,123 @@
+"""What a checkpoint is, read from its description alone: shapes, sizes, context length, end-of-sequence ids.
+
+Everything that can be refused is refused here, before a weight is read, and everything that memory arithmetic needs
+is known here, before a weight is allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from teachllm.config import EngineConfig
+from teachllm.models.checkpoint import find_folder, read_json, stored_tensors
+from teachllm.models.registry import OWN, ModelError, architecture_of, check_supported
+from teachllm.models.shape import Shape
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Shape):
+    """A model's shape, and how this engine will use it.
+
+    Attributes:
+        path: local folder.
+        architecture: as config.json names it, for example "Qwen3ForCausalLM".
+        implementation: "teachllm" or "transformers".
+        dtype: "float32", "bfloat16" or "float16".
+        max_model_len: `context_len`, or the shorter length that was asked for.
+        eos_token_ids: generation_config.json's, else config.json's.
+        weight_bytes: of the weights as they will lie in memory.
+        generation_defaults: sampling settings that generation_config.json recommends.
+        raw: config.json.
+    """
+
+    path: str
+    architecture: str
+    implementation: str
+    dtype: str
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    weight_bytes: int
+    generation_defaults: dict[str, float | int]
+    raw: dict[str, Any]
+
+
+def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelConfig:
+    """Finds the checkpoint of `config.model` and describes it.
+
+    Args:
+        device_type: "cpu" or "cuda"; decides what dtype="auto" means.
+
+    Raises:
+        ModelError: (a ValueError) no such checkpoint, an unsupported one, or a broken one; in one line.
+    """
+    folder = find_folder(config.model, config.revision, config.load_format, config.trust_remote_code)
+    raw = read_json(folder / "config.json")
+    check_supported(raw, config.trust_remote_code)
+    architecture = architecture_of(raw)
+    implementation = _implementation(architecture, config.model_impl)
+    shape = _shape(folder, raw, implementation, config.trust_remote_code)
+    dtype = _dtype(raw, config.dtype, device_type)
+    max_model_len = config.max_model_len or shape.context_len
+    if max_model_len > shape.context_len:
+        raise ModelError(
+            f"max_model_len={max_model_len} is more than the model's context of {shape.context_len}: "
+            f"set max_model_len={shape.context_len} or less"
+        )
+    stored = {} if config.load_format in ("dummy", "pt") else stored_tensors(folder)
+    generation = folder / "generation_config.json"
+    defaults = read_json(generation) if generation.exists() else {}
+    num_parameters = sum(t.num_elements for t in stored.values()) or shape.num_parameters
+    if stored and raw.get("tie_word_embeddings") and "lm_head.weight" in stored:
+        num_parameters -= stored["lm_head.weight"].num_elements
+    return ModelConfig(
+        **(asdict(shape) | {"num_parameters": num_parameters}),
+        path=str(folder),
+        architecture=architecture,
+        implementation=implementation,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(defaults, raw),
+        weight_bytes=num_parameters * _DTYPE_BYTES[dtype],
+        generation_defaults={k: defaults[k] for k in _SAMPLING_DEFAULTS if defaults.get(k) is not None},
+        raw=raw,
+    )
+
+
+def _implementation(architecture: str, model_impl: str) -> str:
+    if model_impl == "teachllm" and architecture not in OWN:
+        raise ModelError(
+            f"model_impl='teachllm' has no code for {architecture}, only for {', '.join(OWN)}: "
+            "set model_impl='auto' to run it through transformers"
+        )
+    return "teachllm" if architecture in OWN and model_impl != "transformers" else "transformers"
+
+
+def _shape(folder: Path, raw: dict[str, Any], implementation: str, trust_remote_code: bool) -> Shape:
+    # Imported here: both load torch, and transformers takes seconds.
+    if implementation == "teachllm":
+        from teachllm.models import llama
+
+        return llama.shape(raw)
+    from teachllm.models import transformers_backend
+
+    return transformers_backend.shape(folder, trust_remote_code)
+
+
+def _dtype(raw: dict[str, Any], wanted: str, device_type: str) -> str:
+    if wanted != "auto":
+        return wanted
+    stored = raw.get("dtype") or raw.get("torch_dtype")
+    return str(stored) if device_type != "cpu" and stored in _DTYPE_BYTES else "float32"
+
+
+def _eos_token_ids(generation_config: dict[str, Any], raw: dict[str, Any]) -> frozenset[int]:
+    for source in (generation_config, raw):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return frozenset(ids) if isinstance(ids, list) else frozenset([ids])
+    return frozenset()

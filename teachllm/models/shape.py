@@ -1,0 +1,27 @@
+"""The numbers of a model that the engine must know, whatever code runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What an implementation reads from a config.json.
+
+    Attributes:
+        context_len: the longest sequence the model is meant for.
+        num_kv_heads, head_size: of the KV cache; the same in all layers.
+        windows: per layer, how many tokens back it looks, itself included; None looks at all.
+        num_parameters: tied ones counted once.
+    """
+
+    context_len: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_size: int
+    windows: tuple[int | None, ...]
+    num_parameters: int

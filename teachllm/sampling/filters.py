@@ -1,0 +1,68 @@
+"""min-p, top-k and top-p: cut the unlikely tail before drawing.
+
+All three keep the n most likely tokens of a row and differ in how they find n: top-k is given it, top-p
+(nucleus sampling) takes the fewest tokens whose probability reaches p, min-p takes those at least p times as
+likely as the best. So one sort of the values serves top-k and top-p, and one rule breaks ties: the lowest id stays.
+
+Sources: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019; Nguyen et al., "Turning Up the
+Heat: Min-p Sampling", 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MINUS_INFINITY = float("-inf")
+
+
+def apply_filters(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    num_candidates: int,
+) -> torch.Tensor:
+    """The logits with the cut tokens at minus infinity; every row keeps at least its best token.
+
+    Args:
+        logits: [F, vocab_size] float32.
+        temperature: [F] float32, above 0; "likely" means after dividing by it.
+        top_k: [F] int64, the vocabulary's size where off.
+        top_p, min_p: [F] float32; 1 and 0 cut nothing.
+        num_candidates: the largest `top_k`; only this many values per row are sorted.
+
+    Returns:
+        [F, vocab_size] float32.
+    """
+    scaled = cut_min_p(logits / temperature[:, None], min_p)
+    candidates = torch.topk(scaled, num_candidates, dim=-1, sorted=True).values  # [F, num_candidates]
+    position = torch.arange(num_candidates, device=logits.device)
+    candidates = candidates.masked_fill(position >= top_k[:, None], _MINUS_INFINITY)
+    probabilities = candidates.softmax(dim=-1)
+    # A token stays while those before it have not reached p together. At p = 1 the sum's rounding must not decide.
+    before = probabilities.cumsum(dim=-1) - probabilities
+    in_nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    num_kept = (in_nucleus & (candidates > _MINUS_INFINITY)).sum(dim=-1, keepdim=True).clamp(min=1)
+    return logits.masked_fill(~largest(scaled, candidates.gather(1, num_kept - 1), num_kept), _MINUS_INFINITY)
+
+
+def cut_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Cuts tokens less than `min_p` times as likely as the row's best. Shapes as in `apply_filters`."""
+    # p(token) / p(best) = exp(logit - best), so no softmax is needed.
+    least = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
+    return logits.masked_fill(logits < least, _MINUS_INFINITY)
+
+
+def largest(logits: torch.Tensor, smallest_kept: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
+    """[F, vocab_size] bool: exactly the `num_kept` largest logits of each row, of equal ones the lowest ids.
+
+    Args:
+        logits: [F, vocab_size].
+        smallest_kept: [F, 1], the value at rank `num_kept`.
+        num_kept: [F, 1] int64.
+    """
+    above = logits > smallest_kept
+    tied = logits == smallest_kept
+    num_tied_kept = num_kept - above.sum(dim=-1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=-1) <= num_tied_kept))

@@ -1,0 +1,160 @@
+"""Sampler: from logits to token ids, each row by its own request's parameters.
+
+The order is vLLM's, so that the same parameters mean the same:
+
+    raw log-probabilities             logprobs.py      from untouched logits
+    allowed ids, bad words, bias,     constraints.py
+      min_tokens
+    repetition, presence, frequency   penalties.py     greedy rows stop here: argmax
+    temperature                                        random rows only, from here on
+    min_p, top_k, top_p               filters.py
+    Gumbel noise, argmax              teachllm_kernels/sampling.py
+
+Each stage gathers only the rows that ask for it: a plain request pays one argmax, whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from teachllm.core.scheduler_output import NewRow, TokenLogprobs
+from teachllm.sampling.filters import apply_filters
+from teachllm.sampling.logprobs import token_logprobs
+from teachllm.sampling.penalties import apply_penalties
+from teachllm.sampling.state import Parameters, SamplingState, Selection
+from teachllm_kernels.sampling import gumbel_sample_reference
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """What was sampled.
+
+    Attributes:
+        token_ids: [R] int64, on the device.
+        logprobs: one entry per logits row, None for rows that did not ask; None if no row did.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: list[TokenLogprobs | None] | None
+
+
+class Sampler:
+    """Samples one token per logits row.
+
+    Args:
+        max_num_rows: requests that can be open at once.
+        vocab_size: width of the logits.
+        device: where the logits are.
+    """
+
+    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._state = SamplingState(max_num_rows, vocab_size, device)
+
+    def open_row(self, row: int, new_row: NewRow) -> None:
+        """Takes over a request's parameters into `row`.
+
+        Raises:
+            ValueError: a token id outside the vocabulary, or constraints that could forbid every token.
+        """
+        self._state.open_row(row, new_row)
+
+    def close_row(self, row: int) -> None:
+        """Forgets the request in `row`."""
+        self._state.close_row(row)
+
+    def sample(
+        self, logits: torch.Tensor, rows: list[int], lengths: torch.Tensor, token_ids: torch.Tensor
+    ) -> SamplerOutput:
+        """Samples the next token of each logits row. Waits for the device only if a row asked for logprobs.
+
+        Args:
+            logits: [R, vocab_size] float32; overwritten.
+            rows: [R] the request row of each logits row; a request verifying drafts has several in a row.
+            lengths: [R] int64, on the device: tokens of the sequence before the one being sampled.
+            token_ids: [max_num_rows, max_model_len] on the device: each request row's sequence, valid before
+                `lengths`.
+        """
+        if self._state.is_plain_greedy(rows):
+            return SamplerOutput(logits.argmax(dim=-1), None)
+        selection = self._state.select(rows)
+        asked = selection.logprobs
+        raw = logits[[i for i, _ in asked]] if asked else None  # a copy: what follows writes into the logits
+
+        parameters = self._state.parameters(selection.rows)
+        logits = self._constrain_and_penalize(logits, selection, parameters, lengths, token_ids)
+        sampled = self._draw(logits, selection, parameters, lengths)
+        if raw is None:
+            return SamplerOutput(sampled, None)
+        entries = token_logprobs(raw, sampled[[i for i, _ in asked]], [num_top for _, num_top in asked])
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        for (i, _), entry in zip(asked, entries, strict=True):
+            logprobs[i] = entry
+        return SamplerOutput(sampled, logprobs)
+
+    def prompt_logprobs(self, logits: torch.Tensor, target_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        """Log-probabilities of given tokens: row i of `logits` [R, vocab_size] predicts `target_ids[i]`."""
+        targets = torch.tensor(target_ids, dtype=torch.int64, device=logits.device)
+        return token_logprobs(logits, targets, [num_top] * len(target_ids))
+
+    def _constrain_and_penalize(
+        self,
+        logits: torch.Tensor,
+        selection: Selection,
+        parameters: Parameters,
+        lengths: torch.Tensor,
+        token_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """What changes greedy rows too. Returns `logits`, changed in place. Shapes as in `sample`."""
+        num_prompt_tokens = parameters.num_prompt_tokens
+        if selection.constraints is not None:
+            selection.constraints.apply(
+                logits, selection.rows, lengths, token_ids, num_prompt_tokens, parameters.min_tokens
+            )
+        chosen = selection.penalized
+        if chosen is not None:
+            histories = token_ids[selection.rows[chosen]]
+            if lengths.device.type == "cpu":  # the length is known without waiting: count no further than it
+                histories = histories[:, : int(lengths.max())]
+            logits[chosen] = apply_penalties(
+                logits[chosen],
+                histories,
+                lengths[chosen],
+                num_prompt_tokens[chosen],
+                parameters.repetition_penalty[chosen],
+                parameters.presence_penalty[chosen],
+                parameters.frequency_penalty[chosen],
+            )
+        return logits
+
+    def _draw(
+        self, logits: torch.Tensor, selection: Selection, parameters: Parameters, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """[R] int64: the best token of greedy rows, a random one of the others."""
+        chosen = selection.random
+        if chosen is None:
+            return logits.argmax(dim=-1)
+        drawn = logits[chosen]  # [num_random, vocab_size]
+        filtered = selection.filtered
+        if filtered is not None:
+            among = chosen[filtered]
+            drawn[filtered] = apply_filters(
+                drawn[filtered],
+                parameters.temperature[among],
+                parameters.top_k[among],
+                parameters.top_p[among],
+                parameters.min_p[among],
+                selection.num_candidates,
+            )
+        output_indices = lengths - parameters.num_prompt_tokens
+        ids = gumbel_sample_reference(
+            drawn,
+            parameters.temperature[chosen],
+            parameters.seed[chosen],
+            output_indices[chosen],
+            parameters.child_index[chosen],
+        )
+        if chosen.numel() == logits.shape[0]:
+            return ids
+        return logits.argmax(dim=-1).index_copy_(0, chosen, ids)

@@ -1,0 +1,147 @@
+"""The sampling parameters of every open row, kept on the device between steps.
+
+A decode step must not build tensors per request, so a request's numbers are written once, when its row opens,
+and gathered by row afterwards. Which rows need what is kept on the host in sets: the sampler asks once per batch
+composition (`select`), and a step that repeats the last one reuses the answer.
+
+    floats [max_num_rows, 6]   temperature, top_p, min_p, repetition, presence, frequency
+    ints   [max_num_rows, 5]   seed, child index, prompt length, top_k, min_tokens
+    constraints {row: ...}     id lists, only for rows that have any
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.constraints import BatchConstraints, RowConstraints, join_constraints
+from teachllm.sampling.validation import check_some_token_allowed
+
+_SIGN = 1 << 63
+
+
+@dataclass(slots=True, frozen=True)
+class Parameters:
+    """The parameters of some rows, gathered: each [num_rows], float32 or int64."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
+    seed: torch.Tensor
+    child_index: torch.Tensor
+    num_prompt_tokens: torch.Tensor
+    top_k: torch.Tensor
+    min_tokens: torch.Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Selection:
+    """Which rows of a batch's logits need what; an index tensor is None where none do.
+
+    Attributes:
+        rows: [R] the request row of each logits row.
+        random: logits rows with a temperature.
+        penalized: logits rows with a repetition, presence or frequency penalty.
+        filtered: positions *within `random`* that have top_k, top_p or min_p.
+        num_candidates: the largest top_k of the filtered rows, or the vocabulary if one of them has none.
+        constraints: allowed ids, bad words, biases and minimum lengths of all logits rows.
+        logprobs: (logits row, how many top entries) of those that asked.
+    """
+
+    rows: torch.Tensor
+    random: torch.Tensor | None
+    penalized: torch.Tensor | None
+    filtered: torch.Tensor | None
+    num_candidates: int
+    constraints: BatchConstraints | None
+    logprobs: list[tuple[int, int]]
+
+
+class SamplingState:
+    """Parameters by row. A row belongs to one request from `open_row` to `close_row`."""
+
+    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._floats = torch.zeros((max_num_rows, 6), dtype=torch.float32, device=device)
+        self._ints = torch.zeros((max_num_rows, 5), dtype=torch.int64, device=device)
+        self._random: set[int] = set()
+        self._penalized: set[int] = set()
+        self._top_k: dict[int, int] = {}  # of the filtered rows; the vocabulary's size where top_k is off
+        self._constraints: dict[int, RowConstraints] = {}
+        self._num_logprobs: dict[int, int] = {}
+        self._cached: tuple[list[int], Selection] | None = None
+
+    def open_row(self, row: int, new_row: NewRow) -> None:
+        """Writes a request's parameters into a row, replacing whatever it held.
+
+        Raises:
+            ValueError: the request's constraints could forbid every token.
+        """
+        self.close_row(row)
+        params, vocab_size = new_row.sampling_params, self.vocab_size
+        check_some_token_allowed(params, vocab_size, new_row.stop_token_ids, new_row.bad_word_token_ids)
+        top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self._floats[row] = torch.tensor((params.temperature, params.top_p, params.min_p, *penalties))
+        seed = (new_row.seed + _SIGN) % (2 * _SIGN) - _SIGN  # the same 64 bits, read as signed
+        self._ints[row] = torch.tensor(
+            (seed, new_row.child_index, new_row.num_prompt_tokens, top_k, params.min_tokens), dtype=torch.int64
+        )
+        if not params.greedy:
+            self._random.add(row)
+            if top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
+                self._top_k[row] = top_k
+        if penalties != (1.0, 0.0, 0.0):
+            self._penalized.add(row)
+        constraints = RowConstraints.of(new_row, vocab_size)
+        if constraints is not None:
+            self._constraints[row] = constraints
+        if params.logprobs is not None:
+            self._num_logprobs[row] = params.logprobs
+
+    def close_row(self, row: int) -> None:
+        """Forgets a row; its numbers stay behind but nothing reads them."""
+        self._cached = None
+        self._random.discard(row)
+        self._penalized.discard(row)
+        for by_row in (self._top_k, self._constraints, self._num_logprobs):
+            by_row.pop(row, None)
+
+    def is_plain_greedy(self, rows: Sequence[int]) -> bool:
+        """Whether these rows ask for nothing but their most likely token."""
+        special = (self._random, self._penalized, self._constraints.keys(), self._num_logprobs.keys())
+        return all(those.isdisjoint(rows) for those in special)
+
+    def select(self, rows: list[int]) -> Selection:
+        """Which logits rows need what, given the request row of each."""
+        if self._cached is not None and self._cached[0] == rows:
+            return self._cached[1]
+        random = [i for i, row in enumerate(rows) if row in self._random]
+        filtered = [i for i, index in enumerate(random) if rows[index] in self._top_k]
+        constrained = [(i, self._constraints[row]) for i, row in enumerate(rows) if row in self._constraints]
+        selection = Selection(
+            rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
+            random=self._indices(random),
+            penalized=self._indices(i for i, row in enumerate(rows) if row in self._penalized),
+            filtered=self._indices(filtered),
+            num_candidates=max((self._top_k[rows[random[i]]] for i in filtered), default=0),
+            constraints=join_constraints(constrained, self.device) if constrained else None,
+            logprobs=[(i, self._num_logprobs[row]) for i, row in enumerate(rows) if row in self._num_logprobs],
+        )
+        self._cached = (list(rows), selection)
+        return selection
+
+    def parameters(self, rows: torch.Tensor) -> Parameters:
+        """The parameters of these request rows, [num_rows] each."""
+        return Parameters(*self._floats[rows].unbind(1), *self._ints[rows].unbind(1))
+
+    def _indices(self, indices: Iterable[int]) -> torch.Tensor | None:
+        listed = list(indices)
+        return torch.tensor(listed, dtype=torch.int64, device=self.device) if listed else None

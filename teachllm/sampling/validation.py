@@ -1,0 +1,71 @@
+"""What can be wrong with a request's parameters once the vocabulary is known.
+
+`SamplingParams` checks what it can alone; token ids need the vocabulary's size. Called when a request is added,
+so that a bad one is refused in one line and nothing else is disturbed. No torch here: the front door imports it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from teachllm.sampling_params import SamplingParams
+
+
+def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
+    """Checks parameters against a model's vocabulary and the engine's limit.
+
+    Args:
+        vocab_size: number of logits the model produces.
+        max_logprobs: the most log-probabilities per token that the engine hands out.
+
+    Raises:
+        ValueError: a token id outside the vocabulary, a bias that is not finite, or too many log-probabilities.
+    """
+    check_ids("logit_bias", params.logit_bias or (), vocab_size)
+    check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    for token_id, bias in (params.logit_bias or {}).items():
+        if not math.isfinite(bias):
+            raise ValueError(
+                f"logit_bias={{{token_id}: {bias}}}: must be finite; -100 forbids a token for practical purposes"
+            )
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > max_logprobs:
+            raise ValueError(f"{name}={wanted} is more than max_logprobs={max_logprobs}: ask for fewer, or raise it")
+
+
+def check_some_token_allowed(
+    params: SamplingParams,
+    vocab_size: int,
+    stop_token_ids: Iterable[int],
+    bad_words: Iterable[tuple[int, ...]],
+) -> None:
+    """Refuses a request whose constraints could forbid every token at some step.
+
+    Counted pessimistically, with every bad word one token short of complete: a row with nothing left to sample
+    would otherwise produce an arbitrary token without a word.
+
+    Raises:
+        ValueError: nothing would be left to sample.
+    """
+    forbidden = {word[-1] for word in bad_words if word}
+    if params.min_tokens > 0:
+        forbidden.update(stop_token_ids)
+    if params.allowed_token_ids is None:
+        num_left = vocab_size - sum(1 for token_id in forbidden if 0 <= token_id < vocab_size)
+    else:
+        num_left = len(set(params.allowed_token_ids) - forbidden)
+    if num_left <= 0:
+        raise ValueError(
+            "allowed_token_ids, bad_words and min_tokens together can forbid every token: allow at least one token "
+            "that neither ends a bad word nor (with min_tokens) the output"
+        )
+
+
+def check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuses a token id outside the vocabulary; `name` is the parameter it came from."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})")

@@ -1,0 +1,119 @@
+"""The input batch: one persistent row per request, and the flat tensors of a step made from them.
+
+A plan carries only what changed, so the worker remembers the rest, a row per running request:
+
+    token_ids   [max_num_seqs, max_model_len]   | prompt | outputs | drafts being verified |
+    block_table [max_num_seqs, max_blocks]      logical block -> physical block
+    num_known   [max_num_seqs]                  tokens of prompt and outputs
+
+A request keeps its row from admission to its end, so nothing moves when others come and go. A step gathers from
+the rows by index: no Python loop over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
+from teachllm.layers.attention import AttentionMetadata
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The flat tensors of one step.
+
+    Attributes:
+        input_ids, positions: [num_tokens] int64.
+        metadata: where those tokens read and write KV.
+        rows: the request row of each scheduled request.
+        starts: true index of each request's first computed token.
+        query_ends: one past each request's last flat token.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    metadata: AttentionMetadata
+    rows: list[int]
+    starts: list[int]
+    query_ends: list[int]
+
+
+class InputBatch:
+    """Rows of the requests a worker is running.
+
+    Args:
+        max_num_seqs: rows.
+        max_model_len: tokens a row.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self.token_ids = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int64)
+        self._token_ids = self.token_ids.numpy()  # the same memory
+        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
+        self._row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def close(self, request_id: str) -> int | None:
+        """Gives a request's row back and returns it; None if it has none (the step that was to open it failed)."""
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+        return row
+
+    def open(self, request_id: str, new_row: NewRow) -> int:
+        """Takes a row for a request and returns it."""
+        row = self._row_of[request_id] = self._free_rows.pop()
+        self._num_known[row] = len(new_row.token_ids)
+        self._token_ids[row, : len(new_row.token_ids)] = new_row.token_ids
+        return row
+
+    def append(self, row: int, token_ids: list[int]) -> None:
+        """Sampled tokens become known."""
+        known = self._num_known[row]
+        self._token_ids[row, known : known + len(token_ids)] = token_ids
+        self._num_known[row] = known + len(token_ids)
+
+    def prepare(self, plan: SchedulerOutput) -> StepInputs:
+        """The step's tensors. Writes the plan's new blocks and drafts into the rows."""
+        rows = [self._row_of[share.request_id] for share in plan.scheduled]
+        starts = [self._write(row, share) for row, share in zip(rows, plan.scheduled, strict=True)]
+        query_lens = [share.num_tokens for share in plan.scheduled]
+
+        row_array, start_array, length_array = np.array(rows), np.array(starts), np.array(query_lens)
+        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(length_array, out=query_start[1:])
+        token_rows = np.repeat(row_array, length_array)  # [num_tokens]
+        positions = np.arange(query_start[-1]) + np.repeat(start_array - query_start[:-1], length_array)
+        blocks = self._block_table[token_rows, positions // self.block_size]
+        slots = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        kv_lens = start_array + length_array
+        max_blocks = -(-int(kv_lens.max()) // self.block_size)
+        metadata = AttentionMetadata(
+            query_start=self._tensor(query_start),
+            seq_lens=self._tensor(kv_lens.astype(np.int32)),
+            block_tables=self._tensor(self._block_table[row_array, :max_blocks]),
+            slot_mapping=self._tensor(slots),
+            query_lens=query_lens,
+            kv_lens=kv_lens.tolist(),
+        )
+        input_ids = self._token_ids[token_rows, positions]
+        query_ends = query_start[1:].tolist()
+        return StepInputs(self._tensor(input_ids), self._tensor(positions), metadata, rows, starts, query_ends)
+
+    def _write(self, row: int, share: ScheduledRequest) -> int:
+        """Brings a row up to date with its share of the plan; returns where its computation truly starts."""
+        first, known = share.first_new_block, int(self._num_known[row])
+        self._block_table[row, first : first + len(share.new_block_ids)] = share.new_block_ids
+        self._token_ids[row, known : known + len(share.draft_token_ids)] = share.draft_token_ids
+        # The plan may have been made before drafts were rejected; a step always computes a known token first.
+        return min(share.start, known - 1)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,106 @@
+"""The KV cache as tensors: how many blocks this machine can hold, and their memory.
+
+Per layer one tensor for K and one for V, [num_blocks, block_size, num_kv_heads, head_size]. All layers share the
+block ids: block 7 of a request is block 7 in every layer.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.memory import KVCacheSpec, MemoryPlan, format_bytes
+from teachllm.models.model_config import ModelConfig
+
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+
+_CPU_DEFAULT_BYTES = 1 << 30
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of one element of a dtype given by name."""
+    return torch.empty((), dtype=getattr(torch, name)).element_size()
+
+
+def kv_cache_specs(model: ModelConfig) -> list[KVCacheSpec]:
+    """What each layer keeps per token."""
+    size = dtype_bytes(model.dtype)
+    return [KVCacheSpec(model.num_kv_heads, model.head_size, size, window) for window in model.windows]
+
+
+def plan_memory(config: EngineConfig, model: ModelConfig, device: torch.device) -> MemoryPlan:
+    """Shares this machine's memory between weights, activations and KV blocks.
+
+    Args:
+        config: resolved for this model.
+
+    Raises:
+        ValueError: one sequence of `max_model_len` does not fit, or a size that was given does not; with the
+            table and the largest setting that does.
+    """
+    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+    specs = kv_cache_specs(model)
+    activations = _activation_bytes(config, model)
+    taken = model.weight_bytes + activations
+    per_token = sum(spec.bytes_per_token for spec in specs)
+    per_sequence = -(-config.max_model_len // config.block_size) * config.block_size * per_token
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_ram()
+    if config.num_gpu_blocks_override is not None:
+        budget = taken + config.num_gpu_blocks_override * config.block_size * per_token
+    elif config.kv_cache_memory_bytes is not None:
+        budget = taken + config.kv_cache_memory_bytes
+    elif device.type == "cuda":
+        budget = int(free * config.gpu_memory_utilization)
+    else:
+        # A laptop's memory is shared with everything else: take what the settings can use, not all there is.
+        useful = min(config.max_num_seqs * per_sequence, max(_CPU_DEFAULT_BYTES, per_sequence))
+        budget = min(taken + useful, int(free * config.gpu_memory_utilization))
+    plan = MemoryPlan(budget, model.weight_bytes, activations, specs, config.block_size, config.max_model_len)
+    _check_given(config, plan, free)
+    if config.num_gpu_blocks_override is None:
+        plan.check()
+    return plan
+
+
+def _check_given(config: EngineConfig, plan: MemoryPlan, free: int) -> None:
+    """Refuses a size that was given and is more than the machine has: zeros cost nothing until they are used."""
+    given = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    if given is None or plan.budget <= free:
+        return
+    room = max(free - plan.weights - plan.activations, 0)
+    if config.num_gpu_blocks_override is not None:
+        name, most = "num_gpu_blocks_override", room // plan.bytes_per_block
+    else:
+        name, most = "kv_cache_memory_bytes", room
+    fits = f"set {name}={most} or less" if most else "take a smaller model or a machine with more memory"
+    table = "\n".join(f"  {what:<16}{amount:>12}  {why}" for what, amount, why in plan.rows())
+    raise ValueError(f"{name}={given} does not fit into the {format_bytes(free)} that are free: {fits}\n{table}")
+
+
+def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
+    """The tensors, zeroed, so that a slot read by mistake gives a wrong answer and never a NaN."""
+    shape = (num_blocks, block_size, model.num_kv_heads, model.head_size)
+    dtype = getattr(torch, model.dtype)
+    return [
+        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        for _ in range(model.num_layers)
+    ]
+
+
+def _activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """An upper estimate for the largest step: a dozen hidden-size tensors, and float32 logits of every sequence."""
+    assert config.max_num_seqs and config.max_num_batched_tokens
+    hidden = 12 * config.max_num_batched_tokens * model.hidden_size * dtype_bytes(model.dtype)
+    return hidden + 2 * config.max_num_seqs * model.vocab_size * 4
+
+
+def _free_ram() -> int:
+    """Bytes of main memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as meminfo:
+            available = next(line for line in meminfo if line.startswith("MemAvailable"))
+        return int(available.split()[1]) * 1024
+    except (OSError, StopIteration):  # not Linux: what is installed, the best guess of the standard library
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,154 @@
+"""ModelRunner: a plan of integers in, sampled token ids out.
+
+    execute(plan)  rows, flat tensors, forward, logits of the positions that need them
+    sample(step)   one token per logits row; drafts are accepted as long as they are what would be sampled
+
+The two are apart because what happens between them (a grammar's mask) may take as long as the forward itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from teachllm.models.loader import load_model
+from teachllm.models.model_config import ModelConfig
+from teachllm.sampling.sampler import Sampler
+from teachllm.worker.cpu import keep_freed_memory
+from teachllm.worker.input_batch import InputBatch, StepInputs
+from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
+
+
+@dataclass(slots=True)
+class ExecutedStep:
+    """A step between forward and sampling.
+
+    Attributes:
+        logits: [num_logits, vocab_size] float32, of the positions that are sampled from, in plan order.
+        logits_rows: request row of each of them.
+        lengths: [num_logits] int64, tokens before the one to sample.
+        prompt_logprobs: per scheduled request, for those that asked.
+    """
+
+    plan: SchedulerOutput
+    inputs: StepInputs
+    logits: torch.Tensor
+    logits_rows: list[int]
+    lengths: torch.Tensor
+    prompt_logprobs: list[list[TokenLogprobs] | None] | None
+
+
+class ModelRunner:
+    """The model, its KV cache and its rows on one device.
+
+    Args:
+        config: resolved for the model.
+        progress: called with (bytes loaded, bytes in all) while weights load.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        assert config.max_model_len and config.max_num_seqs
+        if device.type == "cpu":
+            keep_freed_memory()
+        self.memory = plan_memory(config, model_config, device)  # before any weight is read
+        self.model: Any = load_model(model_config, config, device, progress)
+        self._kv_caches = allocate_kv_cache(model_config, self.memory.num_blocks, config.block_size, device)
+        self._batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size, device)
+        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many top entries)
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> ExecutedStep:
+        """Runs the forward pass of a plan."""
+        for request_id in plan.dropped:
+            self._close(request_id)
+        for share in plan.scheduled:
+            if share.new_row is not None:
+                row = self._batch.open(share.request_id, share.new_row)
+                self._sampler.open_row(row, share.new_row)
+                num_top = share.new_row.sampling_params.prompt_logprobs
+                if num_top is not None:
+                    self._prompt_logprobs[row] = share.new_row.num_prompt_tokens, num_top
+        inputs = self._batch.prepare(plan)
+        hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata)
+
+        wanted: list[int] = []  # flat token indices whose logits are sampled from
+        logits_rows: list[int] = []
+        for share, row, end in zip(plan.scheduled, inputs.rows, inputs.query_ends, strict=True):
+            if share.samples:
+                verified = len(share.draft_token_ids) + 1
+                wanted.extend(range(end - verified, end))
+                logits_rows.extend([row] * verified)
+        indices = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        # A decode-only step samples from every token: nothing to select.
+        chosen = hidden if len(wanted) == hidden.shape[0] else hidden[indices]
+        return ExecutedStep(
+            plan=plan,
+            inputs=inputs,
+            logits=self.model.compute_logits(chosen),
+            logits_rows=logits_rows,
+            lengths=inputs.positions[indices] + 1,
+            prompt_logprobs=self._score_prompts(plan, inputs, hidden) if self._prompt_logprobs else None,
+        )
+
+    @torch.inference_mode()
+    def sample(self, step: ExecutedStep) -> ModelRunnerOutput:
+        """Samples the step's tokens and writes them into their rows.
+
+        A draft is accepted if it equals the token sampled at its position from the target's own distribution,
+        with the noise of that output index. So the output is the very one that would come without drafts.
+        """
+        sampled = self._sampler.sample(step.logits, step.logits_rows, step.lengths, self._batch.token_ids)
+        ids: list[int] = sampled.token_ids.tolist() if step.logits_rows else []
+        accepted: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs] | None] = []
+        first = 0
+        for share, row in zip(step.plan.scheduled, step.inputs.rows, strict=True):
+            count = 0
+            if share.samples:
+                drafts = share.draft_token_ids
+                count = 1
+                while count <= len(drafts) and ids[first + count - 1] == drafts[count - 1]:
+                    count += 1
+                self._batch.append(row, ids[first : first + count])
+            accepted.append(ids[first : first + count])
+            if sampled.logprobs is not None:
+                entries = sampled.logprobs[first : first + count]
+                logprobs.append([entry for entry in entries if entry is not None] or None)
+            first += len(share.draft_token_ids) + 1 if share.samples else 0
+        return ModelRunnerOutput(accepted, logprobs or None, step.prompt_logprobs)
+
+    def _close(self, request_id: str) -> None:
+        row = self._batch.close(request_id)
+        if row is not None:
+            self._sampler.close_row(row)
+            self._prompt_logprobs.pop(row, None)
+
+    def _score_prompts(
+        self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor
+    ) -> list[list[TokenLogprobs] | None]:
+        """Log-probabilities of the prompt tokens that this step's positions predict."""
+        scored: list[list[TokenLogprobs] | None] = []
+        for share, row, start, end in zip(plan.scheduled, inputs.rows, inputs.starts, inputs.query_ends, strict=True):
+            num_prompt_tokens, num_top = self._prompt_logprobs.get(row, (0, 0))
+            count = min(start + share.num_tokens, num_prompt_tokens - 1) - start
+            if count <= 0:
+                scored.append(None)
+                continue
+            first = end - share.num_tokens
+            targets = self._batch.token_ids[row, start + 1 : start + 1 + count].tolist()
+            logits = self.model.compute_logits(hidden[first : first + count])
+            scored.append(self._sampler.prompt_logprobs(logits, targets, num_top))
+        return scored

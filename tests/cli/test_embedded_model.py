@@ -1,0 +1,58 @@
+"""The commands with the real engine and the model that comes with the package, each as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "teachllm" / "assets" / "teachlm" / "model.safetensors"
+
+GREEDY = ("--device", "cpu", "--temperature", "0")
+pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the embedded model has not been made: see training/")
+
+
+def start(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "cli", "webui", "lessons"))
+    command = [sys.executable, "-m", "teachllm_cli", *arguments, *(() if arguments[0] == "info" else GREEDY)]
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+    return subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+def test_a_piped_question_prints_a_plain_answer_and_nothing_else() -> None:
+    result = start("chat", stdin="What is a KV cache?\n")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "key" in result.stdout.lower()
+    assert result.stdout.endswith("\n")
+    assert all(line.isprintable() for line in result.stdout.splitlines())
+
+
+def test_generate_prints_the_same_json_every_time() -> None:
+    arguments = ("generate", "--prompt", "A KV cache", "--prompt", "Paged", "--max-tokens", "5", "--json")
+    first, second = start(*arguments), start(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    lines = [json.loads(line) for line in first.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["A KV cache", "Paged"]
+    assert all(1 <= len(line["token_ids"]) <= 5 for line in lines)
+
+
+def test_info_shows_where_the_memory_goes() -> None:
+    result = start("info")
+    assert result.returncode == 0, result.stderr
+    for row in ("parameters", "weights", "KV per token", "KV per block", "KV cache"):
+        assert row in result.stdout
+
+
+def test_a_prompt_that_can_never_fit_is_one_line_with_the_numbers() -> None:
+    result = start("generate", "--prompt", "word " * 100, "--max-model-len", "32")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "max_model_len" in result.stderr

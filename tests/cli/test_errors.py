@@ -1,0 +1,76 @@
+"""A user sees one clear line; `--debug` shows the traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from teachllm_cli import engine as engine_door
+
+
+def unframed(text: str) -> str:
+    """Typer's message without the box around it and the lines it was broken into."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_settings_that_contradict_each_other_are_refused_in_one_line(teachllm, llm) -> None:
+    result = teachllm("generate", "-p", "x", "--max-num-batched-tokens", "8", "--max-num-seqs", "16")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: max_num_batched_tokens=8 is less than max_num_seqs=16")
+    assert "raise the budget to 16, or set max_num_seqs=8" in result.stderr
+
+
+def test_a_bad_sampling_value_says_what_is_allowed(teachllm, llm) -> None:
+    result = teachllm("generate", "-p", "x", "--top-p", "1.5")
+    assert (result.exit_code, result.stderr) == (1, "error: top_p=1.5: must be in (0, 1]\n")
+
+
+def test_an_unknown_choice_lists_the_known_ones(teachllm, llm) -> None:
+    result = teachllm("chat", "--dtype", "int3", stdin="Hi")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: dtype='int3': choose one of auto, float32, bfloat16, float16\n"
+
+
+def test_an_unknown_flag_and_a_value_of_the_wrong_type_are_named(teachllm) -> None:
+    result = teachllm("chat", "--temprature", "1")
+    assert result.exit_code == 2
+    assert "No such option: --temprature" in unframed(result.stderr)
+    result = teachllm("chat", "--max-tokens", "many")
+    assert result.exit_code == 2
+    assert "Invalid value for '--max-tokens'" in unframed(result.stderr)
+
+
+def test_an_unknown_command_is_named(teachllm) -> None:
+    result = teachllm("chatt")
+    assert result.exit_code == 2
+    assert "No such command 'chatt'" in unframed(result.stderr)
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, RuntimeError])
+def test_what_the_engine_refuses_is_one_line_without_a_traceback(teachllm, monkeypatch, kind) -> None:
+    def refuse(config):
+        raise kind("model.safetensors: [bold]tensor[/bold]\n  is \x1b[31mcut short")
+
+    monkeypatch.setattr(engine_door, "make_llm", refuse)
+    result = teachllm("chat", stdin="Hi")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: model.safetensors: [bold]tensor[/bold] is [31mcut short\n"
+
+
+def test_debug_shows_the_traceback(teachllm, monkeypatch) -> None:
+    def refuse(config):
+        raise ValueError("refused")
+
+    monkeypatch.setattr(engine_door, "make_llm", refuse)
+    result = teachllm("chat", "--debug", stdin="Hi")
+    assert isinstance(result.exception, ValueError)
+    assert result.exit_code == 1
+
+
+def test_ctrl_c_while_loading_ends_with_130_and_no_word(teachllm, monkeypatch) -> None:
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_door, "make_llm", interrupted)
+    result = teachllm("chat", stdin="Hi")
+    assert (result.exit_code, result.output) == (130, "")

@@ -1,0 +1,69 @@
+"""`teachllm` as its user starts it: a process."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from teachllm import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(*arguments: str, python: tuple[str, ...] = (), stdin: str = "") -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "cli", "webui", "lessons"))
+    return subprocess.run(
+        [sys.executable, *python, "-m", "teachllm_cli", *arguments],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help_lists_the_commands_soon() -> None:
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        result = start("--help")
+        seconds.append(time.perf_counter() - begin)
+        assert result.returncode == 0, result.stderr
+        for command in ("chat", "generate", "info"):
+            assert command in result.stdout
+    assert statistics.median(seconds) < 1.5  # 0.2 on an idle machine
+
+
+def test_help_loads_neither_torch_nor_transformers() -> None:
+    result = start("chat", "--help", python=("-X", "importtime"))
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"torch", "transformers", "numpy"}
+
+
+def test_every_knob_of_the_engine_is_a_flag_of_every_command_that_starts_one() -> None:
+    for command in ("chat", "generate", "info"):
+        shown = start(command, "--help").stdout
+        for flag in ("--model", "--dtype", "--device", "--max-model-len", "--block-size", "--enforce-eager", "--debug"):
+            assert flag in shown, f"{command} {flag}"
+
+
+def test_version_is_the_package_version() -> None:
+    assert start("--version").stdout == f"teachllm {__version__}\n"
+
+
+def test_a_refused_setting_is_one_line_and_exit_code_1() -> None:
+    result = start("chat", "--block-size", "0", stdin="Hi")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "error: block_size=0: must be at least 1\n"
+
+
+def test_debug_prints_the_traceback() -> None:
+    result = start("chat", "--block-size", "0", "--debug", stdin="Hi")
+    assert result.returncode == 1
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.endswith("ValueError: block_size=0: must be at least 1\n")

@@ -1,0 +1,29 @@
+"""What every test shares: one thread, Hypothesis without a deadline, GPU tests that say why they are skipped."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from a second thread
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "teachllm",
+    deadline=None,  # the first example pays for imports
+    print_blob=True,  # a failure can be played again
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("teachllm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

@@ -1,0 +1,503 @@
+"""One rule: computed catches up with known, and nobody past its prompt waits for a prompt."""
+
+from __future__ import annotations
+
+import pytest
+
+from teachllm.core.request import FinishReason, RequestStatus
+from teachllm.sampling_params import SamplingParams
+from tests.core.helpers import EOS, add, make_request, make_scheduler, schedule, shares, step, update, waits
+
+# -- the budget ------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_samples_once() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, "a", 20)
+    plans = [step(scheduler) for _ in range(4)]
+    assert [(s.start, s.num_tokens, s.samples) for plan in plans for s in plan.scheduled] == [
+        (0, 8, False),
+        (8, 8, False),
+        (16, 4, True),
+        (20, 1, True),
+    ]
+
+
+def test_a_decode_is_never_skipped_for_a_prompt() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, "a", 2)
+    step(scheduler)
+    add(scheduler, "long", 30)
+    for _ in range(4):
+        assert shares(step(scheduler)) == {"a": 1, "long": 7}
+    assert shares(step(scheduler)) == {"a": 1, "long": 2}
+
+
+def test_running_prompts_come_after_decodes_whoever_arrived_first() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=6, long_prefill_token_threshold=4)
+    add(scheduler, "long", 12)
+    add(scheduler, "short", 2)
+    assert shares(step(scheduler)) == {"long": 4, "short": 2}
+    assert list(shares(step(scheduler)).items()) == [("short", 1), ("long", 4)]
+
+
+def test_the_threshold_bounds_one_request_and_leaves_the_budget_to_others() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=12, long_prefill_token_threshold=5)
+    add(scheduler, "a", 20)
+    add(scheduler, "b", 20)
+    add(scheduler, "c", 20)
+    assert shares(step(scheduler)) == {"a": 5, "b": 5, "c": 2}
+
+
+def test_an_unchunked_prompt_waits_until_all_of_it_fits() -> None:
+    scheduler = make_scheduler(enable_chunked_prefill=False)
+    add(scheduler, "a", 40)
+    add(scheduler, "b", 30)
+    assert shares(step(scheduler)) == {"a": 40}
+    assert waits(scheduler) == {"b": "needs 30 tokens of the step's budget, 24 left"}
+    assert shares(step(scheduler)) == {"a": 1, "b": 30}
+
+
+def test_drafts_share_what_is_left_after_prompts() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    a, b = add(scheduler, "a", 2), add(scheduler, "b", 2)
+    step(scheduler)
+    a.draft_token_ids, b.draft_token_ids = [1, 2, 3], [4, 5, 6]
+    add(scheduler, "c", 2)
+    plan = schedule(scheduler)
+    assert {s.request_id: s.draft_token_ids for s in plan.scheduled} == {"a": [1, 2, 3], "b": [4], "c": []}
+    assert plan.num_tokens == 8
+
+
+def test_no_draft_lies_beyond_the_last_wanted_token() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, "a", 4, max_tokens=3)
+    step(scheduler)
+    request.draft_token_ids = [1, 2, 3, 4]
+    assert schedule(scheduler).scheduled[0].draft_token_ids == [1]
+
+
+def test_drafts_take_free_blocks_and_nobody_elses() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    a, b = add(scheduler, "a", 3), add(scheduler, "b", 3)
+    step(scheduler)
+    a.draft_token_ids, b.draft_token_ids = [1, 2, 3, 4, 5, 6], [1, 2]
+    plan = schedule(scheduler)
+    assert {s.request_id: len(s.draft_token_ids) for s in plan.scheduled} == {"a": 6, "b": 0}
+    assert plan.preempted == []
+
+
+# -- drafts that hold and drafts that do not -------------------------------------------------------------------
+
+
+def test_accepted_drafts_are_appended_and_rejected_ones_rolled_back() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, "a", 4)
+    step(scheduler)
+    request.draft_token_ids = [11, 12, 13]
+    plan = schedule(scheduler)
+    assert (request.num_computed_tokens, request.num_in_flight_tokens) == (8, 4)
+    (changed,) = update(scheduler, plan, a=[11, 9])
+    assert (changed.new_token_ids, changed.num_accepted) == ([11, 9], 1)
+    assert request.output_token_ids == [7, 11, 9]
+    assert (request.num_computed_tokens, request.num_in_flight_tokens, request.gap) == (6, 0, 1)
+    assert request.num_committed_blocks == 1  # tokens 4 to 7 are not all known
+    share = schedule(scheduler).scheduled[0]
+    assert (share.start, share.num_tokens, share.new_block_ids) == (6, 1, [])
+
+
+def test_accepted_drafts_beyond_the_end_are_dropped() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, "a", 4)
+    step(scheduler)
+    request.draft_token_ids = [11, EOS, 13]
+    (changed,) = update(scheduler, schedule(scheduler), a=[11, EOS, 13, 14])
+    assert (changed.new_token_ids, changed.num_accepted, changed.finished) == ([11, EOS], 2, True)
+    assert request.finish_reason is FinishReason.STOP
+
+
+def test_blocks_filled_by_the_last_step_are_findable_after_the_end() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, "a", 4, first=100)
+    step(scheduler)
+    request.draft_token_ids = [11, 12, 13]
+    step(scheduler, a=[11, 12, 13, EOS])
+    follow_up = make_request("b", 4, first=100)
+    follow_up.token_ids = follow_up.prompt_token_ids = [100, 101, 102, 103, 7, 11, 12, 13, 50]
+    scheduler.add(follow_up)
+    step(scheduler)
+    assert follow_up.num_cached_tokens == 8
+
+
+# -- sharing ---------------------------------------------------------------------------------------------------
+
+
+def test_identical_prompts_arriving_together_share_blocks_in_the_same_step() -> None:
+    scheduler = make_scheduler()
+    a, b = add(scheduler, "a", 10, first=100), add(scheduler, "b", 10, first=100)
+    assert shares(step(scheduler)) == {"a": 10, "b": 2}
+    assert a.block_ids[:2] == b.block_ids[:2]
+    assert a.block_ids[2] != b.block_ids[2]
+    assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 8)
+
+
+def test_the_last_token_is_always_recomputed() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 8, first=100)
+    step(scheduler)
+    b = add(scheduler, "b", 8, first=100)
+    share = step(scheduler).scheduled[1]
+    assert (share.request_id, share.start, share.num_tokens, share.samples) == ("b", 4, 4, True)
+    assert b.num_cached_tokens == 4
+
+
+def test_another_salt_shares_nothing() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 10, first=100, cache_keys=("one",))
+    add(scheduler, "b", 10, first=100, cache_keys=("two",))
+    assert shares(step(scheduler)) == {"a": 10, "b": 10}
+
+
+def test_siblings_share_their_prompt_without_prefix_caching_and_nobody_else_does() -> None:
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    for child in range(3):
+        add(scheduler, f"a{child}", 10, first=100, group="a", child_index=child)
+    add(scheduler, "b", 10, first=100)
+    assert shares(step(scheduler)) == {"a0": 10, "a1": 2, "a2": 2, "b": 10}
+
+
+def test_two_groups_do_not_share_without_prefix_caching() -> None:
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    add(scheduler, "a", 10, first=100, group="a")
+    add(scheduler, "b", 10, first=100, group="b")
+    assert shares(step(scheduler)) == {"a": 10, "b": 10}
+
+
+def test_without_a_cache_every_step_starts_from_the_first_token() -> None:
+    scheduler = make_scheduler(enable_kv_cache=False)
+    add(scheduler, "a", 10, first=100, group="g")
+    add(scheduler, "b", 10, first=100, group="g")
+    assert shares(step(scheduler)) == {"a": 10, "b": 10}
+    assert scheduler.kv.num_used_blocks == 0
+    plan = schedule(scheduler)
+    assert [(s.start, s.num_tokens, s.first_new_block) for s in plan.scheduled] == [(0, 11, 0), (0, 11, 0)]
+
+
+# -- giving way ------------------------------------------------------------------------------------------------
+
+
+def test_the_last_to_arrive_is_preempted_keeps_its_tokens_and_returns_to_the_front() -> None:
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
+    a, b = add(scheduler, "a", 8), add(scheduler, "b", 7, max_tokens=4)
+    step(scheduler)
+    add(scheduler, "c", 4)
+    plan = schedule(scheduler)  # a needs a third block
+    assert plan.preempted == ["b"] == plan.dropped
+    assert b.status is RequestStatus.PREEMPTED
+    assert (b.output_token_ids, b.block_ids, b.num_computed_tokens) == ([7], [], 0)
+    assert waits(scheduler) == {"b": "preempted: its blocks were taken back", "c": "behind the head of the queue"}
+    update(scheduler, plan, a=[EOS])
+    (again, _) = schedule(scheduler).scheduled
+    assert (again.request_id, again.start, again.num_tokens) == ("b", 0, 8)
+    assert again.new_row is not None and again.new_row.token_ids == b.token_ids
+    assert a.finished
+
+
+def test_priority_decides_who_gives_way() -> None:
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False, scheduling_policy="priority")
+    add(scheduler, "a", 7, priority=1, max_tokens=4)
+    add(scheduler, "b", 8, priority=0)
+    step(scheduler)
+    assert schedule(scheduler).preempted == ["a"]
+
+
+def test_a_victim_that_had_its_share_gives_the_budget_back() -> None:
+    scheduler = make_scheduler(
+        num_blocks=5,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=6,
+        max_num_seqs=6,
+        long_prefill_token_threshold=4,
+    )
+    add(scheduler, "long", 16, max_tokens=1)
+    add(scheduler, "short", 2)
+    for _ in range(3):
+        step(scheduler)
+    plan = schedule(scheduler)  # short is first and takes the last block, then long needs it
+    assert shares(plan) == {"long": 4}
+    assert plan.preempted == ["short"]
+    assert scheduler._budget == 2
+
+
+def test_a_preemption_in_an_empty_plan_is_told_by_the_next_one() -> None:
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False, async_scheduling=True)
+    add(scheduler, "a", 8)
+    add(scheduler, "b", 6, max_tokens=4, waits_for_ids=True)
+    first = schedule(scheduler)
+    empty = schedule(scheduler)
+    assert empty.scheduled == [] and empty.preempted == []
+    assert scheduler.requests["b"].status is RequestStatus.PREEMPTED
+    update(scheduler, first)
+    plan = schedule(scheduler)
+    assert plan.preempted == ["b"] == plan.dropped
+
+
+def test_nobody_joins_while_a_running_request_is_short_of_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=5, enable_prefix_caching=False, async_scheduling=True)
+    add(scheduler, "a", 8)
+    add(scheduler, "b", 8, max_tokens=4)
+    first = schedule(scheduler)
+    second = schedule(scheduler)  # a takes the fifth block, b preempts itself
+    assert shares(second) == {"a": 1}
+    assert waits(scheduler) == {"b": "preempted: its blocks were taken back"}
+    update(scheduler, first)
+    update(scheduler, second)
+    assert scheduler.requests["b"].output_token_ids == []  # came too late
+
+
+# -- static batching -------------------------------------------------------------------------------------------
+
+
+def test_a_static_batch_drains_before_the_next_one_starts() -> None:
+    scheduler = make_scheduler(scheduling_policy="static")
+    add(scheduler, "a", 4, max_tokens=1)
+    add(scheduler, "b", 4, max_tokens=3)
+    step(scheduler)
+    add(scheduler, "c", 4)
+    assert shares(step(scheduler)) == {"b": 1}
+    assert waits(scheduler) == {"c": "the batch of 1 must drain first"}
+    assert shares(step(scheduler)) == {"b": 1}
+    assert shares(step(scheduler)) == {"c": 4}
+
+
+# -- why others wait -------------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_the_budget() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, "a", 8)
+    add(scheduler, "b", 4)
+    add(scheduler, "c", 4)
+    schedule(scheduler)
+    assert waits(scheduler) == {
+        "b": "needs 1 tokens of the step's budget, 0 left",
+        "c": "behind the head of the queue",
+    }
+
+
+def test_a_request_waits_for_a_place() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, "a")
+    add(scheduler, "b")
+    schedule(scheduler)
+    assert waits(scheduler) == {"b": "would be running request 2, the limit is 1"}
+
+
+def test_a_request_waits_for_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=5)
+    add(scheduler, "a", 12)
+    add(scheduler, "b", 12)
+    schedule(scheduler)
+    assert waits(scheduler) == {"b": "needs 3 blocks, 2 left by running requests"}
+
+
+def test_a_newcomer_with_priority_waits_while_running_requests_are_short_of_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False, scheduling_policy="priority")
+    add(scheduler, "a", 8)
+    add(scheduler, "b", 7, max_tokens=4)
+    step(scheduler)
+    add(scheduler, "c", 2, priority=-1)
+    schedule(scheduler)
+    assert waits(scheduler) == {
+        "c": "needs 1 blocks, 0 left by running requests",
+        "b": "preempted: its blocks were taken back",
+    }
+
+
+def test_an_overtaken_head_is_behind_the_head_at_once() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, scheduling_policy="priority")
+    add(scheduler, "a")
+    add(scheduler, "b", priority=1)
+    schedule(scheduler)
+    add(scheduler, "c")
+    assert waits(scheduler) == {"c": "behind the head of the queue", "b": "behind the head of the queue"}
+
+
+# -- doors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "message"),
+    [
+        (0, 8, "the prompt is empty"),
+        (64, 8, "the prompt has 64 tokens and max_model_len=64 leaves no room for an output token: shorten it to 63"),
+        (10, 11, "prompt and output may reach 21 tokens, 6 blocks of 4, and the KV cache has 5: lower max_tokens"),
+        (10, None, "prompt and output may reach 64 tokens, 16 blocks of 4, and the KV cache has 5"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_the_numbers(num_prompt: int, max_tokens: int, message: str) -> None:
+    scheduler = make_scheduler(num_blocks=5)
+    with pytest.raises(ValueError, match=message):
+        add(scheduler, "a", num_prompt, max_tokens=max_tokens)
+    assert not scheduler.has_unfinished
+    add(scheduler, "a", 10, max_tokens=10)  # exactly all blocks
+    assert scheduler.has_unfinished
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
+    scheduler = make_scheduler()
+    owner = add(scheduler, "a")
+    with pytest.raises(ValueError, match="'a' is already in use"):
+        add(scheduler, "a")
+    assert scheduler.requests["a"] is owner
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_an_aborted_request_is_gone(running: bool) -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, "a")
+    if running:
+        step(scheduler)
+    assert scheduler.finish("a", FinishReason.ABORT)
+    assert not scheduler.finish("a", FinishReason.ABORT)
+    assert request.finish_reason is FinishReason.ABORT
+    assert not scheduler.has_unfinished
+    assert scheduler.kv.num_used_blocks == 0
+    add(scheduler, "b")
+    assert schedule(scheduler).dropped == (["a"] if running else [])
+
+
+def test_a_row_is_closed_in_the_plan_after_the_end() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", max_tokens=1)
+    add(scheduler, "b")
+    step(scheduler)
+    assert step(scheduler).dropped == ["a"]
+    assert step(scheduler).dropped == []
+
+
+# -- running ahead ---------------------------------------------------------------------------------------------
+
+
+def test_the_next_plan_is_made_before_the_last_tokens_are_known() -> None:
+    scheduler = make_scheduler(async_scheduling=True)
+    request = add(scheduler, "a", 4, max_tokens=3)
+    plans = [schedule(scheduler) for _ in range(4)]
+    assert [(s.start, s.num_tokens) for plan in plans for s in plan.scheduled] == [(0, 4), (4, 1), (5, 1)]
+    for plan, token_id in zip(plans[:3], (11, 12, 13), strict=True):
+        update(scheduler, plan, a=[token_id])
+    assert request.output_token_ids == [11, 12, 13]
+    assert request.finished
+
+
+def test_a_request_that_needs_its_ids_waits_for_them() -> None:
+    scheduler = make_scheduler(async_scheduling=True)
+    add(scheduler, "a", 4, waits_for_ids=True)
+    add(scheduler, "b", 4)
+    first = schedule(scheduler)
+    assert shares(schedule(scheduler)) == {"b": 1}
+    update(scheduler, first)
+    assert shares(schedule(scheduler)) == {"a": 1, "b": 1}
+
+
+def test_prompt_chunks_of_one_request_follow_each_other_through_a_pipeline() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, "a", 20)
+    plans = [schedule(scheduler) for _ in range(4)]
+    assert [shares(plan) for plan in plans] == [{"a": 8}, {"a": 8}, {"a": 4}, {}]
+
+
+def test_tokens_that_come_after_the_end_are_dropped_and_blocks_stay_pinned_until_then() -> None:
+    scheduler = make_scheduler(async_scheduling=True)
+    request = add(scheduler, "a", 4)
+    first, second = schedule(scheduler), schedule(scheduler)
+    update(scheduler, first, a=[EOS])
+    assert request.output_token_ids == [EOS]
+    assert scheduler.kv.num_used_blocks == 2  # the second plan still writes to one of them
+    assert update(scheduler, second, a=[9]) == []
+    assert request.output_token_ids == [EOS]
+    assert scheduler.kv.num_used_blocks == 0
+
+
+def test_a_preempted_request_that_runs_again_drops_what_its_first_run_samples_late() -> None:
+    scheduler = make_scheduler(async_scheduling=True)
+    request = add(scheduler, "a", 4)
+    first = schedule(scheduler)
+    scheduler._preempt(request)
+    again = schedule(scheduler)
+    assert again.scheduled[0].new_row is not None
+    assert update(scheduler, first, a=[9]) == []
+    assert request.output_token_ids == []
+    update(scheduler, again, a=[9])
+    assert request.output_token_ids == [9]
+
+
+def test_drafts_rejected_while_plans_are_in_flight_shift_those_plans() -> None:
+    scheduler = make_scheduler(async_scheduling=True)
+    request = add(scheduler, "a", 4, max_tokens=20)
+    step(scheduler)
+    request.draft_token_ids = [-1, -1, -1]
+    first = schedule(scheduler)
+    second = schedule(scheduler)
+    assert (first.scheduled[0].start, first.scheduled[0].num_tokens) == (4, 4)
+    assert (second.scheduled[0].start, second.scheduled[0].num_tokens) == (8, 1)  # if all drafts hold
+    update(scheduler, first, a=[11, 9])
+    assert request.num_computed_tokens == 7  # the second plan really starts at 6
+    update(scheduler, second, a=[12])
+    assert request.output_token_ids == [7, 11, 9, 12]
+    assert schedule(scheduler).scheduled[0].start == 7
+
+
+def test_results_out_of_order_are_refused() -> None:
+    scheduler = make_scheduler(async_scheduling=True)
+    add(scheduler, "a", 4)
+    schedule(scheduler)
+    second = schedule(scheduler)
+    with pytest.raises(ValueError, match="step 1 is not the oldest plan in flight"):
+        update(scheduler, second)
+
+
+def test_a_failed_step_takes_back_all_that_built_on_it() -> None:
+    scheduler = make_scheduler(async_scheduling=True)
+    a = add(scheduler, "a", 8, first=100)
+    done = schedule(scheduler)
+    failing = schedule(scheduler)
+    update(scheduler, done, a=[11])
+    add(scheduler, "b", 8, first=500)
+    schedule(scheduler)
+    scheduler.fail(failing)
+    assert a.output_token_ids == [11]  # what had come back stays
+    assert [request.request_id for request in scheduler.waiting] == ["a", "b"]
+    assert scheduler.kv.num_used_blocks == 0
+    plan = schedule(scheduler)
+    assert [(s.request_id, s.start) for s in plan.scheduled] == [("a", 8), ("b", 0)]  # b's blocks hold nothing
+    assert sorted(plan.preempted) == ["a", "b"]
+
+
+def test_preemptions_that_a_failed_plan_told_are_told_by_the_next_one() -> None:
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
+    add(scheduler, "a", 8)
+    add(scheduler, "b", 7, max_tokens=4)
+    step(scheduler)
+    failing = schedule(scheduler)
+    assert failing.preempted == ["b"]
+    scheduler.fail(failing)
+    assert sorted(schedule(scheduler).preempted) == ["a", "b"]
+
+
+def test_rows_that_a_failed_plan_was_to_close_are_closed_by_the_next_one() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", max_tokens=1)
+    add(scheduler, "b")
+    step(scheduler)
+    failing = schedule(scheduler)
+    assert failing.dropped == ["a"]
+    scheduler.fail(failing)
+    assert set(schedule(scheduler).dropped) == {"a", "b"}
+
+
+def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 8, first=100)
+    add(scheduler, "b", 8, first=100, params=SamplingParams(prompt_logprobs=1))
+    assert shares(step(scheduler)) == {"a": 8, "b": 8}

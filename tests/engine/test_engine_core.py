@@ -1,0 +1,238 @@
+"""EngineCore, when what computes fails: the error reaches the caller, and the same tokens come out in the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm import EngineConfig, RequestOutput, SamplingParams
+from teachllm.core import invariants
+from teachllm.engine.engine import Engine
+from teachllm.engine.engine_core import EngineCore
+from teachllm.worker.executor import Executor, InProcessExecutor
+from teachllm.worker.model_runner import ModelRunner
+from tests.engine.reference import reference
+from tests.engine.withheld import withheld
+from tests.worker.doors import DraftingExecutor, FaultyExecutor, MakeExecutor, make_engine, random_ids, tokens
+
+Fault = Callable[[str], BaseException | None]
+
+
+class Broken(Exception):
+    """What a test's executor raises."""
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and random requests of several lengths; the prompts of some begin alike."""
+    common = random_ids(33)
+    made = []
+    for i in range(7):
+        prompt = common[: (0, 16, 33)[i % 3]] + random_ids(3 + 5 * i, seed=i)
+        params = SamplingParams(temperature=i % 2 * 1.0, seed=i, n=1 + (i == 3), max_tokens=6 + i, logprobs=0)
+        made.append((prompt, params))
+    return made
+
+
+REQUESTS = requests()
+
+
+def add_all(engine: Engine) -> list[RequestOutput]:
+    return [engine.add_request(str(i), prompt, params) for i, (prompt, params) in enumerate(REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[list[int]]]:
+    engine = make_engine()
+    outputs = add_all(engine)
+    while engine.has_unfinished_requests:
+        engine.step()
+    reference("qwen3").judge_outputs([output for i, output in enumerate(outputs) if i % 2 == 0])
+    return [tokens(output) for output in outputs]
+
+
+def faulty(fault: Fault, depth: int = 1, inside: MakeExecutor | None = None) -> MakeExecutor:
+    """An executor with `depth` plans in flight that fails as told."""
+
+    def wrap(config: EngineConfig, inner: Executor) -> Executor:
+        inner = inside(config, inner) if inside else inner
+        return FaultyExecutor(withheld(depth)(config, inner), fault)
+
+    return wrap
+
+
+def runner_of(executor: Any) -> ModelRunner:
+    """The worker inside all wrappers."""
+    while not isinstance(executor, InProcessExecutor):
+        executor = executor._inner
+    assert executor._runner is not None
+    return executor._runner
+
+
+def check_books(engine: Engine) -> None:
+    """The scheduler's invariants, and the worker's rows: none is lost, none is held for nobody."""
+    scheduler = engine.core.scheduler
+    invariants.check(scheduler)
+    batch = runner_of(engine.core.executor)._batch
+    held = list(batch._row_of.values())
+    assert sorted(held + batch._free_rows) == list(range(scheduler.max_num_seqs))
+    known = {request.request_id for request in scheduler.running} | set(scheduler._dropped)
+    assert set(batch._row_of) <= known, "a row that nobody will ever close"
+    assert len(scheduler.in_flight) == len(engine.core._pending)
+
+
+def at(point: str, count: int) -> Fault:
+    """Fails when `point` is passed for the `count`th time, once."""
+    left = [count]
+
+    def fault(where: str) -> BaseException | None:
+        left[0] -= where == point
+        return Broken(point) if where == point and left[0] == 0 else None
+
+    return fault
+
+
+@pytest.mark.parametrize("point", FaultyExecutor.POINTS)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+def test_a_failure_reaches_the_caller_and_trying_again_gives_the_right_tokens(
+    expected: list[list[list[int]]], point: str, ahead: bool, depth: int, count: int
+) -> None:
+    engine = make_engine(make_executor=faulty(at(point, count), depth), async_scheduling=ahead)
+    outputs = add_all(engine)
+    with pytest.raises(Broken, match=point):
+        while engine.has_unfinished_requests:
+            engine.step()
+    check_books(engine)
+    assert not engine.core._pending  # all that was in flight is taken back
+    while engine.has_unfinished_requests:
+        engine.step()
+        check_books(engine)
+    assert [tokens(output) for output in outputs] == expected
+    assert all(len(c.logprobs or ()) == len(c.token_ids) for output in outputs for c in output.outputs)
+
+
+@pytest.mark.parametrize("point", FaultyExecutor.POINTS)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_after_a_failure_requests_can_be_aborted_and_others_added(
+    expected: list[list[list[int]]], point: str, ahead: bool, depth: int
+) -> None:
+    engine = make_engine(make_executor=faulty(at(point, 4), depth), async_scheduling=ahead)
+    outputs = add_all(engine)
+    with pytest.raises(Broken):
+        while engine.has_unfinished_requests:
+            engine.step()
+    for i in range(0, 7, 2):
+        engine.abort_request(str(i))
+    check_books(engine)
+    again = engine.add_request("0", *REQUESTS[0])
+    while engine.has_unfinished_requests:
+        engine.step()
+        check_books(engine)
+    assert tokens(again) == expected[0]
+    for i in range(1, 7, 2):
+        assert tokens(outputs[i]) == expected[i]
+    assert engine.core.scheduler.kv.num_used_blocks == 0
+    assert {c.finish_reason for i in range(0, 7, 2) for c in outputs[i].outputs} <= {"abort", "length"}
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**20),
+    rate=st.sampled_from([0.03, 0.1, 0.3]),
+    depth=st.integers(1, 3),
+    ahead=st.booleans(),
+    caching=st.booleans(),
+    spare_blocks=st.sampled_from([0, 2, 60]),
+    drafts=st.booleans(),
+    budget=st.sampled_from([8, 20, 64]),
+)
+def test_many_failures_at_random_lose_no_row_no_block_and_no_token(
+    expected: list[list[list[int]]],
+    seed: int,
+    rate: float,
+    depth: int,
+    ahead: bool,
+    caching: bool,
+    spare_blocks: int,
+    drafts: bool,
+    budget: int,
+) -> None:
+    rng, num_failures = random.Random(seed), 0
+
+    def fault(where: str) -> BaseException | None:
+        return Broken(where) if rng.random() < rate / 2 and num_failures < 60 else None
+
+    def guess(request_id: str, num_outputs: int) -> list[int]:
+        name, _, child = request_id.partition("#")
+        right = expected[int(name)][int(child or 0)][num_outputs : num_outputs + rng.randint(0, 3)]
+        return [token_id if rng.random() < 0.7 else 3 for token_id in right]
+
+    engine = make_engine(
+        make_executor=faulty(fault, depth, (lambda _, inner: DraftingExecutor(inner, guess)) if drafts else None),
+        async_scheduling=ahead,
+        enable_prefix_caching=caching,
+        num_gpu_blocks_override=6 + spare_blocks,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
+    )
+    outputs = add_all(engine)
+    for _ in range(3000):
+        if not engine.has_unfinished_requests:
+            break
+        try:
+            engine.step()
+        except Broken:
+            num_failures += 1
+        check_books(engine)
+    assert [tokens(output) for output in outputs] == expected
+    assert engine.core.scheduler.kv.num_used_blocks == 0
+    # What failed steps left in the cache must not be wrong either.
+    for i, (prompt, params) in enumerate(REQUESTS):
+        output = engine.add_request(str(i), prompt, params)
+        while engine.has_unfinished_requests:
+            try:
+                engine.step()
+            except Broken:
+                num_failures += 1
+        assert tokens(output) == expected[i]
+
+
+def test_rows_do_not_leak_over_many_failures_of_the_same_requests(expected: list[list[list[int]]]) -> None:
+    failing = [True]
+
+    def fault(where: str) -> BaseException | None:
+        return Broken() if failing[0] and where == "after execute" else None
+
+    engine = make_engine(make_executor=faulty(fault))
+    outputs = add_all(engine)
+    for _ in range(50):
+        with pytest.raises(Broken):
+            engine.step()
+        check_books(engine)
+    failing[0] = False
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert [tokens(output) for output in outputs] == expected
+
+
+def test_the_core_alone_takes_ids_and_gives_ids() -> None:
+    engine = make_engine(async_scheduling=True)
+    core, params = engine.core, SamplingParams(temperature=0, max_tokens=5)
+    assert isinstance(core, EngineCore) and not core.has_unfinished and core.step() == []
+    [request] = engine._children("a", random_ids(9), params, (), 0, None, None)
+    core.add(request)
+    sampled = []
+    num_steps = 0
+    while core.has_unfinished:
+        sampled += [token_id for update in core.step() for token_id in update.new_token_ids]
+        num_steps += 1
+    assert num_steps == 6  # the first returns nothing: its tokens are one step late
+    assert request.finished and sampled == request.output_token_ids
+    reference("qwen3").judge(random_ids(9), sampled)

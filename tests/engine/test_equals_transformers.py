@@ -1,0 +1,58 @@
+"""Greedy tokens equal transformers', for every family, on every rung from naive decoding to paged and chunked."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+
+from teachllm import LLM, SamplingParams
+from tests.checkpoints import VOCAB_SIZE
+from tests.engine.reference import reference
+
+FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "llama_yarn", "gemma2", "phi3", "olmo2", "gptneox"]
+MAX_MODEL_LEN = 192
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=0)
+MIN_DISTINCT = 16
+
+RUNGS: dict[str, dict[str, Any]] = {
+    "paged, chunked": {"max_num_batched_tokens": 64},
+    "preempted": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
+    "no KV cache": {"enable_kv_cache": False, "max_num_batched_tokens": 20 * MAX_MODEL_LEN, "max_num_seqs": 20},
+    "contiguous": {"block_size": MAX_MODEL_LEN, "max_num_batched_tokens": 64},
+    "static batching": {"scheduling_policy": "static", "max_num_batched_tokens": 64},
+    "unchunked": {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_LEN},
+}
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """20 prompts of 1 to 120 tokens; every fourth begins like the one before it."""
+    rng = random.Random(0)
+    made: list[list[int]] = []
+    for i in range(20):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 15, 16, 17, 40, 64, 90, 120]))]
+        made.append((made[-1][:32] + prompt)[:120] if i % 4 == 3 else prompt)
+    return made
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers(family: str, rung: str) -> None:
+    judge = reference(family)
+    llm = LLM(
+        judge.path,
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        check_invariants=True,
+        **RUNGS[rung],
+    )
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], GREEDY, use_tqdm=False)
+    judge.judge_outputs(outputs, least_distinct=MIN_DISTINCT)
+    assert all(len(output.outputs[0].token_ids) == 64 for output in outputs)
+    preemptions = llm.engine.core.scheduler.num_preemptions
+    assert (preemptions > 0) == (rung == "preempted")

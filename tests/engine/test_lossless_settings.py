@@ -1,0 +1,142 @@
+"""No setting that is supposed to be lossless changes a greedy token: random settings, random workloads.
+
+Settings are drawn freely and those that contradict each other are left to EngineConfig to refuse, so a new
+combination it allows is tested without anybody listing it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from teachllm.config import EngineConfig
+from teachllm.engine.engine import Engine
+from teachllm.outputs import RequestOutput
+from teachllm.sampling_params import SamplingParams
+from tests.checkpoints import VOCAB_SIZE
+from tests.engine.reference import reference
+from tests.engine.withheld import withheld
+
+MAX_MODEL_LEN = 96
+
+configurations = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([1, 3, 8, 16, MAX_MODEL_LEN]),
+        "max_num_batched_tokens": st.sampled_from([8, 23, 64, MAX_MODEL_LEN, 400]),
+        "max_num_seqs": st.sampled_from([1, 3, 8]),
+        "enable_kv_cache": st.sampled_from([True, True, True, False]),
+        "enable_prefix_caching": st.booleans(),
+        "enable_chunked_prefill": st.sampled_from([True, True, False]),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 7]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority", "static"]),
+        "async_scheduling": st.booleans(),
+    }
+)
+
+
+MAX_OUTPUT = 24
+
+
+def _prompts() -> list[list[int]]:
+    """A pool of prompts, many of which begin alike; a pool, so that the reference computes each only once."""
+    rng = random.Random(0)
+    common = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+    shared = [0, 0, 8, 16, 33, 40]
+    own = [1, 2, 15, 30]
+    return [common[:i] + [rng.randrange(VOCAB_SIZE) for _ in range(j)] for i in shared for j in own]
+
+
+PROMPTS = _prompts()
+
+# (prompt, output tokens, completions, step of arrival)
+Arrival = tuple[list[int], int, int, int]
+workloads = st.lists(
+    st.tuples(
+        st.sampled_from(PROMPTS),
+        st.integers(1, MAX_OUTPUT),
+        st.sampled_from([1, 1, 1, 2]),
+        st.sampled_from([0, 0, 2, 9]),
+    ),
+    min_size=2,
+    max_size=7,
+)
+
+
+@settings(max_examples=150)
+@given(
+    configuration=configurations,
+    workload=workloads,
+    family=st.sampled_from(["qwen3", "mistral", "llama2", "gemma2"]),
+    depth=st.integers(1, 3),
+    spare_blocks=st.sampled_from([0, 1, 3, 1000]),
+    drafts=st.sampled_from(["none", "right", "wrong", "mixed"]),
+)
+def test_settings_do_not_change_greedy_tokens(
+    configuration: dict[str, Any],
+    workload: list[Arrival],
+    family: str,
+    depth: int,
+    spare_blocks: int,
+    drafts: str,
+) -> None:
+    judge = reference(family)
+    block_size = configuration["block_size"]
+    most = max(-(-(len(prompt) + num_tokens) // block_size) for prompt, num_tokens, _, _ in workload)
+    try:
+        config = EngineConfig(
+            model=judge.path,
+            dtype="float32",
+            device="cpu",
+            skip_tokenizer_init=True,
+            max_model_len=MAX_MODEL_LEN,
+            num_gpu_blocks_override=min(most + spare_blocks, 400),
+            check_invariants=True,
+            **configuration,
+        )
+        config.resolve(MAX_MODEL_LEN)
+    except ValueError:
+        assume(False)
+    if not config.enable_kv_cache:
+        drafts = "none"  # nothing to roll back: every step starts from nothing
+
+    engine: Engine
+
+    rng = random.Random(0)
+    # Drafts follow the tokens that the plans already in flight will have sampled when they are used.
+    skipped = depth if config.async_scheduling else 0
+
+    def guess(request_id: str, num_outputs: int) -> list[int]:
+        """Drafts as the judge would continue, some of them spoilt."""
+        request = engine.core.scheduler.requests.get(request_id)
+        if request is None or num_outputs == 0:
+            return []
+        first = num_outputs + skipped
+        proposed = judge.greedy(tuple(request.prompt_token_ids), MAX_OUTPUT)[first : first + rng.randint(0, 3)]
+        for i in range(len(proposed)):
+            if drafts == "wrong" or (drafts == "mixed" and rng.random() < 0.4):
+                proposed[i] = (proposed[i] + 1) % VOCAB_SIZE
+        return proposed
+
+    engine = Engine(config, make_executor=withheld(depth, None if drafts == "none" else guess))
+    arrivals = sorted(enumerate(workload), key=lambda entry: entry[1][3])
+    outputs: dict[str, RequestOutput] = {}
+    step = 0
+    while arrivals or engine.has_unfinished_requests:
+        while arrivals and (arrivals[0][1][3] <= step or not engine.has_unfinished_requests):
+            index, (prompt, num_tokens, n, _) = arrivals.pop(0)
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, n=n, logprobs=0)
+            engine.add_request(str(index), prompt, params, priority=index % 3)
+        for output in engine.step():
+            outputs[output.request_id] = output
+        step += 1
+        assert step < 3000, "no progress"
+    event(f"preempted: {engine.core.scheduler.num_preemptions > 0}")
+    event(f"drafts accepted: {getattr(engine.core.executor, 'num_accepted', 0) > 0}")
+    assert len(outputs) == len(workload) and all(output.finished for output in outputs.values())
+    for index, (_, num_tokens, n, _) in enumerate(workload):
+        assert [len(c.token_ids) for c in outputs[str(index)].outputs] == [num_tokens] * n
+    judge.judge_outputs(list(outputs.values()))
+    assert engine.core.scheduler.kv.num_used_blocks == 0

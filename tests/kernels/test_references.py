@@ -1,0 +1,166 @@
+"""The torch references equal the definitions, written here as loops over tokens and heads."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm_kernels import kv_write, paged_attention, rms_norm, rotary, silu_and_mul
+from teachllm_kernels.kv_write import kv_write_reference
+from teachllm_kernels.paged_attention import paged_attention_reference
+from teachllm_kernels.rms_norm import rms_norm_reference
+from teachllm_kernels.rotary import rotary_reference
+from teachllm_kernels.silu_and_mul import silu_and_mul_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _attention_by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, soft_cap: float | None
+) -> torch.Tensor:
+    """One sequence, a token and a head at a time: q [num_queries, heads, size], k and v [kv_len, kv_heads, size]."""
+    out = torch.empty_like(q)
+    group = q.shape[1] // k.shape[1]
+    for row in range(q.shape[0]):
+        position = k.shape[0] - q.shape[0] + row
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(q.shape[1]):
+            scores = k[first : position + 1, head // group] @ q[row, head] * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            out[row, head] = scores.softmax(dim=0) @ v[first : position + 1, head // group]
+    return out
+
+
+@st.composite
+def _batches(draw: st.DrawFn) -> dict:
+    kv_lens = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    return {
+        "kv_lens": kv_lens,
+        "query_lens": [draw(st.sampled_from([1, draw(st.integers(1, n))])) for n in kv_lens],
+        "block_size": draw(st.sampled_from([1, 3, 16, 64])),
+        "kv_heads": draw(st.sampled_from([1, 2])),
+        "group": draw(st.sampled_from([1, 3])),
+        "window": draw(st.sampled_from([None, 1, 5, 100])),
+        "soft_cap": draw(st.sampled_from([None, 2.0])),
+        "tile": draw(st.sampled_from([1, 4, 128])),
+        "padding": draw(st.sampled_from([0, 50, 1024])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+@settings(max_examples=100)
+@given(_batches())
+def test_paged_attention_equals_the_definition_for_every_batch_and_layout(batch: dict) -> None:
+    generator = torch.Generator().manual_seed(batch["seed"])
+    size, block_size, kv_heads = 8, batch["block_size"], batch["kv_heads"]
+    counts = [-(-n // block_size) for n in batch["kv_lens"]]
+    blocks = torch.randperm(sum(counts), generator=generator).int().split(counts)
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    caches = [torch.full((sum(counts), block_size, kv_heads, size), torch.nan, dtype=torch.float64) for _ in "kv"]
+    queries, expected = [], []
+    for row, (num_queries, kv_len) in enumerate(zip(batch["query_lens"], batch["kv_lens"], strict=True)):
+        tables[row, : counts[row]] = blocks[row]
+        k, v = torch.randn(2, kv_len, kv_heads, size, generator=generator, dtype=torch.float64)
+        for index in range(kv_len):
+            place = (int(blocks[row][index // block_size]), index % block_size)
+            caches[0][place], caches[1][place] = k[index], v[index]
+        shape = (num_queries, kv_heads * batch["group"], size)
+        queries.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+        expected.append(_attention_by_definition(queries[-1], k, v, 0.4, batch["window"], batch["soft_cap"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention, "_QUERY_TILE", batch["tile"])
+        patch.setattr(paged_attention, "_PADDING_WORTH_A_LAUNCH", batch["padding"])
+        got = paged_attention_reference(
+            *(torch.cat(queries), caches[0], caches[1], tables, batch["query_lens"], batch["kv_lens"], 0.4),
+            window=batch["window"],
+            soft_cap=batch["soft_cap"],
+        )
+    torch.testing.assert_close(got, torch.cat(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_paged_attention_cost_counts_every_pair_of_query_and_key() -> None:
+    query_lens, kv_lens = [1, 5, 3], [9, 5, 10]
+    pairs = sum(kv - n + i + 1 for n, kv in zip(query_lens, kv_lens, strict=True) for i in range(n))
+    num_bytes, flops = paged_attention.cost(query_lens, kv_lens, num_heads=4, num_kv_heads=2, head_size=8)
+    assert flops == pairs * 4 * (2 * 8 + 2 * 8)
+    assert num_bytes == 2 * (2 * 9 * 4 * 8 + 2 * 24 * 2 * 8)
+
+
+def test_kv_write_fills_its_slots_and_no_other() -> None:
+    k, v = torch.randn(2, 4, 2, 8)
+    k_cache, v_cache = torch.zeros(2, 3, 4, 2, 8)
+    kv_write_reference(k, v, k_cache, v_cache, torch.tensor([5, -1, 0, 11]))
+    for cache, source in ((k_cache, k), (v_cache, v)):
+        rows = cache.view(12, 2, 8)
+        assert torch.equal(rows[[5, 0, 11]], source[[0, 2, 3]])
+        unwritten = [slot for slot in range(12) if slot not in (5, 0, 11)]
+        assert not rows[unwritten].any()
+
+
+def test_kv_write_of_padding_alone_writes_nothing() -> None:
+    k_cache, v_cache = torch.zeros(2, 3, 4, 2, 8)
+    kv_write_reference(torch.ones(2, 2, 8), torch.ones(2, 2, 8), k_cache, v_cache, torch.tensor([-1, -1]))
+    assert not k_cache.any() and not v_cache.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm_adds_then_divides_by_the_root_mean_square(dtype: torch.dtype) -> None:
+    y, residual = torch.randn(2, 5, 16, dtype=torch.float64).to(dtype)
+    weight = torch.randn(16, dtype=torch.float64).to(dtype)
+    normed, total = rms_norm_reference(y, residual, weight, 1e-5)
+    assert torch.equal(total, y + residual) and normed.dtype == dtype
+    for row, x in zip(normed, total.double(), strict=True):
+        rms = math.sqrt(sum(float(e) ** 2 for e in x) / 16 + 1e-5)
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(row.double(), x / rms * weight.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_rms_norm_takes_a_weight_per_head() -> None:
+    x, weight = torch.randn(5, 3, 8), torch.randn(3, 8)
+    normed, total = rms_norm_reference(x, None, weight, 1e-5)
+    assert total is x
+    for head in range(3):
+        torch.testing.assert_close(normed[:, head], rms_norm_reference(x[:, head], None, weight[head], 1e-5)[0])
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
+def test_rotated_dot_products_depend_on_distance_alone(a: int, b: int, shift: int) -> None:
+    q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+
+    def turn(x: torch.Tensor, position: int) -> torch.Tensor:
+        cos, sin = (position * frequencies).cos(), (position * frequencies).sin()
+        return rotary_reference(x, torch.cat((cos, cos)).view(1, 1, -1), torch.cat((-sin, sin)).view(1, 1, -1))
+
+    there, elsewhere = (turn(q, a + s).mul(turn(k, b + s)).sum() for s in (0, shift))
+    torch.testing.assert_close(there, elsewhere)
+    torch.testing.assert_close(turn(q, a).norm(), q.norm())
+
+
+def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
+    gate_up = torch.randn(3, 10, dtype=torch.float64)
+    expected = [[g / (1 + math.exp(-g)) * u for g, u in zip(r[:5], r[5:], strict=True)] for r in gate_up.tolist()]
+    torch.testing.assert_close(silu_and_mul_reference(gate_up), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_costs_count_what_goes_in_and_out() -> None:
+    assert rms_norm.cost(10, 64, 4) == ((4 * 640 + 64) * 4, 3200)
+    assert rotary.cost(10, 2, 8, 4) == ((2 * 160 + 80) * 4, 480)
+    assert kv_write.cost(10, 2, 8, 4) == (4 * 160 * 4 + 80, 0)
+    assert silu_and_mul.cost(10, 64, 4) == (3 * 640 * 4, 3200)
+
+
+def test_references_and_models_import_where_triton_is_not_installed() -> None:
+    modules = [path.stem for path in (ROOT / "kernels" / "teachllm_kernels").glob("*.py") if path.stem != "__init__"]
+    lines = ["import sys", "sys.modules['triton'] = None"]
+    lines += [f"import teachllm_kernels.{module}" for module in modules] + ["import teachllm.models.loader"]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": ""}
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)

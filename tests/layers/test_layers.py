@@ -1,0 +1,90 @@
+"""Layers: the tables of rotary angles, merged projections, and plans shared between layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from teachllm.layers.attention import AttentionMetadata, paged_attention
+from teachllm.layers.linear import Linear
+from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
+
+SCALINGS = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 2048},
+    "yarn with its own settings": {
+        **{"factor": 8.0, "original_max_position_embeddings": 1024, "beta_fast": 16, "beta_slow": 2},
+        **{"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
+    },
+    "yarn with its attention factor": {
+        **{"factor": 8.0, "original_max_position_embeddings": 1024, "attention_factor": 1.5}
+    },
+}
+
+
+@pytest.mark.parametrize("name", list(SCALINGS))
+@pytest.mark.parametrize("head_size", [32, 128])
+def test_scaled_frequencies_equal_transformers(name: str, head_size: int) -> None:
+    scaling, parameters = name.split()[0], SCALINGS[name]
+    rope = {"rope_type": scaling, "rope_theta": 500000.0, **parameters}
+    theirs = LlamaConfig(head_dim=head_size, max_position_embeddings=8192, rope_parameters=rope)
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling](theirs)
+    ours = RotaryConfig(head_size, 500000.0, scaling, 8192, parameters)
+    torch.testing.assert_close(inverse_frequencies(ours, torch.zeros(1, 1)), expected, rtol=1e-6, atol=0)
+    assert attention_factor(ours) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("position", [0, 63, 64, 65, 200])
+def test_dynamic_frequencies_equal_transformers_for_a_text_that_ends_there(position: int) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    theirs = LlamaConfig(head_dim=32, max_position_embeddings=64, rope_parameters=rope)
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, seq_len=position + 1)
+    ours = RotaryConfig(32, 10000.0, "dynamic", 64, {"factor": 4.0})
+    got = inverse_frequencies(ours, torch.tensor([[float(position)]]))
+    torch.testing.assert_close(got.flatten(), expected, rtol=1e-5, atol=0)
+
+
+def test_angles_of_far_positions_do_not_depend_on_the_dtype_of_the_model() -> None:
+    config = RotaryConfig(32)
+    exact = Rotary(config, 4096).cos
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rounded = Rotary(config, 4096).cos
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(rounded, exact.bfloat16())
+
+
+def test_a_merged_projection_is_its_parts_side_by_side() -> None:
+    layer = Linear(8, {"q_proj": 6, "k_proj": 2, "v_proj": 3}, bias=True)
+    weights = {name: torch.randn(destination.shape) for name, destination in layer.parts()}
+    for name, destination in layer.parts():
+        destination.copy_(weights[name])
+    x = torch.randn(5, 8)
+    apart = [x @ weights[f"{p}.weight"].T + weights[f"{p}.bias"] for p in ("q_proj", "k_proj", "v_proj")]
+    torch.testing.assert_close(layer(x), torch.cat(apart, dim=-1))
+
+
+def test_a_token_without_a_slot_is_not_written_and_layers_with_one_window_share_a_plan() -> None:
+    caches = (torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8))
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([2], dtype=torch.int32),
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        slot_mapping=torch.tensor([4, -1]),
+        query_lens=[2],
+        kv_lens=[2],
+    )
+    q, k, v = torch.randn(2, 2, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+    for window in (None, None, 1, 1):
+        paged_attention(q, k, v, caches, metadata, 1.0, window)
+    assert len(metadata.plans) == 2
+    assert torch.equal(caches[0][1, 0], k[0]) and not caches[0][1, 1].any()

@@ -1,0 +1,358 @@
+"""Every parameter does what it says, exactly in distribution, and no request notices its neighbours."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.filters import apply_filters
+from teachllm.sampling.sampler import Sampler, SamplerOutput
+from teachllm.sampling_params import SamplingParams
+
+VOCAB = 11
+CPU = torch.device("cpu")
+MINUS_INFINITY = float("-inf")
+
+
+@dataclass
+class Ask:
+    """One request in one step: parameters, the sequence so far, and its logits."""
+
+    params: dict[str, Any]
+    prompt: list[int] = field(default_factory=lambda: [1, 2])
+    outputs: list[int] = field(default_factory=list)
+    logits: list[float] = field(default_factory=lambda: [0.1 * ((7 * i) % VOCAB) for i in range(VOCAB)])
+    seed: int = 0
+    child: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def new_row(self) -> NewRow:
+        params = SamplingParams(**{"max_tokens": None, **self.params})
+        sequence = [*self.prompt, *self.outputs]
+        return NewRow(sequence, len(self.prompt), params, self.child, self.seed, self.stop_token_ids, self.bad_words)
+
+
+def sample(asks: list[Ask], rows: list[int] | None = None) -> SamplerOutput:
+    """One step with these requests, in the given rows."""
+    rows = rows or list(range(len(asks)))
+    sampler = Sampler(max(rows) + 1, VOCAB, CPU)
+    token_ids = torch.full((max(rows) + 1, 40), -1)  # what lies behind a sequence's end must not be read as an id
+    for row, ask in zip(rows, asks, strict=True):
+        sampler.open_row(row, ask.new_row())
+        sequence = [*ask.prompt, *ask.outputs]
+        token_ids[row, : len(sequence)] = torch.tensor(sequence)
+    lengths = torch.tensor([len(ask.prompt) + len(ask.outputs) for ask in asks])
+    return sampler.sample(torch.tensor([ask.logits for ask in asks]), rows, lengths, token_ids)
+
+
+def one(**ask: Any) -> int:
+    """The greedy token of one request."""
+    return sample([Ask({"temperature": 0, **ask.pop("params", {})}, **ask)]).token_ids.item()
+
+
+def frequencies(params: dict[str, Any], logits: list[float], num_draws: int = 12_000, **ask: Any) -> torch.Tensor:
+    """How often each token is drawn, over as many output positions of one request."""
+    request = Ask({"temperature": 1.0, **params}, logits=logits, seed=5, **ask)
+    sampler = Sampler(1, VOCAB, CPU)
+    sampler.open_row(0, request.new_row())
+    num_known = len(request.prompt) + len(request.outputs)
+    token_ids = torch.tensor([[*request.prompt, *request.outputs]]).repeat(1, 1)
+    if request.outputs or "repetition_penalty" in params:
+        # Histories matter: the same position with another seed each time.
+        draws = []
+        for seed in range(num_draws):
+            sampler.open_row(0, Ask(request.params, request.prompt, request.outputs, seed=seed).new_row())
+            draws.append(sampler.sample(torch.tensor([logits]), [0], torch.tensor([num_known]), token_ids).token_ids)
+        return torch.bincount(torch.cat(draws), minlength=VOCAB) / num_draws
+    lengths = num_known + torch.arange(num_draws)
+    drawn = sampler.sample(torch.tensor([logits] * num_draws), [0] * num_draws, lengths, token_ids).token_ids
+    return torch.bincount(drawn, minlength=VOCAB) / num_draws
+
+
+def assert_distribution(observed: torch.Tensor, expected: torch.Tensor, num_draws: int = 12_000) -> None:
+    """Chi-square against exact probabilities; seeds are fixed, so this does not flicker."""
+    assert observed[expected == 0].sum() == 0
+    possible = expected > 0
+    statistic = (num_draws * (observed - expected).square() / expected)[possible].sum().item()
+    degrees = int(possible.sum()) - 1
+    # Wilson and Hilferty's approximation of the quantile at probability 1e-4 (z = 3.72).
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3 if degrees else 1e-9
+    assert statistic <= limit, (observed, expected)
+
+
+SKEWED = [3.0, 2.5, 2.5, 1.0, 0.0, 0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
+
+
+def kept_by_hand(params: dict[str, Any]) -> torch.Tensor:
+    """Exact probabilities, by the definitions of the parameters, one token at a time."""
+    scaled = [logit / params.get("temperature", 1.0) for logit in SKEWED]
+    weights = [math.exp(value) for value in scaled]
+    order = sorted(range(VOCAB), key=lambda i: (-weights[i], i))
+    order = [i for i in order if weights[i] >= params.get("min_p", 0.0) * max(weights) * (1 - 1e-6)]
+    order = order[: params.get("top_k", 0) or VOCAB]
+    total, reached, kept = sum(weights[i] for i in order), 0.0, []
+    for i in order:
+        kept.append(i)
+        reached += weights[i] / total
+        if reached >= params.get("top_p", 1.0):
+            break
+    exact = [weights[i] if i in kept else 0.0 for i in range(VOCAB)]
+    return torch.tensor(exact) / sum(exact)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.4},
+        {"temperature": 3.0},
+        {"top_k": 1},
+        {"top_k": 2},  # the second and third are equally likely: the lower id stays
+        {"top_k": 4, "temperature": 2.0},
+        {"top_p": 0.3},
+        {"top_p": 0.8},
+        {"top_p": 0.95, "temperature": 1.5},
+        {"min_p": 0.2},
+        {"min_p": 0.01, "temperature": 0.7},
+        {"top_k": 5, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_exact_distribution(params: dict[str, Any]) -> None:
+    assert_distribution(frequencies(params, SKEWED), kept_by_hand(params))
+
+
+def test_a_top_p_of_one_cuts_nothing_however_unlikely() -> None:
+    logits = -2.0 * torch.arange(60.0)[None]  # the sum of probabilities is 1 in float32 long before the end
+    one_row, all_tokens = torch.ones(1), torch.tensor([60])
+    kept = apply_filters(logits, one_row, all_tokens, top_p=one_row, min_p=torch.zeros(1), num_candidates=60)
+    assert torch.equal(kept, logits)
+
+
+def test_draws_under_penalties_follow_the_exact_distribution() -> None:
+    params = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+    expected = list(SKEWED)
+    for token_id in {1, 7, 0, 3}:  # in prompt or output
+        expected[token_id] = SKEWED[token_id] / 1.5 if SKEWED[token_id] > 0 else SKEWED[token_id] * 1.5
+    expected[0] -= 0.4 + 2 * 0.3
+    expected[3] -= 0.4 + 0.3
+    observed = frequencies(params, SKEWED, num_draws=2500, prompt=[1, 7], outputs=[0, 3, 0])
+    assert_distribution(observed, torch.tensor(expected).softmax(0), num_draws=2500)
+
+
+def test_greedy_takes_the_most_likely_token_and_of_equals_the_lowest_id() -> None:
+    assert one(logits=SKEWED) == 0
+    tied = [0.0] * VOCAB
+    assert one(logits=tied) == 0
+    assert one(logits=tied, params={"presence_penalty": 1.0}, outputs=[0, 1]) == 2
+    tied[4] = tied[8] = 2.0
+    assert one(logits=tied) == 4
+
+
+def test_repetition_looks_at_prompt_and_output_the_other_penalties_only_at_the_output() -> None:
+    logits = [1.0, 0.9, 0.8, *[0.0] * 8]
+    assert one(logits=logits, params={"repetition_penalty": 2.0}, prompt=[0], outputs=[1]) == 2
+    assert one(logits=logits, params={"presence_penalty": 1.0}, prompt=[0], outputs=[1]) == 0
+    assert one(logits=logits, params={"presence_penalty": 1.0}, prompt=[3], outputs=[0]) == 1
+    assert one(logits=logits, params={"frequency_penalty": 0.07}, prompt=[3], outputs=[0]) == 0
+    assert one(logits=logits, params={"frequency_penalty": 0.07}, prompt=[3], outputs=[0, 0]) == 1
+    assert one(logits=[-1.0] * VOCAB, params={"repetition_penalty": 2.0}, prompt=[0, 1], outputs=[]) == 2
+
+
+def test_allowed_ids_bias_and_bans_change_the_choice() -> None:
+    assert one(logits=SKEWED, params={"allowed_token_ids": [5, 9, 4]}) == 4
+    assert one(logits=SKEWED, params={"logit_bias": {10: 9.0, 3: 1.0}}) == 10
+    assert one(logits=SKEWED, params={"logit_bias": {0: -100.0}}) == 1
+    assert one(logits=SKEWED, params={"allowed_token_ids": [4], "logit_bias": {0: 100.0}}) == 4
+    assert_distribution(
+        frequencies({"allowed_token_ids": [1, 2, 7]}, SKEWED),
+        torch.tensor([v if i in (1, 2, 7) else MINUS_INFINITY for i, v in enumerate(SKEWED)]).softmax(0),
+    )
+
+
+def test_a_stop_token_waits_for_min_tokens() -> None:
+    early = {"logits": SKEWED, "params": {"min_tokens": 2}, "stop_token_ids": frozenset({0, 1, 99_999})}
+    assert one(**early, outputs=[]) == 2
+    assert one(**early, outputs=[3]) == 2
+    assert one(**early, outputs=[3, 3]) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "outputs", "expected"),
+    [
+        ([9], [], 1),  # (0,) is banned at once
+        ([9], [4, 5], 2),  # (4, 5, 1) would be complete
+        ([9], [5, 4], 1),
+        ([4], [5], 1),  # a bad word is looked for in the output, not across the prompt's end
+        ([9], [6], 1),
+        ([9], [4, 5, 2], 3),  # (2, 2) and (5, 2, 1) together
+    ],
+)
+def test_a_bad_word_is_never_completed(prompt: list[int], outputs: list[int], expected: int) -> None:
+    bad_words = ((0,), (4, 5, 1), (2, 2), (5, 2, 1))
+    assert one(logits=SKEWED, prompt=prompt, outputs=outputs, bad_words=bad_words) == expected
+
+
+def test_constraints_hold_for_each_row_of_a_batch_by_itself() -> None:
+    asks = [
+        Ask({"temperature": 0}, logits=SKEWED, bad_words=((0,), (3, 4, 5, 0))),
+        Ask({"temperature": 0}, logits=SKEWED),
+        Ask({"temperature": 0, "allowed_token_ids": [8, 9]}, logits=SKEWED),
+        Ask({"temperature": 0, "logit_bias": {5: 50.0}}, logits=SKEWED, outputs=[1, 2]),
+        Ask({"temperature": 0, "min_tokens": 5}, logits=SKEWED, stop_token_ids=frozenset({0})),
+        Ask({"temperature": 0, "allowed_token_ids": [10]}, logits=SKEWED, bad_words=((1, 1),)),
+    ]
+    assert sample(asks).token_ids.tolist() == [1, 0, 8, 5, 1, 10]
+
+
+settings_of_requests = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        "top_k": st.integers(0, VOCAB + 3),
+        "top_p": st.sampled_from([0.2, 0.9, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.1]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "presence_penalty": st.sampled_from([0.0, 0.5]),
+        "frequency_penalty": st.sampled_from([0.0, 0.2]),
+        "logit_bias": st.just({3: 2.0}),
+        "allowed_token_ids": st.just([2, 3, 5, 7]),
+        "min_tokens": st.integers(0, 3),
+        "logprobs": st.integers(0, 3),
+    },
+)
+requests = st.builds(
+    Ask,
+    params=settings_of_requests,
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
+    outputs=st.lists(st.integers(0, VOCAB - 1), max_size=5),
+    logits=st.lists(st.integers(-40, 40).map(lambda i: i / 8), min_size=VOCAB, max_size=VOCAB),
+    seed=st.integers(0, 2**64 - 1),
+    child=st.integers(0, 3),
+    stop_token_ids=st.just(frozenset({7, 8})),
+    bad_words=st.sampled_from([(), ((4,), (1, 9))]),
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(requests, min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_a_request_samples_the_same_token_whatever_runs_beside_it(asks: list[Ask], random: Any) -> None:
+    together = sample(asks)
+    order = list(range(len(asks)))
+    random.shuffle(order)
+    shuffled = sample([asks[i] for i in order], rows=random.sample(range(9), len(asks)))
+    for place, i in enumerate(order):
+        alone = sample([asks[i]])
+        assert alone.token_ids[0] == together.token_ids[i] == shuffled.token_ids[place]
+        if "logprobs" in asks[i].params:
+            assert alone.logprobs is not None and together.logprobs is not None and shuffled.logprobs is not None
+            assert alone.logprobs[0] == together.logprobs[i] == shuffled.logprobs[place]
+        else:
+            assert alone.logprobs is None
+            assert together.logprobs is None or together.logprobs[i] is None
+
+
+def test_seed_child_and_output_index_each_change_the_draw_and_nothing_else_does() -> None:
+    flat = [0.0] * VOCAB
+
+    def draws(seeds: range, child: int = 0, num_outputs: int = 0) -> list[int]:
+        asks = [Ask({}, outputs=[1] * num_outputs, logits=flat, seed=seed << 40, child=child) for seed in seeds]
+        return sample(asks).token_ids.tolist()
+
+    base = draws(range(40))
+    assert draws(range(40)) == base
+    assert draws(range(40, 80)) != base
+    assert draws(range(40), child=1) != base
+    assert draws(range(40), num_outputs=1) != base
+    longer_prompt = sample([Ask({}, prompt=[1] * 9, logits=flat, seed=seed << 40) for seed in range(40)])
+    assert longer_prompt.token_ids.tolist() == base
+
+
+def test_rows_that_verify_drafts_sample_as_if_they_came_one_step_at_a_time() -> None:
+    params = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "top_k": 5, "min_tokens": 2, "logprobs": 2}
+    ask = Ask(params, prompt=[1, 2], outputs=[3, 4, 5], seed=11, stop_token_ids=frozenset({0}), bad_words=((4, 6),))
+    sampler = Sampler(3, VOCAB, CPU)
+    sampler.open_row(2, ask.new_row())
+    token_ids = torch.full((3, 10), -1, dtype=torch.int32)
+    token_ids[2, :5] = torch.tensor([1, 2, 3, 4, 5])
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([2, 3, 4, 5])
+    at_once = sampler.sample(logits.clone(), [2, 2, 2, 2], lengths, token_ids)
+    assert at_once.logprobs is not None
+    for i in range(4):
+        step = sampler.sample(logits[i : i + 1].clone(), [2], lengths[i : i + 1], token_ids)
+        assert step.logprobs is not None
+        assert step.token_ids[0] == at_once.token_ids[i]
+        assert step.logprobs[0] == at_once.logprobs[i]
+
+
+def test_logprobs_are_those_of_the_untouched_logits() -> None:
+    ask = Ask({"temperature": 0, "logit_bias": {6: 50.0}, "logprobs": 3}, logits=SKEWED)
+    output = sample([Ask({}), ask, Ask({"logprobs": 0}, logits=SKEWED)])
+    assert output.logprobs is not None and output.logprobs[0] is None
+    exact = torch.tensor(SKEWED, dtype=torch.float64).log_softmax(0)
+    forced, plain = output.logprobs[1], output.logprobs[2]
+    assert forced is not None and plain is not None
+    assert (forced.token_id, forced.rank) == (6, 7)
+    assert forced.logprob == pytest.approx(exact[6].item(), abs=1e-6)
+    assert forced.top_ids[0] == 0 and set(forced.top_ids) == {0, 1, 2}
+    assert forced.top_logprobs == pytest.approx([exact[i].item() for i in forced.top_ids], abs=1e-6)
+    assert plain.token_id == output.token_ids[2] and (plain.top_ids, plain.top_logprobs) == ([], [])
+
+
+def test_prompt_logprobs_score_the_given_tokens() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    entries = Sampler(1, VOCAB, CPU).prompt_logprobs(logits, [4, 0, 9], num_top=2)
+    exact = logits.double().log_softmax(-1)
+    for row, (entry, target) in enumerate(zip(entries, [4, 0, 9], strict=True)):
+        assert entry.token_id == target
+        assert entry.logprob == pytest.approx(exact[row, target].item(), abs=1e-6)
+        assert entry.rank == 1 + sum(exact[row] > exact[row, target])
+        assert entry.top_ids == exact[row].argsort(descending=True)[:2].tolist()
+
+
+def test_a_reused_row_remembers_nothing() -> None:
+    sampler = Sampler(1, VOCAB, CPU)
+    strange = Ask({"allowed_token_ids": [9], "logprobs": 1, "top_k": 2, "frequency_penalty": 1.0}, bad_words=((3,),))
+    sampler.open_row(0, strange.new_row())
+    assert (
+        sampler.sample(torch.tensor([SKEWED]), [0], torch.tensor([2]), torch.zeros(1, 8).long()).token_ids.item() == 9
+    )
+    sampler.close_row(0)
+    sampler.open_row(0, Ask({"temperature": 0}).new_row())
+    output = sampler.sample(torch.tensor([SKEWED]), [0], torch.tensor([2]), torch.zeros(1, 8).long())
+    assert (output.token_ids.item(), output.logprobs) == (0, None)
+
+
+def test_a_step_with_only_greedy_rows_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(3, VOCAB, CPU)
+    sampler.open_row(0, Ask({"temperature": 0}).new_row())
+    sampler.open_row(1, Ask({"temperature": 0}).new_row())
+    sampler.open_row(2, Ask({"logprobs": 1}).new_row())  # open, but not in this step
+    monkeypatch.setattr(sampler._state, "select", None)
+    output = sampler.sample(
+        torch.tensor([SKEWED, SKEWED[::-1]]), [0, 1], torch.tensor([2, 2]), torch.zeros(3, 8).long()
+    )
+    assert output.token_ids.tolist() == [0, 10]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (Ask({"allowed_token_ids": [VOCAB]}), "allowed_token_ids: token id 11"),
+        (Ask({"logit_bias": {VOCAB: 1.0}}), "logit_bias: token id 11"),
+        (Ask({}, bad_words=((1, VOCAB),)), "bad_words: token id 11"),
+        (Ask({"allowed_token_ids": [1], "min_tokens": 1}, stop_token_ids=frozenset({1})), "can forbid every token"),
+    ],
+)
+def test_a_row_that_cannot_be_sampled_is_refused_when_it_opens(ask: Ask, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampler(1, VOCAB, CPU).open_row(0, ask.new_row())

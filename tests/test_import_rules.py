@@ -1,0 +1,189 @@
+"""Who may import whom: the floors of the house, read from the source with `ast`, and what an import may load."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+WINGS = {".": "teachllm", "kernels": "teachllm_kernels", "cli": "teachllm_cli"}
+WINGS |= {"webui": "teachllm_webui", "lessons": "teachllm_lessons"}
+OURS = set(WINGS.values())
+
+PLAIN_DATA = ("teachllm.config", "teachllm.sampling_params", "teachllm.outputs")
+FROM_ABOVE = (
+    *("teachllm", "teachllm.engine", "teachllm.bench", "teachllm.simulator"),
+    *("teachllm.core.memory", "teachllm.core.trace", *PLAIN_DATA),
+)
+TENSORS = ("teachllm.layers", "teachllm.distributed", "teachllm.quantization", "teachllm_kernels")
+FEATURES = ("teachllm.sampling", "teachllm.spec_decode", "teachllm.structured_output", "teachllm.lora")
+TO_A_WORKER = ("teachllm.core.scheduler_output", "teachllm.core.memory")
+# Floor: what it may import of ours. A name stands for itself and, unless it is `teachllm`, what lies under it.
+FLOORS = {
+    "teachllm.config": PLAIN_DATA,
+    "teachllm.sampling_params": PLAIN_DATA,
+    "teachllm.outputs": PLAIN_DATA,
+    "teachllm.core": ("teachllm.core", *PLAIN_DATA),
+    "teachllm.layers": (*TENSORS, *PLAIN_DATA),
+    "teachllm.sampling": ("teachllm.sampling", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.worker": ("teachllm.worker", "teachllm.models", *FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.engine": (
+        *("teachllm", "teachllm.engine", "teachllm.core", "teachllm.worker", "teachllm.models"),
+        *(*FEATURES, *TENSORS, *PLAIN_DATA),
+    ),
+    "teachllm.server": ("teachllm.server", *FROM_ABOVE),
+    "teachllm_kernels": ("teachllm_kernels",),
+    "teachllm_cli": ("teachllm_cli", *FROM_ABOVE),
+    "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),
+}
+# Wings that may be imported where they are used, though not at the top of a module.
+ON_USE = {"teachllm_cli": ("teachllm_webui", "teachllm_lessons")}
+CORE_INSTALL = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2"}
+OUTSIDE = {
+    "teachllm.core": set(),
+    **{name: set() for name in PLAIN_DATA},
+    "teachllm_kernels": {"torch", "triton"},
+    "teachllm_cli": {"typer"},
+    "teachllm": CORE_INSTALL,
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """`module` imports `target`; `on_use` when that happens inside a function."""
+
+    module: str
+    target: str
+    on_use: bool
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for folder, package in WINGS.items():
+        for path in sorted((ROOT / folder / package).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+MODULES = dict(modules())
+
+
+def imports_of(module: str, path: Path) -> Iterator[Import]:
+    def visit(node: ast.AST, on_use: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inside = on_use or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_types(child)
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(module, alias.name, on_use)
+            elif isinstance(child, ast.ImportFrom):
+                source = child.module or ""
+                if child.level:
+                    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+                    base = package.split(".")[: len(package.split(".")) - child.level + 1]
+                    source = ".".join([*base, source] if source else base)
+                for alias in child.names:
+                    full = f"{source}.{alias.name}"
+                    yield Import(module, full if full in MODULES else source, on_use)
+            yield from visit(child, inside)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), False)
+
+
+def is_for_types(node: ast.AST) -> bool:
+    """`if TYPE_CHECKING:` names types and loads nothing."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+IMPORTS = [found for module, path in MODULES.items() for found in imports_of(module, path)]
+
+
+def lies_under(name: str, floor: str) -> bool:
+    return name == floor or (floor != "teachllm" and name.startswith(floor + "."))
+
+
+def floor_of(module: str, table: dict) -> str | None:
+    """The longest name in the table that the module is or lies under."""
+    found = [floor for floor in table if module == floor or module.startswith(floor + ".")]
+    return max(found, key=len, default=None)
+
+
+def test_there_are_imports_to_judge() -> None:
+    assert len(MODULES) > 20
+    assert any(found.on_use for found in IMPORTS)
+
+
+def test_each_floor_imports_only_what_lies_below_it() -> None:
+    wrong = []
+    for found in IMPORTS:
+        floor = floor_of(found.module, FLOORS)
+        if floor is None or found.target.split(".")[0] not in OURS:
+            continue
+        allowed = (*FLOORS[floor], *(ON_USE.get(floor, ()) if found.on_use else ()))
+        if not any(lies_under(found.target, name) for name in allowed):
+            wrong.append(f"{found.module} imports {found.target}")
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_engine_knows_neither_commands_nor_pages_nor_lessons() -> None:
+    above = OURS - {"teachllm", "teachllm_kernels"}
+    wrong = [i for i in IMPORTS if i.module.split(".")[0] == "teachllm" and i.target.split(".")[0] in above]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_only_what_every_install_has_is_imported_at_the_top_of_a_module() -> None:
+    wrong = []
+    for found in IMPORTS:
+        floor, library = floor_of(found.module, OUTSIDE), found.target.split(".")[0]
+        if floor is None or found.on_use or library in OURS | sys.stdlib_module_names | OUTSIDE[floor]:
+            continue
+        wrong.append(f"{found.module} imports {library}")
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_core_and_plain_data_use_the_standard_library_alone_even_inside_functions() -> None:
+    for found in IMPORTS:
+        if floor_of(found.module, OUTSIDE) in ("teachllm.core", *PLAIN_DATA):
+            assert found.target.split(".")[0] in sys.stdlib_module_names | {"teachllm"}, found
+
+
+def test_the_folder_called_kernels_is_no_package() -> None:
+    """`import transformers` would run it in place of the library of that name."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(ROOT / folder) for folder in WINGS)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("module", ["teachllm", "teachllm.core.scheduler", "teachllm.config", "teachllm_cli.app"])
+def test_importing_loads_neither_torch_nor_transformers(module: str) -> None:
+    heavy = "('torch', 'transformers', 'rich.console')"
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    result = run_python(code)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_names_of_the_package_load_on_first_use_and_a_wrong_one_is_named() -> None:
+    result = run_python("import teachllm; print(teachllm.SamplingParams.__module__); teachllm.LMM")
+    assert result.stdout.strip() == "teachllm.sampling_params"
+    assert "module 'teachllm' has no attribute 'LMM'" in result.stderr
+
+
+def test_transformers_models_import_with_the_repository_root_on_the_path() -> None:
+    result = run_python("from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)")
+    assert result.stdout.strip() == "LlamaForCausalLM", result.stderr

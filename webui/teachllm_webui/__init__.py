@@ -1,0 +1,1 @@
+"""The visualizer of block tables and batch timelines. It comes later; this package holds its place."""
