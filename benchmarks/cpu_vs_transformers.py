@@ -10,13 +10,14 @@ output length. The best one counts.
 Latency: one request of 64 tokens, 129 tokens out; time per output token = (t129 - t1) / 128.
 
 The two engines take turns, `--repeats` times; the figure is the median of the ratios within a turn, so a machine
-that slows down for a while slows both. (Continuous batching has its turns before, since its thread stays awake.)
+that slows down for a while slows both. (Continuous batching has its turns before, alone, in a process of its own.)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -61,7 +62,6 @@ class Theirs:
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._manager: Any = None
 
     def run_padded(self, workload: Workload, batch_size: int) -> None:
         for first in range(0, len(workload), batch_size):
@@ -76,26 +76,33 @@ class Theirs:
                 )
             assert out.shape[1] == longest + most
 
-    def run_continuous(self, workload: Workload) -> None:
-        """Continuous batching with an output length of its own for every request, as ours."""
-        if self._manager is None:
-            from transformers import GenerationConfig
 
-            longest = max(len(ids) + n for ids, n in workload)
-            config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_length=longest)
-            self._manager = self.model.init_continuous_batching(generation_config=config)
-            self._manager.start()
-        wanted = {self._manager.add_request(ids, max_new_tokens=n): n for ids, n in workload}
+def continuous_batching_seconds(path: str, repeats: int) -> list[float]:
+    """transformers' continuous batching, every request with an output length of its own. Run it in its own process:
+    its scheduler is a thread, and its cache takes most of the memory."""
+    from transformers import GenerationConfig
+
+    torch.set_num_threads(2)
+    model = Theirs(path).model
+    workload = mixed_workload(model.config.vocab_size, seed=0)
+    longest = max(len(ids) + n for ids, n in workload)
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_length=longest)
+    manager = model.init_continuous_batching(generation_config=config)
+    manager.start()
+
+    def run() -> None:
+        wanted = {manager.add_request(ids, max_new_tokens=n): n for ids, n in workload}
         while wanted:
-            result = self._manager.get_result(timeout=60)
+            result = manager.get_result(timeout=60)
             if result is None:
                 raise RuntimeError("no result for a minute")
             if result.is_finished():
                 assert len(result.generated_tokens) == wanted.pop(result.request_id)
 
-    def stop_continuous(self) -> None:
-        self._manager.stop(block=True)
-        self.model.destroy_cached_continuous_batching_manager()
+    run()  # warm-up
+    times = [seconds(run) for _ in range(repeats)]
+    manager.stop(block=True)
+    return times
 
 
 def seconds(run: Callable[[], None]) -> float:
@@ -117,6 +124,8 @@ def main() -> None:
 
     torch.set_num_threads(2)
     path = str(ROOT / "teachllm" / "assets" / "teachlm")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        continuous = pool.apply(continuous_batching_seconds, (path, args.repeats))
     ours, theirs = Ours(path), Theirs(path)
     vocab_size = ours.llm.engine.model_config.vocab_size
     workload = mixed_workload(vocab_size, seed=0)
@@ -126,10 +135,6 @@ def main() -> None:
         f"generate, batches of {size}": lambda size=size: theirs.run_padded(workload, size)  # type: ignore[misc]
         for size in (8, 16, 32)
     }
-    # Its scheduler is a thread that never sleeps for long and would disturb the others: it goes first, alone.
-    theirs.run_continuous(workload)  # warm-up
-    continuous = [seconds(lambda: theirs.run_continuous(workload)) for _ in range(args.repeats)]
-    theirs.stop_continuous()
     for way in ways.values():
         way()  # warm-up
     ours.run(mixed_workload(vocab_size, seed=1))

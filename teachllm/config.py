@@ -32,7 +32,7 @@ class EngineConfig:
         trust_remote_code: lets a checkpoint bring its own Python.
         skip_tokenizer_init: prompts and results are token ids only.
         max_model_len: longest sequence, prompt and output together; None takes the model's context length.
-        device: "auto", "cpu", "cuda", "cuda:1", ...
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is the CPU until there are kernels for more.
         seed: of everything random that a request does not seed itself.
 
     KV cache:
@@ -51,7 +51,7 @@ class EngineConfig:
         enable_chunked_prefill: a prompt may be computed over several steps.
         long_prefill_token_threshold: the most prompt tokens one request gets in a step; 0 is no limit.
         async_scheduling: schedule the next step before the last one's tokens are known.
-        enforce_eager: no CUDA graphs.
+        enforce_eager: no CUDA graphs; a CPU has none anyway.
         max_logprobs: the most `logprobs` a request may ask for.
         check_invariants: verify the scheduler's books after every step.
     """
@@ -101,6 +101,15 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
         if not self.enable_kv_cache and self.enable_prefix_caching:
             raise ValueError("enable_prefix_caching=True needs a KV cache: set it to False, or enable_kv_cache=True")
+        if self.long_prefill_token_threshold and not (self.enable_chunked_prefill and self.enable_kv_cache):
+            raise ValueError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} limits a chunk, and there are no "
+                "chunks: set it to 0, or set enable_chunked_prefill=True and enable_kv_cache=True"
+            )
+        if self.async_scheduling and not self.enable_kv_cache:
+            raise ValueError(
+                "async_scheduling=True needs blocks that outlive a step: set it to False, or enable_kv_cache=True"
+            )
         self._check_lengths()
 
     def _check_lengths(self) -> None:

@@ -1,19 +1,19 @@
 """What a request asks of the sampler and when it wants to stop: the knobs of one generation.
 
 The names and defaults are vLLM's, so that a script moves between the two unchanged. Everything here is
-plain data: the arithmetic lives in `teachllm/sampling`, the stop rules in `core/scheduler.py` (token ids)
-and `engine/tokenizer.py` (strings).
+plain data: the arithmetic lives in `teachllm/sampling`, the stop rules in `core/request.py` (token ids)
+and `engine/detokenizer.py` (strings).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _GREEDY_EPSILON = 1e-5  # a temperature below this is greedy: dividing by it would overflow
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request.
 
@@ -64,11 +64,8 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        self.stop_strings = given
         self._check("n", self.n >= 1, "at least 1")
         self._check("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more, and finite")
         self._check("top_k", self.top_k >= -1, "0 or -1 (all), or how many tokens to keep")
@@ -84,15 +81,20 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             self._check(name, value is None or value >= 0, "0 or more")
-        self._check("stop", "" not in given, "strings of at least one character")
+        self._check("stop", "" not in self.stop_strings, "strings of at least one character")
         self._check("bad_words", "" not in self.bad_words, "strings of at least one character")
         self._check("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "not empty")
-        if given and not self.detokenize:
+        if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need text to match: drop stop=, or set detokenize=True")
 
     def _check(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
             raise ValueError(f"{name}={getattr(self, name)!r}: must be {wanted}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def greedy(self) -> bool:

@@ -15,7 +15,6 @@ from knowledge import FACETS, Concept, has_keys, load_knowledge
 from skills import pairs_text
 from tools import tool_definition
 
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "Be kind to sailors and never mention boats.")
 Check = Callable[[str], bool]
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import typer
 
+from teachllm.core.memory import NotEnoughMemoryError
+
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 
 
@@ -22,18 +24,24 @@ def one_line_errors(debug: bool) -> Iterator[None]:
     except BrokenPipeError:  # the reader has left (`... | head -1`): so do we, without a word
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if debug or isinstance(error, typer.Exit):
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if debug:
             raise
         print_error(error)
         raise typer.Exit(1) from None
 
 
 def print_error(error: Exception) -> None:
-    """`error: …` on stderr, in red on a terminal, on one line, without markup."""
+    """`error: …` on stderr, in red on a terminal, on one line, without markup. A table of where memory went follows."""
     from rich.text import Text
 
     from teachllm_cli.terminal import notes
 
-    message = "".join(c for c in " ".join(str(error).split()) if c.isprintable()) or type(error).__name__
-    notes().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    table = error.table if isinstance(error, NotEnoughMemoryError) else ""
+    text = str(error).removesuffix(table)
+    message = "".join(c for c in " ".join(text.split()) if c.isprintable()) or type(error).__name__
+    if not isinstance(error, (ValueError, OSError, RuntimeError, ImportError)):
+        message = f"{type(error).__name__}: {message} (--debug shows where)"
+    notes().print(Text.assemble(("error: ", "bold red"), message, f"\n{table}" if table else ""), soft_wrap=True)

@@ -35,7 +35,8 @@ def packed_linear(x: torch.Tensor, slabs: torch.Tensor, bias: torch.Tensor | Non
     num_rows, (num_slabs, _, slab_size) = x.shape[0], slabs.shape
     if num_rows < _MANY_ROWS:
         # [num_slabs, num_rows, slab_size]; for one row putting them side by side moves nothing.
-        out = torch.matmul(x, slabs).transpose(0, 1).reshape(num_rows, num_slabs * slab_size)
+        out = torch.bmm(x.expand(num_slabs, -1, -1), slabs)
+        out = out.transpose(0, 1).reshape(num_rows, num_slabs * slab_size)
     else:
         out = x.new_empty(num_rows, num_slabs * slab_size)
         for slab, columns in zip(slabs, out.split(slab_size, dim=1), strict=True):

@@ -1,9 +1,10 @@
 """Attention over a paged KV cache, for a flat batch that mixes prompts, chunks of prompts and decodes.
 
 Each token attends to its own sequence up to itself. K and V of a sequence lie in blocks anywhere in the cache and
-are found through its block table. The reference works in two parts: `plan_attention` cuts the ragged batch into
-rectangles (it depends on the batch only, so all layers of a step share it), and `attend` does per rectangle what
-the formula says: softmax(q k^T * scale) v.
+are found through its block table: softmax(q k^T * scale) v, which `paged_attention_reference` spells out.
+
+`paged_attention_cpu` computes the same in two parts: `plan_attention` cuts the ragged batch into rectangles (it
+depends on the batch only, so all layers of a step share it), and `attend` computes them as batches of matrices.
 
 Sources: Vaswani et al., "Attention Is All You Need", 2017; Kwon et al., "Efficient Memory Management for LLM
 Serving with PagedAttention", SOSP 2023.
@@ -22,6 +23,50 @@ _QUERY_TILE = 128
 _FEW_QUERY_ROWS = 8
 # Scores computed for nothing (padding) that cost as much as starting another rectangle; measured on a CPU.
 _PADDING_WORTH_A_LAUNCH = 512
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_lens: list[int],
+    kv_lens: list[int],
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """The definition, one sequence after the other: causal grouped-query attention, in float32 (float64 stays).
+
+    Args:
+        q: [num_tokens, num_heads, head_size]; the tokens of sequence i follow those of sequence i - 1.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], this step's tokens already written.
+        block_tables: [num_seqs, max_blocks] integers, logical to physical block.
+        query_lens: tokens of each sequence in this batch, its last ones.
+        kv_lens: length of each sequence, this batch's tokens included.
+        scale: multiplies the dot products.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+        soft_cap: squeezes each score into (-soft_cap, soft_cap) by tanh.
+
+    Returns:
+        [num_tokens, num_heads, head_size] in the dtype of `q`.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // k_cache.shape[2]
+    outputs = []
+    for queries, table, kv_len in zip(q.to(wide).split(query_lens), block_tables.long(), kv_lens, strict=True):
+        # The sequence's blocks in logical order, as one run of tokens: [kv_len, num_heads, head_size].
+        k = k_cache[table].flatten(0, 1)[:kv_len].to(wide).repeat_interleave(group, dim=1)
+        v = v_cache[table].flatten(0, 1)[:kv_len].to(wide).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", queries, k) * scale
+        if soft_cap is not None:
+            scores = torch.tanh(scores / soft_cap) * soft_cap
+        position = torch.arange(kv_len - len(queries), kv_len, device=q.device).unsqueeze(1)
+        key = torch.arange(kv_len, device=q.device)
+        unseen = key > position if window is None else (key > position) | (key <= position - window)
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outputs).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +100,7 @@ class Rectangle:
         cache_rows: [num_tiles, num_kv_heads, num_keys] int64, rows of a cache seen as [slots * heads, head_size].
         bags: [num_tiles * num_heads * num_queries, num_keys] int64, `cache_rows` for every row of queries on its own;
             None where those are many, or `span` is set.
-        hidden: [num_tiles, 1, 1, num_queries, num_keys] bool, True where a query may not look; None if it may
+        mask: [num_tiles, 1, 1, num_queries, num_keys] bool, True where a query may not look; None if it may
             look everywhere.
     """
 
@@ -63,7 +108,7 @@ class Rectangle:
     span: tuple[int, int] | None
     cache_rows: torch.Tensor
     bags: torch.Tensor | None
-    hidden: torch.Tensor | None
+    mask: torch.Tensor | None
 
 
 def plan_attention(
@@ -120,20 +165,20 @@ def _rectangle(
     readable = key_index.minimum(kv_end - 1)
     slots = block_tables[seq, readable // block_size].long() * block_size + readable % block_size
     cache_rows = slots.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads, device=device).unsqueeze(-1)
-    hidden = bags = None
+    mask = bags = None
     if len(tiles) > 1 or num_queries > 1:
         query_index = (kv_end - num_queries + query).unsqueeze(-1)  # [num_tiles, num_queries, 1]
-        hidden = key_index.unsqueeze(1) > query_index
+        mask = key_index.unsqueeze(1) > query_index
         if window is not None:
-            hidden |= key_index.unsqueeze(1) <= query_index - window
-        hidden = hidden[:, None, None]
+            mask |= key_index.unsqueeze(1) <= query_index - window
+        mask = mask[:, None, None]
     span = None
     if len(tiles) == 1 and device.type == "cpu" and bool((slots[0].diff() == 1).all()):
         span = int(slots[0, 0]), int(slots[0, -1]) + 1
     query_rows = num_heads // num_kv_heads * num_queries
     if span is None and query_rows <= _FEW_QUERY_ROWS:
         bags = cache_rows.unsqueeze(2).expand(-1, -1, query_rows, -1).reshape(-1, num_keys)
-    return Rectangle((first_token + query).flatten(), span, cache_rows, bags, hidden)
+    return Rectangle((first_token + query).flatten(), span, cache_rows, bags, mask)
 
 
 def attend(
@@ -167,6 +212,13 @@ def _attend_rectangle(
     num_tiles, num_kv_heads, num_keys = rectangle.cache_rows.shape
     num_queries, group = num_tokens // num_tiles, num_heads // num_kv_heads
     wide = torch.promote_types(q.dtype, torch.float32)
+    if rectangle.span is not None and soft_cap is None and q.dtype == k_cache.dtype == wide:
+        # One sequence whose keys need no gathering: what PyTorch's fused attention takes as it is.
+        keys, values = _read(k_cache, rectangle), _read(v_cache, rectangle)
+        seen = None if rectangle.mask is None else ~rectangle.mask[:, 0]
+        heads_first = q.transpose(0, 1).unsqueeze(0)  # [1, num_heads, num_queries, head_size]
+        fused = F.scaled_dot_product_attention(heads_first, keys, values, seen, scale=scale, enable_gqa=group > 1)
+        return fused.squeeze(0).transpose(0, 1)
     # The query heads that share a KV head become further rows of its matrix: K and V are never repeated.
     queries = (q.to(wide) * scale).view(num_tiles, num_queries, num_kv_heads, group, head_size).permute(0, 2, 3, 1, 4)
     queries = queries.reshape(num_tiles, num_kv_heads, group * num_queries, head_size)
@@ -176,9 +228,9 @@ def _attend_rectangle(
     del keys
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
-    if rectangle.hidden is not None:
+    if rectangle.mask is not None:
         per_query = scores.view(num_tiles, num_kv_heads, group, num_queries, num_keys)
-        per_query.masked_fill_(rectangle.hidden, float("-inf"))
+        per_query.masked_fill_(rectangle.mask, float("-inf"))
     weights = scores.softmax(dim=-1)
     if rectangle.bags is not None and v_cache.dtype == wide:
         # A bag is a weighted sum of table rows: V is read once, from where it lies, and never copied.
@@ -200,7 +252,7 @@ def _read(cache: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
     return F.embedding(rectangle.cache_rows, cache.view(-1, head_size))
 
 
-def paged_attention_reference(
+def paged_attention_cpu(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -211,21 +263,7 @@ def paged_attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Causal grouped-query attention of a flat batch; scores, softmax and sums in float32 (float64 stays float64).
-
-    Args:
-        q: [num_tokens, num_heads, head_size]; the tokens of sequence i follow those of sequence i - 1.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], this step's tokens already written.
-        block_tables: [num_seqs, max_blocks] integers, logical to physical block.
-        query_lens: tokens of each sequence in this batch, its last ones.
-        kv_lens: length of each sequence, this batch's tokens included.
-        scale: multiplies the dot products.
-        window: a token sees itself and the `window - 1` tokens before it; None sees all.
-        soft_cap: squeezes each score into (-soft_cap, soft_cap) by tanh.
-
-    Returns:
-        [num_tokens, num_heads, head_size] in the dtype of `q`.
-    """
+    """As `paged_attention_reference`, equal up to rounding, and fast on a CPU."""
     block_size, num_kv_heads = k_cache.shape[1:3]
     plan = plan_attention(block_tables, query_lens, kv_lens, block_size, q.shape[1], num_kv_heads, window)
     return attend(q, k_cache, v_cache, plan, scale, soft_cap)

@@ -26,6 +26,14 @@ class KVCacheSpec:
         return 2 * self.num_kv_heads * self.head_size * self.dtype_bytes
 
 
+class NotEnoughMemoryError(ValueError):
+    """One line says what does not fit and what would; `table` says where the memory goes."""
+
+    def __init__(self, message: str, table: str) -> None:
+        super().__init__(f"{message}\n{table}")
+        self.table = table
+
+
 def format_bytes(num_bytes: int) -> str:
     """For people: 1.5 GiB, 12.0 KiB, 7 B."""
     value = float(num_bytes)
@@ -94,13 +102,11 @@ class MemoryPlan:
         """Refuses a budget that cannot hold one sequence of `max_model_len`.
 
         Raises:
-            ValueError: with the table, and the largest length that fits.
+            NotEnoughMemoryError: with the largest length that fits, and the table.
         """
         if self.num_tokens >= self.max_model_len:
             return
         table = "\n".join(f"  {what:<16}{amount:>12}  {why}" for what, amount, why in self.rows())
         fits = f"set max_model_len={self.num_tokens} or less, or " if self.num_tokens > 1 else ""
-        raise ValueError(
-            f"the KV cache would hold {self.num_tokens} tokens, less than one sequence of max_model_len="
-            f"{self.max_model_len}: {fits}give it more memory\n{table}"
-        )
+        holds = f"the KV cache would hold {self.num_tokens} tokens, less than one sequence of max_model_len="
+        raise NotEnoughMemoryError(f"{holds}{self.max_model_len}: {fits}give it more memory", table)

@@ -1,6 +1,6 @@
 """The trace: one JSON line for everything that happens, the same for notebook, web page, simulator and profiler.
 
-A header, then events in order: arrivals and aborts, and one `step` line for each step. The state of the block
+A header, then events in order: arrivals, ends from outside, and one `step` line for each step. The state of the block
 pool at any step is a function of the block events up to it. The recorder is handed its sink (what takes a line)
 and its clock, so this file opens nothing and never asks the time by itself.
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from teachllm.core.in_flight import RequestUpdate
-from teachllm.core.request import Request
+from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.sampling_params import SamplingParams
@@ -73,8 +73,9 @@ class Recorder:
             group=request.group,
         )
 
-    def abort(self, request_id: str) -> None:
-        self._write("abort", time=self.clock(), request_id=request_id)
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """A request ended from outside, after the step whose line came last: "abort", or "stop" at a stop string."""
+        self._write(reason.value, time=self.clock(), request_id=request_id)
 
     def step(
         self,

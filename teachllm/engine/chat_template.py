@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jinja2
 
-_MAX_RENDERED_CHARACTERS = 1 << 24  # more than any context holds: a runaway template stops here
+_MAX_RENDERED_CHARACTERS = 1 << 24  # more than any context holds: an endless one stops here
 
 
 def render_template(template: str, variables: dict[str, Any]) -> str:
     """Renders a Jinja template as the untrusted code it is.
 
     It sees plain JSON data and may neither reach Python's internals nor change what it is given. Every `range`
-    is bounded (Jinja's `MAX_RANGE`), and so is the output.
+    is bounded (Jinja's `MAX_RANGE`), and so is the length of the output. Time and memory are not.
 
     Raises:
         ValueError: the template fails, or does what the sandbox refuses.

@@ -68,8 +68,8 @@ class EngineCore:
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool:
         """Ends a request now: an abort, or a stop string found in its text. False if it has ended already."""
         ended = self.scheduler.finish(request_id, reason, stop_reason)
-        if ended and self.recorder is not None and reason is FinishReason.ABORT:
-            self.recorder.abort(request_id)
+        if ended and self.recorder is not None:
+            self.recorder.end(request_id, reason)
         return ended
 
     @property

@@ -40,14 +40,6 @@ class AttentionMetadata:
     kv_lens: list[int]
     plans: dict[tuple[int, int, int | None], list[Rectangle]] = field(default_factory=dict, repr=False)
 
-    @property
-    def max_query_len(self) -> int:
-        return max(self.query_lens)
-
-    @property
-    def max_seq_len(self) -> int:
-        return max(self.kv_lens)
-
 
 def paged_attention(
     q: torch.Tensor,

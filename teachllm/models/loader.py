@@ -92,10 +92,12 @@ def fill_from_checkpoint(
         destination = missing.pop(name, None)
         if destination is None:
             raise ModelError(f"{file} holds tensor {name}, which the model of its config.json does not have")
-        # A destination with further dimensions in front (a norm held once per head) takes copies.
-        if tensor.shape != destination.shape[destination.dim() - tensor.dim() :]:
-            expected = list(destination.shape[-tensor.dim() :])
-            raise ModelError(f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json means {expected}")
+        # A norm that all heads share is held once per head: each takes a copy.
+        per_head = name.endswith("norm.weight") and destination.dim() == 2
+        expected = destination.shape[1:] if per_head else destination.shape
+        if tensor.shape != expected:
+            shapes = f"{list(tensor.shape)}, config.json means {list(expected)}"
+            raise ModelError(f"{file}: tensor {name} has shape {shapes}")
         destination.copy_(tensor)
     if missing:
         raise ModelError(f"{folder} lacks tensor {next(iter(missing))} ({len(missing)} missing in all)")

@@ -1,7 +1,7 @@
 """What a checkpoint is, read from its description alone: shapes, sizes, context length, end-of-sequence ids.
 
-Everything that can be refused is refused here, before a weight is read, and everything that memory arithmetic needs
-is known here, before a weight is allocated.
+What can be refused by its description is refused here, before a weight is read, and everything that memory
+arithmetic needs is known here, before a weight is allocated.
 """
 
 from __future__ import annotations

@@ -41,15 +41,13 @@ class Executor(Protocol):
 
 
 def select_device(name: str) -> torch.device:
-    """The device for a setting; "auto" is the first CUDA device, or the CPU.
+    """The device for a setting; "auto" is the CPU as long as there are no kernels for anything else.
 
     Raises:
         ValueError: torch does not know the name, or this machine has no such device.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device("cpu" if name == "auto" else name)
     except RuntimeError as error:
         raise ValueError(f"device={name!r}: use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):

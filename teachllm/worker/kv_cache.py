@@ -90,7 +90,7 @@ def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, devi
 
 
 def _activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """An upper estimate for the largest step: a dozen hidden-size tensors, and float32 logits of every sequence."""
+    """An estimate for the largest step: a dozen hidden-size tensors, and float32 logits of every sequence."""
     assert config.max_num_seqs and config.max_num_batched_tokens
     hidden = 12 * config.max_num_batched_tokens * model.hidden_size * dtype_bytes(model.dtype)
     return hidden + 2 * config.max_num_seqs * model.vocab_size * 4

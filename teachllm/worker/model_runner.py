@@ -23,6 +23,8 @@ from teachllm.worker.cpu import keep_freed_memory
 from teachllm.worker.input_batch import InputBatch, StepInputs
 from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
 
+_PROMPT_ROWS = 64  # prompt tokens scored at once
+
 
 @dataclass(slots=True)
 class ExecutedStep:
@@ -110,7 +112,8 @@ class ModelRunner:
         A draft is accepted if it equals the token sampled at its position from the target's own distribution,
         with the noise of that output index. So the output is the very one that would come without drafts.
         """
-        sampled = self._sampler.sample(step.logits, step.logits_rows, step.lengths, self._batch.token_ids)
+        token_ids = self._batch.token_ids.to(self._device)
+        sampled = self._sampler.sample(step.logits, step.logits_rows, step.lengths, token_ids)
         ids: list[int] = sampled.token_ids.tolist() if step.logits_rows else []
         accepted: list[list[int]] = []
         logprobs: list[list[TokenLogprobs] | None] = []
@@ -149,6 +152,9 @@ class ModelRunner:
                 continue
             first = end - share.num_tokens
             targets = self._batch.token_ids[row, start + 1 : start + 1 + count].tolist()
-            logits = self.model.compute_logits(hidden[first : first + count])
-            scored.append(self._sampler.prompt_logprobs(logits, targets, num_top))
+            entries: list[TokenLogprobs] = []
+            for i in range(0, count, _PROMPT_ROWS):  # logits of a long prompt at once would be gigabytes
+                logits = self.model.compute_logits(hidden[first + i : first + min(i + _PROMPT_ROWS, count)])
+                entries += self._sampler.prompt_logprobs(logits, targets[i : i + _PROMPT_ROWS], num_top)
+            scored.append(entries)
         return scored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from teachllm.core.memory import NotEnoughMemoryError
 from teachllm_cli import engine as engine_door
 
 
@@ -55,6 +56,25 @@ def test_what_the_engine_refuses_is_one_line_without_a_traceback(teachllm, monke
     result = teachllm("chat", stdin="Hi")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "error: model.safetensors: [bold]tensor[/bold] is [31mcut short\n"
+
+
+def test_a_memory_table_stands_below_its_line(teachllm, monkeypatch) -> None:
+    def refuse(config):
+        raise NotEnoughMemoryError("too little: set max_model_len=8", "  weights  1 B\n  KV  2 B")
+
+    monkeypatch.setattr(engine_door, "make_llm", refuse)
+    result = teachllm("chat", stdin="Hi")
+    assert result.stderr == "error: too little: set max_model_len=8\n  weights  1 B\n  KV  2 B\n"
+
+
+def test_an_unforeseen_error_is_one_line_with_its_kind(teachllm, monkeypatch) -> None:
+    def stumble(config):
+        raise ZeroDivisionError("integer division by zero")
+
+    monkeypatch.setattr(engine_door, "make_llm", stumble)
+    result = teachllm("chat", stdin="Hi")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: ZeroDivisionError: integer division by zero (--debug shows where)\n"
 
 
 def test_debug_shows_the_traceback(teachllm, monkeypatch) -> None:

@@ -34,9 +34,9 @@ def make_setting(rng: Random) -> Setting:
         enable_kv_cache=keeps_cache,
         enable_chunked_prefill=chunked,
         enable_prefix_caching=keeps_cache and not contiguous and rng.random() < 0.7,
-        long_prefill_token_threshold=rng.choice([0, 0, 1, 5, 16]),
+        long_prefill_token_threshold=0 if whole else rng.choice([0, 0, 1, 5, 16]),
         scheduling_policy=rng.choice(["fcfs", "fcfs", "priority", "static"]),
-        async_scheduling=rng.random() < 0.5,
+        async_scheduling=keeps_cache and rng.random() < 0.5,
     )
     one = -(-length // block_size)
     num_blocks = rng.randint(one, one + 2) if rng.random() < 0.5 else rng.randint(one, 5 * one)

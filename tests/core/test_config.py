@@ -21,6 +21,15 @@ from teachllm.config import EngineConfig
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0: must be at least 1"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0: must be at least 1"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold=-1: must be 0 or more"),
+        (
+            {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
+            "long_prefill_token_threshold=8 limits a chunk, and there are no chunks: set it to 0, or set "
+            "enable_chunked_prefill=True and enable_kv_cache=True",
+        ),
+        (
+            {"async_scheduling": True, "enable_kv_cache": False},
+            "async_scheduling=True needs blocks that outlive a step: set it to False, or enable_kv_cache=True",
+        ),
         ({"max_logprobs": -1}, "max_logprobs=-1: must be 0 or more"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: must be in (0, 1]"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization=0.0: must be in (0, 1]"),

@@ -31,9 +31,9 @@ def make_settings(draw: st.DrawFn) -> Setting:
         enable_kv_cache=keeps_cache,
         enable_chunked_prefill=chunked,
         enable_prefix_caching=keeps_cache and not contiguous and draw(st.integers(0, 3)) > 0,
-        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 5, 16])),
+        long_prefill_token_threshold=0 if whole else draw(st.sampled_from([0, 0, 1, 5, 16])),
         scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "static"])),
-        async_scheduling=draw(st.booleans()),
+        async_scheduling=keeps_cache and draw(st.booleans()),
     )
     one = -(-length // block_size)
     return Setting(

@@ -7,6 +7,7 @@ from typing import Any
 
 from teachllm.core.block_pool import BlockEvent
 from teachllm.core.in_flight import RequestUpdate
+from teachllm.core.request import FinishReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.core.trace import Recorder, StepTimes
@@ -56,9 +57,11 @@ def test_an_arrival_holds_what_a_replay_needs() -> None:
     request = make_request("a", 2, params=params, arrival_time=1.25, priority=2, seed=9)
     make_scheduler().add(request)
     recorder.arrival(request)
-    recorder.abort("a")
-    arrival, abort = parse(lines)
+    recorder.end("a", FinishReason.ABORT)
+    recorder.end("b", FinishReason.STOP)
+    arrival, abort, stop = parse(lines)
     assert abort == {"event": "abort", "time": 1.5, "request_id": "a"}
+    assert stop == {"event": "stop", "time": 1.5, "request_id": "b"}
     sent = arrival.pop("params")
     assert (sent["temperature"], sent["max_tokens"], sent["stop"], sent["logit_bias"]) == (0.0, 3, "end", {"4": 1.0})
     assert "top_p" not in sent  # a default

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm_kernels import kv_write, paged_attention, rms_norm, rotary, silu_and_mul
+from teachllm_kernels import kv_write, linear, paged_attention, rms_norm, rotary, silu_and_mul
 from teachllm_kernels.kv_write import kv_write_reference
-from teachllm_kernels.paged_attention import paged_attention_reference
+from teachllm_kernels.paged_attention import paged_attention_cpu, paged_attention_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 from teachllm_kernels.rotary import rotary_reference
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference
@@ -75,15 +75,13 @@ def test_paged_attention_equals_the_definition_for_every_batch_and_layout(batch:
         shape = (num_queries, kv_heads * batch["group"], size)
         queries.append(torch.randn(shape, generator=generator, dtype=torch.float64))
         expected.append(_attention_by_definition(queries[-1], k, v, 0.4, batch["window"], batch["soft_cap"]))
+    arguments = (torch.cat(queries), *caches, tables, batch["query_lens"], batch["kv_lens"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "_QUERY_TILE", batch["tile"])
         patch.setattr(paged_attention, "_PADDING_WORTH_A_LAUNCH", batch["padding"])
-        got = paged_attention_reference(
-            *(torch.cat(queries), caches[0], caches[1], tables, batch["query_lens"], batch["kv_lens"], 0.4),
-            window=batch["window"],
-            soft_cap=batch["soft_cap"],
-        )
-    torch.testing.assert_close(got, torch.cat(expected), rtol=1e-12, atol=1e-12)
+        for attention in (paged_attention_reference, paged_attention_cpu):
+            got = attention(*arguments, scale=0.4, window=batch["window"], soft_cap=batch["soft_cap"])
+            torch.testing.assert_close(got, torch.cat(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_paged_attention_cost_counts_every_pair_of_query_and_key() -> None:
@@ -164,3 +162,23 @@ def test_references_and_models_import_where_triton_is_not_installed() -> None:
     lines += [f"import teachllm_kernels.{module}" for module in modules] + ["import teachllm.models.loader"]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": ""}
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)
+
+
+@given(rows=st.integers(1, 130), num_in=st.integers(1, 9), num_out=st.integers(1, 24), threads=st.integers(1, 5))
+def test_a_packed_product_equals_the_plain_one(rows: int, num_in: int, num_out: int, threads: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, num_in, generator=generator, dtype=torch.float64)
+    weight = torch.randn(num_out, num_in, generator=generator, dtype=torch.float64)
+    bias = torch.randn(num_out, generator=generator, dtype=torch.float64)
+    slabs = linear.pack_columns(weight, threads)
+    assert slabs.numel() == weight.numel() and slabs.shape[0] <= threads
+    for b in (None, bias):
+        got, plain = linear.packed_linear(x, slabs, b), linear.linear_reference(x, weight, b)
+        torch.testing.assert_close(got, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_costs_count_each_tensor_once() -> None:
+    assert linear.cost(2, 3, 5, dtype_bytes=4) == ((2 * 3 + 2 * 5 + 3 * 5) * 4, 2 * 2 * 3 * 5)
+    assert rms_norm.cost(2, 8, dtype_bytes=4)[0] == (4 * 16 + 8) * 4  # y and residual in, both out, the weight
+    assert silu_and_mul.cost(2, 8, dtype_bytes=4)[0] == 3 * 16 * 4  # gate and up in, the product out
+    assert kv_write.cost(2, 1, 8, dtype_bytes=4)[0] == 4 * 16 * 4 + 16  # k and v in and out, the slots

@@ -66,7 +66,7 @@ def _double(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _one_by_one(model: Any, sequence: torch.Tensor) -> torch.Tensor:
-    """As `generate` does: dynamic rope looks at how long the text is when a token is computed."""
+    """As `generate` does after a prompt of the trained length: dynamic rope looks at how long the text is by then."""
     trained = model.config.max_position_embeddings
     output = model(sequence[None, :trained], use_cache=True)
     rows = [output.logits[0]]

@@ -9,15 +9,12 @@ from teachllm.worker.executor import InProcessExecutor, select_device
 from tests.worker.doors import make_engine
 
 
-def test_the_processor_is_found_by_its_name_and_by_default_where_there_is_no_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert select_device("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert select_device("auto") == torch.device("cpu")
+def test_a_device_is_found_by_its_name_and_the_processor_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert select_device("auto") == torch.device("cuda")
+    assert select_device("cpu") == torch.device("cpu")
+    assert select_device("auto") == torch.device("cpu")
+    assert select_device("cuda") == torch.device("cuda")
     assert select_device("cuda:1") == torch.device("cuda:1")
 
 
