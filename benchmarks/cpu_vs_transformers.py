@@ -16,6 +16,7 @@ that slows down for a while slows both. (Continuous batching has its turns befor
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -106,9 +107,15 @@ def continuous_batching_seconds(path: str, repeats: int) -> list[float]:
 
 
 def seconds(run: Callable[[], None]) -> float:
+    """Garbage collection waits meanwhile, as in timeit: what one engine leaves behind is not the other's cost."""
+    gc.collect()
+    gc.disable()
     start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    try:
+        run()
+        return time.perf_counter() - start
+    finally:
+        gc.enable()
 
 
 def time_per_output_token(run: Callable[[Workload], None], prompt: list[int]) -> float:
