@@ -190,10 +190,11 @@ def attend(
     soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Computes a plan. Arguments and result as in `paged_attention_reference`."""
+    if plan[0].tokens is None:
+        return _attend_rectangle(q, k_cache, v_cache, plan[0], scale, soft_cap).to(q.dtype)
     out = torch.empty_like(q)
     for rectangle in plan:
-        if rectangle.tokens is None:
-            return _attend_rectangle(q, k_cache, v_cache, rectangle, scale, soft_cap).to(q.dtype)
+        assert rectangle.tokens is not None
         rows = _attend_rectangle(q.index_select(0, rectangle.tokens), k_cache, v_cache, rectangle, scale, soft_cap)
         out.index_copy_(0, rectangle.tokens, rows.to(q.dtype))
     return out
