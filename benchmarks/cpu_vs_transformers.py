@@ -9,8 +9,9 @@ output length. The best one counts.
 
 Latency: one request of 64 tokens, 129 tokens out; time per output token = (t129 - t1) / 128.
 
-The two engines take turns, `--repeats` times; the figure is the median of the ratios within a turn, so a machine
-that slows down for a while slows both. (Continuous batching has its turns before, alone, in a process of its own.)
+Latency comes first, then throughput. The two engines take turns, `--repeats` times; the figure is the median of the
+ratios within a turn, so a machine that slows down for a while slows both. (Continuous batching has its turns before,
+alone, in a process of its own.)
 """
 
 from __future__ import annotations
@@ -142,13 +143,19 @@ def main() -> None:
         f"generate, batches of {size}": lambda size=size: theirs.run_padded(workload, size)  # type: ignore[misc]
         for size in (8, 16, 32)
     }
+    prompt = workload[0][0][:64]
+    latencies: dict[str, list[float]] = {"teachllm": [], "transformers": []}
+    for turn in range(-1, args.repeats):
+        mine = time_per_output_token(ours.run, [(i + turn) % vocab_size for i in prompt])
+        other = time_per_output_token(lambda w: theirs.run_padded(w, 1), prompt)
+        if turn >= 0:  # the first is the warm-up
+            latencies["teachllm"].append(mine)
+            latencies["transformers"].append(other)
     for way in ways.values():
         way()  # warm-up
     ours.run(mixed_workload(vocab_size, seed=1))
 
-    prompt = workload[0][0][:64]
     times: dict[str, list[float]] = {"teachllm": [], "continuous batching": continuous, **{name: [] for name in ways}}
-    latencies: dict[str, list[float]] = {"teachllm": [], "transformers": []}
     for turn in range(args.repeats):
         fresh = mixed_workload(vocab_size, seed=0)
         for ids, _ in fresh:  # the same lengths, other ids: nothing may come from the prefix cache
@@ -156,8 +163,6 @@ def main() -> None:
         times["teachllm"].append(seconds(lambda fresh=fresh: ours.run(fresh)))  # type: ignore[misc]
         for name, way in ways.items():
             times[name].append(seconds(way))
-        latencies["teachllm"].append(time_per_output_token(ours.run, [(i + turn) % vocab_size for i in prompt]))
-        latencies["transformers"].append(time_per_output_token(lambda w: theirs.run_padded(w, 1), prompt))
 
     print(f"{num_output} output tokens, {args.repeats} turns, {torch.get_num_threads()} threads")
     for name, values in times.items():
