@@ -10,7 +10,7 @@ from typing import Any
 
 import words
 from conversations import conversation
-from held_out import load_held_out
+from held_out import load_held_out, load_test_set
 from knowledge import FACETS, Concept, has_keys, load_knowledge
 from skills import pairs_text
 from tools import tool_definition
@@ -45,9 +45,9 @@ def question(frame: str, concept: Concept, other: Concept | None = None) -> str:
     return text.replace("{m}", other.name) if other else text
 
 
-def concept_cases() -> list[Case]:
+def concept_cases(held: dict[str, list[str]]) -> list[Case]:
     """Every concept and facet once, the frames taken in turn; then every written comparison."""
-    held, knowledge = load_held_out()["frames"], load_knowledge()
+    knowledge = load_knowledge()
     cases = []
     for facet in FACETS:
         for i, concept in enumerate(knowledge.concepts):
@@ -59,18 +59,21 @@ def concept_cases() -> list[Case]:
         first, second = (named[name] for name in sorted(pair))
         text = question(held["compare"][i % len(held["compare"])], first, second)
         cases.append(by_keys("answered: compare", [user(text)], entry.keys, entry.answers))
-    for entry in knowledge.questions:
-        for text in load_held_out()["questions"].get(entry.id, ()):
-            cases.append(by_keys("answered: questions", [user(text)], entry.keys, entry.answers))
     return cases
 
 
-def decline_cases() -> list[Case]:
-    decline = load_knowledge().decline
+def question_cases(held: dict[str, list[str]]) -> list[Case]:
+    """The knowledge base's questions of their own, in other words."""
     return [
-        by_keys("declined: off topic", [user(text)], decline.keys, decline.answers)
-        for text, *_ in load_held_out()["off_topic"]["ask"]
+        by_keys("answered: questions", [user(text)], entry.keys, entry.answers)
+        for entry in load_knowledge().questions
+        for text in held.get(entry.id, ())
     ]
+
+
+def decline_cases(asks: list[list[str]]) -> list[Case]:
+    decline = load_knowledge().decline
+    return [by_keys("declined: off topic", [user(text)], decline.keys, decline.answers) for text, *_ in asks]
 
 
 def conversation_before(seed: int, characters: int) -> list[dict[str, Any]]:
@@ -189,5 +192,12 @@ def same_call(text: str, wanted: Any) -> bool:
     return same_json(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"), wanted)
 
 
-def all_cases() -> list[Case]:
-    return [*concept_cases(), *decline_cases(), *follow_up_cases(), *skill_cases(), *robust_cases()]
+def held_out_cases() -> list[Case]:
+    held = load_held_out()
+    answered = [*concept_cases(held["frames"]), *question_cases(held["questions"])]
+    return [*answered, *decline_cases(held["off_topic"]["ask"]), *follow_up_cases(), *skill_cases(), *robust_cases()]
+
+
+def test_cases() -> list[Case]:
+    test = load_test_set()
+    return [*concept_cases(test["frames"]), *decline_cases(test["off_topic"]["ask"])]

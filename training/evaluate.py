@@ -1,6 +1,7 @@
 """Asks the embedded model what it has never been asked, and prints how it did.
 
     python training/evaluate.py                          # with teachllm itself
+    python training/evaluate.py --questions test         # those that were written after the last training
     python training/evaluate.py --backend transformers   # with the library it must agree with
     python training/evaluate.py --check-equal            # do both give the same greedy tokens?
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import Case, all_cases
+from cases import Case, held_out_cases, test_cases
 
 ASSETS = Path(__file__).resolve().parent.parent / "teachllm" / "assets" / "teachlm"
 MAX_TOKENS = 200
@@ -73,6 +74,7 @@ def run_transformers(path: Path, cases: list[Case], temperature: float = 0.0) ->
     return [answers[i] for i in range(len(cases))]
 
 
+QUESTIONS = {"held_out": held_out_cases, "test": test_cases}
 BACKENDS = {"teachllm": run_teachllm, "transformers": run_transformers}
 
 
@@ -108,6 +110,7 @@ def report(cases: list[Case], answers: list[Answer], show: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ASSETS)
+    parser.add_argument("--questions", choices=QUESTIONS, default="held_out")
     parser.add_argument("--backend", choices=BACKENDS, default="teachllm")
     parser.add_argument("--only", default="", help="only groups that begin with this, e.g. 'skill'")
     parser.add_argument("--show", type=int, default=20, help="failures to print")
@@ -115,7 +118,7 @@ def main() -> None:
     parser.add_argument("--check-equal", action="store_true", help="compare the greedy tokens of both backends")
     args = parser.parse_args()
 
-    cases = [case for case in all_cases() if case.group.startswith(args.only)]
+    cases = [case for case in QUESTIONS[args.questions]() if case.group.startswith(args.only)]
     if args.check_equal:
         ours, theirs = (run(args.model, cases) for run in BACKENDS.values())
         different = [i for i in range(len(cases)) if ours[i].token_ids != theirs[i].token_ids]
@@ -123,7 +126,7 @@ def main() -> None:
             print(f"- {cases[i].messages[-1]['content']!r}\n    {ours[i].text!r}\n    {theirs[i].text!r}")
         print(f"same greedy tokens {rate(len(cases) - len(different), len(cases))}")
         raise SystemExit(1 if different else 0)
-    print(f"{len(cases)} questions, backend {args.backend}, temperature {args.temperature}")
+    print(f"{len(cases)} questions of {args.questions}, backend {args.backend}, temperature {args.temperature}")
     report(cases, BACKENDS[args.backend](args.model, cases, args.temperature), args.show)
 
 

@@ -16,6 +16,11 @@ def load_held_out() -> dict[str, Any]:
 
 
 @cache
+def load_test_set() -> dict[str, Any]:
+    return read_toml(HERE / "test_set.toml")
+
+
+@cache
 def banned_words() -> frozenset[str]:
     """The off-topic nouns of the evaluation, which must occur nowhere in training."""
     return frozenset(noun for _, *nouns in load_held_out()["off_topic"]["ask"] for noun in nouns)
@@ -49,11 +54,15 @@ def forbidden_questions() -> set[str]:
 
 def forbidden_patterns() -> re.Pattern[str]:
     """Matches a normalised message made from a held-out frame, whatever stands in its gaps."""
+    held = load_held_out()
+    return _matcher([*held["frames"].values(), *held["follow_ups"].values()])
+
+
+def _matcher(groups: list[list[str]]) -> re.Pattern[str]:
     shapes = []
-    for group in ("frames", "follow_ups"):
-        for frame in (frame for group in load_held_out()[group].values() for frame in group):
-            words = [re.escape(word) for word in re.split(r"\{[nam]\}", frame)]
-            shapes.append(r"\s*.+\s*".join(normalised(word.replace("\\", "")) for word in words))
+    for frame in (frame for group in groups for frame in group):
+        words = [re.escape(word) for word in re.split(r"\{[nam]\}", frame)]
+        shapes.append(r"\s*.+\s*".join(normalised(word.replace("\\", "")) for word in words))
     return re.compile("|".join(f"(?:{shape.strip()})" for shape in shapes))
 
 
@@ -78,18 +87,22 @@ def check_patterns(*tables: dict[str, Any]) -> None:
 
 
 def check_messages(messages: Iterable[str]) -> tuple[int, int]:
-    """Raises ValueError if a training message is a held-out question, or holds a held-out noun.
+    """Raises ValueError if a training message is a question of the evaluation, or holds one of its off-topic nouns.
 
     Returns how many messages were looked at, and how many distinct words they hold.
     """
-    forbidden, pattern, banned = forbidden_questions(), forbidden_patterns(), banned_words()
+    test = load_test_set()
+    off_topic = test["off_topic"]["ask"]
+    forbidden = forbidden_questions() | {normalised(ask) for ask, *_ in off_topic}
+    patterns = forbidden_patterns(), _matcher(list(test["frames"].values()))
+    banned = banned_words() | {noun for _, *nouns in off_topic for noun in nouns}
     count, words = 0, set()
     for message in messages:
         text = normalised(message)
         count += 1
         words.update(text.split())
-        if text in forbidden or pattern.fullmatch(text):
-            raise ValueError(f"held-out question in the training set: {message!r}")
+        if text in forbidden or any(pattern.fullmatch(text) for pattern in patterns):
+            raise ValueError(f"question of the evaluation in the training set: {message!r}")
     if words & banned:
-        raise ValueError(f"held-out nouns in the training set: {sorted(words & banned)}")
+        raise ValueError(f"nouns of the evaluation in the training set: {sorted(words & banned)}")
     return count, len(words)

@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="give up after so many seconds of training")
+    parser.add_argument("--corpus-only", action="store_true", help="stop when nothing of the evaluation was found in it")
     args = parser.parse_args()
     args.tokens = args.tokens or (65_536 if args.device == "cuda" else 512)
 
@@ -163,6 +164,8 @@ def main() -> None:
     short = make_corpus(args.out, args.seed * 10**12, num_short, SHORT)
     long = make_corpus(args.out, args.seed * 10**12 + 5 * 10**11, num_long, LONG)
     print(f"corpus: {time.time() - started:.0f} s, {short.spoken.mean():.0%} of it answers", flush=True)
+    if args.corpus_only:
+        return
     model = build_model()
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     train(model, short, long, args)
