@@ -1,4 +1,7 @@
-"""What the evaluation asks, and the check that none of it was in the training set."""
+"""What the evaluation asks, and the check that none of it was in the training set.
+
+Two files: `held_out.toml` is what the patterns were developed against, `test_set.toml` is asked once.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,15 @@ def load_test_set() -> dict[str, Any]:
     return read_toml(HERE / "test_set.toml")
 
 
+def off_topic_asks() -> list[list[str]]:
+    """Each off-topic question of the evaluation, followed by its nouns."""
+    return [*load_held_out()["off_topic"]["ask"], *load_test_set()["off_topic"]["ask"]]
+
+
 @cache
 def banned_words() -> frozenset[str]:
     """The off-topic nouns of the evaluation, which must occur nowhere in training."""
-    return frozenset(noun for _, *nouns in load_held_out()["off_topic"]["ask"] for noun in nouns)
+    return frozenset(noun for _, *nouns in off_topic_asks() for noun in nouns)
 
 
 def normalised(text: str) -> str:
@@ -47,22 +55,18 @@ def forbidden_questions() -> set[str]:
     held = load_held_out()
     questions = {normalised(ask) for asks in held["questions"].values() for ask in asks}
     questions |= {normalised(ask) for asks in held["talk"].values() for ask in asks}
-    questions |= {normalised(ask) for ask, *_ in held["off_topic"]["ask"]}
+    questions |= {normalised(ask) for ask, *_ in off_topic_asks()}
     questions |= {normalised(text) for text in held["copy"]["texts"]}
     return questions
 
 
 def forbidden_patterns() -> re.Pattern[str]:
     """Matches a normalised message made from a held-out frame, whatever stands in its gaps."""
-    held = load_held_out()
-    return _matcher([*held["frames"].values(), *held["follow_ups"].values()])
-
-
-def _matcher(groups: list[list[str]]) -> re.Pattern[str]:
-    shapes = []
-    for frame in (frame for group in groups for frame in group):
-        words = [re.escape(word) for word in re.split(r"\{[nam]\}", frame)]
-        shapes.append(r"\s*.+\s*".join(normalised(word.replace("\\", "")) for word in words))
+    held, shapes = load_held_out(), []
+    for table in (held["frames"], held["follow_ups"], load_test_set()["frames"]):
+        for frame in (frame for group in table.values() for frame in group):
+            words = [re.escape(word) for word in re.split(r"\{[nam]\}", frame)]
+            shapes.append(r"\s*.+\s*".join(normalised(word.replace("\\", "")) for word in words))
     return re.compile("|".join(f"(?:{shape.strip()})" for shape in shapes))
 
 
@@ -79,30 +83,26 @@ def check_patterns(*tables: dict[str, Any]) -> None:
         training |= {normalised(ask) for ask in entry.ask}
     held = load_held_out()
     forbidden = forbidden_questions()
-    for group in ("frames", "follow_ups"):
-        forbidden |= frames({group: held[group]})
+    for table in (held["frames"], held["follow_ups"], load_test_set()["frames"]):
+        forbidden |= frames(table)
     overlap = training & forbidden
     if overlap:
         raise ValueError(f"training patterns that are held out: {sorted(overlap)}")
 
 
 def check_messages(messages: Iterable[str]) -> tuple[int, int]:
-    """Raises ValueError if a training message is a question of the evaluation, or holds one of its off-topic nouns.
+    """Raises ValueError if a training message is a held-out question, or holds a held-out noun.
 
     Returns how many messages were looked at, and how many distinct words they hold.
     """
-    test = load_test_set()
-    off_topic = test["off_topic"]["ask"]
-    forbidden = forbidden_questions() | {normalised(ask) for ask, *_ in off_topic}
-    patterns = forbidden_patterns(), _matcher(list(test["frames"].values()))
-    banned = banned_words() | {noun for _, *nouns in off_topic for noun in nouns}
+    forbidden, pattern, banned = forbidden_questions(), forbidden_patterns(), banned_words()
     count, words = 0, set()
     for message in messages:
         text = normalised(message)
         count += 1
         words.update(text.split())
-        if text in forbidden or any(pattern.fullmatch(text) for pattern in patterns):
-            raise ValueError(f"question of the evaluation in the training set: {message!r}")
+        if text in forbidden or pattern.fullmatch(text):
+            raise ValueError(f"held-out question in the training set: {message!r}")
     if words & banned:
-        raise ValueError(f"nouns of the evaluation in the training set: {sorted(words & banned)}")
+        raise ValueError(f"held-out nouns in the training set: {sorted(words & banned)}")
     return count, len(words)

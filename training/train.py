@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="give up after so many seconds of training")
-    parser.add_argument("--corpus-only", action="store_true", help="stop when nothing of the evaluation was found in it")
+    parser.add_argument("--corpus-only", action="store_true", help="stop once it is made and checked")
     args = parser.parse_args()
     args.tokens = args.tokens or (65_536 if args.device == "cuda" else 512)
 
