@@ -38,8 +38,12 @@ class State:
         return self.messages[-1]["content"]
 
 
-def any_name(rng: random.Random, concept: Concept) -> str:
-    return concept.name if rng.random() < 0.55 or not concept.aliases else rng.choice(concept.aliases)
+def any_name(rng: random.Random, concept: Concept) -> tuple[str, str]:
+    """One of a concept's names, and its article."""
+    if rng.random() < 0.55 or not concept.aliases:
+        return concept.name, concept.article
+    alias = rng.choice(concept.aliases)
+    return alias, words.article_of_alias(alias, concept.article)
 
 
 def answer_to(rng: random.Random, concept: Concept, facet: str) -> str:
@@ -58,17 +62,15 @@ def on_topic(state: State) -> None:
         return state.say(loosely(rng, entry), rng.choice(entry.answers))
     facet = rng.choices(("what", "brief", "detail", "why", "how", "cost", "compare"), (34, 5, 4, 17, 16, 16, 9))[0]
     concept = rng.choice(knowledge.concepts)
-    name = any_name(rng, concept)
     if facet == "compare":
         if rng.random() < 0.6:
             first, second = (concept_by_name(item) for item in sorted(rng.choice(list(knowledge.pairs))))
             concept, other = (first, second) if rng.random() < 0.5 else (second, first)
         else:
             other = rng.choice([item for item in knowledge.concepts if item is not concept])
-        names = any_name(rng, concept), any_name(rng, other)
-        text = ask(rng, "compare", names[0], concept.article, names[1])
+        text = ask(rng, "compare", *any_name(rng, concept), any_name(rng, other)[0])
         return state.say(text, knowledge.compare(concept, other))
-    text = ask(rng, facet, name, concept.article)
+    text = ask(rng, facet, *any_name(rng, concept))
     state.say(text, answer_to(rng, concept, facet), concept, facet)
 
 
@@ -130,7 +132,7 @@ def follow_up(state: State) -> None:
             text = f"{rng.choice(table['nods'])} {text}"
         if rng.random() < 0.08:
             text = sprinkle(rng, text, False)
-        return words.careless(rng, text.replace("{m}", any_name(rng, other)))
+        return words.careless(rng, text.replace("{m}", any_name(rng, other)[0]))
 
     text = wording()
     if kind == "compare":

@@ -1,7 +1,7 @@
 """Asks the embedded model what it has never been asked, and prints how it did.
 
     python training/evaluate.py                          # with teachllm itself
-    python training/evaluate.py --questions test         # those that were written after the last training
+    python training/evaluate.py --questions test         # the test set, see README.md
     python training/evaluate.py --backend transformers   # with the library it must agree with
     python training/evaluate.py --check-equal            # do both give the same greedy tokens?
 
@@ -37,11 +37,12 @@ def run_teachllm(path: Path, cases: list[Case], temperature: float = 0.0) -> lis
     outputs: list[Any] = [None] * len(cases)
     # One call for the cases without tools, one for each case with its own.
     plain = [i for i, case in enumerate(cases) if case.tools is None]
-    for i, output in zip(plain, llm.chat([cases[i].messages for i in plain], params), strict=True):
+    asked = llm.chat([cases[i].messages for i in plain], params, use_tqdm=False)
+    for i, output in zip(plain, asked, strict=True):
         outputs[i] = output.outputs[0]
     for i, case in enumerate(cases):
         if case.tools is not None:
-            outputs[i] = llm.chat([case.messages], params, tools=case.tools)[0].outputs[0]
+            outputs[i] = llm.chat([case.messages], params, tools=case.tools, use_tqdm=False)[0].outputs[0]
     return [Answer(out.text, list(out.token_ids), out.finish_reason == "stop") for out in outputs]
 
 

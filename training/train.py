@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=0, help="tokens in a batch; 0: 65,536, on a CPU 512")
     parser.add_argument("--rows", type=int, default=0, help="short rows to make; 0: as many as the steps use")
     parser.add_argument("--lr", type=float, default=3e-3)

@@ -113,6 +113,14 @@ def guess_article(word: str) -> str:
     return "an" if word[:1].lower() in "aeiou" else "a"
 
 
+def article_of_alias(alias: str, article: str) -> str:
+    """The article of another name for a thing: none if the thing has none or the name is a plural; "an LLM"."""
+    if not article or (alias.endswith("s") and not alias.endswith("ss")):
+        return ""
+    is_spelt = re.match(r"[A-Z]{2}", alias) is not None  # by letters: el-el-em
+    return "an" if alias[0] in ("AEFHILMNORSX" if is_spelt else "AEIOUaeiou8") else "a"
+
+
 def misspell(rng: random.Random, text: str, errors: int) -> str:
     """Typing errors in words of four letters or more: short ones (TTFT, fp8, top-k) would lose their meaning."""
     spots = [match.span() for match in re.finditer(r"[A-Za-z]{4,}", text) if not match.group().isupper()]
