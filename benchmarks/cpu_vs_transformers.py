@@ -125,7 +125,7 @@ def time_per_output_token(run: Callable[[Workload], None], prompt: list[int]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", default="", help="recorded with the result; default: git rev-parse HEAD")
     args = parser.parse_args()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from a second thread
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors gain nothing from a second thread
 
 import pytest
 from hypothesis import HealthCheck, settings

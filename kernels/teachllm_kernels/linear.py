@@ -1,10 +1,9 @@
-"""Matrix products with a weight, for a CPU: the weight cut into slabs of columns, one for each thread.
+"""Matrix products with a weight. On a CPU the weight is laid out once, in the order in which products read it.
 
-A decode multiplies one row, or a few, by every weight of the model, so its time is the time to read them. Two
-things keep a CPU's library from reading at full speed. With the usual [out, in] layout every output ends a sum of
-its own; stored by column, each input value adds one straight run of memory. And a product of one row is given to a
-single thread; cut into slabs it is a batch of products, and each thread streams its own. Measured on two cores
-with 24 products of 26 MB in all: one row 2.6 ms -> 0.6 ms, 18 rows 5.5 ms -> 2.9 ms.
+A decode multiplies one row, or a few, by every weight of the model, so its time is the time to read them. In the
+usual [out, in] layout each output walks its own row of the weight, and a library's small products split the work
+poorly over threads. oneDNN, which comes with PyTorch, can store a weight in tiles that fit its inner loop instead:
+every thread then reads one straight run of memory and reuses each tile for all rows of x.
 
 Source: the roofline argument of Williams et al., "Roofline", 2009: one row is two FLOPs for each four bytes read.
 """
@@ -14,34 +13,31 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# From here on one product after the other, each by all threads, costs less than putting the slabs' results together.
-_MANY_ROWS = 96
-
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b: [num_rows, in] and [out, in] -> [num_rows, out]."""
     return F.linear(x, weight, bias)
 
 
-def pack_columns(weight: torch.Tensor, num_threads: int) -> torch.Tensor:
-    """[out, in] -> [num_slabs, in, out / num_slabs], with as many slabs as threads if they come out even."""
-    num_out, num_in = weight.shape
-    num_slabs = next(n for n in range(max(num_threads, 1), 0, -1) if num_out % n == 0)
-    return weight.view(num_slabs, num_out // num_slabs, num_in).transpose(1, 2).contiguous()
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether `pack_weight` takes weights of this dtype, on this CPU with this build of PyTorch."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
 
 
-def packed_linear(x: torch.Tensor, slabs: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `linear_reference`, with the weight from `pack_columns`; equal up to rounding."""
-    num_rows, (num_slabs, _, slab_size) = x.shape[0], slabs.shape
-    if num_rows < _MANY_ROWS:
-        # [num_slabs, num_rows, slab_size]; for one row putting them side by side moves nothing.
-        out = torch.bmm(x.expand(num_slabs, -1, -1), slabs)
-        out = out.transpose(0, 1).reshape(num_rows, num_slabs * slab_size)
-    else:
-        out = x.new_empty(num_rows, num_slabs * slab_size)
-        for slab, columns in zip(slabs, out.split(slab_size, dim=1), strict=True):
-            torch.mm(x, slab, out=columns)
-    return out if bias is None else out.add_(bias)
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] -> the same numbers in oneDNN's layout, which only `packed_linear` can read."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `linear_reference`, with the weight from `pack_weight`; equal up to rounding."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def cost(num_rows: int, num_in: int, num_out: int, dtype_bytes: int = 2) -> tuple[int, int]:

@@ -94,19 +94,23 @@ class Rectangle:
     """Tiles of equally many queries, their keys padded to the longest, computed as one batch of matrices.
 
     Attributes:
+        num_tiles, num_keys: the keys are those of its longest tile.
         tokens: [num_tiles * num_queries] int64, rows of the flat batch; None if they are all of it, in order.
         span: the first slot and one past the last, where a single tile's keys lie side by side: they are read where
             they are. None where they must be gathered.
-        cache_rows: [num_tiles, num_kv_heads, num_keys] int64, rows of a cache seen as [slots * heads, head_size].
+        cache_rows: [num_tiles, num_kv_heads, num_keys] int64, rows of a cache seen as [slots * heads, head_size];
+            None if `span` is set.
         bags: [num_tiles * num_heads * num_queries, num_keys] int64, `cache_rows` for every row of queries on its own;
             None where those are many, or `span` is set.
         mask: [num_tiles, 1, 1, num_queries, num_keys] bool, True where a query may not look; None if it may
             look everywhere.
     """
 
+    num_tiles: int
+    num_keys: int
     tokens: torch.Tensor | None
     span: tuple[int, int] | None
-    cache_rows: torch.Tensor
+    cache_rows: torch.Tensor | None
     bags: torch.Tensor | None
     mask: torch.Tensor | None
 
@@ -156,29 +160,40 @@ def _rectangle(
 ) -> Rectangle:
     num_heads, num_kv_heads = heads
     device = block_tables.device
+    num_queries, num_keys = tiles[0].num_queries, tiles[0].num_keys
+    span = _span(tiles[0], block_tables, block_size) if len(tiles) == 1 and device.type == "cpu" else None
+    if span is not None and num_queries == 1:  # a token that sees all keys, where they lie: nothing to compute
+        return Rectangle(1, num_keys, torch.tensor([tiles[0].first_token]), span, None, None, None)
     fields = [(t.seq, t.first_token, t.kv_begin, t.kv_end) for t in tiles]
     seq, first_token, kv_begin, kv_end = torch.tensor(fields, device=device).T.unsqueeze(-1)  # each [num_tiles, 1]
-    num_queries, num_keys = tiles[0].num_queries, tiles[0].num_keys
     query = torch.arange(num_queries, device=device)
+    tokens = (first_token + query).flatten()
     key_index = kv_begin + torch.arange(num_keys, device=device)  # [num_tiles, num_keys]
+    query_index = (kv_end - num_queries + query).unsqueeze(-1)  # [num_tiles, num_queries, 1]
+    mask = key_index.unsqueeze(1) > query_index
+    if window is not None:
+        mask |= key_index.unsqueeze(1) <= query_index - window
+    mask = mask[:, None, None]
+    if span is not None:
+        return Rectangle(1, num_keys, tokens, span, None, None, mask)
     # Padding reads the tile's own last key again: what lies in slots nobody wrote could be NaN, and 0 * NaN is NaN.
     readable = key_index.minimum(kv_end - 1)
     slots = block_tables[seq, readable // block_size].long() * block_size + readable % block_size
     cache_rows = slots.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads, device=device).unsqueeze(-1)
-    mask = bags = None
-    if len(tiles) > 1 or num_queries > 1:
-        query_index = (kv_end - num_queries + query).unsqueeze(-1)  # [num_tiles, num_queries, 1]
-        mask = key_index.unsqueeze(1) > query_index
-        if window is not None:
-            mask |= key_index.unsqueeze(1) <= query_index - window
-        mask = mask[:, None, None]
-    span = None
-    if len(tiles) == 1 and device.type == "cpu" and bool((slots[0].diff() == 1).all()):
-        span = int(slots[0, 0]), int(slots[0, -1]) + 1
     query_rows = num_heads // num_kv_heads * num_queries
-    if span is None and query_rows <= _FEW_QUERY_ROWS:
+    bags = None
+    if query_rows <= _FEW_QUERY_ROWS:
         bags = cache_rows.unsqueeze(2).expand(-1, -1, query_rows, -1).reshape(-1, num_keys)
-    return Rectangle((first_token + query).flatten(), span, cache_rows, bags, mask)
+    return Rectangle(len(tiles), num_keys, tokens, None, cache_rows, bags, mask)
+
+
+def _span(tile: _Tile, block_tables: torch.Tensor, block_size: int) -> tuple[int, int] | None:
+    """The slots of a tile's keys, first and one past the last, if they lie side by side."""
+    blocks = block_tables[tile.seq, tile.kv_begin // block_size : (tile.kv_end - 1) // block_size + 1].tolist()
+    if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+        return None
+    first = blocks[0] * block_size + tile.kv_begin % block_size
+    return first, first + tile.num_keys
 
 
 def attend(
@@ -210,7 +225,7 @@ def _attend_rectangle(
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v for the queries of one rectangle, [num_tiles * num_queries, num_heads, head_size]."""
     num_tokens, num_heads, head_size = q.shape
-    num_tiles, num_kv_heads, num_keys = rectangle.cache_rows.shape
+    num_tiles, num_kv_heads, num_keys = rectangle.num_tiles, k_cache.shape[2], rectangle.num_keys
     num_queries, group = num_tokens // num_tiles, num_heads // num_kv_heads
     wide = torch.promote_types(q.dtype, torch.float32)
     if rectangle.span is not None and soft_cap is None and q.dtype == k_cache.dtype == wide:
@@ -249,6 +264,7 @@ def _read(cache: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
     if rectangle.span is not None:
         first, end = rectangle.span
         return cache.view(-1, num_kv_heads, head_size)[first:end].transpose(0, 1).unsqueeze(0)
+    assert rectangle.cache_rows is not None
     # An embedding look-up is torch's fastest gather of short rows.
     return F.embedding(rectangle.cache_rows, cache.view(-1, head_size))
 

@@ -30,16 +30,19 @@ def rms_norm_reference(
         (x / rms(x) * weight, x) with x = residual + y.
     """
     x = y if residual is None else residual + y
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x if x.dtype.itemsize >= 4 else x.float()
     # sqrt(mean(x^2) + eps) from the length of x, which is one fused sum: half the passes of squaring, mean and root.
-    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    rms = torch.hypot(length * wide.shape[-1] ** -0.5, _scalar(eps**0.5, wide.dtype, wide.device))
-    return (wide / rms * weight).to(y.dtype), x
+    scale, root_eps = _constants(wide.shape[-1], eps, wide.dtype, wide.device)
+    rms = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * scale, root_eps)
+    normed = wide / rms * weight
+    return normed if wide is x else normed.to(x.dtype), x
 
 
 @cache
-def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
+def _constants(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """1 / sqrt(size) and sqrt(eps) as tensors, made once: a Python number would be made into one by every call."""
+    values = torch.tensor([size**-0.5, eps**0.5], dtype=dtype, device=device)
+    return values[0], values[1]
 
 
 def cost(num_tokens: int, hidden_size: int, dtype_bytes: int = 2) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from teachllm_kernels.linear import linear_reference, pack_columns, packed_linear
+from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
 
 
 class Embedding(nn.Module):
@@ -21,22 +21,21 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.slabs: nn.Parameter | None = None
+        self.packed: torch.Tensor | None = None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
-        if self.slabs is not None:
-            slab_size = self.slabs.shape[2]
-            return self.slabs[token_ids // slab_size, :, token_ids % slab_size]
         return F.embedding(token_ids, self.weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32 (float64 stays float64)."""
-        slabs = self.slabs
-        logits = linear_reference(hidden, self.weight) if slabs is None else packed_linear(hidden, slabs)
+        packed = self.packed
+        logits = linear_reference(hidden, self.weight) if packed is None else packed_linear(hidden, packed)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def pack(self, num_threads: int) -> None:
-        """Lays the filled weight out for a CPU: faster logits, slower look-ups; `weight` is gone after this."""
-        self.slabs = nn.Parameter(pack_columns(self.weight.data, num_threads))
-        del self.weight
+    def pack(self, is_tied: bool) -> None:
+        """Lays the filled weight out for logits on a CPU, if that can be done; `weight` stays only for look-ups."""
+        if can_pack(self.weight.dtype):
+            self.packed = pack_weight(self.weight.data)
+            if not is_tied:
+                del self.weight

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from teachllm_kernels.linear import linear_reference, pack_columns, packed_linear
+from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
 
 
 class Linear(nn.Module):
@@ -30,18 +30,19 @@ class Linear(nn.Module):
         size = sum(out_features.values())
         self.weight = nn.Parameter(torch.empty(size, in_features))
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
-        self.slabs: nn.Parameter | None = None
+        self.packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of out_features]."""
-        if self.slabs is not None:
-            return packed_linear(x, self.slabs, self.bias)
+        if self.packed is not None:
+            return packed_linear(x, self.packed, self.bias)
         return linear_reference(x, self.weight, self.bias)
 
-    def pack(self, num_threads: int) -> None:
-        """Lays the filled weight out for a CPU; `weight` is gone after this."""
-        self.slabs = nn.Parameter(pack_columns(self.weight.data, num_threads))
-        del self.weight
+    def pack(self) -> None:
+        """Lays the filled weight out for a CPU, if that can be done; `weight` is gone then."""
+        if can_pack(self.weight.dtype):
+            self.packed = pack_weight(self.weight.data)
+            del self.weight
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """("q_proj.weight", the rows it fills), and so on for every tensor that the checkpoint holds."""

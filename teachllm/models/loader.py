@@ -53,7 +53,7 @@ def load_model(
         fill_randomly(own, config.seed)
     else:
         fill_from_checkpoint(own, folder, config.load_format, progress)
-    if device.type == "cpu" and dtype is torch.float32:
+    if device.type == "cpu":
         _pack(own)
     return own.eval().requires_grad_(False)
 
@@ -118,10 +118,11 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
 
 
 def _pack(model: LlamaForCausalLM) -> None:
-    """Lays out for a CPU's threads every weight that is used in products (an untied embedding is not)."""
+    """Lays out for a CPU every weight that is used in products (an untied embedding is not)."""
     for module in model.modules():
-        if isinstance(module, Linear) or module is model.lm_head:
-            module.pack(torch.get_num_threads())
+        if isinstance(module, Linear):
+            module.pack()
+    model.lm_head.pack(is_tied=model.lm_head is model.embed_tokens)
 
 
 def _build(model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:

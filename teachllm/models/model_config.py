@@ -30,7 +30,7 @@ class ModelConfig(Shape):
         dtype: "float32", "bfloat16" or "float16".
         max_model_len: `context_len`, or the shorter length that was asked for.
         eos_token_ids: generation_config.json's, else config.json's.
-        weight_bytes: of the weights as they will lie in memory.
+        weight_bytes: of the weights as they will lie in memory, tied ones twice on a CPU.
         generation_defaults: sampling settings that generation_config.json recommends.
         raw: config.json.
     """
@@ -82,10 +82,20 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         dtype=dtype,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(defaults, raw),
-        weight_bytes=num_parameters * _DTYPE_BYTES[dtype],
+        weight_bytes=(num_parameters + _num_copied(raw, implementation, device_type)) * _DTYPE_BYTES[dtype],
         generation_defaults={k: defaults[k] for k in _SAMPLING_DEFAULTS if defaults.get(k) is not None},
         raw=raw,
     )
+
+
+def _num_copied(raw: dict[str, Any], implementation: str, device_type: str) -> int:
+    """Parameters held twice: a CPU reads a tied embedding by rows for look-ups, and packed for logits."""
+    if implementation != "teachllm" or device_type != "cpu":
+        return 0
+    from teachllm.models.llama_config import parse
+
+    config = parse(raw)
+    return config.vocab_size * config.hidden_size if config.tied else 0
 
 
 def _implementation(architecture: str, model_impl: str) -> str:

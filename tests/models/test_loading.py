@@ -27,6 +27,12 @@ def _load(path: Path | str, **settings: Any) -> tuple[ModelConfig, Any]:
     return description, load_model(description, config, CPU)
 
 
+def _weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Every weight by name, those laid out for a CPU as plain matrices."""
+    packed = [(name, m.packed) for name, m in model.named_modules() if getattr(m, "packed", None) is not None]
+    return [*model.named_parameters(), *((name, weight.to_dense()) for name, weight in packed)]
+
+
 def _refusal(path: Path | str, **settings: Any) -> str:
     with pytest.raises(ModelError) as error:
         _load(path, **settings)
@@ -65,9 +71,10 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 def test_description_of_a_checkpoint(tmp_path: Path) -> None:
     description, model = _load(make_checkpoint("qwen3", tmp_path), max_model_len=100)
     assert (description.implementation, description.dtype, description.max_model_len) == ("teachllm", "float32", 100)
-    # The embedding is tied, so it counts once.
+    # The embedding is tied, so it counts once; a CPU holds it twice.
     assert description.num_parameters == sum(p.numel() for p in build_model("qwen3").parameters())
-    assert description.weight_bytes == 4 * description.num_parameters
+    copied = description.vocab_size * description.hidden_size
+    assert description.weight_bytes == 4 * (description.num_parameters + copied)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 
@@ -138,7 +145,7 @@ def test_sharded_and_pickled_checkpoints_load_the_same_weights(tmp_path: Path) -
     torch.save(model.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
     _, one = _load(tmp_path / "one")
     for _, other in (_load(tmp_path / "shards"), _load(tmp_path / "pickle", load_format="pt")):
-        for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        for (name, a), (_, b) in zip(_weights(one), _weights(other), strict=True):
             assert torch.equal(a, b), name
 
 
@@ -156,10 +163,10 @@ def test_dummy_weights_need_a_config_alone_and_depend_on_the_seed(tmp_path: Path
     first, again, other = (
         _load(folder, load_format="dummy", model_impl=model_impl, seed=seed)[1] for seed in (1, 1, 2)
     )
-    pairs = list(zip(first.parameters(), again.parameters(), other.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b, _ in pairs)
-    assert any(not torch.equal(a, c) for a, _, c in pairs)
-    assert all(p.isfinite().all() for p in first.parameters())
+    triples = list(zip(_weights(first), _weights(again), _weights(other), strict=True))
+    assert all(torch.equal(a, b) for (_, a), (_, b), _ in triples)
+    assert any(not torch.equal(a, c) for (_, a), _, (_, c) in triples)
+    assert all(weight.isfinite().all() for _, weight in _weights(first))
 
 
 REFUSED_CONFIGS = [

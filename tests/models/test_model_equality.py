@@ -58,6 +58,9 @@ def expected(family: str, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
 def _double(model: torch.nn.Module) -> torch.nn.Module:
     """To float64, except transformers' frequencies: positions become angles in float32 in both engines."""
     frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    for module in model.modules():
+        if getattr(module, "packed", None) is not None:  # oneDNN has no float64
+            module.weight, module.packed = torch.nn.Parameter(module.packed.to_dense()), None
     model.double()
     for name, buffer in frequencies.items():
         owner, _, attribute = name.rpartition(".")
