@@ -45,19 +45,19 @@ def question(frame: str, concept: Concept, other: Concept | None = None) -> str:
     return text.replace("{m}", other.name) if other else text
 
 
-def concept_cases(held: dict[str, list[str]]) -> list[Case]:
+def concept_cases(frames: dict[str, list[str]]) -> list[Case]:
     """Every concept and facet once, the frames taken in turn; then every written comparison."""
     knowledge = load_knowledge()
     cases = []
     for facet in FACETS:
         for i, concept in enumerate(knowledge.concepts):
-            text = question(held[facet][i % len(held[facet])], concept)
+            text = question(frames[facet][i % len(frames[facet])], concept)
             assert not has_keys(text, concept.keys[facet]), f"the question gives its key terms away: {text}"
             cases.append(by_keys(f"answered: {facet}", [user(text)], concept.keys[facet], concept.answers[facet]))
     named = {concept.name: concept for concept in knowledge.concepts}
     for i, (pair, entry) in enumerate(knowledge.pairs.items()):
         first, second = (named[name] for name in sorted(pair))
-        text = question(held["compare"][i % len(held["compare"])], first, second)
+        text = question(frames["compare"][i % len(frames["compare"])], first, second)
         cases.append(by_keys("answered: compare", [user(text)], entry.keys, entry.answers))
     return cases
 

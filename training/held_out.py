@@ -1,6 +1,6 @@
 """What the evaluation asks, and the check that none of it was in the training set.
 
-Two files: `held_out.toml` is what the patterns were developed against, `test_set.toml` is asked once.
+Two files: `held_out.toml` is what the patterns were developed against, of `test_set.toml` nothing was learned.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ def load_test_set() -> dict[str, Any]:
 def off_topic_asks() -> list[list[str]]:
     """Each off-topic question of the evaluation, followed by its nouns."""
     return [*load_held_out()["off_topic"]["ask"], *load_test_set()["off_topic"]["ask"]]
+
+
+def frame_tables() -> list[dict[str, list[str]]]:
+    """The evaluation's frames, by what they ask."""
+    held = load_held_out()
+    return [held["frames"], held["follow_ups"], load_test_set()["frames"]]
 
 
 @cache
@@ -62,8 +68,8 @@ def forbidden_questions() -> set[str]:
 
 def forbidden_patterns() -> re.Pattern[str]:
     """Matches a normalised message made from a held-out frame, whatever stands in its gaps."""
-    held, shapes = load_held_out(), []
-    for table in (held["frames"], held["follow_ups"], load_test_set()["frames"]):
+    shapes = []
+    for table in frame_tables():
         for frame in (frame for group in table.values() for frame in group):
             words = [re.escape(word) for word in re.split(r"\{[nam]\}", frame)]
             shapes.append(r"\s*.+\s*".join(normalised(word.replace("\\", "")) for word in words))
@@ -81,9 +87,8 @@ def check_patterns(*tables: dict[str, Any]) -> None:
     knowledge = load_knowledge()
     for entry in (*knowledge.questions, *knowledge.talk):
         training |= {normalised(ask) for ask in entry.ask}
-    held = load_held_out()
     forbidden = forbidden_questions()
-    for table in (held["frames"], held["follow_ups"], load_test_set()["frames"]):
+    for table in frame_tables():
         forbidden |= frames(table)
     overlap = training & forbidden
     if overlap:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from teachllm.core.memory import NotEnoughMemoryError
@@ -11,6 +13,19 @@ from teachllm_cli import engine as engine_door
 def unframed(text: str) -> str:
     """Typer's message without the box around it and the lines it was broken into."""
     return " ".join(text.replace("│", " ").split())
+
+
+@pytest.fixture
+def engine_raises(monkeypatch) -> Callable[[BaseException], None]:
+    """Lets the making of an engine end in an error."""
+
+    def arrange(error: BaseException) -> None:
+        def refuse(config):
+            raise error
+
+        monkeypatch.setattr(engine_door, "make_llm", refuse)
+
+    return arrange
 
 
 def test_settings_that_contradict_each_other_are_refused_in_one_line(teachllm, llm) -> None:
@@ -48,49 +63,34 @@ def test_an_unknown_command_is_named(teachllm) -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, OSError, RuntimeError])
-def test_what_the_engine_refuses_is_one_line_without_a_traceback(teachllm, monkeypatch, kind) -> None:
-    def refuse(config):
-        raise kind("model.safetensors: [bold]tensor[/bold]\n  is \x1b[31mcut short")
-
-    monkeypatch.setattr(engine_door, "make_llm", refuse)
+def test_what_the_engine_refuses_is_one_line_without_a_traceback(teachllm, engine_raises, kind) -> None:
+    engine_raises(kind("model.safetensors: [bold]tensor[/bold]\n  is \x1b[31mcut short"))
     result = teachllm("chat", stdin="Hi")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "error: model.safetensors: [bold]tensor[/bold] is [31mcut short\n"
 
 
-def test_a_memory_table_stands_below_its_line(teachllm, monkeypatch) -> None:
-    def refuse(config):
-        raise NotEnoughMemoryError("too little: set max_model_len=8", "  weights  1 B\n  KV  2 B")
-
-    monkeypatch.setattr(engine_door, "make_llm", refuse)
+def test_a_memory_table_stands_below_its_line(teachllm, engine_raises) -> None:
+    engine_raises(NotEnoughMemoryError("too little: set max_model_len=8", "  weights  1 B\n  KV  2 B"))
     result = teachllm("chat", stdin="Hi")
     assert result.stderr == "error: too little: set max_model_len=8\n  weights  1 B\n  KV  2 B\n"
 
 
-def test_an_unforeseen_error_is_one_line_with_its_kind(teachllm, monkeypatch) -> None:
-    def stumble(config):
-        raise ZeroDivisionError("integer division by zero")
-
-    monkeypatch.setattr(engine_door, "make_llm", stumble)
+def test_an_unforeseen_error_is_one_line_with_its_kind(teachllm, engine_raises) -> None:
+    engine_raises(ZeroDivisionError("integer division by zero"))
     result = teachllm("chat", stdin="Hi")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "error: ZeroDivisionError: integer division by zero (--debug shows where)\n"
 
 
-def test_debug_shows_the_traceback(teachllm, monkeypatch) -> None:
-    def refuse(config):
-        raise ValueError("refused")
-
-    monkeypatch.setattr(engine_door, "make_llm", refuse)
+def test_debug_shows_the_traceback(teachllm, engine_raises) -> None:
+    engine_raises(ValueError("refused"))
     result = teachllm("chat", "--debug", stdin="Hi")
     assert isinstance(result.exception, ValueError)
     assert result.exit_code == 1
 
 
-def test_ctrl_c_while_loading_ends_with_130_and_no_word(teachllm, monkeypatch) -> None:
-    def interrupted(config):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine_door, "make_llm", interrupted)
+def test_ctrl_c_while_loading_ends_with_130_and_no_word(teachllm, engine_raises) -> None:
+    engine_raises(KeyboardInterrupt())
     result = teachllm("chat", stdin="Hi")
     assert (result.exit_code, result.output) == (130, "")

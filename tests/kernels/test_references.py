@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm.layers.linear import Linear
 from teachllm_kernels import kv_write, linear, paged_attention, rms_norm, rotary, silu_and_mul
 from teachllm_kernels.kv_write import kv_write_reference
 from teachllm_kernels.paged_attention import paged_attention_cpu, paged_attention_reference
@@ -164,15 +165,17 @@ def test_references_and_models_import_where_triton_is_not_installed() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)
 
 
-@pytest.mark.skipif(not linear.can_pack(torch.float32), reason="this build of PyTorch has no oneDNN")
 @given(rows=st.integers(1, 130), num_in=st.integers(1, 40), num_out=st.integers(1, 70), bias=st.booleans())
-def test_a_packed_product_equals_the_plain_one(rows: int, num_in: int, num_out: int, bias: bool) -> None:
+def test_a_packed_layer_equals_the_plain_one(rows: int, num_in: int, num_out: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
+    layer = Linear(num_in, {"proj": num_out}, bias).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_(generator=generator)
     x = torch.randn(rows, num_in, generator=generator)
-    weight = torch.randn(num_out, num_in, generator=generator)
-    b = torch.randn(num_out, generator=generator) if bias else None
-    got = linear.packed_linear(x, linear.pack_weight(weight), b)
-    torch.testing.assert_close(got, linear.linear_reference(x, weight, b), rtol=1e-5, atol=1e-5)
+    plain = linear.linear_reference(x, layer.weight, layer.bias)
+    layer.pack()
+    assert (layer.packed is not None) == linear.can_pack(torch.float32)
+    torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_costs_count_each_tensor_once() -> None:
