@@ -21,11 +21,16 @@ def kv_write_reference(
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], contiguous.
         slot_mapping: [num_tokens] int64; -1 means that the token is not written (padding).
     """
-    if int(slot_mapping.min()) < 0:
-        kept = (slot_mapping >= 0).nonzero().squeeze(1)
-        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+    kept = (slot_mapping >= 0).nonzero().squeeze(1)
+    kv_write_cpu(k[kept], v[kept], k_cache, v_cache, slot_mapping[kept])
+
+
+def kv_write_cpu(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """As `kv_write_reference`, for batches without padding: batches on a CPU have none."""
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
 
 
 def cost(num_tokens: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:

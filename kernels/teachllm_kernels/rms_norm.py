@@ -9,8 +9,6 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 
@@ -30,19 +28,31 @@ def rms_norm_reference(
         (x / rms(x) * weight, x) with x = residual + y.
     """
     x = y if residual is None else residual + y
-    wide = x if x.dtype.itemsize >= 4 else x.float()
-    # sqrt(mean(x^2) + eps) from the length of x, which is one fused sum: half the passes of squaring, mean and root.
-    scale, root_eps = _constants(wide.shape[-1], eps, wide.dtype, wide.device)
-    rms = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * scale, root_eps)
-    normed = wide / rms * weight
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight
+    return normed.to(x.dtype), x
+
+
+def pack_rms_norm(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight * sqrt(size), sqrt(eps * size)) for `rms_norm_cpu`: x / rms(x) = sqrt(size) x / hypot(|x|, root)."""
+    size = weight.shape[-1]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(wide) * size**0.5, torch.tensor((eps * size) ** 0.5, dtype=wide)
+
+
+def rms_norm_cpu(
+    y: torch.Tensor, residual: torch.Tensor | None, packed: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rms_norm_reference`, with what `pack_rms_norm` made of the weight; equal up to rounding.
+
+    A row of a small model is done in microseconds, so what counts is how many operations there are: the length of
+    x is one fused sum, and no Python number has to become a tensor.
+    """
+    scaled_weight, root = packed
+    x = y if residual is None else residual + y
+    wide = x if x.dtype == root.dtype else x.to(root.dtype)
+    normed = wide / torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), root) * scaled_weight
     return normed if wide is x else normed.to(x.dtype), x
-
-
-@cache
-def _constants(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """1 / sqrt(size) and sqrt(eps) as tensors, made once: a Python number would be made into one by every call."""
-    values = torch.tensor([size**-0.5, eps**0.5], dtype=dtype, device=device)
-    return values[0], values[1]
 
 
 def cost(num_tokens: int, hidden_size: int, dtype_bytes: int = 2) -> tuple[int, int]:

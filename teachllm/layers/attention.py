@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from teachllm_kernels.kv_write import kv_write_reference
+from teachllm_kernels.kv_write import kv_write_cpu
 from teachllm_kernels.paged_attention import Rectangle, attend, plan_attention
 
 
@@ -65,7 +65,7 @@ def paged_attention(
         [num_tokens, num_heads, head_size].
     """
     k_cache, v_cache = kv_cache
-    kv_write_reference(k, v, k_cache, v_cache, metadata.slot_mapping)
+    kv_write_cpu(k, v, k_cache, v_cache, metadata.slot_mapping)
     block_size, num_kv_heads = k_cache.shape[1:3]
     kind = (q.shape[1], num_kv_heads, window)
     plan = metadata.plans.get(kind)

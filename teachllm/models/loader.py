@@ -15,6 +15,7 @@ from torch import nn
 
 from teachllm.config import EngineConfig
 from teachllm.layers.linear import Linear
+from teachllm.layers.norm import RMSNorm
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
@@ -118,9 +119,9 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
 
 
 def _pack(model: LlamaForCausalLM) -> None:
-    """Lays out for a CPU every weight that is used in products (an untied embedding is not)."""
+    """Lays out for a CPU every weight but an embedding's that is only looked up."""
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, (Linear, RMSNorm)):
             module.pack()
     model.lm_head.pack(is_tied=model.lm_head is model.embed_tokens)
 
