@@ -33,7 +33,7 @@ def rms_norm_reference(
     return normed.to(x.dtype), x
 
 
-def pack_rms_norm(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def prepare_rms_norm(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(weight * sqrt(size), sqrt(eps * size)) for `rms_norm_cpu`: x / rms(x) = sqrt(size) x / hypot(|x|, root)."""
     size = weight.shape[-1]
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -41,14 +41,14 @@ def pack_rms_norm(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch
 
 
 def rms_norm_cpu(
-    y: torch.Tensor, residual: torch.Tensor | None, packed: tuple[torch.Tensor, torch.Tensor]
+    y: torch.Tensor, residual: torch.Tensor | None, prepared: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rms_norm_reference`, with what `pack_rms_norm` made of the weight; equal up to rounding.
+    """As `rms_norm_reference`, with what `prepare_rms_norm` made of the weight; equal up to rounding.
 
     A row of a small model is done in microseconds, so what counts is how many operations there are: the length of
     x is one fused sum, and no Python number has to become a tensor.
     """
-    scaled_weight, root = packed
+    scaled_weight, root = prepared
     x = y if residual is None else residual + y
     wide = x if x.dtype == root.dtype else x.to(root.dtype)
     normed = wide / torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), root) * scaled_weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from teachllm_kernels.rms_norm import pack_rms_norm, rms_norm_cpu, rms_norm_reference
+from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference
 
 
 class RMSNorm(nn.Module):
@@ -20,14 +20,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(*shape))
         self.eps = eps
-        self.packed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.prepared: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """[..., size] -> (norm(residual + y), residual + y), both [..., size]; without a residual, of y alone."""
-        if self.packed is not None:
-            return rms_norm_cpu(y, residual, self.packed)
+        if self.prepared is not None:
+            return rms_norm_cpu(y, residual, self.prepared)
         return rms_norm_reference(y, residual, self.weight, self.eps)
 
-    def pack(self) -> None:
+    def prepare(self) -> None:
         """Prepares the filled weight for a CPU."""
-        self.packed = pack_rms_norm(self.weight.data, self.eps)
+        self.prepared = prepare_rms_norm(self.weight.data, self.eps)

@@ -121,8 +121,10 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
 def _pack(model: LlamaForCausalLM) -> None:
     """Lays out for a CPU every weight but an embedding's that is only looked up."""
     for module in model.modules():
-        if isinstance(module, (Linear, RMSNorm)):
+        if isinstance(module, Linear):
             module.pack()
+        elif isinstance(module, RMSNorm):
+            module.prepare()
     model.lm_head.pack(is_tied=model.lm_head is model.embed_tokens)
 
 

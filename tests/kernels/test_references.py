@@ -16,7 +16,7 @@ from teachllm.layers.linear import Linear
 from teachllm_kernels import kv_write, linear, paged_attention, rms_norm, rotary, silu_and_mul
 from teachllm_kernels.kv_write import kv_write_reference
 from teachllm_kernels.paged_attention import paged_attention_cpu, paged_attention_reference
-from teachllm_kernels.rms_norm import pack_rms_norm, rms_norm_cpu, rms_norm_reference
+from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference
 from teachllm_kernels.rotary import rotary_reference
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference
 
@@ -114,7 +114,7 @@ def test_kv_write_of_padding_alone_writes_nothing() -> None:
 def test_rms_norm_adds_then_divides_by_the_root_mean_square(dtype: torch.dtype) -> None:
     y, residual = torch.randn(2, 5, 16, dtype=torch.float64).to(dtype)
     weight = torch.randn(16, dtype=torch.float64).to(dtype)
-    on_cpu = rms_norm_cpu(y, residual, pack_rms_norm(weight, 1e-5))
+    on_cpu = rms_norm_cpu(y, residual, prepare_rms_norm(weight, 1e-5))
     for normed, total in (rms_norm_reference(y, residual, weight, 1e-5), on_cpu):
         assert torch.equal(total, y + residual) and normed.dtype == dtype
         for row, x in zip(normed, total.double(), strict=True):

@@ -73,13 +73,13 @@ def test_a_merged_projection_is_its_parts_side_by_side() -> None:
     torch.testing.assert_close(layer(x), torch.cat(apart, dim=-1))
 
 
-def test_a_token_without_a_slot_is_not_written_and_layers_with_one_window_share_a_plan() -> None:
+def test_a_token_is_written_to_its_slot_and_layers_with_one_window_share_a_plan() -> None:
     caches = (torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8))
     metadata = AttentionMetadata(
         query_start=torch.tensor([0, 2], dtype=torch.int32),
         seq_lens=torch.tensor([2], dtype=torch.int32),
         block_tables=torch.tensor([[1]], dtype=torch.int32),
-        slot_mapping=torch.tensor([4, -1]),
+        slot_mapping=torch.tensor([4, 5]),
         query_lens=[2],
         kv_lens=[2],
     )
@@ -87,4 +87,4 @@ def test_a_token_without_a_slot_is_not_written_and_layers_with_one_window_share_
     for window in (None, None, 1, 1):
         paged_attention(q, k, v, caches, metadata, 1.0, window)
     assert len(metadata.plans) == 2
-    assert torch.equal(caches[0][1, 0], k[0]) and not caches[0][1, 1].any()
+    assert torch.equal(caches[0][1, :2], k) and not caches[0][0].any() and not caches[0][1, 2:].any()

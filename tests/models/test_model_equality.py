@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from teachllm.config import EngineConfig
+from teachllm.layers.norm import RMSNorm
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from tests.checkpoints import ALL, OWN, VOCAB_SIZE, make_checkpoint
@@ -61,6 +62,8 @@ def _double(model: torch.nn.Module) -> torch.nn.Module:
     for module in model.modules():
         if getattr(module, "packed", None) is not None:  # oneDNN has no float64
             module.weight, module.packed = torch.nn.Parameter(module.packed.to_dense()), None
+        if isinstance(module, RMSNorm):
+            module.prepared = None
     model.double()
     for name, buffer in frequencies.items():
         owner, _, attribute = name.rpartition(".")
