@@ -32,7 +32,7 @@ class EngineConfig:
         trust_remote_code: lets a checkpoint bring its own Python.
         skip_tokenizer_init: prompts and results are token ids only.
         max_model_len: longest sequence, prompt and output together; None takes the model's context length.
-        device: "cpu", "cuda", "cuda:1", ...; "auto" is the CPU until there are kernels for more.
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is the GPU where there is one.
         seed: of everything random that a request does not seed itself.
 
     KV cache:
@@ -45,12 +45,12 @@ class EngineConfig:
         enable_prefix_caching: share full blocks between equal prefixes; None is on where it is possible.
 
     Scheduling:
-        max_num_batched_tokens: the token budget of a step.
+        max_num_batched_tokens: the token budget of a step; None is 2048, on a GPU 16384.
         max_num_seqs: requests running at once.
         scheduling_policy: "fcfs", "priority" (lower first), or "static" (nobody joins before all have finished).
         enable_chunked_prefill: a prompt may be computed over several steps.
         long_prefill_token_threshold: the most prompt tokens one request gets in a step; 0 is no limit.
-        async_scheduling: schedule the next step before the last one's tokens are known.
+        async_scheduling: schedule the next step before the last one's tokens are known; None does so on a GPU.
         enforce_eager: no CUDA graphs; a CPU has none anyway.
         max_logprobs: the most `logprobs` a request may ask for.
         check_invariants: verify the scheduler's books after every step.
@@ -80,7 +80,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    async_scheduling: bool = False
+    async_scheduling: bool | None = None
     enforce_eager: bool = False
     max_logprobs: int = 20
     check_invariants: bool = False
@@ -149,7 +149,13 @@ class EngineConfig:
                 f"set max_model_len={model_max_len} or less"
             )
         whole_prompts = not (self.enable_kv_cache and self.enable_chunked_prefill)
-        budget = self.max_num_batched_tokens or max(2048, length if whole_prompts else 0, self.max_num_seqs or 0)
+        on_gpu = self.device.startswith("cuda")
+        budget = self.max_num_batched_tokens or max(
+            16384 if on_gpu else 2048, length if whole_prompts else 0, self.max_num_seqs or 0
+        )
+        running_ahead = self.async_scheduling
+        if running_ahead is None:
+            running_ahead = on_gpu and self.enable_kv_cache
         caching = self.enable_prefix_caching
         if caching is None:
             caching = self.enable_kv_cache and self.block_size < length
@@ -159,4 +165,5 @@ class EngineConfig:
             max_num_batched_tokens=budget,
             max_num_seqs=self.max_num_seqs or min(256, budget),
             enable_prefix_caching=caching,
+            async_scheduling=running_ahead,
         )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from teachllm import __version__
+from teachllm_cli.bench import bench
 from teachllm_cli.chat import chat
 from teachllm_cli.generate import generate
 from teachllm_cli.info import info
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 for command in (chat, generate, info):
     app.command()(command)
+app.add_typer(bench)
 
 
 def _print_version(wanted: bool) -> None:

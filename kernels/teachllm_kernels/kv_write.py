@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+_BLOCK = 1024
+
 
 def kv_write_reference(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -31,6 +35,32 @@ def kv_write_cpu(
     """As `kv_write_reference`, for batches without padding: batches on a CPU have none."""
     k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
     v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+
+@triton.jit
+def _kv_write(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    written = (column < size) & (slot >= 0)
+    tl.store(k_cache + slot * size + column, tl.load(k + token * k_stride + column, mask=written), mask=written)
+    tl.store(v_cache + slot * size + column, tl.load(v + token * v_stride + column, mask=written), mask=written)
+
+
+def kv_write_triton(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """As `kv_write_reference`; a token's heads lie side by side, tokens may lie apart."""
+    num_tokens, num_kv_heads, head_size = k.shape
+    size = num_kv_heads * head_size
+    _kv_write[(num_tokens, triton.cdiv(size, _BLOCK))](
+        *(k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), size),
+        BLOCK=_BLOCK,
+        **launch_options(k.device),
+    )
 
 
 def cost(num_tokens: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
 
 def rms_norm_reference(
     y: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -53,6 +55,45 @@ def rms_norm_cpu(
     wide = x if x.dtype == root.dtype else x.to(root.dtype)
     normed = wide / torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), root) * scaled_weight
     return normed if wide is x else normed.to(x.dtype), x
+
+
+@triton.jit
+def _rms_norm(
+    y, residual, weight, normed, x, eps, size, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_launch_dependents()
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    at = tl.program_id(0).to(tl.int64) * size + column
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x + at, total.to(x.dtype.element_ty), mask=inside)
+        total = total.to(x.dtype.element_ty).to(tl.float32)  # what is normed is what was stored
+    rms = tl.sqrt(tl.sum(total * total) / size + eps)
+    tl.store(normed + at, (total / rms * scale).to(normed.dtype.element_ty), mask=inside)
+
+
+def rms_norm_triton(
+    y: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rms_norm_reference` for contiguous y and residual, [num_tokens, size]. One program a row."""
+    num_tokens, size = y.shape
+    normed = torch.empty_like(y)
+    x = y if residual is None else torch.empty_like(y)
+    block = triton.next_power_of_2(size)
+    _rms_norm[(num_tokens,)](
+        *(y, residual, weight, normed, x, eps, size),
+        BLOCK=block,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=min(max(block // 512, 1), 16),
+        **launch_options(y.device),
+    )
+    return normed, x
 
 
 def cost(num_tokens: int, hidden_size: int, dtype_bytes: int = 2) -> tuple[int, int]:

@@ -1,88 +1,39 @@
 """A random sample per row whose noise depends on the request alone, never on its place in the batch.
 
-Adding independent Gumbel noise to log-probabilities and taking the argmax draws from exactly that
-distribution: no cumulative sum, no normalisation, one pass. The noise is not the state of a generator but a
-function, Philox4x32-10, of what names the draw, so the same request gets the same tokens whatever runs beside it:
+Adding independent Gumbel noise to log-probabilities and taking the argmax draws from exactly that distribution: no
+cumulative sum, no normalisation, one pass. Here as two kernels, without a word to the host between the logits and
+the token, so that a CUDA graph can hold both:
 
-    key      64 bits   the request's seed: low word, high word
-    counter  word 0    vocabulary index // 4: one call serves four neighbours, index % 4 picks its word
-             word 1    output index: how many tokens of this completion were sampled before
-             word 2    child index: which of the request's n completions
-             word 3    stream: what the noise is for, so that no two uses ever share a number
+    _scan   cuts each row into chunks, since one program alone would take 20 us for a row. Of each chunk: the best
+            token with its noise, or, for rows with filters, what `filtered_draw.py` wants to know
+    _pick   per row: the best of the chunks' best; or the draw among what the filters leave
 
-Sources: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011; Gumbel, 1954.
+Sources: Gumbel, 1954; the noise is `philox.py`'s.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
-STREAM_SAMPLE = 0
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.filtered_draw import best_packed, filtered_draw, group_stats, is_filtered, unpacked_id
+from teachllm_kernels.philox import STREAM_SAMPLE, gumbel_noise, philox_reference, philox_uniform_reference
 
-_ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of counter words 0 and 2
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # added to the key words after each round
-_WORD = 0xFFFFFFFF
-_LARGEST_UNIFORM = 1.0 - 2.0**-24  # the last float32 below 1: at 1 the noise would be minus infinity
+__all__ = [
+    "STREAM_SAMPLE",
+    "cost",
+    "gumbel_sample_reference",
+    "philox_reference",
+    "philox_uniform_reference",
+    "sample_triton",
+]
 
-
-def philox_reference(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Philox4x32-10, the same function as `tl.philox` in Triton.
-
-    torch has no unsigned 64-bit multiply, but the product's bits are the same in signed arithmetic that wraps,
-    so words live in int64 and are masked back to 32 bits.
-
-    Args:
-        counter: [4, ...] int64, words in [0, 2^32).
-        key: [2, ...] int64, words in [0, 2^32); the trailing dimensions broadcast against the counter's.
-
-    Returns:
-        [4, ...] int64, four random words in [0, 2^32).
-    """
-    multipliers, steps = (pair.view(2, *[1] * (counter.dim() - 1)) for pair in _constants(counter.device))
-    even, odd = counter[0::2], counter[1::2]  # words (0, 2) and (1, 3), [2, ...] each
-    for _ in range(_ROUNDS):
-        product = (even * multipliers).flip(0)  # word 2's product lands on word 0 and the other way round
-        even = ((product >> 32) ^ odd ^ key) & _WORD
-        odd = product & _WORD
-        key = (key + steps) & _WORD
-    return torch.stack((even[0], odd[0], even[1], odd[1]))
-
-
-@lru_cache(maxsize=16)
-def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multipliers and key steps, [2] int64 each; kept, since a copy to a GPU would make every step wait for it."""
-    return torch.tensor(_MULTIPLIERS, device=device), torch.tensor(_KEY_STEPS, device=device)
-
-
-def philox_uniform_reference(
-    seeds: torch.Tensor,
-    output_indices: torch.Tensor,
-    child_indices: torch.Tensor,
-    vocab_size: int,
-    stream: int = STREAM_SAMPLE,
-) -> torch.Tensor:
-    """One uniform number in (0, 1) for each row and vocabulary index.
-
-    Args:
-        seeds, output_indices, child_indices: [num_rows] int64; a seed's 64 bits are read as they are.
-        stream: what the noise is for.
-
-    Returns:
-        [num_rows, vocab_size] float32. Near 0 its steps are 2^-32 fine; it is never 0 and never 1.
-    """
-    num_rows, num_groups = seeds.shape[0], (vocab_size + 3) // 4
-    counter = torch.empty((4, num_rows, num_groups), dtype=torch.int64, device=seeds.device)
-    counter[0] = torch.arange(num_groups, device=seeds.device)
-    counter[1] = (output_indices & _WORD)[:, None]
-    counter[2] = (child_indices & _WORD)[:, None]
-    counter[3] = stream
-    key = torch.stack((seeds & _WORD, (seeds >> 32) & _WORD))[:, :, None]  # [2, num_rows, 1]
-    words = philox_reference(counter, key).permute(1, 2, 0).reshape(num_rows, 4 * num_groups)
-    uniform = words[:, :vocab_size].float() * 2.0**-32 + 2.0**-33
-    return uniform.clamp_(max=_LARGEST_UNIFORM)
+_BLOCK = 1024  # tokens that a program of `_scan` takes at a time
+_SCAN_PROGRAMS = 2048  # about: as many as a GPU holds at once; more would only add to what is left to pick from
+_GROUP = 64  # see `filtered_draw.py`
+_TILE = 64  # groups taken at a time there
+_FEW = 2048  # candidates that fit in one program's registers
+_PICK_WARPS = 8  # for a row with filters; more are faster for one row and slower for many
 
 
 def gumbel_sample_reference(
@@ -107,6 +58,159 @@ def gumbel_sample_reference(
     # -log1p(-u) is exponentially distributed; the large noises, which decide, come from small u, where u is finest.
     gumbel = -torch.log(-torch.log1p(-uniform))
     return torch.argmax(logits / temperature[:, None] + gumbel, dim=-1)
+
+
+@triton.jit
+def _scan(
+    logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
+    vocab_size, num_groups, tiles_per_chunk, logits_stride, float_stride, int_stride,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tl.load(rows + i).to(tl.int64)
+    if row < 0:
+        return
+    logits += i * logits_stride
+    first = chunk * tiles_per_chunk * BLOCK
+    end = tl.minimum(first + tiles_per_chunk * BLOCK, vocab_size)
+    if RANDOM:
+        heat = tl.load(temperature + row * float_stride)
+        key, child = tl.load(seed + row * int_stride), tl.load(child_index + row * int_stride)
+        output = tl.load(output_index + i)
+    if FILTERED:
+        k, p = tl.load(top_k + row * int_stride), tl.load(top_p + row * float_stride)
+        if (heat > 0.0) & is_filtered(k, p, tl.load(min_p + row * float_stride), vocab_size):
+            to = i * num_groups
+            group_stats(logits, first, end, heat, group_max + to, group_mass + to, BLOCK, GROUP)
+            return
+
+    best_score = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = first + tl.arange(0, BLOCK)
+    for start in range(first, end, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        score = tl.load(logits + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        if RANDOM:  # noqa: SIM102 - known when the kernel is compiled; the other one is not
+            if heat > 0.0:
+                # Noise times temperature instead of logits / temperature: the same argmax, without a division.
+                score += heat * gumbel_noise(start // 4 + tl.arange(0, BLOCK // 4), key, output, child)
+        is_better = score > best_score
+        best_score = tl.where(is_better, score, best_score)
+        best_id = tl.where(is_better, ids, best_id)
+    tl.store(best + i * tl.num_programs(0) + chunk, best_packed(best_score, best_id))
+
+
+@triton.jit
+def _pick(
+    logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
+    listed, few, out, vocab_size, num_groups, num_chunks, logits_stride, float_stride, int_stride,
+    NUM_CHUNKS_PADDED: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    FEW: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i).to(tl.int64)
+    if row < 0:
+        tl.store(out + i, 0)
+        return
+    if FILTERED:
+        heat, k = tl.load(temperature + row * float_stride), tl.load(top_k + row * int_stride)
+        p, least = tl.load(top_p + row * float_stride), tl.load(min_p + row * float_stride)
+        if (heat > 0.0) & is_filtered(k, p, least, vocab_size):
+            key, child = tl.load(seed + row * int_stride), tl.load(child_index + row * int_stride)
+            to = i * num_groups
+            token = filtered_draw(
+                logits + i * logits_stride, heat, k.to(tl.int32), p, least, key, child, tl.load(output_index + i),
+                group_max + to, group_mass + to, listed + to, few + i * FEW, vocab_size, num_groups,
+                GROUP, NUM_GROUPS_PADDED, TILE, FEW,
+            )  # fmt: skip
+            tl.store(out + i, token)
+            return
+
+    chunk = tl.arange(0, NUM_CHUNKS_PADDED)
+    packed = tl.load(best + i * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63))
+    tl.store(out + i, unpacked_id(tl.max(packed)))
+
+
+def sample_triton(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed: torch.Tensor,
+    child_index: torch.Tensor,
+    output_index: torch.Tensor,
+    *,
+    any_random: bool,
+    any_filtered: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Filters, noise and argmax: one token per row of logits. The parameters are those of all open requests.
+
+    Args:
+        logits: [R, vocab_size] float32, bfloat16 or float16, any stride between rows; left as they are.
+        rows: [R] int32, the request row of each; -1 is padding, whose token is 0.
+        temperature, top_p, min_p: [num_rows] float32, columns of one tensor or each contiguous. 0 is greedy, the
+            lowest id of equal logits; 1 and 0 cut nothing.
+        top_k, seed, child_index: [num_rows] int64, likewise; the vocabulary's size cuts nothing.
+        output_index: [R] int64.
+        any_random: False promises that every temperature is 0: nothing is then read but `rows` and the logits.
+        any_filtered: False promises that no random row has a filter.
+        out: [R] int64 to write to.
+
+    Returns:
+        [R] int64, the tokens of `apply_filters` and `gumbel_sample_reference`, up to rounding. A row's token does
+        not depend on what the others are, nor on how many.
+
+    Raises:
+        ValueError: parameters of one dtype that do not have the same stride.
+    """
+    num_rows, vocab_size = logits.shape
+    float_stride, int_stride = temperature.stride(0), top_k.stride(0)
+    strides = [t.stride(0) for t in (temperature, top_p, min_p, top_k, seed, child_index)]
+    if strides != [float_stride] * 3 + [int_stride] * 3 or logits.stride(1) != 1:
+        raise ValueError("sampling parameters of one dtype must be columns of one tensor, and logits rows contiguous")
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out is None else out
+    filtered = any_random and any_filtered
+    num_tiles, num_groups = triton.cdiv(vocab_size, _BLOCK), triton.cdiv(vocab_size, _GROUP)
+    tiles_per_chunk = triton.cdiv(num_tiles * num_rows, max(_SCAN_PROGRAMS, num_rows))
+    num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
+    best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
+    group_max = group_mass = listed = few = None
+    if filtered:
+        group_max, group_mass = torch.empty((2, num_rows, num_groups), dtype=torch.float32, device=logits.device)
+        listed = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
+        few = torch.empty((num_rows, _FEW), dtype=torch.float32, device=logits.device)
+    inputs = (logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index)
+    strides = [logits.stride(0), float_stride, int_stride]
+    options = launch_options(logits.device)
+    _scan[(num_chunks, num_rows)](
+        *(*inputs, best, group_max, group_mass, vocab_size, num_groups, tiles_per_chunk, *strides),
+        BLOCK=_BLOCK,
+        GROUP=_GROUP,
+        RANDOM=any_random,
+        FILTERED=filtered,
+        num_warps=4,
+        **options,
+    )
+    _pick[(num_rows,)](
+        *(*inputs, best, group_max, group_mass, listed, few, out, vocab_size, num_groups, num_chunks, *strides),
+        NUM_CHUNKS_PADDED=triton.next_power_of_2(num_tiles),
+        NUM_GROUPS_PADDED=triton.next_power_of_2(num_groups),
+        GROUP=_GROUP,
+        TILE=_TILE,
+        FEW=_FEW,
+        FILTERED=filtered,
+        num_warps=_PICK_WARPS if filtered else 1,
+        **options,
+    )
+    return out
 
 
 def cost(num_rows: int, vocab_size: int) -> tuple[int, int]:

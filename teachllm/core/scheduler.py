@@ -227,7 +227,7 @@ class Scheduler:
     def _can_compute(self, request: Request) -> bool:
         if request.num_in_flight_tokens == 0:
             return True
-        runs_ahead = self.config.async_scheduling and not request.waits_for_ids
+        runs_ahead = bool(self.config.async_scheduling) and not request.waits_for_ids
         return runs_ahead and request.num_expected_tokens < request.max_len
 
     def _launch(

@@ -27,6 +27,7 @@ from teachllm.outputs import RequestOutput
 from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
 from teachllm.sampling_params import SamplingParams
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
+from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -56,7 +57,7 @@ class Engine:
     ) -> None:
         device = select_device(config.device)
         self.model_config = load_model_config(config, device.type)
-        self.config = replace(config.resolve(self.model_config.max_model_len), device=str(device))
+        self.config = replace(config, device=str(device)).resolve(self.model_config.max_model_len)
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(
@@ -64,7 +65,8 @@ class Engine:
                 revision=config.revision if config.tokenizer else None,
                 trust_remote_code=config.trust_remote_code,
             )
-        runner = ModelRunner(self.config, self.model_config, device, progress)
+        make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+        runner = make_runner(self.config, self.model_config, device, progress)
         executor: Executor = InProcessExecutor(runner)
         if make_executor is not None:
             executor = make_executor(self.config, executor)
@@ -160,6 +162,8 @@ class Engine:
             raise ValueError(f"a prompt is a text, token ids, or a dictionary with either, not {kind}")
         given = list(given)
         vocab_size = self.model_config.vocab_size
+        if set(map(type, given)) == {int} and min(given) >= 0 and max(given) < vocab_size:
+            return text, given  # as nearly always, and many times faster than one by one
         for token_id in given:  # a tokenizer may know more ids than its model
             if not (isinstance(token_id, Integral) and 0 <= int(token_id) < vocab_size):
                 raise ValueError(f"prompt token id {token_id!r} is not in the vocabulary of {vocab_size}")

@@ -50,7 +50,7 @@ class EngineCore:
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
         self._check = config.check_invariants
         # Results not yet asked for when the next plan is made: one for each further stage, one to run ahead.
-        self._num_ahead = executor.max_in_flight - 1 + config.async_scheduling
+        self._num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
         self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes]] = deque()
         if recorder is not None:
             self.scheduler.kv.record_events()

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: write this step's K and V into their slots, then attend through the block table.
+"""Attention over the paged KV cache: where a step's tokens read and write, and who computes it.
 
 A step's batch is flat: the tokens of all its requests one after the other, prompts and decodes alike, with no
 padding between them. `AttentionMetadata` says where each request's tokens lie in that flat batch and where its
@@ -9,13 +9,16 @@ Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAtte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from teachllm_kernels.kv_write import kv_write_cpu
-from teachllm_kernels.paged_attention import Rectangle, attend, plan_attention
+from teachllm.layers.attention_backends import CPU_BACKEND, AttentionBackend
+from teachllm_kernels.kv_write import kv_write_cpu, kv_write_triton
+from teachllm_kernels.paged_decode import DecodePlan
 
 
 @dataclass(slots=True)
@@ -25,11 +28,16 @@ class AttentionMetadata:
     Attributes:
         query_start: [num_seqs + 1] int32, request i owns flat tokens [query_start[i], query_start[i + 1]).
         seq_lens: [num_seqs] int32, sequence length including this step's tokens.
-        block_tables: [num_seqs, max_blocks] int32, logical to physical block; unused entries are 0.
-        slot_mapping: [num_tokens] int64, slot that each token's K and V are written to.
+        block_tables: [num_rows, max_blocks] int32, logical to physical block; unused entries are 0.
+        slot_mapping: [num_tokens] int64, slot that each token's K and V are written to; -1: not written (padding).
         query_lens, kv_lens: `query_start` differences and `seq_lens` as Python lists, so that code on the host
-            never waits for a device to learn them.
-        plans: by kind of layer (heads, KV heads, window), made by the first of a kind and read by the others.
+            never waits for a device to learn them. Empty where a CUDA graph must hold whatever they are.
+        backend: computes attention.
+        rows: [num_seqs] int32, each request's row of `block_tables`; None: they are in order.
+        num_decodes: the first so many requests have one token each; counted on a GPU only.
+        prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
+        plans: what a backend prepared, by kind of layer; made by the first of a kind or by the runner, read by all.
+        outside: runs a call outside the CUDA graph that is being captured; None: there is none.
     """
 
     query_start: torch.Tensor
@@ -38,7 +46,25 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     query_lens: list[int]
     kv_lens: list[int]
-    plans: dict[tuple[int, int, int | None], list[Rectangle]] = field(default_factory=dict, repr=False)
+    backend: AttentionBackend = CPU_BACKEND
+    rows: torch.Tensor | None = None
+    num_decodes: int = 0
+    prefill_start: torch.Tensor | None = None
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+    outside: Callable[[Callable[[AttentionMetadata], None]], None] | None = None
+
+    @property
+    def decode_plans(self) -> dict[int | None, DecodePlan]:
+        """On a GPU: the plan of the decodes' attention, by window."""
+        return self.plans
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
+) -> None:
+    """k and v, [num_tokens, num_kv_heads, head_size], into their slots of one layer's cache."""
+    write = kv_write_triton if k.is_cuda else kv_write_cpu
+    write(k, v, *kv_cache, metadata.slot_mapping)
 
 
 def paged_attention(
@@ -51,11 +77,11 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Writes k and v to their slots, then attends.
+    """Attends, after `write_kv`.
 
     Args:
         q: [num_tokens, num_heads, head_size].
-        k, v: [num_tokens, num_kv_heads, head_size].
+        k, v: [num_tokens, num_kv_heads, head_size], this step's own.
         kv_cache: one layer's K and V, each [num_blocks, block_size, num_kv_heads, head_size].
         scale: multiplies the dot products.
         window: a token sees itself and the `window - 1` before it; None sees all.
@@ -64,15 +90,15 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads, head_size].
     """
-    k_cache, v_cache = kv_cache
-    kv_write_cpu(k, v, k_cache, v_cache, metadata.slot_mapping)
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    kind = (q.shape[1], num_kv_heads, window)
-    plan = metadata.plans.get(kind)
-    if plan is None:
-        plan = plan_attention(metadata.block_tables, metadata.query_lens, metadata.kv_lens, block_size, *kind)
-        metadata.plans[kind] = plan
-    return attend(q, k_cache, v_cache, plan, scale, soft_cap)
+    if metadata.outside is None:
+        return metadata.backend.attend(q, k, v, kv_cache, metadata, scale, window, soft_cap)
+    out = q.new_empty(q.shape)
+
+    def attend(now: AttentionMetadata) -> None:
+        now.backend.attend(q, k, v, kv_cache, now, scale, window, soft_cap, out)
+
+    metadata.outside(attend)
+    return out
 
 
 class Attention(nn.Module):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
 
 
@@ -32,6 +33,12 @@ class Embedding(nn.Module):
         packed = self.packed
         logits = linear_reference(hidden, self.weight) if packed is None else packed_linear(hidden, packed)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `logits`, on a GPU and in the model's dtype: what samples from them reads that as well."""
+        if hidden.shape[0] == 1:
+            return gemv_triton(hidden, self.weight)
+        return linear_reference(hidden, self.weight)
 
     def pack(self, is_tied: bool) -> None:
         """Lays the filled weight out for logits on a CPU, if that can be done; `weight` stays only for look-ups."""

@@ -12,7 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from teachllm.layers.norm import RMSNorm
+from teachllm_kernels.few_rows_linear import few_rows_linear_triton
+from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
+
+MAX_FEW_ROWS = 8  # up to here a layer's small operations cost more than its products, and are done inside of them
 
 
 class Linear(nn.Module):
@@ -37,6 +42,20 @@ class Linear(nn.Module):
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
         return linear_reference(x, self.weight, self.bias)
+
+    def few_rows(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None, gated: bool = False
+    ) -> torch.Tensor:
+        """residual + act(norm(x) W^T + b) on a GPU for a few rows; `gated`: act is silu(gate) * up.
+
+        Args:
+            x: [num_rows, in_features], at most `MAX_FEW_ROWS`.
+        """
+        if x.shape[0] == 1:
+            prologue = None if norm is None else (norm.weight, norm.eps)
+            return gemv_triton(x, self.weight, self.bias, prologue, residual, gated)
+        h = x if norm is None else norm(x)[0]
+        return few_rows_linear_triton(h, self.weight, self.bias, residual, gated)
 
     def pack(self) -> None:
         """Lays the filled weight out for a CPU, if that can be done; `weight` is gone then."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference
+from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference, rms_norm_triton
 
 
 class RMSNorm(nn.Module):
@@ -24,6 +24,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """[..., size] -> (norm(residual + y), residual + y), both [..., size]; without a residual, of y alone."""
+        if y.is_cuda:
+            return rms_norm_triton(y, residual, self.weight, self.eps)
         if self.prepared is not None:
             return rms_norm_cpu(y, residual, self.prepared)
         return rms_norm_reference(y, residual, self.weight, self.eps)

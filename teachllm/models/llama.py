@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from teachllm.layers.attention import Attention, AttentionMetadata
+from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Linear
+from teachllm.layers.linear import MAX_FEW_ROWS, Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.shape import Shape
-from teachllm_kernels.silu_and_mul import silu_and_mul_reference
+from teachllm_kernels.paged_decode import fused_paged_decode
+from teachllm_kernels.rope_kv_write import rope_kv_write_triton
+from teachllm_kernels.silu_and_mul import silu_and_mul
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 KVCache = tuple[torch.Tensor, torch.Tensor]
@@ -47,11 +49,34 @@ class LlamaAttention(nn.Module):
     def forward(self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
         """[num_tokens, hidden_size] -> the same."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
-        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.qk_norm is not None:
-            qk, _ = self.qk_norm(qk)
-        q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
+        if qkv.is_cuda:
+            weight, eps = self._qk_norm()
+            rope_kv_write_triton(qkv, *angles, weight, eps, *kv_cache, metadata.slot_mapping)
+            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        else:
+            qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+            if self.qk_norm is not None:
+                qk, _ = self.qk_norm(qk)
+            q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
+            write_kv(k, v, kv_cache, metadata)
         return self.o_proj(self.attention(q, k, v, kv_cache, metadata).flatten(1))
+
+    def decode_few(
+        self, x: torch.Tensor, norm: RMSNorm, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x + attention(norm(x)) for a few decodes on a GPU, [num_seqs, hidden_size]."""
+        qkv = self.qkv_proj.few_rows(x, norm).unflatten(-1, (-1, self.head_size))
+        attention, (k_cache, v_cache), tables = self.attention, kv_cache, metadata.block_tables
+        y = fused_paged_decode(
+            *(qkv, *angles, *self._qk_norm(), k_cache, v_cache, tables),
+            plan=metadata.decode_plans[attention.window],
+            scale=attention.scale,
+            window=attention.window,
+        )
+        return self.o_proj.few_rows(y.flatten(1), residual=x)
+
+    def _qk_norm(self) -> tuple[torch.Tensor | None, float]:
+        return (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -74,7 +99,7 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> the same."""
-        return self.down_proj(silu_and_mul_reference(self.gate_up_proj(x)))
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -99,12 +124,22 @@ class LlamaLayer(nn.Module):
         angles: Angles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x, residual), each [num_tokens, hidden_size], whose sum is the stream -> the same after this block."""
+        if x.is_cuda and metadata.num_decodes == x.shape[0] <= MAX_FEW_ROWS:
+            return self._decode_few(x, angles, kv_cache, metadata), None
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, angles, kv_cache, metadata)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
+
+    def _decode_few(
+        self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """The block for a few decodes on a GPU: five kernels for one, seven for more."""
+        x = self.self_attn.decode_few(x, self.input_layernorm, angles, kv_cache, metadata)
+        h = self.mlp.gate_up_proj.few_rows(x, self.post_attention_layernorm, gated=True)
+        return self.mlp.down_proj.few_rows(h, residual=x)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -158,6 +193,10 @@ class LlamaForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
         return self.lm_head.logits(hidden)
+
+    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `compute_logits`, on a GPU and in the model's dtype."""
+        return self.lm_head.lm_logits(hidden)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, destination) of every tensor of the checkpoint; a destination may be a slice of a merged one."""

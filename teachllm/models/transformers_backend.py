@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from teachllm.config import EngineConfig
-from teachllm.layers.attention import AttentionMetadata, paged_attention
+from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import SUPPORTED, ModelError, check_supported
@@ -158,6 +158,10 @@ class TransformersModel(nn.Module):
         logits = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `compute_logits`."""
+        return self.compute_logits(hidden)
+
 
 class _Given(nn.Module):
     """Stands where the base model was: its output is its input."""
@@ -207,6 +211,9 @@ def _attention(
         return torch.empty_like(query).transpose(1, 2), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if q.is_cuda:  # kernels want a token's heads side by side
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    write_kv(k, v, kv_caches[index], metadata)
     out = paged_attention(q, k, v, kv_caches[index], metadata, scale, windows[index], softcap)
     return out.unsqueeze(0), None
 

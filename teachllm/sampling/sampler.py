@@ -93,6 +93,27 @@ class Sampler:
             logprobs[i] = entry
         return SamplerOutput(sampled, logprobs)
 
+    def plain_variant(self, rows: list[int]) -> tuple[bool, bool] | None:
+        """(any row is random, any is filtered) if `sample_plain` can sample these rows, else None."""
+        return self._state.plain_variant(rows)
+
+    def sample_plain(
+        self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, variant: tuple[bool, bool]
+    ) -> torch.Tensor:
+        """As `sample`, for rows that ask for no more than temperature and filters; on a GPU, and in a CUDA graph.
+
+        Args:
+            logits: [R, vocab_size] any float dtype; not changed.
+            rows: [R] int32 request rows, on the device; -1 is padding.
+            num_known: [max_num_rows] int32, on the device: tokens of each row's sequence.
+            variant: of `plain_variant`; a wider one gives the same tokens, slower.
+
+        Returns:
+            [R] int64 token ids.
+        """
+        any_random, any_filtered = variant
+        return self._state.sample_plain(logits, rows, num_known, any_random, any_filtered)
+
     def prompt_logprobs(self, logits: torch.Tensor, target_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens: row i of `logits` [R, vocab_size] predicts `target_ids[i]`."""
         targets = torch.tensor(target_ids, dtype=torch.int64, device=logits.device)

@@ -19,6 +19,7 @@ import torch
 from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.constraints import BatchConstraints, RowConstraints, join_constraints
 from teachllm.sampling.validation import check_some_token_allowed
+from teachllm_kernels.sampling import sample_triton
 
 _SIGN = 1 << 63
 
@@ -89,11 +90,9 @@ class SamplingState:
         check_some_token_allowed(params, vocab_size, new_row.stop_token_ids, new_row.bad_word_token_ids)
         top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self._floats[row] = torch.tensor((params.temperature, params.top_p, params.min_p, *penalties))
+        self._write(self._floats[row], (params.temperature, params.top_p, params.min_p, *penalties))
         seed = (new_row.seed + _SIGN) % (2 * _SIGN) - _SIGN  # the same 64 bits, read as signed
-        self._ints[row] = torch.tensor(
-            (seed, new_row.child_index, new_row.num_prompt_tokens, top_k, params.min_tokens), dtype=torch.int64
-        )
+        self._write(self._ints[row], (seed, new_row.child_index, new_row.num_prompt_tokens, top_k, params.min_tokens))
         if not params.greedy:
             self._random.add(row)
             if top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
@@ -119,6 +118,27 @@ class SamplingState:
         special = (self._random, self._penalized, self._constraints.keys(), self._num_logprobs.keys())
         return all(those.isdisjoint(rows) for those in special)
 
+    def plain_variant(self, rows: Sequence[int]) -> tuple[bool, bool] | None:
+        """(any is random, any is filtered) of rows without penalties, constraints and logprobs, else None."""
+        special = (self._penalized, self._constraints.keys(), self._num_logprobs.keys())
+        if not all(those.isdisjoint(rows) for those in special):
+            return None
+        return not self._random.isdisjoint(rows), not self._top_k.keys().isdisjoint(rows)
+
+    def sample_plain(
+        self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, any_random: bool, any_filtered: bool
+    ) -> torch.Tensor:
+        """As `Sampler.sample_plain`."""
+        floats, ints = self._floats, self._ints
+        output_index = rows  # nothing reads it where nothing is random
+        if any_random:
+            output_index = num_known.index_select(0, rows.clamp(min=0)) - ints[:, 2].index_select(0, rows.clamp(min=0))
+        return sample_triton(
+            *(logits, rows, floats[:, 0], ints[:, 3], floats[:, 1], floats[:, 2], ints[:, 0], ints[:, 1], output_index),
+            any_random=any_random,
+            any_filtered=any_filtered,
+        )
+
     def select(self, rows: list[int]) -> Selection:
         """Which logits rows need what, given the request row of each."""
         if self._cached is not None and self._cached[0] == rows:
@@ -141,6 +161,11 @@ class SamplingState:
     def parameters(self, rows: torch.Tensor) -> Parameters:
         """The parameters of these request rows, [num_rows] each."""
         return Parameters(*self._floats[rows].unbind(1), *self._ints[rows].unbind(1))
+
+    def _write(self, to: torch.Tensor, numbers: Sequence[float]) -> None:
+        """Without waiting for a GPU, which reads pinned memory when it comes to it."""
+        packed = torch.tensor(numbers, dtype=to.dtype)
+        to.copy_(packed.pin_memory() if to.is_cuda else packed, non_blocking=True)
 
     def _indices(self, indices: Iterable[int]) -> torch.Tensor | None:
         listed = list(indices)

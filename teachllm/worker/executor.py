@@ -6,12 +6,15 @@ something whose `result()` waits for the token ids. The engine may hold several 
 
 from __future__ import annotations
 
+import warnings
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.worker.model_runner import ExecutedStep, ModelRunner
+from teachllm.worker.gpu_model_runner import GPUModelRunner
+from teachllm.worker.model_runner import ModelRunner
 
 
 class PendingOutput(Protocol):
@@ -41,20 +44,47 @@ class Executor(Protocol):
 
 
 def select_device(name: str) -> torch.device:
-    """The device for a setting; "auto" is the CPU as long as there are no kernels for anything else.
+    """The device for a setting; "auto" is the GPU where there is one.
 
     Raises:
         ValueError: torch does not know the name, or this machine has no such device.
     """
+    if name == "auto":
+        return _best_device()
     try:
-        device = torch.device("cpu" if name == "auto" else name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device={name!r}: use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; use device=cpu")
+    if device.type == "cuda" and (missing := _what_a_gpu_lacks(device)):
+        raise ValueError(f"device={name!r}: {missing}; use device=cpu")
     return device
+
+
+def _best_device() -> torch.device:
+    """A GPU that can be used, or the CPU; a GPU that cannot is not passed over in silence."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda")
+    missing = _what_a_gpu_lacks(device)
+    if missing is None:
+        return device
+    warnings.warn(f"running on the CPU: {missing}", stacklevel=3)
+    return torch.device("cpu")
+
+
+def _what_a_gpu_lacks(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a GPU that is there, and what to do about it; None if they can."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {major}.{minor}, and the kernels need 8.0 (Ampere) or newer"
+    if find_spec("triton") is None:
+        return "the kernels need Triton: pip install 'teachllm[gpu]'"
+    return None
 
 
 class _Ready:
@@ -68,23 +98,24 @@ class _Ready:
 
 
 class InProcessExecutor:
-    """Runs the model in this process; every call finishes before it returns."""
+    """Runs the model in this process. On a CPU every call finishes before it returns; a GPU is only told what to do."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner: ModelRunner | None = runner
+    def __init__(self, runner: ModelRunner | GPUModelRunner) -> None:
+        self._runner: Any = runner
         self.num_blocks = runner.memory.num_blocks
         self.max_in_flight = 1
 
-    def execute(self, plan: SchedulerOutput) -> ExecutedStep:
+    def execute(self, plan: SchedulerOutput) -> Any:
         return self._open().execute(plan)
 
-    def sample(self, handle: ExecutedStep) -> PendingOutput:
-        return _Ready(self._open().sample(handle))
+    def sample(self, handle: Any) -> PendingOutput:
+        output = self._open().sample(handle)
+        return _Ready(output) if isinstance(output, ModelRunnerOutput) else output
 
     def close(self) -> None:
         self._runner = None
 
-    def _open(self) -> ModelRunner:
+    def _open(self) -> Any:
         if self._runner is None:
             raise RuntimeError("the engine is closed")
         return self._runner

@@ -38,14 +38,24 @@ def prompts() -> list[list[int]]:
     return made
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers(family: str, rung: str) -> None:
+def on_gpu(family: str, rung: str) -> Any:
+    return pytest.param(family, rung, "cuda", marks=pytest.mark.gpu)
+
+
+CASES = [
+    *((family, rung, "cpu") for family in FAMILIES for rung in RUNGS),
+    *(on_gpu(family, "paged, chunked") for family in ("llama3", "mistral", "qwen3", "gemma2")),
+    *(on_gpu("qwen3", rung) for rung in ("preempted", "no KV cache", "contiguous")),
+]
+
+
+@pytest.mark.parametrize(("family", "rung", "device"), CASES)
+def test_greedy_tokens_equal_transformers(family: str, rung: str, device: str) -> None:
     judge = reference(family)
     llm = LLM(
         judge.path,
         dtype="float32",
-        device="cpu",
+        device=device,
         skip_tokenizer_init=True,
         max_model_len=MAX_MODEL_LEN,
         check_invariants=True,

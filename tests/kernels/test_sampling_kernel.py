@@ -69,7 +69,7 @@ def test_the_counter_words_carry_what_the_module_says(
 def test_uniform_numbers_never_reach_0_or_1_and_the_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in (0, WORD):
         monkeypatch.setattr(
-            "teachllm_kernels.sampling.philox_reference", lambda counter, key, word=word: torch.full_like(counter, word)
+            "teachllm_kernels.philox.philox_reference", lambda counter, key, word=word: torch.full_like(counter, word)
         )
         zero = torch.zeros(1, dtype=torch.int64)
         uniform = philox_uniform_reference(zero, zero, zero, 8)

@@ -5,17 +5,44 @@ from __future__ import annotations
 import pytest
 import torch
 
+from teachllm.worker import executor
 from teachllm.worker.executor import InProcessExecutor, select_device
 from tests.worker.doors import make_engine
 
 
-def test_a_device_is_found_by_its_name_and_the_processor_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    return monkeypatch
+
+
+def test_a_device_is_found_by_its_name_and_a_gpu_by_default(two_gpus: pytest.MonkeyPatch) -> None:
     assert select_device("cpu") == torch.device("cpu")
-    assert select_device("auto") == torch.device("cpu")
+    assert select_device("auto") == torch.device("cuda")
     assert select_device("cuda") == torch.device("cuda")
     assert select_device("cuda:1") == torch.device("cuda:1")
+    two_gpus.setattr(torch.cuda, "is_available", lambda: False)
+    assert select_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [("capability", "Old GPU has compute capability 7.5, and the kernels need 8.0"), ("triton", "need Triton: pip")],
+)
+def test_a_gpu_that_cannot_be_used_is_refused_or_passed_over_aloud(
+    two_gpus: pytest.MonkeyPatch, changed: str, says: str
+) -> None:
+    if changed == "triton":
+        two_gpus.setattr(executor, "find_spec", lambda name: None)
+    else:
+        two_gpus.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=says):
+        select_device("cuda")
+    with pytest.warns(UserWarning, match=f"^running on the CPU: .*{says}"):
+        assert select_device("auto") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "mps", "meta", "cuda:-1"])

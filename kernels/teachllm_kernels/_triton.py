@@ -1,0 +1,64 @@
+"""Triton where it is installed; a machine without it (a laptop's CPU) imports every kernel's file all the same.
+
+Programmatic dependent launch lets a kernel start while the one before it drains: it asks for its weights, which
+nobody writes, and only then waits (`gdc_wait`) for what the other one computed. A kernel that is launched so must
+wait before it reads, or writes, anything that another kernel writes or reads. Hopper has it; elsewhere, and in
+Triton's interpreter, the kernels' `PDL` switch is off.
+
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+_MISSING = "this needs Triton, which is not installed: pip install 'teachllm[gpu]'"
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:
+
+    class _Absent:
+        """Stands for a kernel: complains when it is launched, not when its file is read."""
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError(_MISSING)
+
+    class _NoTriton:
+        @staticmethod
+        def jit(function: Any) -> _Absent:
+            return _Absent()
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(_MISSING)
+
+    triton = tl = _NoTriton()  # type: ignore[assignment]
+    gdc_launch_dependents = gdc_wait = None
+
+__all__ = ["gdc_launch_dependents", "gdc_wait", "launch_options", "prefetch", "tl", "triton"]
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments for every launch on this device: a kernel's `PDL` switch, and the launch that goes with it."""
+    return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
+
+
+@triton.jit
+def prefetch(at):
+    """Asks the second-level cache for the 128 bytes at each address; a kernel's loads then find them there."""
+    tl.inline_asm_elementwise(
+        *("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64, bitcast=True)]),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

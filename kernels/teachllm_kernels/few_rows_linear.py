@@ -1,0 +1,140 @@
+"""Matrix products of 2 to 16 rows, the decode of a few requests: still bound by reading the weight.
+
+The weight is the left operand (x^T the right one), so its rows fill the tensor cores' 64 and x is padded to only 16.
+A library's kernel does as much; what it cannot do is what happens around the product:
+
+    launch    with programmatic dependent launch a product is in place when the one before it ends
+    epilogue  bias, SiLU-and-multiply and residual are applied before the result is written
+    split K   a result with few columns would leave most multiprocessors idle, so several programs share its columns;
+              the last to arrive adds their parts up in a fixed order, and results repeat bit for bit
+
+Sources: the roofline argument of Williams et al., "Roofline", 2009; Osama et al., "Stream-K", PPoPP 2023.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+MAX_ROWS = 16
+_BLOCK_N = 64
+_BLOCKS_WANTED = 64  # programs; more, with less in flight each, read no faster
+
+
+@triton.jit
+def _few_rows_linear(
+    x, weight, bias, residual, out, partial, arrived, num_rows, num_out,
+    NUM_IN: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    block, split = tl.program_id(0), tl.program_id(1)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    is_n, is_m = n < num_out, m < num_rows
+    w_row = weight + n.to(tl.int64)[:, None] * NUM_IN
+    up = num_out.to(tl.int64) * NUM_IN
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in tl.range(split * SPAN, split * SPAN + SPAN, BLOCK_K, num_stages=STAGES):
+        column = start + k
+        is_w, is_x = is_n[:, None], is_m[None, :]
+        if SPAN * SPLITS != NUM_IN:
+            is_w, is_x = is_w & (column < NUM_IN)[None, :], is_x & (column < NUM_IN)[:, None]
+        x_t = tl.load(x + m[None, :] * NUM_IN + column[:, None], mask=is_x, other=0.0)
+        w = tl.load(w_row + column[None, :], mask=is_w, other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(w, x_t, acc, input_precision="ieee")
+        if GATED:
+            w_up = tl.load(w_row + up + column[None, :], mask=is_w, other=0.0, eviction_policy="evict_first")
+            acc_up = tl.dot(w_up, x_t, acc_up, input_precision="ieee")
+
+    at = m[None, :] * num_out + n[:, None]  # in a result [num_rows, num_out]
+    inside = is_n[:, None] & is_m[None, :]
+    is_last = True
+    if SPLITS > 1:
+        size = num_rows * num_out
+        tl.store(partial + split * size + at, acc, mask=inside)
+        if GATED:
+            tl.store(partial + (SPLITS + split) * size + at, acc_up, mask=inside)
+        tl.debug_barrier()  # every thread's part is written before the arrival is counted
+        is_last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            tl.store(arrived + block, 0)
+            acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for part in tl.static_range(SPLITS):  # past the first-level cache, which may hold older numbers
+                acc += tl.load(partial + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    other_half = partial + (SPLITS + part) * size + at
+                    acc_up += tl.load(other_half, mask=inside, other=0.0, cache_modifier=".cg")
+    if is_last:
+        y = acc
+        if HAS_BIAS:
+            y += tl.load(bias + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            y_up = acc_up
+            if HAS_BIAS:
+                y_up += tl.load(bias + num_out + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
+            y = y * tl.sigmoid(y) * y_up
+        if HAS_RESIDUAL:
+            y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+def few_rows_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """As `gemv_reference` without a norm, for up to 16 rows of contiguous tensors; accumulates in float32.
+
+    Launches on one device must follow each other: they share the counters of arrivals.
+    """
+    (num_rows, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
+    out = x.new_empty((num_rows, num_out))
+    blocks = triton.cdiv(num_out, _BLOCK_N)
+    splits = triton.cdiv(_BLOCKS_WANTED, blocks)
+    if num_in > 8192:
+        splits *= 2
+    block_k = 128 if num_in < 4096 or x.dtype.itemsize > 2 else 256
+    partial = arrived = None
+    if splits > 1:
+        partial = torch.empty((2 * splits, num_rows, num_out), dtype=torch.float32, device=x.device)
+        arrived = _arrivals(x.device)
+    _few_rows_linear[(blocks, splits)](
+        *(x, weight, bias, residual, out, partial, arrived, num_rows, num_out),
+        NUM_IN=num_in,
+        SPAN=triton.cdiv(num_in, splits * block_k) * block_k,
+        ROWS=MAX_ROWS,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=block_k,
+        STAGES=(4 if block_k == 128 else 3) if x.dtype.itemsize == 2 else 2,
+        SPLITS=splits,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=4,
+        **launch_options(x.device),
+    )
+    return out
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Programs that have finished their part, by block of columns; 0 between launches."""
+    return torch.zeros(_BLOCKS_WANTED, dtype=torch.int32, device=device)
+
+
+def cost(num_rows: int, num_in: int, num_out: int, gated: bool = False, dtype_bytes: int = 2) -> tuple[int, int]:
+    """(bytes, FLOPs) that any implementation must spend: the weight once, x in, the result out."""
+    numbers = num_in * num_out * (2 if gated else 1)
+    return (numbers + num_rows * (num_in + num_out)) * dtype_bytes, 2 * num_rows * numbers

@@ -1,0 +1,485 @@
+"""Attention of a few query tokens a sequence over the paged KV cache: what a decode step waits for.
+
+One query reads all K and V of its sequence once and does little with them, so the time is bytes over bandwidth and
+all the work goes into keeping every multiprocessor reading until the end, however ragged the batch:
+
+    split     a sequence's KV is cut into splits, so that one long sequence occupies the whole card; `plan_decode`
+              lists the splits of a step, once for all layers, and picks a length that gives enough of them. The
+              list lives on the device and has a fixed bound: a CUDA graph's launch does not depend on lengths.
+    pack      the query heads that share a KV head, and up to 8 query tokens, are the rows of one matrix product.
+    merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's
+              last split merges them, so there is no second kernel.
+
+`fused_paged_decode` does also what comes before attention (q/k norm, rotary embedding, KV write) for one new token a
+sequence: at small batches a kernel less a layer is worth more than the few numbers each split computes again.
+
+Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; Kwon et al., "Efficient Memory Management for
+LLM Serving with PagedAttention", SOSP 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, prefetch, tl, triton
+
+MAX_QUERY_LEN = 8
+_TILE = 64  # keys that one step of the inner loop takes
+_FIXED_SPLIT = 256
+_SPLITS_OF_ONE = 32  # at most, wanted of one sequence: merging more takes longer than reading does
+_UNITS = 4224  # splits times KV heads: several for each place on a card of 132 multiprocessors
+_FIELDS = 8  # of an item: seq, table row, first token, begin, end, sequence length, splits before it, splits of all
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The work of one step's decode attention, on the device, and room for its partial results.
+
+    Attributes:
+        items: [max_items, 8] int32, one split each, see `_plan_decode`; those that are not used have begin = end = 0.
+        partial: [max_items, num_heads * max_query_len, head_size] float32, each split's normalised sum.
+        lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
+        arrived: [max_seqs * num_kv_heads] int32, splits finished; 0 between launches.
+        is_fixed: a split's length does not depend on the batch, so neither does any rounding.
+    """
+
+    items: torch.Tensor
+    partial: torch.Tensor
+    lse: torch.Tensor
+    arrived: torch.Tensor
+    is_fixed: bool
+
+    @staticmethod
+    def allocate(
+        max_seqs: int,
+        max_total_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        device: torch.device,
+        max_query_len: int = 1,
+        is_fixed: bool = False,
+    ) -> DecodePlan:
+        """Room for any batch of up to `max_seqs` sequences that together hold up to `max_total_len` tokens."""
+        max_items = max_total_len // _FIXED_SPLIT + max_seqs if is_fixed else _max_items(max_seqs, num_kv_heads)
+        rows = num_heads * max_query_len
+        return DecodePlan(
+            items=torch.zeros((max_items, _FIELDS), dtype=torch.int32, device=device),
+            partial=torch.empty((max_items, rows, head_size), dtype=torch.float32, device=device),
+            lse=torch.empty((max_items, rows), dtype=torch.float32, device=device),
+            arrived=torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
+            is_fixed=is_fixed,
+        )
+
+
+def _items_wanted(num_seqs: int, num_kv_heads: int) -> int:
+    """Items that, times KV heads, keep a large card busy to the end; few sequences get fewer, to be merged sooner."""
+    return max(min(num_seqs * _SPLITS_OF_ONE, _UNITS // num_kv_heads), 1)
+
+
+def _max_items(num_seqs: int, num_kv_heads: int) -> int:
+    """Each sequence's last split may be shorter than the others."""
+    return _items_wanted(num_seqs, num_kv_heads) + num_seqs
+
+
+@triton.jit
+def _plan_decode(
+    items, seq_lens, query_start, rows, num_seqs, wanted, max_items, window,
+    SEQS: tl.constexpr, TILE: tl.constexpr, FIXED_SPLIT: tl.constexpr,
+):  # fmt: skip
+    seq = tl.arange(0, SEQS)
+    is_seq = seq < num_seqs
+    length = tl.load(seq_lens + seq, mask=is_seq, other=0)
+    token = tl.load(query_start + seq, mask=is_seq, other=0)
+    row = tl.load(rows + seq, mask=is_seq, other=0)
+    seen = tl.minimum(length, window)
+    if FIXED_SPLIT > 0:
+        split_len = tl.full([], FIXED_SPLIT, tl.int32)
+    else:
+        split_len = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(seen), wanted), TILE) * TILE, TILE)
+    num_splits = tl.cdiv(seen, split_len)
+    last = tl.cumsum(num_splits, 0)
+    first = last - num_splits
+    for split in range(tl.max(num_splits)):
+        at = items + (first + split) * 8
+        begin = length - seen + split * split_len
+        has_split = split < num_splits
+        tl.store(at, seq, mask=has_split)
+        tl.store(at + 1, row, mask=has_split)
+        tl.store(at + 2, token, mask=has_split)
+        tl.store(at + 3, begin, mask=has_split)
+        tl.store(at + 4, tl.minimum(begin + split_len, length), mask=has_split)
+        tl.store(at + 5, length, mask=has_split)
+        tl.store(at + 6, first, mask=has_split)
+        tl.store(at + 7, num_splits, mask=has_split)
+    for start in range(tl.sum(num_splits), max_items, SEQS):
+        unused = start + seq
+        tl.store(items + unused * 8 + 3, 0, mask=unused < max_items)
+        tl.store(items + unused * 8 + 4, 0, mask=unused < max_items)
+
+
+def plan_decode(
+    plan: DecodePlan,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    rows: torch.Tensor,
+    num_kv_heads: int,
+    window: int | None = None,
+) -> None:
+    """Fills `plan` for a batch; one launch, nothing crosses to the host.
+
+    Args:
+        seq_lens: [num_seqs] int32, this step's tokens included; 0 for padding.
+        query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
+        rows: [num_seqs] int32, each sequence's row of the block tables.
+        window: of keys that any of a sequence's new tokens sees: a layer's window and `max_query_len` - 1.
+    """
+    num_seqs = seq_lens.shape[0]
+    _plan_decode[(1,)](
+        *(plan.items, seq_lens, query_start, rows, num_seqs, _items_wanted(num_seqs, num_kv_heads)),
+        plan.items.shape[0] if plan.is_fixed else _max_items(num_seqs, num_kv_heads),
+        window if window is not None else 2**31 - 1,
+        SEQS=triton.next_power_of_2(num_seqs),
+        TILE=_TILE,
+        FIXED_SPLIT=_FIXED_SPLIT if plan.is_fixed else 0,
+    )
+
+
+@triton.jit
+def _normed_and_turned(token, head, weight, cos, signed_sin, eps, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+                       HAS_NORM: tl.constexpr):  # fmt: skip
+    """Heads `head` [rows] of the token at `token` through norm and rotation -> two halves [rows, HALF_PADDED]."""
+    lane = tl.arange(0, HALF_PADDED)
+    inside = (head >= 0)[:, None] & (lane < HALF)[None, :]
+    at = token + head[:, None] * 2 * HALF + lane[None, :]
+    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
+        weight_at = weight + head[:, None] * 2 * HALF + lane[None, :]
+        a = a * scale * tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
+        b = b * scale * tl.load(weight_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    turn_a = tl.load(cos + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+    turn_b = tl.load(signed_sin + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+    return a * turn_a - b * turn_b, b * turn_a + a * turn_b
+
+
+@triton.jit
+def _side_by_side(a, b):
+    """Two halves [rows, HALF_PADDED] -> [rows, 2 * HALF_PADDED]."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def _paged_decode(
+    q, k_cache, v_cache, out, block_tables, tree_mask, items, partial, lse, arrived,
+    cos, signed_sin, qk_weight, eps, scale_log2, soft_cap, q_stride, table_stride, query_start,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr,
+    FUSED: tl.constexpr, HAS_NORM: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = 2 * HALF
+    D_PADDED: tl.constexpr = 2 * HALF_PADDED
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    LINES: tl.constexpr = max(D_PADDED * k_cache.dtype.element_ty.primitive_bitwidth // 1024, 1)  # of 128 bytes a head
+    if PDL:
+        gdc_launch_dependents()
+    item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    # The plan, the tables and what earlier steps wrote to the cache are there already, see `_launch`.
+    fields = items + item * 8
+    begin = tl.load(fields + 3)
+    end = tl.load(fields + 4)
+    if begin < end:
+        seq = tl.load(fields)
+        table = block_tables + tl.load(fields + 1).to(tl.int64) * table_stride
+        token = tl.load(fields + 2)
+        seq_len = tl.load(fields + 5)
+        first = tl.load(fields + 6)
+        num_splits = tl.load(fields + 7)
+        num_queries = 1
+        if MAX_Q > 1:
+            num_queries = tl.load(query_start + seq + 1) - token
+        key = begin + tl.arange(0, TILE)
+        next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+        if PDL:
+            line = ((next_block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head)[:, None] * D
+            line = line + (tl.arange(0, LINES) * (D // LINES))[None, :]
+            prefetch(k_cache + line)
+            prefetch(v_cache + line)
+            gdc_wait()
+
+        column = tl.arange(0, D_PADDED)
+        channel = column
+        is_channel = column < D
+        if HALF != HALF_PADDED and FUSED:  # the halves are padded apart, since they are turned apart
+            channel = column // HALF_PADDED * HALF + column % HALF_PADDED
+            is_channel = column % HALF_PADDED < HALF
+        row = tl.arange(0, ROWS)
+        query, member = row // GROUP, row % GROUP
+        head = kv_head * GROUP + member  # [ROWS]
+        is_row = query < num_queries
+        dtype = k_cache.dtype.element_ty
+        holds_new = FUSED and end == seq_len
+        if FUSED:
+            at = q + token.to(tl.int64) * q_stride
+            q_head = tl.where(is_row, head, -1)
+            a, b = _normed_and_turned(
+                at, q_head, qk_weight, cos + token * D, signed_sin + token * D, eps, HALF, HALF_PADDED, HAS_NORM
+            )
+            queries = _side_by_side(a, b).to(dtype)
+            end -= (end == seq_len).to(tl.int32)  # the new token is not in the cache yet
+        else:
+            q_at = q + (token + query).to(tl.int64)[:, None] * q_stride + head[:, None] * D + channel[None, :]
+            queries = tl.load(q_at, mask=is_row[:, None] & is_channel[None, :], other=0.0)
+
+        highest = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D_PADDED], tl.float32)
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            key = start + tl.arange(0, TILE)
+            is_key = key < end
+            block = next_block.to(tl.int64)
+            next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
+            kv_row = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D
+            k = tl.load(
+                k_cache + kv_row[None, :] + channel[:, None], mask=is_key[None, :] & is_channel[:, None], other=0.0
+            )
+            score = tl.dot(queries, k, input_precision="ieee") * scale_log2  # [ROWS, TILE]
+            if HAS_CAP:
+                score = _capped(score, soft_cap)
+            visible = is_key[None, :]
+            if MAX_Q > 1:
+                ahead = key[None, :] - (seq_len - num_queries)  # index among the new tokens; negative: before them
+                if HAS_TREE:
+                    bits = tl.load(tree_mask + token + query, mask=is_row, other=0)
+                    sees = ((bits[:, None] >> tl.maximum(ahead, 0)) & 1) != 0
+                    visible = visible & ((ahead < 0) | sees)
+                else:
+                    visible = visible & (ahead <= query[:, None])
+                if WINDOW > 0:
+                    visible = visible & (key[None, :] > (seq_len - num_queries + query)[:, None] - WINDOW)
+            score = tl.where(visible, score, -float("inf"))
+            higher = tl.maximum(highest, tl.max(score, axis=1))
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            weight = tl.exp2(score - base[:, None])
+            shrink = tl.exp2(highest - base)
+            v = tl.load(
+                v_cache + kv_row[:, None] + channel[None, :], mask=is_key[:, None] & is_channel[None, :], other=0.0
+            )
+            acc = tl.dot(weight.to(dtype), v, acc * shrink[:, None], input_precision="ieee")
+            total = total * shrink + tl.sum(weight, axis=1)
+            highest = higher
+
+        if FUSED:  # noqa: SIM102 (settled when the kernel is compiled)
+            if holds_new:  # write the new token's K and V, and attend to it from here
+                k_head = NUM_HEADS + kv_head + tl.zeros([1], tl.int32)
+                k_a, k_b = _normed_and_turned(
+                    at, k_head, qk_weight, cos + token * D, signed_sin + token * D, eps, HALF, HALF_PADDED, HAS_NORM
+                )
+                new_k = _side_by_side(k_a, k_b).to(dtype)  # [1, D_PADDED]
+                new_v = tl.load(at + (NUM_HEADS + NUM_KV_HEADS + kv_head) * D + channel, mask=is_channel, other=0.0)[
+                    None, :
+                ]
+                new_block = tl.load(table + (seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+                to = ((new_block * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D + channel[
+                    None, :
+                ]
+                tl.store(k_cache + to, new_k, mask=is_channel[None, :])
+                tl.store(v_cache + to, new_v, mask=is_channel[None, :])
+                new_score = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2
+                if HAS_CAP:
+                    new_score = _capped(new_score, soft_cap)
+                peak = tl.maximum(highest, new_score)
+                new_weight = tl.exp2(new_score - peak)
+                old_weight = tl.exp2(highest - peak)
+                acc = acc * old_weight[:, None] + new_weight[:, None] * new_v.to(tl.float32)
+                total = total * old_weight + new_weight
+                highest = peak
+
+        normalised = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out_at = out + ((token + query).to(tl.int64) * NUM_HEADS + head)[:, None] * D + channel[None, :]
+        is_out = is_row[:, None] & is_channel[None, :]
+        if num_splits == 1:
+            tl.store(out_at, normalised.to(out.dtype.element_ty), mask=is_out)
+        else:
+            part_row = (item * NUM_KV_HEADS + kv_head) * GROUP * MAX_Q + row
+            is_part = row < GROUP * MAX_Q
+            tl.store(
+                partial + part_row[:, None] * D + channel[None, :],
+                normalised,
+                mask=is_part[:, None] & is_channel[None, :],
+            )
+            tl.store(lse + part_row, highest + tl.log2(total), mask=is_part)
+            tl.debug_barrier()  # every thread's part is written before the arrival is counted
+            count = tl.atomic_add(arrived + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
+            if count == num_splits - 1:
+                tl.store(arrived + seq * NUM_KV_HEADS + kv_head, 0)
+                _merge(
+                    partial, lse, out, first, num_splits, kv_head, token, num_queries, channel, is_channel,
+                    NUM_KV_HEADS, GROUP, MAX_Q, D, MERGE,
+                )  # fmt: skip
+
+
+@triton.jit
+def _capped(score, soft_cap):
+    """tanh(score / soft_cap) * soft_cap; both in the base-2 scale."""
+    return (2.0 * tl.sigmoid(2.0 * score / soft_cap) - 1.0) * soft_cap
+
+
+@triton.jit
+def _merge(
+    partial, lse, out, first, num_splits, kv_head, token, num_queries, channel, is_channel,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, D: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGE` splits at a time."""
+    for r in tl.static_range(GROUP * MAX_Q):
+        highest = -float("inf")
+        total = 0.0
+        acc = tl.zeros([channel.shape[0]], tl.float32)
+        for start in range(0, num_splits, MERGE):
+            split = start + tl.arange(0, MERGE)
+            is_split = split < num_splits
+            part_row = ((first + split) * NUM_KV_HEADS + kv_head) * GROUP * MAX_Q + r
+            # Past the first-level cache, which may hold what these addresses were before.
+            part_lse = tl.load(lse + part_row, mask=is_split, other=-float("inf"), cache_modifier=".cg")
+            part = tl.load(
+                partial + part_row[:, None] * D + channel[None, :],
+                mask=is_split[:, None] & is_channel[None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            higher = tl.maximum(highest, tl.max(part_lse, axis=0))
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            weight = tl.exp2(part_lse - base)
+            shrink = tl.exp2(highest - base)
+            acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+            total = total * shrink + tl.sum(weight, axis=0)
+            highest = higher
+        to = out + ((token + r // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + r % GROUP) * D
+        keep = is_channel & (r // GROUP < num_queries)
+        tl.store(to + channel, (acc / total).to(out.dtype.element_ty), mask=keep)
+
+
+def paged_decode_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    max_query_len: int = 1,
+    tree_mask: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention for the last 1 to 8 tokens of each sequence, whose K and V are written already.
+
+    Args:
+        q: [num_tokens, num_heads, head_size], each token's heads side by side; tokens may lie apart.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size].
+        block_tables: [max_rows, max_blocks] int32.
+        query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
+        plan: filled by `plan_decode` for this batch and window. Padding gets no output.
+        scale, window, soft_cap: as in `paged_attention_reference`.
+        max_query_len: the most tokens of one sequence.
+        tree_mask: [num_tokens] int64, bit j says that a token sees its sequence's j-th token of this step; without
+            it a token sees itself and those before it.
+        out: [num_tokens, num_heads, head_size], contiguous, to write to.
+
+    Returns:
+        `out`, or a new tensor like it.
+    """
+    if out is None:
+        out = q.new_empty(q.shape)
+    tensors = (q, k_cache, v_cache, out, block_tables, tree_mask)
+    _launch(tensors, plan, (None, None, None, 0.0), scale, window, soft_cap, query_start, max_query_len, fused=False)
+    return out
+
+
+def fused_paged_decode(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    qk_weight: torch.Tensor | None,
+    eps: float,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """`rope_kv_write` and `paged_decode_triton` in one launch, for one token a sequence, all of them decoding.
+
+    Args:
+        qkv: [num_seqs, num_heads + 2 * num_kv_heads, head_size], contiguous; read only.
+        cos, signed_sin, qk_weight, eps: as in `rope_kv_write_reference`.
+        The others as in `paged_decode_triton`.
+
+    Returns:
+        [num_seqs, num_heads, head_size].
+    """
+    num_heads = qkv.shape[1] - 2 * k_cache.shape[2]
+    out = qkv.new_empty((qkv.shape[0], num_heads, qkv.shape[2]))
+    tensors = (qkv, k_cache, v_cache, out, block_tables, None)
+    _launch(tensors, plan, (cos, signed_sin, qk_weight, eps), scale, window, soft_cap, None, 1, fused=True)
+    return out
+
+
+def _launch(
+    tensors: tuple[torch.Tensor | None, ...],
+    plan: DecodePlan,
+    turn: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float],
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    query_start: torch.Tensor | None,
+    max_query_len: int,
+    fused: bool,
+) -> None:
+    q, k_cache, _, out, block_tables, tree_mask = tensors
+    assert q is not None and k_cache is not None and block_tables is not None and out is not None
+    _, block_size, num_kv_heads, head_size = k_cache.shape
+    group, half = out.shape[1] // num_kv_heads, head_size // 2
+    num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
+    num_items = plan.items.shape[0] if plan.is_fixed else _max_items(num_seqs, num_kv_heads)
+    cos, signed_sin, qk_weight, eps = turn
+    # It reads the plan before it waits for the kernel in front of it. So `plan_decode` is launched without programmatic
+    # dependent launch: whatever follows starts after it, and it after all that stands before it.
+    _paged_decode[(num_items * num_kv_heads,)](
+        *tensors,
+        *(plan.items, plan.partial, plan.lse, plan.arrived),
+        *(cos, signed_sin, qk_weight, eps, scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E),
+        *(q.stride(0), block_tables.stride(0), query_start),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        MAX_Q=max_query_len,
+        ROWS=max(16, triton.next_power_of_2(group * max_query_len)),
+        HALF=half,
+        HALF_PADDED=max(triton.next_power_of_2(half), 16),
+        BLOCK_SIZE=block_size,
+        TILE=_TILE,
+        WINDOW=window or 0,
+        HAS_CAP=soft_cap is not None,
+        HAS_TREE=tree_mask is not None,
+        FUSED=fused,
+        HAS_NORM=qk_weight is not None,
+        MERGE=8,
+        STAGES=2,
+        num_warps=2,
+        **launch_options(q.device),
+    )
+
+
+def cost(
+    query_lens: list[int], kv_lens: list[int], num_heads: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2
+) -> tuple[int, int]:
+    """(bytes, FLOPs), as for any paged attention."""
+    from teachllm_kernels.paged_attention import cost as attention_cost
+
+    return attention_cost(query_lens, kv_lens, num_heads, num_kv_heads, head_size, dtype_bytes)

@@ -1,0 +1,127 @@
+"""From rows to a step's flat tensors, on the device: which token, at which position, in which slot.
+
+The device keeps a row for every running request: its token ids, its block table, how many tokens it knows. The host
+sends only who computes how many tokens, so a step can be prepared before the one in front of it has sampled: what
+that one samples is in the row by the time this kernel reads it. `append_tokens` is the other end of the loop.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+_BLOCK = 256
+
+
+@triton.jit
+def _step_inputs(
+    rows, query_start, planned_start, token_ids, num_known, block_tables,
+    input_ids, positions, slot_mapping, seq_lens, token_stride, table_stride,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq = tl.program_id(0)
+    row = tl.load(rows + seq).to(tl.int64)
+    first = tl.load(query_start + seq)
+    num_tokens = tl.load(query_start + seq + 1) - first
+    if row >= 0:
+        # The plan may count on drafts that were rejected; a step always computes a known token first.
+        start = tl.minimum(tl.load(planned_start + seq), tl.load(num_known + row) - 1)
+        tl.store(seq_lens + seq, start + num_tokens)
+    else:
+        start = 0
+        tl.store(seq_lens + seq, 0)
+    for offset in range(0, num_tokens, BLOCK):
+        index = offset + tl.arange(0, BLOCK)
+        inside = index < num_tokens
+        known = inside & (row >= 0)
+        position = start + index
+        token = tl.load(token_ids + row * token_stride + position, mask=known, other=0)
+        block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+        slot = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(input_ids + first + index, token.to(tl.int64), mask=inside)
+        tl.store(positions + first + index, tl.where(known, position, 0).to(tl.int64), mask=inside)
+        tl.store(slot_mapping + first + index, slot, mask=inside)
+
+
+def step_inputs(
+    rows: torch.Tensor,
+    query_start: torch.Tensor,
+    planned_start: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """Fills the last four from the others; one program a sequence.
+
+    Args:
+        rows: [num_seqs] int32, the row of each sequence; -1 is padding, whose tokens get id 0 and slot -1.
+        query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
+        planned_start: [num_seqs] int32, index in the sequence of its first token to compute, at most.
+        token_ids: [max_rows, max_len] int32.
+        num_known: [max_rows] int32, tokens of prompt and outputs.
+        block_tables: [max_rows, max_blocks] int32.
+        input_ids, positions, slot_mapping: [num_tokens] int64, written.
+        seq_lens: [num_seqs] int32, written: tokens of each sequence after this step; 0 for padding.
+    """
+    _step_inputs[(rows.shape[0],)](
+        *(rows, query_start, planned_start, token_ids, num_known, block_tables),
+        *(input_ids, positions, slot_mapping, seq_lens, token_ids.stride(0), block_tables.stride(0)),
+        BLOCK_SIZE=block_size,
+        BLOCK=_BLOCK,
+        **launch_options(rows.device),
+    )
+
+
+@triton.jit
+def _append_tokens(rows, sampled, token_ids, num_known, num_rows, token_stride, ROWS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    index = tl.arange(0, ROWS)
+    row = tl.load(rows + index, mask=index < num_rows, other=-1).to(tl.int64)
+    token = tl.load(sampled + index, mask=row >= 0, other=0)
+    known = tl.load(num_known + row, mask=row >= 0, other=0)
+    tl.store(token_ids + row * token_stride + known, token.to(tl.int32), mask=row >= 0)
+    tl.store(num_known + row, known + 1, mask=row >= 0)
+
+
+def append_tokens(rows: torch.Tensor, sampled: torch.Tensor, token_ids: torch.Tensor, num_known: torch.Tensor) -> None:
+    """Sampled tokens become known.
+
+    Args:
+        rows: [num_rows] int32, no row twice; -1 is padding.
+        sampled: [num_rows] int64 ids.
+        token_ids: [max_rows, max_len] int32, grown in place; no row may be full.
+        num_known: [max_rows] int32, counted up in place.
+    """
+    _append_tokens[(1,)](
+        *(rows, sampled, token_ids, num_known, rows.shape[0], token_ids.stride(0)),
+        ROWS=triton.next_power_of_2(rows.shape[0]),
+        **launch_options(rows.device),
+    )
+
+
+@triton.jit
+def _scatter(to, index, values, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    place = tl.load(index + at, mask=inside, other=0)
+    tl.store(to + place, tl.load(values + at, mask=inside, other=0), mask=inside)
+
+
+def scatter(to: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """to.view(-1)[index] = values, all int32, [count] places: a step's new entries of the block tables."""
+    count = index.shape[0]
+    _scatter[(triton.cdiv(count, _BLOCK),)](to, index, values, count, BLOCK=_BLOCK, **launch_options(to.device))

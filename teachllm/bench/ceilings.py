@@ -1,0 +1,179 @@
+"""What this machine can do at best, measured: the ceilings of its roofline.
+
+A data sheet promises more than any program gets. What a step is held against is what the simplest program gets:
+a sum or a matrix-vector product over gigabytes for reads, a copy, one large matrix product, and the library's causal
+attention over a long sequence.
+
+Source: Williams, Waterman, Patterson, "Roofline", CACM 2009.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of one device for one dtype.
+
+    Attributes:
+        device: its name.
+        dtype: of the matrix products and attention.
+        read_bandwidth: bytes/s read.
+        copy_bandwidth: bytes/s read and written.
+        gemm_flops: FLOP/s of a large matrix product.
+        attention_flops: FLOP/s of causal attention over a long sequence, masked pairs not counted.
+    """
+
+    device: str
+    dtype: str
+    read_bandwidth: float
+    copy_bandwidth: float
+    gemm_flops: float
+    attention_flops: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: bytes read, rows of the square product, tokens and heads of the attention, and how often."""
+
+    num_bytes: int
+    gemm_size: int
+    attention_len: int
+    num_heads: int
+    head_size: int
+    repeats: int
+
+
+_ON_GPU = Sizes(num_bytes=4 << 30, gemm_size=8192, attention_len=16384, num_heads=32, head_size=128, repeats=15)
+_ON_CPU = Sizes(num_bytes=256 << 20, gemm_size=1024, attention_len=1024, num_heads=8, head_size=64, repeats=5)
+
+
+def device_name(device: str) -> str:
+    """What a device is called: "NVIDIA H200", or a CPU's architecture and threads."""
+    import platform
+
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | None = None) -> Ceilings:
+    """Measures a device in a second or two; what it allocates is given back.
+
+    Args:
+        device: as in `EngineConfig`.
+        dtype: "auto" is bfloat16 on a GPU, float32 on a CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    import torch
+
+    from teachllm.worker.executor import select_device
+
+    where = select_device(device)
+    on_gpu = where.type == "cuda"
+    if dtype == "auto":
+        dtype = "bfloat16" if on_gpu else "float32"
+    sizes = sizes or (_ON_GPU if on_gpu else _ON_CPU)
+    if on_gpu:  # a small card reads less; whole rows of the matrix either way
+        sizes = replace(sizes, num_bytes=min(sizes.num_bytes, torch.cuda.mem_get_info(where)[0] // 4 >> 20 << 20))
+    kind = getattr(torch, dtype)
+    with torch.inference_mode():
+        read_s, copy_s = _memory(where, sizes)
+        gemm_s, attention_s = _gemm(where, kind, sizes), _attention(where, kind, sizes)
+    if on_gpu:
+        torch.cuda.empty_cache()
+    pairs = sizes.attention_len * (sizes.attention_len + 1) // 2
+    return Ceilings(
+        device=device_name(str(where)),
+        dtype=dtype,
+        read_bandwidth=sizes.num_bytes / read_s,
+        copy_bandwidth=sizes.num_bytes / copy_s,
+        gemm_flops=2 * sizes.gemm_size**3 / gemm_s,
+        attention_flops=4 * pairs * sizes.num_heads * sizes.head_size / attention_s,
+    )
+
+
+def _memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
+    """(seconds to read `num_bytes`, seconds to read half of them and write as many)."""
+    import torch
+
+    # bfloat16 on a GPU, where the narrow dtype's kernels are the tuned ones; a CPU has fast ones for float32 only.
+    dtype, columns = (torch.bfloat16, 8192) if device.type == "cuda" else (torch.float32, 4096)
+    rows = sizes.num_bytes // (columns * dtype.itemsize)
+    matrix = torch.empty(rows, columns, dtype=dtype, device=device).normal_()
+    vector = torch.empty(columns, dtype=dtype, device=device).normal_()
+    as_floats = matrix.view(torch.float32)
+    ways: list[Callable[[], object]] = [lambda: torch.mv(matrix, vector), lambda: as_floats.sum()]
+    read_s = min(_median_seconds(way, device, sizes.repeats) for way in ways)
+    first, second = matrix.view(-1).chunk(2)
+    return read_s, _median_seconds(lambda: second.copy_(first), device, sizes.repeats)
+
+
+def _gemm(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    import torch
+
+    # Random numbers, not zeros: a card that multiplies zeros draws less power and clocks higher.
+    a, b = (torch.randn(sizes.gemm_size, sizes.gemm_size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return _median_seconds(lambda: torch.mm(a, b, out=out), device, sizes.repeats)
+
+
+def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    """The fastest of PyTorch's ways that take these shapes."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = (1, sizes.num_heads, sizes.attention_len, sizes.head_size)
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    found: list[float] = []
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else ():
+        # A backend that does not take the dtype or is not built in says so by raising.
+        with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
+            found.append(_median_seconds(attend, device, sizes.repeats))
+    return min(found) if found else _median_seconds(attend, device, sizes.repeats)
+
+
+def _median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median after three warm-up calls; on a GPU by its own events, so that launching does not count."""
+    for _ in range(3):
+        run()
+    clock = _gpu_times(run, device) if device.type == "cuda" else _cpu_times(run)
+    return statistics.median(next(clock) for _ in range(repeats))
+
+
+def _cpu_times(run: Callable[[], object]) -> Iterator[float]:
+    while True:
+        start = time.perf_counter()
+        run()
+        yield time.perf_counter() - start
+
+
+def _gpu_times(run: Callable[[], object], device: torch.device) -> Iterator[float]:
+    import torch
+
+    with torch.cuda.device(device):
+        while True:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            yield start.elapsed_time(end) / 1000

@@ -1,0 +1,108 @@
+"""CUDA graphs: a step's hundreds of kernels, recorded once and launched by one call.
+
+Launching a kernel costs the host microseconds, and a decode step has more kernels than microseconds: recorded as a
+graph, its length on the host no longer matters. A recording fixes every address and size, so it is made for a padded
+number of tokens, reads and writes only tensors that stay where they are, and leaves all lengths to the device.
+
+    full        a step of decodes alone, or of a few short prompts alone, from row to sampled token: how attention is
+                launched does not depend on lengths there, it finds them on the device
+    piecewise   a mixed step: everything between two attentions is a piece, attention itself is launched in between,
+                as it is best for the batch at hand
+
+Source: Gray, "Getting Started with CUDA Graphs", 2019; the pieces are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import torch
+
+from teachllm.layers.attention import AttentionMetadata
+
+T = TypeVar("T")
+
+AttentionCall = Callable[[AttentionMetadata], None]
+
+
+class Graphs(Generic[T]):
+    """Recordings by key; all share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._seen: set[Hashable] = set()
+        self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._pieces: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], list[AttentionCall], T]] = {}
+
+    def has(self, key: Hashable) -> bool:
+        return key in self._full or key in self._pieces
+
+    def comes_again(self, key: Hashable) -> bool:
+        """Whether a key was asked for before: what happens once is not worth a recording."""
+        seen = key in self._seen
+        self._seen.add(key)
+        return seen
+
+    def capture(self, key: Hashable, run: Callable[[], T]) -> None:
+        """Records `run`. It runs once before, so that kernels are compiled and libraries have what they need."""
+        self._warm_up(run)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = run()
+        self._full[key] = graph, result
+
+    def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> None:
+        """Records `run`, which hands every attention call to its argument (None: call it at once)."""
+        self._warm_up(lambda: run(None))
+        graphs: list[torch.cuda.CUDAGraph] = []
+        calls: list[AttentionCall] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool)
+
+        def outside(call: AttentionCall) -> None:
+            graphs[-1].capture_end()
+            calls.append(call)
+            begin()
+
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            begin()
+            result = run(outside)
+            graphs[-1].capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._pieces[key] = graphs, calls, result
+
+    def replay(self, key: Hashable) -> T:
+        """Launches a full recording; returns the tensors that it writes to, the same ones every time."""
+        graph, result = self._full[key]
+        graph.replay()
+        return result
+
+    def replay_pieces(self, key: Hashable, metadata: AttentionMetadata) -> T:
+        """Launches a recording in pieces, with attention for this step in between."""
+        graphs, calls, result = self._pieces[key]
+        graphs[0].replay()
+        for call, graph in zip(calls, graphs[1:], strict=True):
+            call(metadata)
+            graph.replay()
+        return result
+
+    def _warm_up(self, run: Callable[[], T]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def padded_size(count: int, largest: int) -> int:
+    """The size of graph for so many tokens: 1, 2, 4, 8, then steps of 8, of 16 from 64 on, of 64 from 512 on."""
+    if count <= 8:
+        size = 1 << (count - 1).bit_length()
+    else:
+        step = 8 if count <= 64 else 16 if count <= 512 else 64
+        size = -(-count // step) * step
+    return min(size, largest)

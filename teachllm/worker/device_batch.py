@@ -1,0 +1,176 @@
+"""The input batch on a GPU: rows and step tensors that stay where they are, so that CUDA graphs can name them.
+
+As `input_batch.py`, a row per running request; but the rows live on the device, and what a step samples goes straight
+into them. The host sends who computes how many tokens (`header`, one copy a step) and new block-table entries, and
+never needs to know a token to plan the step after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from teachllm.core.scheduler_output import NewRow, SchedulerOutput
+from teachllm_kernels.step_inputs import append_tokens, scatter, step_inputs
+
+_NUM_STAGED = 4  # headers under way at once: more than steps can be in flight
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceStep:
+    """What the host knows of a step.
+
+    Attributes:
+        rows: the request row of each scheduled request.
+        query_lens: tokens that each computes.
+        starts: index in its sequence of each one's first token.
+        num_decodes: the first so many compute one token.
+        sampling: positions in `rows` of those that sample.
+    """
+
+    rows: list[int]
+    query_lens: list[int]
+    starts: list[int]
+    num_decodes: int
+    sampling: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Every request computes one token and samples."""
+        return self.num_decodes == len(self.rows) == len(self.sampling)
+
+
+class DeviceBatch:
+    """Rows of the requests a GPU is running.
+
+    Attributes:
+        token_ids: [max_num_seqs, max_model_len] int32.
+        num_known: [max_num_seqs] int32, tokens of prompt and outputs.
+        block_tables: [max_num_seqs, max_blocks] int32.
+        rows, planned_start, sample_rows, logit_index: [max_num_seqs] int32, query_start: one more; this step's header.
+        input_ids, positions, slot_mapping: [max_num_batched_tokens] int64, seq_lens: [max_num_seqs] int32; made of it.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, max_num_batched_tokens: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.device = device
+        self.token_ids = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int32, device=device)
+        self.num_known = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(
+            (max_num_seqs, -(-max_model_len // block_size)), dtype=torch.int32, device=device
+        )
+        sizes = [max_num_seqs, max_num_seqs + 1, max_num_seqs, max_num_seqs, max_num_seqs]
+        self._header = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index = self._header.split(sizes)
+        self._staged = [torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True) for _ in range(_NUM_STAGED)]
+        self._num_staged = 0
+        self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def close(self, request_id: str) -> int | None:
+        """Gives a request's row back and returns it; None if it has none (the step that was to open it failed)."""
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+        return row
+
+    def open(self, request_id: str, new_row: NewRow) -> int:
+        """Takes a row for a request and returns it."""
+        row = self._row_of[request_id] = self._free_rows.pop()
+        count = len(new_row.token_ids)
+        packed = torch.tensor([*new_row.token_ids, count], dtype=torch.int32).pin_memory()
+        self.token_ids[row, :count].copy_(packed[:count], non_blocking=True)
+        self.num_known[row : row + 1].copy_(packed[count:], non_blocking=True)
+        return row
+
+    def prepare(self, plan: SchedulerOutput) -> DeviceStep:
+        """Writes a plan's new blocks into the block tables and returns the rest, for `send`."""
+        shares = plan.scheduled
+        rows = [self._row_of[share.request_id] for share in shares]
+        index: list[int] = []
+        blocks: list[int] = []
+        width = self.block_tables.shape[1]
+        for row, share in zip(rows, shares, strict=True):
+            if share.new_block_ids:
+                first = row * width + share.first_new_block
+                index.extend(range(first, first + len(share.new_block_ids)))
+                blocks.extend(share.new_block_ids)
+        if index:
+            packed = torch.tensor([index, blocks], dtype=torch.int32).pin_memory().to(self.device, non_blocking=True)
+            scatter(self.block_tables, packed[0], packed[1])
+        query_lens = [share.num_tokens for share in shares]
+        num_decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+        sampling = [i for i, share in enumerate(shares) if share.samples]
+        return DeviceStep(rows, query_lens, [share.start for share in shares], num_decodes, sampling)
+
+    def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
+        """Copies a step's header to the device.
+
+        Args:
+            num_seqs: with padding.
+            num_tokens: with padding; each padding sequence has one token, and the last all that are left.
+        """
+        count, samples = len(step.rows), len(step.sampling)
+        staged = self._staged[self._num_staged % _NUM_STAGED]
+        self._num_staged += 1
+        size = self.rows.shape[0]
+        array = staged.numpy()
+        rows, starts = array[:size], array[size : 2 * size + 1]
+        planned, sample_rows, logit_index = array[2 * size + 1 :].reshape(3, size)
+        rows[:count], rows[count:num_seqs] = step.rows, -1
+        ends = np.cumsum(step.query_lens)
+        starts[0], starts[1 : count + 1] = 0, ends
+        padding = num_seqs - count
+        if padding:
+            starts[count + 1 : num_seqs + 1] = ends[-1] + np.arange(1, padding + 1)
+            starts[num_seqs] = num_tokens
+        planned[:count] = step.starts
+        sample_rows[:samples] = np.asarray(step.rows)[step.sampling]
+        sample_rows[samples:], logit_index[samples:] = -1, 0
+        logit_index[:samples] = ends[step.sampling] - 1
+        self._header.copy_(staged, non_blocking=True)
+
+    def clear(self, num_seqs: int, num_tokens: int) -> None:
+        """A header of padding alone: what graphs are captured with."""
+        self.rows.fill_(-1)
+        self.sample_rows.fill_(-1)
+        self.logit_index.fill_(0)
+        torch.arange(num_seqs + 1, out=self.query_start[: num_seqs + 1])
+        self.query_start[num_seqs] = num_tokens
+
+    def build(self, num_seqs: int) -> None:
+        """Fills `input_ids`, `positions`, `slot_mapping` and `seq_lens` on the device."""
+        step_inputs(
+            rows=self.rows[:num_seqs],
+            query_start=self.query_start[: num_seqs + 1],
+            planned_start=self.planned_start,
+            token_ids=self.token_ids,
+            num_known=self.num_known,
+            block_tables=self.block_tables,
+            block_size=self.block_size,
+            input_ids=self.input_ids,
+            positions=self.positions,
+            slot_mapping=self.slot_mapping,
+            seq_lens=self.seq_lens,
+        )
+
+    def append(self, sampled: torch.Tensor) -> None:
+        """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known."""
+        append_tokens(self.sample_rows[: sampled.shape[0]], sampled, self.token_ids, self.num_known)
+
+    def known_ids(self, rows: Sequence[int]) -> torch.Tensor:
+        """[len(rows), max_model_len] int64 token ids of some rows."""
+        return self.token_ids[list(rows)].long()

@@ -1,0 +1,307 @@
+"""ModelRunner for a GPU: as `model_runner.py`, with rows on the device, graphs, and results that come a step late.
+
+    execute(plan)  header and new blocks to the device; then a graph, or the same kernels one by one
+    sample(step)   ids stay on the device for the step after this one, and cross to the host through pinned memory
+
+Neither waits for the device. A batch of decodes, or of a few short prompts, is one graph from row to sampled token, a
+mixed batch runs in pieces; what needs the host's view of the logits (logprobs, penalties, constraints) is
+sampled outside.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.attention_backends import SDPA_BACKEND, TRITON_BACKEND
+from teachllm.models.loader import load_model
+from teachllm.models.model_config import ModelConfig
+from teachllm.sampling.sampler import Sampler
+from teachllm.worker.cuda_graphs import AttentionCall, Graphs, padded_size
+from teachllm.worker.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
+from teachllm_kernels.paged_decode import DecodePlan, plan_decode
+
+_LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
+_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
+_LONG_PROMPT = 4096  # tokens from which on cuDNN's attention is worth a path of its own
+_PROMPT_ROWS = 64  # prompt tokens scored at once
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step under way.
+
+    Attributes:
+        logits: [num_sampling or more, vocab_size]; None if `sampled` is there.
+        sampled: [num_sampling or more] int64 on the device, if the graph sampled.
+    """
+
+    plan: SchedulerOutput
+    step: DeviceStep
+    logits: torch.Tensor | None
+    sampled: torch.Tensor | None
+    prompt_logprobs: list[list[TokenLogprobs] | None] | None
+
+
+class PendingStep:
+    """A step's output on its way to the host."""
+
+    def __init__(self, launched: LaunchedStep, ids: torch.Tensor, logprobs: list[TokenLogprobs | None] | None) -> None:
+        self._launched = launched
+        self._logprobs = logprobs
+        self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        self._ids.copy_(ids, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def result(self) -> ModelRunnerOutput:
+        """Waits for the device."""
+        self._arrived.synchronize()
+        step = self._launched.step
+        sampled: list[list[int]] = [[] for _ in step.rows]
+        logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
+        for order, (index, token_id) in enumerate(zip(step.sampling, self._ids.tolist(), strict=True)):
+            sampled[index] = [token_id]
+            entry = self._logprobs[order] if self._logprobs else None
+            logprobs[index] = None if entry is None else [entry]
+        return ModelRunnerOutput(sampled, logprobs if self._logprobs else None, self._launched.prompt_logprobs)
+
+
+class GPUModelRunner:
+    """The model, its KV cache and its rows on one GPU. Arguments as `ModelRunner`'s."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+        torch.cuda.set_device(device.index or 0)
+        self._device = device
+        self._eager = config.enforce_eager
+        self._max_num_seqs = config.max_num_seqs
+        self._model_config = model_config
+        self.memory = plan_memory(config, model_config, device)  # before any weight is read
+        self.model: Any = load_model(model_config, config, device, progress)
+        num_blocks = self.memory.num_blocks
+        self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
+        self._batch = DeviceBatch(
+            config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device
+        )
+        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
+        self._graphs: Graphs[Any] = Graphs(device)
+        self._plans = {
+            window: DecodePlan.allocate(
+                config.max_num_seqs,
+                num_blocks * config.block_size,
+                model_config.num_attention_heads,
+                model_config.num_kv_heads,
+                model_config.head_size,
+                device,
+            )
+            for window in set(model_config.windows)
+        }
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many top entries)
+        # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
+        gc.collect()
+        gc.freeze()
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> LaunchedStep:
+        """Launches the forward pass of a plan; for a batch of plain decodes, sampling too."""
+        self._update_rows(plan)
+        step = self._batch.prepare(plan)
+        rows = [step.rows[i] for i in step.sampling]
+        variant = self._sampler.plain_variant(rows)
+        if not self._prompt_logprobs:
+            full = self._full_shape(step)
+            if full is not None:
+                logits, sampled = self._full(step, *full, variant)
+                return LaunchedStep(plan, step, logits, sampled, None)
+        hidden = self._mixed(step)
+        prompt_logprobs = self._score_prompts(plan, step, hidden) if self._prompt_logprobs else None
+        logits = None
+        if rows:
+            logits = self.model.lm_logits(hidden.index_select(0, self._batch.logit_index[: len(rows)]))
+        return LaunchedStep(plan, step, logits, None, prompt_logprobs)
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedStep) -> PendingStep:
+        """Samples what the graph has not, and sends the ids on their way."""
+        step, batch = launched.step, self._batch
+        count = len(step.sampling)
+        if launched.sampled is not None:
+            return PendingStep(launched, launched.sampled[:count], None)
+        if launched.logits is None:
+            return PendingStep(launched, batch.input_ids[:0], None)
+        rows = [step.rows[i] for i in step.sampling]
+        logits = launched.logits[:count]
+        variant = self._sampler.plain_variant(rows)
+        if variant is not None:
+            sampled = self._sampler.sample_plain(logits, batch.sample_rows[:count], batch.num_known, variant)
+            logprobs = None
+        else:
+            lengths = batch.num_known.index_select(0, batch.sample_rows[:count]).long()
+            output = self._sampler.sample(logits.float(), rows, lengths, batch.token_ids)
+            sampled, logprobs = output.token_ids, output.logprobs
+        batch.append(sampled)
+        return PendingStep(launched, sampled, logprobs)
+
+    def _update_rows(self, plan: SchedulerOutput) -> None:
+        for request_id in plan.dropped:
+            row = self._batch.close(request_id)
+            if row is not None:
+                self._sampler.close_row(row)
+                self._prompt_logprobs.pop(row, None)
+        for share in plan.scheduled:
+            if share.new_row is not None:
+                row = self._batch.open(share.request_id, share.new_row)
+                self._sampler.open_row(row, share.new_row)
+                num_top = share.new_row.sampling_params.prompt_logprobs
+                if num_top is not None:
+                    self._prompt_logprobs[row] = share.new_row.num_prompt_tokens, num_top
+
+    # -- in one graph --------------------------------------------------------------------------------------
+
+    def _full_shape(self, step: DeviceStep) -> tuple[int, int] | None:
+        """(sequences, tokens), padded, of the graph for a whole step; None if this step cannot be one."""
+        if step.is_decode:
+            size = padded_size(len(step.rows), self._max_num_seqs)
+            return size, size
+        num_seqs = padded_size(len(step.rows) + 1, self._max_num_seqs)  # one more owns the padding
+        fits = len(step.rows) < num_seqs <= _LARGEST_PROMPT_GRAPH
+        if step.num_decodes or not fits or step.num_tokens > _LARGEST_MIXED_GRAPH:
+            return None
+        room = self._batch.input_ids.shape[0] - (num_seqs - len(step.rows))
+        return (num_seqs, padded_size(step.num_tokens, room) + num_seqs - len(step.rows)) if room > 0 else None
+
+    def _full(
+        self, step: DeviceStep, num_seqs: int, num_tokens: int, variant: tuple[bool, bool] | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(logits, None) or (None, sampled ids) of a step padded to a graph's size."""
+        key = ("full", num_seqs, num_tokens, variant)
+        has_graph = self._graphs.has(key)
+        if not has_graph and not self._eager and self._graphs.comes_again(key):
+            self._batch.clear(num_seqs, num_tokens)  # what is captured also runs once: on padding alone
+            self._graphs.capture(key, lambda: self._full_step(num_seqs, num_tokens, variant))
+            has_graph = True
+        self._batch.send(step, num_seqs, num_tokens)
+        return self._graphs.replay(key) if has_graph else self._full_step(num_seqs, num_tokens, variant)
+
+    def _full_step(
+        self, num_seqs: int, num_tokens: int, variant: tuple[bool, bool] | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """From rows to logits or sampled ids: what a full graph holds."""
+        batch, is_decode = self._batch, num_seqs == num_tokens
+        batch.build(num_seqs)
+        if is_decode:
+            self._plan_decodes(num_seqs)
+        metadata = self._metadata(num_seqs, num_tokens, num_seqs if is_decode else 0)
+        hidden = self.model(batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata)
+        if not is_decode:
+            hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
+        logits = self.model.lm_logits(hidden)
+        if variant is None:
+            return logits, None
+        sampled = self._sampler.sample_plain(logits, batch.sample_rows[:num_seqs], batch.num_known, variant)
+        batch.append(sampled)
+        return None, sampled
+
+    # -- anything else -------------------------------------------------------------------------------------
+
+    def _mixed(self, step: DeviceStep) -> torch.Tensor:
+        """Hidden states, [num_tokens or more, hidden_size], of any batch."""
+        batch, num_seqs, num_tokens = self._batch, len(step.rows), step.num_tokens
+        in_pieces = not self._eager and num_tokens <= _LARGEST_MIXED_GRAPH and num_seqs < self._max_num_seqs
+        size = padded_size(num_tokens, batch.input_ids.shape[0]) if in_pieces else num_tokens
+        padded_seqs = num_seqs + (size > num_tokens)
+        key = ("mixed", size)
+        if in_pieces and not self._graphs.has(key):
+            if self._graphs.comes_again(key):
+                self._capture_mixed(key, size)
+            else:
+                in_pieces = False
+        batch.send(step, padded_seqs, size)
+        batch.build(padded_seqs)
+        if step.num_decodes:
+            self._plan_decodes(step.num_decodes)
+        metadata = self._metadata(padded_seqs, size, step.num_decodes)
+        if self._is_lone_prompt(step):
+            metadata.backend = SDPA_BACKEND
+        if in_pieces:
+            return self._graphs.replay_pieces(key, metadata)
+        return self.model(batch.input_ids[:size], batch.positions[:size], self._kv_caches, metadata)
+
+    @staticmethod
+    def _is_lone_prompt(step: DeviceStep) -> bool:
+        """Whether all that follows the decodes is one long prompt from its first token on."""
+        is_alone = step.num_decodes == len(step.rows) - 1 and step.starts[-1] == 0
+        return is_alone and step.query_lens[-1] >= _LONG_PROMPT
+
+    def _capture_mixed(self, key: tuple[str, int], size: int) -> None:
+        """Records a mixed step of `size` tokens; they are all padding meanwhile."""
+        batch = self._batch
+        batch.slot_mapping[:size].fill_(-1)
+        metadata = self._metadata(1, size, 0)
+
+        def run(outside: Callable[[AttentionCall], None] | None) -> torch.Tensor:
+            metadata.outside = outside or (lambda call: None)
+            return self.model(batch.input_ids[:size], batch.positions[:size], self._kv_caches, metadata)
+
+        self._graphs.capture_pieces(key, run)
+
+    def _metadata(self, num_seqs: int, num_tokens: int, num_decodes: int) -> AttentionMetadata:
+        batch = self._batch
+        prefill_start = None
+        if num_decodes < num_seqs:
+            prefill_start = batch.query_start[num_decodes : num_seqs + 1] - num_decodes
+        return AttentionMetadata(
+            query_start=batch.query_start[: num_seqs + 1],
+            seq_lens=batch.seq_lens[:num_seqs],
+            block_tables=batch.block_tables,
+            slot_mapping=batch.slot_mapping[:num_tokens],
+            query_lens=[],
+            kv_lens=[],
+            backend=TRITON_BACKEND,
+            rows=batch.rows[:num_seqs],
+            num_decodes=num_decodes,
+            prefill_start=prefill_start,
+            plans=self._plans,
+        )
+
+    def _plan_decodes(self, count: int) -> None:
+        batch = self._batch
+        for window, plan in self._plans.items():
+            lens, starts, rows = batch.seq_lens[:count], batch.query_start[: count + 1], batch.rows[:count]
+            plan_decode(plan, lens, starts, rows, self._model_config.num_kv_heads, window)
+
+    def _score_prompts(
+        self, plan: SchedulerOutput, step: DeviceStep, hidden: torch.Tensor
+    ) -> list[list[TokenLogprobs] | None]:
+        """Log-probabilities of the prompt tokens that this step's positions predict."""
+        scored: list[list[TokenLogprobs] | None] = []
+        first = 0
+        for share, row in zip(plan.scheduled, step.rows, strict=True):
+            num_prompt_tokens, num_top = self._prompt_logprobs.get(row, (0, 0))
+            count = min(share.start + share.num_tokens, num_prompt_tokens - 1) - share.start
+            if count > 0:
+                targets = self._batch.token_ids[row, share.start + 1 : share.start + 1 + count].tolist()
+                entries: list[TokenLogprobs] = []
+                for i in range(0, count, _PROMPT_ROWS):  # logits of a long prompt at once would be gigabytes
+                    logits = self.model.compute_logits(hidden[first + i : first + min(i + _PROMPT_ROWS, count)])
+                    entries += self._sampler.prompt_logprobs(logits, targets[i : i + _PROMPT_ROWS], num_top)
+                scored.append(entries)
+            else:
+                scored.append(None)
+            first += share.num_tokens
+        return scored

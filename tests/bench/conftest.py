@@ -1,0 +1,10 @@
+"""Runs here are too short to be worth a garbage collection each."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection(monkeypatch) -> None:
+    monkeypatch.setattr("teachllm.bench.batch._settle", lambda llm: None)

@@ -1,0 +1,37 @@
+"""The ceilings of a machine are measured, for its dtype."""
+
+from __future__ import annotations
+
+import pytest
+
+from teachllm.bench.ceilings import Sizes, measure_ceilings
+
+TINY = Sizes(num_bytes=1 << 20, gemm_size=64, attention_len=64, num_heads=2, head_size=16, repeats=3)
+
+
+def test_a_cpu_has_four_ceilings_in_float32() -> None:
+    found = measure_ceilings("cpu", sizes=TINY)
+    assert (found.dtype, found.device.endswith("threads")) == ("float32", True)
+    for rate in (found.read_bandwidth, found.copy_bandwidth, found.gemm_flops, found.attention_flops):
+        assert 1e6 < rate < 1e15
+
+
+def test_another_dtype_is_measured_when_asked_for() -> None:
+    assert measure_ceilings("cpu", "bfloat16", TINY).dtype == "bfloat16"
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device='tpu': use auto, cpu, cuda or cuda:N"):
+        measure_ceilings("tpu")
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_in_bfloat16_and_gives_its_memory_back() -> None:
+    import torch
+
+    before = torch.cuda.memory_reserved()
+    found = measure_ceilings("cuda")
+    assert found.dtype == "bfloat16"
+    assert found.read_bandwidth > 1e11
+    assert found.gemm_flops > found.attention_flops > 1e12
+    assert torch.cuda.memory_reserved() == before

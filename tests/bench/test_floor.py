@@ -1,0 +1,135 @@
+"""Bytes, FLOPs and the floor of a step, against numbers worked out by hand and the limits the peers were held to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from teachllm import LLM, EngineConfig
+from teachllm.bench.batch import Batch, run_batch
+from teachllm.bench.ceilings import Ceilings
+from teachllm.bench.floor import Step, Work, floor_seconds, kv_bytes_per_token, schedule, step_work, weights_read
+from teachllm.bench.workloads import WORKLOADS
+from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm_kernels import linear, paged_attention
+from tests.bench.h200_script import h200
+
+H200 = Ceilings("NVIDIA H200", "bfloat16", 4.18e12, 4.26e12, 690e12, 579e12)
+CASES = [
+    (model, workload, figure)
+    for model, workloads in h200.PEERS["models"].items()
+    for workload, figures in workloads.items()
+    for figure, peer in figures.items()
+    if peer["limit"] is not None
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path):
+    """A model by its name in the benchmark, described on a GPU."""
+
+    @cache
+    def load(name: str) -> ModelConfig:
+        folder = h200.write_shape(name, tmp_path)
+        return load_model_config(EngineConfig(model=str(folder), load_format="dummy"), "cuda")
+
+    return load
+
+
+def test_a_token_keeps_k_and_v_of_every_layer(model) -> None:
+    assert kv_bytes_per_token(model("qwen3-0.6b")) == 114_688
+    assert kv_bytes_per_token(model("qwen3-8b")) == 147_456
+
+
+def test_decode_at_batch_1_reads_every_weight_but_the_looked_up_embedding(model) -> None:
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    assert weights_read(model("qwen3-8b")) == 2 * (36 * layer + 4096 + 151936 * 4096) == 15_136_811_008
+    work = step_work(model("qwen3-8b"), Step([1], [1], num_sampled=1))
+    assert work.num_bytes == 15_136_811_008 + 147_456
+    assert work.seconds(H200) == pytest.approx(3.62e-3, abs=0.005e-3)
+    small = model("qwen3-0.6b")
+    assert weights_read(small) == 2 * small.num_parameters == 1_192_099_840  # tied: the embedding is the head
+
+
+def test_a_step_that_samples_nothing_leaves_the_head_alone(model) -> None:
+    samples, chunk = (step_work(model("qwen3-8b"), Step([64], [64], num_sampled=n)) for n in (1, 0))
+    assert samples.num_bytes - chunk.num_bytes == 2 * 151936 * 4096
+    assert samples.matrix_flops - chunk.matrix_flops == 2 * 151936 * 4096
+
+
+def test_flops_are_those_of_the_kernels(model) -> None:
+    small, query_lens, kv_lens = model("qwen3-0.6b"), [1, 7, 100], [300, 7, 228]
+    work = step_work(small, Step(query_lens, kv_lens, num_sampled=3))
+    attention = paged_attention.cost(query_lens, kv_lens, 16, 8, 128)[1]
+    assert work.attention_flops == 28 * attention
+    products = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]  # qkv, o, gate and up, down
+    matrices = 28 * sum(linear.cost(108, *shape)[1] for shape in products) + linear.cost(3, 1024, 151936)[1]
+    assert work.matrix_flops == pytest.approx(matrices, rel=1e-3)  # the norms' weights count as if multiplied
+
+
+def test_keys_that_lie_before_the_window_cost_nothing(model) -> None:
+    whole = model("qwen3-0.6b")
+    windowed = replace(whole, windows=(16,) * 14 + (None,) * 14)
+    step = Step([3, 20], [50, 20], num_sampled=2)
+    seen = [min(position + 1, 16) for kv, n in ((50, 3), (20, 20)) for position in range(kv - n, kv)]
+    everything = [position + 1 for kv, n in ((50, 3), (20, 20)) for position in range(kv - n, kv)]
+    assert step_work(windowed, step).attention_flops == 14 * 4 * 16 * 128 * (sum(seen) + sum(everything))
+    kv_bytes = step_work(windowed, step).num_bytes - weights_read(whole)
+    assert kv_bytes == 14 * 4096 * ((23 + 15) + (23 + 47))  # tokens written, and old keys in reach
+
+
+def test_a_shared_prefix_is_read_once(model) -> None:
+    small = model("qwen3-0.6b")
+    apart, together = (step_work(small, Step([1] * 64, [4200] * 64, 64, num_shared=n)) for n in (0, 4096))
+    assert apart.num_bytes - together.num_bytes == 63 * 4096 * 114_688
+    assert apart.attention_flops == together.attention_flops
+
+
+def test_a_step_takes_the_longer_of_moving_and_computing() -> None:
+    ceilings = Ceilings("", "", read_bandwidth=100.0, copy_bandwidth=1.0, gemm_flops=10.0, attention_flops=5.0)
+    assert Work(num_bytes=100, matrix_flops=4, attention_flops=2).seconds(ceilings) == 1.0
+    assert Work(num_bytes=100, matrix_flops=8, attention_flops=2).seconds(ceilings) == pytest.approx(1.2)
+
+
+def test_steps_give_everyone_past_its_prompt_a_token_and_prompts_the_rest() -> None:
+    steps = schedule(Batch([[0] * 5, [0] * 3], [2, 3]), token_budget=4, max_num_seqs=2)
+    assert [(list(s.query_lens), list(s.kv_lens), s.num_sampled) for s in steps] == [
+        ([4], [4], 0),
+        ([1, 3], [5, 3], 2),
+        ([1, 1], [6, 4], 2),
+        ([1], [5], 1),
+    ]
+
+
+def test_steps_are_those_the_engine_takes() -> None:
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 3, "max_model_len": 64, "enable_prefix_caching": False}
+    llm = LLM("teachlm", load_format="dummy", device="cpu", skip_tokenizer_init=True, **settings)
+    plans, make_plan = [], llm.engine.core.scheduler.schedule
+
+    def recorded():
+        plan = make_plan()
+        plans.append(sorted((share.num_tokens, share.start + share.num_tokens) for share in plan.scheduled))
+        return plan
+
+    llm.engine.core.scheduler.schedule = recorded
+    batch = Batch([[7] * n for n in (20, 3, 9, 30, 1)], [4, 6, 1, 3, 5])
+    run_batch(llm, batch)
+    steps = schedule(batch, token_budget=16, max_num_seqs=3)
+    assert [sorted(zip(s.query_lens, s.kv_lens, strict=True)) for s in steps] == [plan for plan in plans if plan]
+
+
+@pytest.mark.parametrize(("name", "workload", "figure"), CASES)
+def test_the_limits_of_the_peers_table_come_out(model, name: str, workload: str, figure: str) -> None:
+    """With every prompt in one step, as those limits assume; figures are given to two or three digits."""
+    wanted = h200.PEERS["models"][name][workload][figure]["limit"]
+    low, high = wanted if isinstance(wanted, list) else (wanted, wanted)
+
+    def clock(batch: Batch) -> float:
+        return floor_seconds(model(name), schedule(batch, 1 << 30, 256), H200)
+
+    found = WORKLOADS[workload](clock, 151936, 0)[figure]
+    assert 0.99 * low <= found <= 1.01 * high, json.dumps([name, workload, figure, found])

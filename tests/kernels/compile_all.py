@@ -1,0 +1,136 @@
+"""Compiles every kernel ahead of time, for Ampere and Hopper, on a machine that needs no GPU.
+
+    python tests/kernels/compile_all.py
+
+Launchers are called as always, with small tensors of the CPU; a launch compiles its kernel for the arguments it was
+given instead of running it. Prints each kernel once. Run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from teachllm_kernels.few_rows_linear import few_rows_linear_triton
+from teachllm_kernels.gemv import gemv_triton
+from teachllm_kernels.kv_write import kv_write_triton
+from teachllm_kernels.paged_decode import DecodePlan, fused_paged_decode, paged_decode_triton, plan_decode
+from teachllm_kernels.paged_prefill import paged_prefill_triton
+from teachllm_kernels.rms_norm import rms_norm_triton
+from teachllm_kernels.rope_kv_write import rope_kv_write_triton
+from teachllm_kernels.sampling import sample_triton
+from teachllm_kernels.silu_and_mul import silu_and_mul_triton
+from teachllm_kernels.step_inputs import append_tokens, scatter, step_inputs
+
+ARCHITECTURES = (80, 90)
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+compiled: dict[str, int] = {}
+
+
+def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Takes the place of a launch."""
+    values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    constants = {p.name: values[p.name] for p in self.params if p.is_constexpr or values[p.name] is None}
+    signature = {p.name: "constexpr" if p.name in constants else type_of(values[p.name]) for p in self.params}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, p in enumerate(self.params)
+        if isinstance(values[p.name], torch.Tensor) or (type(values[p.name]) is int and values[p.name] % 16 == 0)
+    }
+    aligned = {at: value for at, value in aligned.items() if self.params[at[0]].name not in constants}
+    options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
+    for architecture in ARCHITECTURES:
+        source = ASTSource(self, signature, constants, aligned)
+        done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        assert done.asm["cubin"]
+        compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    return {bool: "i1", int: "i32", float: "fp32"}[type(value)]
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def compile_small(dtype: torch.dtype) -> None:
+    """Everything but attention and sampling."""
+    x, weight = torch.zeros(2, 4096, dtype=dtype), torch.zeros(32, 4096, dtype=dtype)
+    bias = torch.zeros(32, dtype=dtype)
+    rms_norm_triton(x, x, x[0], 1e-6)
+    rms_norm_triton(x, None, x[0], 1e-6)
+    silu_and_mul_triton(x)
+    gemv_triton(x[:1], weight, norm=(x[0], 1e-6), gated=True)
+    gemv_triton(x[:1], weight, bias=bias, residual=torch.zeros(1, 32, dtype=dtype))
+    few_rows_linear_triton(x, weight, gated=True)
+    few_rows_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype), residual=torch.zeros(2, 8192, dtype=dtype))
+    cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
+    kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))
+    qkv, angle = torch.zeros(2, 32, 128, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
+    for weight_of_norm in (torch.zeros(24, 128, dtype=dtype), None):
+        rope_kv_write_triton(qkv, angle, angle, weight_of_norm, 1e-6, cache, cache, ints(2, dtype=torch.int64))
+
+
+def compile_attention(
+    dtype: torch.dtype, num_heads: int, head_size: int, window: int | None, cap: float | None
+) -> None:
+    cache = torch.zeros(4, 16, 2, head_size, dtype=dtype)
+    tables, rows, starts, lens = ints(4, 4), ints(4), ints(5), ints(4)
+    plan = DecodePlan.allocate(4, 64, num_heads, 2, head_size, torch.device("cpu"), max_query_len=4)
+    plan_decode(plan, lens, starts, rows, 2, window)
+    q = torch.zeros(4, num_heads, head_size, dtype=dtype)
+    paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap)
+    tree = ints(4, dtype=torch.int64)
+    paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap, max_query_len=4, tree_mask=tree)
+    qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
+    norm = torch.zeros(num_heads + 2, head_size, dtype=dtype)
+    fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
+    if dtype != torch.float32 or head_size < 128:  # spills there, and takes a minute to
+        paged_prefill_triton(q, cache, cache, tables, rows, starts, lens, 1.0, window, cap)
+
+
+def compile_sampling() -> None:
+    rows, longs, floats = ints(16), ints(16, dtype=torch.int64), torch.zeros(16)
+    for dtype, any_random, any_filtered in (
+        (torch.float32, True, True),
+        (torch.bfloat16, True, False),
+        (torch.float32, False, False),
+    ):
+        logits = torch.zeros(16, 151_936, dtype=dtype)
+        parameters = (floats, longs, floats, floats, longs, longs, longs)
+        sample_triton(logits, rows, *parameters, any_random=any_random, any_filtered=any_filtered)
+
+
+def main() -> None:
+    JITFunction.run = compile_instead  # type: ignore[method-assign]
+    for dtype in (torch.bfloat16, torch.float16):
+        compile_small(dtype)
+    compile_attention(torch.bfloat16, 4, 128, None, None)
+    compile_attention(torch.float16, 8, 64, 100, 20.0)
+    compile_attention(torch.bfloat16, 2, 256, None, None)
+    compile_attention(torch.float32, 4, 32, None, None)
+    compile_sampling()
+    longs, int32s = ints(16, dtype=torch.int64), ints(16)
+    step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)
+    append_tokens(int32s, longs, ints(4, 64), int32s)
+    scatter(ints(4, 4), int32s, int32s)
+    for name, count in sorted(compiled.items()):
+        print(f"{name} {count}")
+
+
+if __name__ == "__main__":
+    main()

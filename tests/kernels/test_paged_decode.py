@@ -1,0 +1,206 @@
+"""Decode attention against the reference in float64: ragged lengths, windows, several queries, trees, fusion."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm_kernels import paged_decode
+from teachllm_kernels.paged_attention import paged_attention_reference
+from teachllm_kernels.paged_decode import DecodePlan, fused_paged_decode, paged_decode_triton, plan_decode
+from teachllm_kernels.rope_kv_write import rope_kv_write_reference
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+LONGEST = 3000 if ON_GPU else 200
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:  # an interpreted program costs milliseconds even if it has nothing to do
+        monkeypatch.setattr(paged_decode, "_UNITS", 8)
+
+
+class Batch(NamedTuple):
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    tables: torch.Tensor
+    rows: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def make_batch(
+    lens: list[int], query_lens: list[int], heads: tuple[int, int], head_size: int, block_size: int, dtype: torch.dtype
+) -> Batch:
+    """Blocks in random order; whatever no sequence wrote is NaN."""
+    num_heads, num_kv_heads = heads
+    counts = [-(-length // block_size) for length in lens]
+    blocks = torch.randperm(sum(counts) + 3).int()
+    rows = torch.randperm(len(lens) + 2)[: len(lens)].int()
+    tables = torch.zeros((len(lens) + 2, max(counts)), dtype=torch.int32)
+    caches = torch.full((2, sum(counts) + 3, block_size, num_kv_heads, head_size), float("nan"), dtype=dtype)
+    first = 0
+    for row, count, length in zip(rows, counts, lens, strict=True):
+        own = blocks[first : first + count]
+        tables[row, :count] = own
+        first += count
+        for i in range(length):
+            caches[:, own[i // block_size], i % block_size] = torch.randn(2, num_kv_heads, head_size).to(dtype)
+    wide = torch.randn(sum(query_lens), num_heads + 1, head_size).to(dtype).to(DEVICE)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    k_cache, v_cache = caches.to(DEVICE)
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    moved = (t.to(DEVICE) for t in (tables, rows, starts, seq_lens))
+    return Batch(wide[:, :num_heads], k_cache, v_cache, *moved)  # tokens of q lie apart
+
+
+def plan_for(
+    batch: Batch, num_heads: int, max_query_len: int, window: int | None, is_fixed: bool = False
+) -> DecodePlan:
+    _, _, num_kv_heads, head_size = batch.k_cache.shape
+    total = int(batch.seq_lens.sum())
+    plan = DecodePlan.allocate(
+        len(batch.rows), total, num_heads, num_kv_heads, head_size, DEVICE, max_query_len, is_fixed
+    )
+    seen = None if window is None else window + max_query_len - 1
+    plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen)
+    return plan
+
+
+def reference(batch: Batch, query_lens: list[int], scale: float, window: int | None, cap: float | None) -> torch.Tensor:
+    k, v = batch.k_cache.double().nan_to_num(), batch.v_cache.double().nan_to_num()
+    lens, tables = batch.seq_lens.tolist(), batch.tables[batch.rows.long()]
+    return paged_attention_reference(batch.q.double(), k, v, tables, query_lens, lens, scale, window, cap)
+
+
+def assert_near(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert result.isfinite().all()
+    error = (result.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[result.dtype], f"{float(error):.1e}"
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for; few of them, since that takes longer than to run it."""
+
+    heads: tuple[int, int]
+    head_size: int
+    dtype: torch.dtype
+    block_size: int = 16
+    window: int | None = None
+    cap: float | None = None
+
+
+HALF = torch.bfloat16 if ON_GPU else torch.float16
+KINDS = [
+    Kind((1, 1), 32, torch.float32),
+    Kind((4, 2), 128, HALF),
+    Kind((6, 2), 64, torch.float16, 48, cap=20.0),
+    Kind((4, 1), 80, torch.float32, window=50),
+    Kind((4, 2), 64, HALF, window=1),
+    Kind((2, 2), 256, HALF),
+]
+kinds = st.sampled_from(KINDS)
+examples = settings(max_examples=12 if not ON_GPU else 80)
+
+
+@examples
+@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=4), kinds, st.booleans())
+def test_one_token_a_sequence(lens: list[int], kind: Kind, is_fixed: bool) -> None:
+    query_lens = [1] * len(lens)
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype)
+    plan = plan_for(batch, kind.heads[0], 1, kind.window, is_fixed)
+    expected = reference(batch, query_lens, 0.3, kind.window, kind.cap)
+    where = (batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3)
+    for _ in range(2):  # the second launch finds the arrivals as the first left them
+        out = torch.full(expected.shape, float("nan"), dtype=kind.dtype, device=DEVICE)
+        paged_decode_triton(*where, kind.window, kind.cap, out=out)
+        assert_near(out, expected)
+        assert not plan.arrived.any()
+
+
+@examples
+@given(
+    st.lists(st.tuples(st.integers(1, LONGEST), st.integers(1, 8)), min_size=1, max_size=3),
+    st.sampled_from([KINDS[1], KINDS[3]]),
+)
+def test_up_to_eight_tokens_a_sequence(sizes: list[tuple[int, int]], kind: Kind) -> None:
+    query_lens = [count for _, count in sizes]
+    lens = [before + count - 1 for before, count in sizes]
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, 16, kind.dtype)
+    plan = plan_for(batch, kind.heads[0], 8, kind.window)
+    out = paged_decode_triton(
+        *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3, kind.window),
+        max_query_len=8,
+    )
+    assert_near(out, reference(batch, query_lens, 0.3, kind.window, None))
+
+
+def test_a_tree_mask_decides_which_new_tokens_are_seen() -> None:
+    # Two drafts after one root, and a child of the second: each sees its ancestors and itself.
+    sees = [[0], [0, 1], [0, 2], [0, 2, 3]]
+    batch = make_batch([70], [4], (4, 2), 64, 16, torch.float32)
+    mask = torch.tensor([sum(1 << j for j in who) for who in sees], device=DEVICE)
+    out = paged_decode_triton(
+        *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan_for(batch, 4, 4, None), 0.3),
+        max_query_len=4,
+        tree_mask=mask,
+    )
+    block_size = batch.k_cache.shape[1]
+    table = batch.tables[batch.rows[0].long()].long()
+    slots = [int(table[i // block_size]) * block_size + i % block_size for i in range(70)]
+    k, v = (cache.flatten(0, 1)[slots].double().repeat_interleave(2, dim=1) for cache in batch[1:3])
+    for token, who in enumerate(sees):
+        seen = [*range(66), *(66 + j for j in who)]
+        weights = (torch.einsum("hd,khd->hk", batch.q[token].double(), k[seen]) * 0.3).softmax(dim=-1)
+        assert_near(out[token], torch.einsum("hk,khd->hd", weights, v[seen]))
+
+
+@examples
+@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=3), kinds, st.booleans())
+def test_fused_is_norm_rotation_write_and_attention(lens: list[int], kind: Kind, has_norm: bool) -> None:
+    (num_heads, num_kv_heads), head_size, dtype, _, window, _ = kind
+    query_lens = [1] * len(lens)
+    batch = make_batch(lens, query_lens, kind.heads, head_size, 16, dtype)
+    qkv = torch.randn(len(lens), num_heads + 2 * num_kv_heads, head_size).to(dtype).to(DEVICE)
+    angles = torch.rand(len(lens), 1, head_size // 2, device=DEVICE) * 6
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(dtype)
+    signed_sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(dtype)
+    weight = torch.rand(num_heads + num_kv_heads, head_size).add(0.5).to(dtype).to(DEVICE) if has_norm else None
+    slots = torch.stack(
+        [batch.tables[row, (n - 1) // 16].long() * 16 + (n - 1) % 16 for row, n in zip(batch.rows, lens, strict=True)]
+    )
+    caches = [cache.double() for cache in (batch.k_cache, batch.v_cache)]
+    turned = qkv.double()
+    rope_kv_write_reference(
+        turned, cos.double(), signed_sin.double(), None if weight is None else weight.double(), 1e-6, *caches, slots
+    )
+    plan = plan_for(batch, num_heads, 1, window)
+    before = qkv.clone()
+    out = fused_paged_decode(
+        *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window)
+    )
+    assert torch.equal(qkv, before)
+    written = batch._replace(q=turned[:, :num_heads], k_cache=caches[0], v_cache=caches[1])
+    assert_near(out, reference(written, query_lens, 0.3, window, None))
+    for cache, expected in zip((batch.k_cache, batch.v_cache), caches, strict=True):
+        assert_near(cache.flatten(0, 1)[slots], expected.flatten(0, 1)[slots])
+
+
+def test_padding_has_no_items_and_gets_no_output() -> None:
+    batch = make_batch([20, 30], [1, 1], (2, 1), 32, 16, torch.float32)
+    lens, rows = batch.seq_lens.clone(), batch.rows.clone()
+    lens[1], rows[1] = 0, -1
+    plan = plan_for(batch._replace(seq_lens=lens, rows=rows), 2, 1, None)
+    out = torch.full((2, 2, 32), 7.0, device=DEVICE)
+    paged_decode_triton(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3, out=out)
+    assert_near(out[:1], reference(batch, [1, 1], 0.3, None, None)[:1])
+    assert (out[1] == 7.0).all()

@@ -1,0 +1,224 @@
+"""Prefill attention through block tables gives what the definition gives, and reads and writes nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm_kernels.paged_attention import paged_attention_reference
+from teachllm_kernels.paged_prefill import paged_prefill_triton
+
+# Rows of a tile past its sequence's end: in a window they see nothing, 0 / 0, and are never stored.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
+    *([pytest.mark.gpu] if torch.cuda.is_available() else []),
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU: Triton's interpreter
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
+
+
+@dataclass(frozen=True)
+class Shape:
+    query_lens: list[int]
+    context_lens: list[int]
+    block_size: int = 16
+    num_kv_heads: int = 2
+    group: int = 2
+    head_size: int = 32
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def kv_lens(self) -> list[int]:
+        return [query + context for query, context in zip(self.query_lens, self.context_lens, strict=True)]
+
+
+def draw_inputs(shape: Shape, seed: int) -> dict[str, Any]:
+    """What the launcher takes: blocks in random order, sequences in random rows, NaN wherever no token lies."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_tokens = shape.num_kv_heads * shape.group, sum(shape.query_lens)
+    num_blocks = [-(-kv_len // shape.block_size) for kv_len in shape.kv_lens]
+    num_seqs, max_blocks = len(num_blocks), max(num_blocks) + 1
+
+    wide = torch.randn(num_tokens, num_heads + 2 * shape.num_kv_heads, shape.head_size, generator=generator)
+    caches = torch.full((2, sum(num_blocks) + 3, shape.block_size, shape.num_kv_heads, shape.head_size), torch.nan)
+    free = torch.randperm(caches.shape[1], generator=generator).int()
+    rows = torch.randperm(num_seqs + 2, generator=generator)[:num_seqs].int()
+    tables = torch.full((num_seqs + 2, max_blocks), 10**8, dtype=torch.int32)  # a look at an unset entry would crash
+    for row, kv_len, count in zip(rows.tolist(), shape.kv_lens, num_blocks, strict=True):
+        blocks, free = free[:count], free[count:]
+        tables[row, :count] = blocks
+        token = torch.arange(kv_len)
+        content = torch.randn(2, kv_len, shape.num_kv_heads, shape.head_size, generator=generator)
+        caches[:, blocks[token // shape.block_size].long(), token % shape.block_size] = content
+    lens = torch.tensor([0, *shape.query_lens]).cumsum(0, dtype=torch.int32)
+    inputs = {
+        "q": wide.to(shape.dtype).to(DEVICE)[:, :num_heads],
+        "k_cache": caches[0].to(shape.dtype),
+        "v_cache": caches[1].to(shape.dtype),
+        "block_tables": tables,
+        "rows": rows,
+        "query_start": lens,
+        "seq_lens": torch.tensor(shape.kv_lens, dtype=torch.int32),
+    }
+    return {name: tensor.to(DEVICE) for name, tensor in inputs.items()} | {
+        "scale": shape.head_size**-0.5,
+        "window": shape.window,
+        "soft_cap": shape.soft_cap,
+        "out": torch.full((num_tokens, num_heads, shape.head_size), torch.nan, dtype=shape.dtype, device=DEVICE),
+    }
+
+
+def expected(shape: Shape, inputs: dict[str, Any]) -> torch.Tensor:
+    """The reference in float64 for the values the kernel was given; it reads whole blocks, so their ends lose NaN."""
+    q, k_cache, v_cache = (inputs[name].double().nan_to_num() for name in ("q", "k_cache", "v_cache"))
+    tables = inputs["block_tables"][inputs["rows"].long()].where(
+        torch.arange(inputs["block_tables"].shape[1], device=DEVICE)
+        < torch.tensor([-(-n // shape.block_size) for n in shape.kv_lens], device=DEVICE)[:, None],
+        0,
+    )
+    return paged_attention_reference(
+        *(q, k_cache, v_cache, tables, shape.query_lens, shape.kv_lens),
+        scale=inputs["scale"],
+        window=shape.window,
+        soft_cap=shape.soft_cap,
+    )
+
+
+def check(shape: Shape, seed: int = 0) -> None:
+    inputs = draw_inputs(shape, seed)
+    result = paged_prefill_triton(**inputs)
+    assert result is inputs["out"]
+    reference = expected(shape, inputs)
+    assert (result.double() - reference).norm() <= TOLERANCE[shape.dtype] * reference.norm()
+
+
+@st.composite
+def shapes(draw: st.DrawFn, dtypes: list[torch.dtype], longest: int) -> Shape:
+    num_seqs = draw(st.integers(1, 4))
+    lengths = st.lists(st.integers(1, longest), min_size=num_seqs, max_size=num_seqs)
+    contexts = st.lists(st.integers(0, longest), min_size=num_seqs, max_size=num_seqs)
+    return Shape(
+        query_lens=draw(lengths),
+        context_lens=draw(contexts),
+        block_size=draw(st.sampled_from([16, 32, 48])),
+        num_kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.sampled_from([1, 2, 3, 4])),
+        head_size=draw(st.sampled_from([32, 64, 80, 128])),
+        dtype=draw(st.sampled_from(dtypes)),
+        window=draw(st.none() | st.integers(1, 2 * longest)),
+        soft_cap=draw(st.none() | st.sampled_from([0.5, 30.0])),
+    )
+
+
+@settings(max_examples=25)
+@given(shapes([torch.float32, torch.float16], longest=90), st.integers(0, 2**32 - 1))
+def test_any_ragged_batch_equals_the_reference(shape: Shape, seed: int) -> None:
+    check(shape, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_any_long_ragged_batch_equals_the_reference_on_the_gpu(dtype: torch.dtype) -> None:
+    @settings(max_examples=15)
+    @given(shapes([dtype], longest=700), st.integers(0, 2**32 - 1))
+    def run(shape: Shape, seed: int) -> None:
+        check(shape, seed)
+
+    run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_head_size_fits_on_the_gpu(head_size: int, dtype: torch.dtype) -> None:
+    check(Shape([300, 1, 40], [50, 200, 0], head_size=head_size, group=4, dtype=dtype))
+
+
+@pytest.mark.parametrize(("window", "block_size"), [(1, 16), (16, 48), (64, 16), (65, 32), (1000, 16)])
+def test_windows_end_where_they_should_at_every_tile_edge(window: int, block_size: int) -> None:
+    check(Shape([130, 65], [0, 127], block_size=block_size, num_kv_heads=1, group=1, window=window))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_diagonal_is_right_on_either_side_of_every_tile_edge(dtype: torch.dtype) -> None:
+    contexts = [edge + offset for edge in (32, 64, 128) for offset in (-3, -2, -1, 0)]
+    check(Shape([3] * len(contexts), contexts, num_kv_heads=1, dtype=dtype))
+
+
+def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
+    shape = Shape([150], [0], num_kv_heads=1)
+    inputs = draw_inputs(shape, seed=1)
+    whole = paged_prefill_triton(**inputs).clone()
+    for begin, end in ((0, 37), (37, 128), (128, 150)):
+        chunk = inputs | {"q": inputs["q"][begin:end], "out": None}
+        chunk["query_start"] = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
+        chunk["seq_lens"] = torch.tensor([end], dtype=torch.int32, device=DEVICE)
+        torch.testing.assert_close(paged_prefill_triton(**chunk), whole[begin:end], rtol=1e-5, atol=1e-5)
+
+
+def test_padding_sequences_and_surplus_tiles_are_harmless() -> None:
+    shape = Shape([40, 3], [20, 30])
+    inputs = draw_inputs(shape, seed=2)
+    alone = paged_prefill_triton(**inputs).clone()
+    num_tokens, num_padding = len(alone), 29
+
+    def pad(tensor: torch.Tensor, *values: int) -> torch.Tensor:
+        return torch.cat([tensor, torch.tensor(values, dtype=tensor.dtype, device=DEVICE)])
+
+    def grow(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, torch.full_like(tensor[:1], 7.0).expand(num_padding, -1, -1)])
+
+    # Two more sequences that are padding: one has the tokens up to the buffer's end, the other has none.
+    padded = inputs | {"q": grow(inputs["q"]), "out": grow(inputs["out"].fill_(torch.nan))}
+    padded["rows"] = pad(inputs["rows"], -1, -1)
+    padded["query_start"] = pad(inputs["query_start"], num_tokens + num_padding, num_tokens + num_padding)
+    padded["seq_lens"] = pad(inputs["seq_lens"], num_padding, 0)
+    result = paged_prefill_triton(**padded)
+    assert torch.equal(result[:num_tokens], alone)
+    assert (result[num_tokens:] == 7).all()
+
+    # A grid for more tokens than the sequences have: nothing is written past theirs.
+    surplus = inputs | {"q": padded["q"], "out": torch.full_like(padded["out"], torch.nan)}
+    result = paged_prefill_triton(**surplus)
+    assert torch.equal(result[:num_tokens], alone)
+    assert result[num_tokens:].isnan().all()
+
+
+def test_num_tokens_bounds_the_grid_and_leaves_the_rest_alone() -> None:
+    inputs = draw_inputs(Shape([40, 3], [20, 30]), seed=3)
+    whole = paged_prefill_triton(**inputs).clone()
+    wider = inputs | {"q": inputs["q"].repeat(3, 1, 1), "out": inputs["out"].repeat(3, 1, 1).fill_(torch.nan)}
+    result = paged_prefill_triton(**wider, num_tokens=len(whole))
+    assert torch.equal(result[: len(whole)], whole)
+    assert result[len(whole) :].isnan().all()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_another_batch() -> None:
+    first, second = Shape([60, 4, 36], [0, 10, 300]), Shape([20, 50, 30], [280, 0, 31])
+    inputs = draw_inputs(first, seed=4)
+    later = draw_inputs(second, seed=5)
+    for name in ("k_cache", "v_cache", "block_tables"):  # room for either batch
+        big = torch.zeros([max(a, b) for a, b in zip(inputs[name].shape, later[name].shape, strict=True)])
+        inputs[name] = big.to(inputs[name]).contiguous()
+    paged_prefill_triton(**inputs | {"rows": torch.full_like(inputs["rows"], -1)})  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_prefill_triton(**inputs)
+    for name in ("k_cache", "v_cache", "block_tables"):
+        region = tuple(slice(size) for size in later[name].shape)
+        inputs[name][region] = later[name]
+    for name in ("q", "rows", "query_start", "seq_lens"):
+        inputs[name].copy_(later[name])
+    inputs["out"].fill_(torch.nan)
+    graph.replay()
+    reference = expected(second, later)
+    assert (inputs["out"].double() - reference).norm() <= TOLERANCE[torch.float32] * reference.norm()

@@ -1,0 +1,206 @@
+"""The small kernels against their references: in Triton's interpreter, natively where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm_kernels.few_rows_linear import few_rows_linear_triton
+from teachllm_kernels.gemv import gemv_reference, gemv_triton
+from teachllm_kernels.kv_write import kv_write_reference, kv_write_triton
+from teachllm_kernels.rms_norm import rms_norm_reference, rms_norm_triton
+from teachllm_kernels.rope_kv_write import rope_kv_write_reference, rope_kv_write_triton
+from teachllm_kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
+from teachllm_kernels.step_inputs import append_tokens, scatter, step_inputs
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter has no correct bfloat16.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+few = settings(max_examples=8 if DEVICE.type == "cpu" else 40)
+
+
+def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def assert_near(result: torch.Tensor, reference: torch.Tensor) -> None:
+    """The reference was computed in float64; the error is measured against its length."""
+    assert result.isfinite().all()
+    error = (result.double() - reference).norm() / reference.norm().clamp(min=1e-30)
+    assert error < TOLERANCE[result.dtype], f"{float(error):.1e}"
+
+
+@few
+@given(st.integers(1, 5), st.sampled_from([16, 96, 1000]), st.booleans(), st.sampled_from(DTYPES))
+def test_rms_norm(num_tokens: int, size: int, has_residual: bool, dtype: torch.dtype) -> None:
+    y, weight = randn(num_tokens, size, dtype=dtype), randn(size, dtype=dtype)
+    residual = randn(num_tokens, size, dtype=dtype) if has_residual else None
+    normed, x = rms_norm_triton(y, residual, weight, 1e-6)
+    expected, total = rms_norm_reference(
+        y.double(), None if residual is None else residual.double(), weight.double(), 1e-6
+    )
+    assert_near(normed, expected)
+    assert_near(x, total)
+
+
+@few
+@given(st.integers(1, 5), st.sampled_from([8, 1024, 1500]), st.sampled_from(DTYPES))
+def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = randn(num_tokens, 2 * size, dtype=dtype)
+    assert_near(silu_and_mul_triton(gate_up), silu_and_mul_reference(gate_up.double()))
+
+
+@few
+@given(st.integers(1, 3), st.sampled_from([8, 80, 512]), st.sampled_from(DTYPES))
+def test_kv_write_fills_its_slots_and_no_other(num_kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
+    wide = randn(4, 3 * num_kv_heads, head_size, dtype=dtype)  # k and v as they lie beside q
+    k, v = wide[:, num_kv_heads : 2 * num_kv_heads], wide[:, 2 * num_kv_heads :]
+    caches = randn(2, 3, 16, num_kv_heads, head_size, dtype=dtype)
+    expected = caches.clone()
+    slots = torch.tensor([17, -1, 0, 47], device=DEVICE)
+    kv_write_triton(k, v, *caches, slots)
+    kv_write_reference(k, v, *expected, slots)
+    assert torch.equal(caches, expected)
+
+
+@few
+@given(
+    st.sampled_from([(1, 1), (4, 2), (9, 3), (16, 8)]),
+    st.sampled_from([16, 80, 96, 128]),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_rope_kv_write(heads: tuple[int, int], head_size: int, has_norm: bool, dtype: torch.dtype) -> None:
+    (num_heads, num_kv_heads), num_tokens = heads, 3
+    qkv = randn(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)
+    angles = torch.rand(num_tokens, 1, head_size // 2, device=DEVICE) * 6
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(dtype)
+    signed_sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(dtype)
+    weight = randn(num_heads + num_kv_heads, head_size, dtype=dtype) if has_norm else None
+    caches = randn(2, 2, 16, num_kv_heads, head_size, dtype=dtype)
+    slots = torch.tensor([31, -1, 4], device=DEVICE)
+    expected_qkv, expected_caches = qkv.double(), caches.double()
+    rope_kv_write_reference(
+        expected_qkv,
+        cos.double(),
+        signed_sin.double(),
+        None if weight is None else weight.double(),
+        1e-6,
+        *expected_caches,
+        slots,
+    )
+    rope_kv_write_triton(qkv, cos, signed_sin, weight, 1e-6, *caches, slots)
+    assert_near(qkv, expected_qkv)
+    assert_near(caches, expected_caches)
+    untouched = torch.ones(32, dtype=torch.bool, device=DEVICE)
+    untouched[[31, 4]] = False
+    assert torch.equal(caches.flatten(1, 2)[:, untouched].double(), expected_caches.flatten(1, 2)[:, untouched])
+
+
+@few
+@given(
+    st.sampled_from([(8, 5), (100, 33), (1024, 40), (3000, 7)]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_gemv(
+    sizes: tuple[int, int], has_bias: bool, has_norm: bool, has_residual: bool, gated: bool, dtype: torch.dtype
+) -> None:
+    num_in, num_out = sizes
+    rows = num_out * (2 if gated else 1)
+    x, weight = randn(1, num_in, dtype=dtype), randn(rows, num_in, dtype=dtype) * num_in**-0.5
+    bias = randn(rows, dtype=dtype) if has_bias else None
+    norm_weight = randn(num_in, dtype=dtype) if has_norm else None
+    residual = randn(1, num_out, dtype=dtype) if has_residual else None
+
+    def wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.double()
+
+    result = gemv_triton(x, weight, bias, None if norm_weight is None else (norm_weight, 1e-6), residual, gated)
+    norm = None if norm_weight is None else (norm_weight.double(), 1e-6)
+    assert_near(result, gemv_reference(x.double(), weight.double(), wide(bias), norm, wide(residual), gated))
+
+
+@few
+@given(
+    st.integers(2, 16),
+    st.sampled_from([(8, 5), (100, 33), (1024, 70), (3000, 7), (300, 4200)]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_few_rows_linear(
+    num_rows: int, sizes: tuple[int, int], has_bias: bool, has_residual: bool, gated: bool, dtype: torch.dtype
+) -> None:
+    num_in, num_out = sizes
+    if DEVICE.type == "cpu":  # fewer programs, as many splits
+        num_out = min(num_out, 130)
+    rows = num_out * (2 if gated else 1)
+    x, weight = randn(num_rows, num_in, dtype=dtype), randn(rows, num_in, dtype=dtype) * num_in**-0.5
+    bias = randn(rows, dtype=dtype) if has_bias else None
+    residual = randn(num_rows, num_out, dtype=dtype) if has_residual else None
+    wide = [None if t is None else t.double() for t in (bias, residual)]
+    expected = gemv_reference(x.double(), weight.double(), wide[0], None, wide[1], gated)
+    first = few_rows_linear_triton(x, weight, bias, residual, gated)
+    assert_near(first, expected)
+    assert torch.equal(first, few_rows_linear_triton(x, weight, bias, residual, gated))  # whoever arrives last
+
+
+def test_step_inputs_start_at_a_known_token_and_give_padding_no_slot() -> None:
+    def ints(values: list, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    token_ids = ints([[10 * row + i for i in range(8)] for row in range(3)])
+    tables = ints([[5, 6], [7, 8], [9, 4]])
+    outputs = {
+        name: torch.full((7,), 99, dtype=dtype, device=DEVICE)
+        for name, dtype in (
+            ("input_ids", torch.int64),
+            ("positions", torch.int64),
+            ("slot_mapping", torch.int64),
+            ("seq_lens", torch.int32),
+        )
+    }
+    # Row 2 decodes (planned too far: a draft was rejected), row 0 computes three tokens of its prompt; one is padding.
+    step_inputs(
+        rows=ints([2, 0, -1]),
+        query_start=ints([0, 1, 4, 6]),
+        planned_start=ints([7, 2, 0]),
+        token_ids=token_ids,
+        num_known=ints([8, 1, 6]),
+        block_tables=tables,
+        block_size=4,
+        **outputs,
+    )
+    assert outputs["input_ids"].tolist() == [25, 2, 3, 4, 0, 0, 99]
+    assert outputs["positions"].tolist() == [5, 2, 3, 4, 0, 0, 99]
+    assert outputs["slot_mapping"].tolist() == [4 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4, -1, -1, 99]
+    assert outputs["seq_lens"].tolist() == [6, 5, 0, 99, 99, 99, 99]
+
+
+def test_sampled_tokens_are_appended_to_their_rows_and_padding_to_none() -> None:
+    token_ids = torch.zeros((3, 4), dtype=torch.int32, device=DEVICE)
+    num_known = torch.tensor([1, 3, 2], dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([2, -1, 0], dtype=torch.int32, device=DEVICE)
+    append_tokens(rows, torch.tensor([7, 8, 9], device=DEVICE), token_ids, num_known)
+    assert token_ids.tolist() == [[0, 9, 0, 0], [0, 0, 0, 0], [0, 0, 7, 0]]
+    assert num_known.tolist() == [2, 3, 3]
+
+
+@pytest.mark.parametrize("count", [1, 256, 700])
+def test_scatter_writes_its_places_and_no_other(count: int) -> None:
+    to = torch.full((30, 40), -1, dtype=torch.int32, device=DEVICE)
+    index = torch.randperm(1200, device=DEVICE)[:count].int()
+    values = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    scatter(to, index, values)
+    expected = torch.full((1200,), -1, dtype=torch.int32, device=DEVICE)
+    expected[index.long()] = values
+    assert torch.equal(to.view(-1), expected)
