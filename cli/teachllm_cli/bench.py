@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from teachllm import LLM
     from teachllm.bench.ceilings import Ceilings
     from teachllm.bench.figures import Figure
+    from teachllm.bench.step_profile import StepProfile
 
 bench = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure latency or throughput beside this machine's ceilings."
 )
+
+_KERNELS_SHOWN = 4  # of each group
 
 OutputJson = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
 
@@ -41,15 +44,22 @@ def latency(
     num_iters_warmup: Annotated[int, typer.Option(help="Iterations that do not count.")] = 10,
     num_iters: Annotated[int, typer.Option(help="Iterations that count; medians are shown.")] = 30,
     output_json: OutputJson = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Then show where a decode step goes.")] = False,
+    profile_trace: Annotated[
+        Path | None, typer.Option(help="With --profile: write the steps to this file, for Perfetto.")
+    ] = None,
 ) -> None:
     """Time one batch of equal requests with random prompts, from its arrival to its last token."""
-    from teachllm.bench.latency import LatencyOptions, run_latency
+    from teachllm.bench.latency import LatencyOptions, run_latency, run_profile
 
     options = LatencyOptions(input_len, output_len, batch_size, num_iters_warmup, num_iters)
     with _measured(engine, output_json) as (llm, ceilings), _bar("iterations") as progress:
         result = run_latency(llm, options, ceilings, progress)
+        steps = run_profile(llm, options, ceilings, profile_trace) if profile or profile_trace else None
     title = f"{engine.model}: {batch_size} x ({input_len} tokens in, {output_len} out)"
     _report(title, result.figures, ceilings, result.json, output_json)
+    if steps is not None:
+        _report_profile(steps)
 
 
 @bench.command()
@@ -128,6 +138,32 @@ def _report(
         style="dim",
         markup=False,
     )
+
+
+def _report_profile(steps: StepProfile) -> None:
+    """A step's groups beside their floors, then its longest kernels."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = answers()
+    console.print(Text(f"A decode step, mean of {steps.num_steps}: {_number(steps.wall_ms)} ms", style="bold"))
+    table = Table(box=None, padding=(0, 1, 0, 2))
+    table.add_column("where it goes")
+    for column in ("ms", "of the step", "at the ceilings", "calls"):
+        table.add_column(column, justify="right")
+
+    def add(name: str, ms: float, floor_ms: float | None = None, calls: float | None = None, style: str = "") -> None:
+        floor = "" if floor_ms is None else f"{_number(floor_ms)} ms"
+        number = "" if calls is None else f"{calls:.4g}"
+        table.add_row(Text(name), _number(ms), f"{ms / steps.wall_ms:.1%}", floor, number, style=style)
+
+    for group, ms in steps.groups().items():
+        add(group, ms, steps.floor_ms.get(group))
+        for row in [row for row in steps.rows if row.group == group][:_KERNELS_SHOWN]:
+            add(f"  {row.name[:60]}", row.ms, calls=row.calls, style="dim")
+    add("gaps between kernels", steps.gaps_ms)
+    add("(host at work meanwhile)", steps.host_ms, style="dim")
+    console.print(table)
 
 
 def _number(value: float) -> str:

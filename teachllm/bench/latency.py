@@ -6,12 +6,14 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, Timing, check_length, random_ids, run_batch
 from teachllm.bench.ceilings import Ceilings
 from teachllm.bench.figures import Figure, as_json
 from teachllm.bench.floor import floor_seconds, schedule
+from teachllm.bench.step_profile import StepProfile, profile_decode
 
 if TYPE_CHECKING:
     from teachllm import LLM
@@ -87,6 +89,17 @@ def run_latency(
         "percentiles": {str(percent): _percentile(seconds, percent) for percent in _PERCENTILES},
     }
     return LatencyResult(timings, figures, as_json(llm, options, results, figures, ceilings))
+
+
+def run_profile(llm: LLM, options: LatencyOptions, ceilings: Ceilings, trace_path: Path | None = None) -> StepProfile:
+    """Where a decode step of such a batch goes; `trace_path` as in `profile_decode`.
+
+    Raises:
+        ValueError: prompt and profiled steps are longer than `max_model_len`.
+    """
+    rng, vocab_size = random.Random(), llm.engine.model_config.vocab_size
+    prompts = [random_ids(rng, options.input_len, vocab_size) for _ in range(options.batch_size)]
+    return profile_decode(llm, Batch(prompts, [options.output_len] * options.batch_size), ceilings, 16, trace_path)
 
 
 def _figures(

@@ -48,6 +48,15 @@ def test_latency_writes_and_shows_every_figure_with_its_limit(teachllm, tmp_path
         assert text in result.stdout
 
 
+def test_a_profile_shows_where_a_step_goes_and_writes_a_trace(teachllm, tmp_path) -> None:
+    trace = tmp_path / "trace.json"
+    result = teachllm("bench", "latency", *LATENCY, *ENGINE, "--profile-trace", str(trace))
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(trace.read_text())["traceEvents"]
+    for text in ("A decode step, mean of 16", "matrix products", "gaps between kernels", "host at work"):
+        assert text in result.stdout
+
+
 def test_one_output_token_has_no_time_per_output_token(teachllm, tmp_path) -> None:
     output = tmp_path / "latency.json"
     teachllm("bench", "latency", *LATENCY, *ENGINE, "--output-len", "1", "--output-json", str(output))

@@ -1,0 +1,118 @@
+"""How near decode attention comes to the card's read ceiling: bytes of K and V over bandwidth, merging included.
+
+    PYTHONPATH=.:kernels python3 benchmarks/decode_attention.py [--output FILE]
+
+Each figure is the median of replays of a CUDA graph that holds the kernel many times over, as a model does. Blocks of
+16 tokens lie in random order; lengths are read from the device, as in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from teachllm.bench.ceilings import measure_ceilings
+from teachllm_kernels.paged_decode import DecodePlan, cost, fused_paged_decode, paged_decode_triton, plan_decode
+
+NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
+CALLS, REPLAYS = 10, 15
+_ragged = random.Random(1)
+SHAPES = {
+    "8 x 16,448": [16448] * 8,
+    "256 ragged, 100 to 2,000": [_ragged.randint(100, 2000) for _ in range(256)],
+    "64 x 1,088": [1088] * 64,
+    "1 x 16,448": [16448],
+    "1 x 300": [300],
+}
+
+
+def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
+    """Attention over a freshly filled cache, alone and with what comes before it."""
+    num_seqs, device = len(lens), torch.device("cuda")
+    counts = [-(-length // BLOCK_SIZE) for length in lens]
+    blocks = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
+    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).to(device)
+    caches = torch.randn(2, sum(counts), BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, device=device).bfloat16()
+    qkv = torch.randn(num_seqs, num_heads + 2 * NUM_KV_HEADS, HEAD_SIZE, device=device).bfloat16()
+    norm = torch.ones(num_heads + NUM_KV_HEADS, HEAD_SIZE, device=device).bfloat16()
+    angles = torch.rand(2, num_seqs, 1, HEAD_SIZE, device=device).bfloat16()
+    rows = torch.arange(num_seqs, dtype=torch.int32, device=device)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    plan = DecodePlan.allocate(num_seqs, sum(lens), num_heads, NUM_KV_HEADS, HEAD_SIZE, device)
+    plan_decode(plan, seq_lens, starts, rows, NUM_KV_HEADS)
+    scale = HEAD_SIZE**-0.5
+    return {
+        "attention": lambda: paged_decode_triton(qkv[:, :num_heads], *caches, tables, starts, plan, scale),
+        "fused": lambda: fused_paged_decode(qkv, *angles, norm, 1e-6, *caches, tables, plan, scale),
+    }
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Of one call, among many."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000 / CALLS)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", default="", help="recorded with the result; default: git rev-parse HEAD")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU, and torch sees none")
+    commit = (
+        args.commit
+        or subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
+    ceilings = measure_ceilings("cuda", "bfloat16")
+    print(f"{ceilings.device}: reads {ceilings.read_bandwidth / 1e12:.2f} TB/s")
+    found: list[dict[str, Any]] = []
+    for num_heads in (16, 32):
+        for name, lens in SHAPES.items():
+            num_bytes, _ = cost([1] * len(lens), lens, num_heads, NUM_KV_HEADS, HEAD_SIZE)
+            floor_s = num_bytes / ceilings.read_bandwidth
+            for kind, call in calls_of(lens, num_heads).items():
+                took = seconds(call)
+                found.append(
+                    {
+                        "shape": name,
+                        "num_heads": num_heads,
+                        "kernel": kind,
+                        "us": took * 1e6,
+                        "of_ceiling": floor_s / took,
+                    }
+                )
+                print(f"{num_heads:3} heads  {name:<26} {kind:<10} {took * 1e6:8.1f} us  {floor_s / took:6.1%}")
+            torch.cuda.empty_cache()
+    if args.output:
+        versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+        result = {"benchmark": "decode_attention", "commit": commit, "device": ceilings.device, "versions": versions}
+        args.output.write_text(json.dumps(result | {"results": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

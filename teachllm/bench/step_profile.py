@@ -1,0 +1,212 @@
+"""Where a decode step goes: its kernels, the gaps between them, and the host beside them.
+
+A batch is brought past its prompts, then a few steps run under PyTorch's profiler. Kernels are gathered by what they
+are for, so that each group stands beside its own part of the floor: weights for the matrix products, K and V for
+attention. What has no floor is cost that a better engine need not have. On a CPU operations stand for kernels, and
+attention, made of products, counts among those.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from teachllm.bench.batch import Batch, check_length
+from teachllm.bench.ceilings import Ceilings
+from teachllm.bench.floor import Step, Work, step_work
+from teachllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from teachllm import LLM
+
+# A kernel belongs to the first group that has a word of its name. The libraries' names are theirs to change.
+_GROUPS = {
+    "attention": ("paged_", "sdpa", "flash", "fmha", "attention"),
+    "matrix products": ("gemv", "linear", "gemm", "nvjet", "cutlass", "splitk", "addmm", "matmul", "mm"),
+    "sampling": ("_scan", "_pick", "argmax", "append_tokens"),
+}
+_OTHER = "norms and the rest"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One kernel's run: microseconds on the profiler's clock."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """All runs of one kernel in a step, in the mean of the steps."""
+
+    group: str
+    name: str
+    calls: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """A step in the mean.
+
+    Attributes:
+        num_steps: how many were looked at.
+        wall_ms: from step to step.
+        host_ms: of it, the host was at work: planning, launching, updating. Waiting for the device is not work.
+        busy_ms: of it, at least one kernel ran.
+        rows: kernels, the longest first.
+        floor_ms: by group, what bytes and FLOPs allow at the ceilings; groups without any are missing.
+    """
+
+    num_steps: int
+    wall_ms: float
+    host_ms: float
+    busy_ms: float
+    rows: list[Row]
+    floor_ms: dict[str, float]
+
+    @property
+    def gaps_ms(self) -> float:
+        """No kernel ran."""
+        return max(self.wall_ms - self.busy_ms, 0.0)
+
+    def groups(self) -> dict[str, float]:
+        """Milliseconds by group, the longest first."""
+        sums: dict[str, float] = {}
+        for row in self.rows:
+            sums[row.group] = sums.get(row.group, 0.0) + row.ms
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def profile_decode(
+    llm: LLM, batch: Batch, ceilings: Ceilings, num_steps: int = 16, trace_path: Path | None = None
+) -> StepProfile:
+    """Profiles `num_steps` decode steps of a batch, after as many that are not looked at.
+
+    Args:
+        trace_path: a trace for Perfetto or chrome://tracing is written there.
+
+    Raises:
+        ValueError: a prompt and the steps are longer than `max_model_len`.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    check_length(llm, max(batch.prompt_lens) + 3 * num_steps + 4)
+    engine, names = llm.engine, [f"profile {i}" for i in range(len(batch.prompts))]
+    params = SamplingParams(
+        temperature=batch.temperature, max_tokens=3 * num_steps + 4, ignore_eos=True, detokenize=False
+    )
+    on_gpu = llm.config.device.startswith("cuda")
+    try:
+        outputs = [
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            for name, prompt in zip(names, batch.prompts, strict=True)
+        ]
+        while not all(len(output.outputs[0].token_ids) > num_steps for output in outputs):
+            engine.step()
+        activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+        with profile(activities=activities) as profiler:
+            waited = _Waiting(engine.core)
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                engine.step()
+            wall_s = time.perf_counter() - start
+            host_s = wall_s - waited.stop()
+        lens = [len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) for output in outputs]
+    finally:
+        for name in names:
+            engine.abort_request(name)
+        while engine.has_unfinished_requests:
+            engine.step()
+    if trace_path is not None:
+        profiler.export_chrome_trace(str(trace_path))
+    events = _events(profiler, on_gpu)
+    rows, busy_ms = summarize(events, num_steps)
+    step = Step([1] * len(lens), [length - num_steps // 2 for length in lens], len(lens))
+    floors = _floors(step_work(engine.model_config, step), step, llm, ceilings)
+    return StepProfile(num_steps, 1000 * wall_s / num_steps, 1000 * host_s / num_steps, busy_ms, rows, floors)
+
+
+def summarize(events: Iterable[Event], num_steps: int) -> tuple[list[Row], float]:
+    """(rows, busy milliseconds) a step; kernels that overlap count once for the latter."""
+    sums: dict[str, tuple[int, float]] = {}
+    busy_us, end_us = 0.0, float("-inf")
+    for event in sorted(events, key=lambda e: e.start_us):
+        calls, total = sums.get(event.name, (0, 0.0))
+        sums[event.name] = calls + 1, total + event.end_us - event.start_us
+        busy_us += max(event.end_us - max(event.start_us, end_us), 0.0)
+        end_us = max(end_us, event.end_us)
+    rows = [
+        Row(group_of(name), name, calls / num_steps, total / 1000 / num_steps) for name, (calls, total) in sums.items()
+    ]
+    return sorted(rows, key=lambda row: -row.ms), busy_us / 1000 / num_steps
+
+
+def group_of(name: str) -> str:
+    """What a kernel is for, by its name."""
+    lowered = name.lower()
+    for group, words in _GROUPS.items():
+        if any(word in lowered for word in words):
+            return group
+    return _OTHER
+
+
+class _Waiting:
+    """Adds up how long the host waits for results."""
+
+    def __init__(self, core: Any) -> None:
+        self._core, self._inner = core, core.executor.sample
+        self._seconds = 0.0
+        core.executor.sample = self._sample
+
+    def _sample(self, handle: Any) -> Any:
+        return _Timed(self._inner(handle), self)
+
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    def stop(self) -> float:
+        """Seconds waited."""
+        del self._core.executor.sample  # the class's own again
+        return self._seconds
+
+
+class _Timed:
+    """A pending output whose wait is counted."""
+
+    def __init__(self, pending: Any, waiting: _Waiting) -> None:
+        self._pending, self._waiting = pending, waiting
+
+    def result(self) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._pending.result()
+        finally:
+            self._waiting.add(time.perf_counter() - start)
+
+
+def _events(profiler: Any, on_gpu: bool) -> list[Event]:
+    from torch.autograd import DeviceType
+
+    if on_gpu:
+        found: Sequence[Any] = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    else:  # the outermost operations, which contain the others
+        found = [e for e in profiler.events() if e.cpu_parent is None]
+    return [Event(e.name, e.time_range.start, e.time_range.end) for e in found]
+
+
+def _floors(work: Work, step: Step, llm: LLM, ceilings: Ceilings) -> dict[str, float]:
+    """The floor of a step, divided between weights and KV."""
+    model = llm.engine.model_config
+    weights = step_work(model, Step([0] * len(step.query_lens), [0] * len(step.kv_lens), step.num_sampled))
+    products = Work(weights.num_bytes, work.matrix_flops, 0)
+    attention = Work(work.num_bytes - weights.num_bytes, 0, work.attention_flops)
+    return {
+        "matrix products": 1000 * products.seconds(ceilings),
+        "attention": 1000 * attention.seconds(ceilings),
+    }

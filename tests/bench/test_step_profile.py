@@ -1,0 +1,70 @@
+"""Where a step goes: kernels by group, overlap counted once, and floors that add up to the step's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from teachllm import LLM
+from teachllm.bench.batch import Batch
+from teachllm.bench.ceilings import Ceilings
+from teachllm.bench.floor import Step, step_work
+from teachllm.bench.step_profile import Event, group_of, profile_decode, summarize
+
+CEILINGS = Ceilings("test", "float32", 1e9, 1e9, 1e12, 1e12)
+
+
+def test_kernels_are_gathered_and_overlap_is_busy_once() -> None:
+    events = [
+        Event("_gemv", 0, 10),
+        Event("_paged_decode", 8, 20),  # began before the one in front had ended
+        Event("_gemv", 30, 40),
+        Event("_rms_norm", 32, 36),  # beside another
+    ]
+    rows, busy_ms = summarize(events, num_steps=2)
+    assert busy_ms == pytest.approx(0.015)
+    assert [(row.name, row.group, row.calls) for row in rows] == [
+        ("_gemv", "matrix products", 1.0),
+        ("_paged_decode", "attention", 0.5),
+        ("_rms_norm", "norms and the rest", 0.5),
+    ]
+    assert [row.ms for row in rows] == pytest.approx([0.010, 0.006, 0.002])
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("nvjet_sm90_tst_64x64_64x13_4x1_v_bz_TNT", "matrix products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matrix products"),
+        ("_few_rows_linear", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("_paged_prefill", "attention"),
+        ("_pick", "sampling"),
+        ("_silu_and_mul", "norms and the rest"),
+    ],
+)
+def test_a_kernel_is_known_by_its_name(name: str, group: str) -> None:
+    assert group_of(name) == group
+
+
+def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
+    llm = LLM("teachlm", device="cpu", load_format="dummy", skip_tokenizer_init=True, max_model_len=128)
+    trace = tmp_path / "trace.json"
+    steps = profile_decode(llm, Batch([[5] * 9, [6] * 20], [1, 1]), CEILINGS, num_steps=4, trace_path=trace)
+    assert steps.num_steps == 4 and not llm.engine.has_unfinished_requests
+    assert 0 < steps.busy_ms <= steps.wall_ms and 0 < steps.host_ms <= steps.wall_ms
+    assert "matrix products" in steps.groups()
+    assert json.loads(trace.read_text())["traceEvents"]
+    # Two requests, 4 + 4 / 2 tokens after the fifth of their outputs: the floors are the step's bytes, divided.
+    total = sum(steps.floor_ms.values()) / 1000 * CEILINGS.read_bandwidth
+    lens = [9 + 9 - 2, 20 + 9 - 2]
+    assert total == pytest.approx(step_work(llm.engine.model_config, Step([1, 1], lens, 2)).num_bytes)
+    llm.engine.close()
+
+
+def test_steps_beyond_the_longest_sequence_are_refused() -> None:
+    llm = LLM("teachlm", device="cpu", load_format="dummy", skip_tokenizer_init=True, max_model_len=64)
+    with pytest.raises(ValueError, match="more than max_model_len=64"):
+        profile_decode(llm, Batch([[5] * 20], [1]), CEILINGS)
