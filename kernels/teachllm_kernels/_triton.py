@@ -2,8 +2,9 @@
 
 Programmatic dependent launch lets a kernel start while the one before it drains: it asks for its weights, which
 nobody writes, and only then waits (`gdc_wait`) for what the other one computed. A kernel that is launched so must
-wait before it reads, or writes, anything that another kernel writes or reads. Hopper has it; elsewhere, and in
-Triton's interpreter, the kernels' `PDL` switch is off.
+wait before it reads, or writes, anything that another kernel writes or reads; and programs without work must wait as
+well, or a kernel could end before the one in front of it, for which the next one then does not wait. Hopper has it;
+elsewhere, and in Triton's interpreter, the kernels' `PDL` switch is off.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

@@ -101,10 +101,7 @@ def few_rows_linear_triton(
     """
     (num_rows, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((num_rows, num_out))
-    blocks = triton.cdiv(num_out, _BLOCK_N)
-    splits = triton.cdiv(_BLOCKS_WANTED, blocks)
-    if num_in > 8192:
-        splits *= 2
+    blocks, splits = _grid(num_in, num_out)
     block_k = 128 if num_in < 4096 or x.dtype.itemsize > 2 else 256
     partial = arrived = None
     if splits > 1:
@@ -126,6 +123,15 @@ def few_rows_linear_triton(
         **launch_options(x.device),
     )
     return out
+
+
+def _grid(num_in: int, num_out: int) -> tuple[int, int]:
+    """(blocks of columns, programs that share one); only so few blocks as have a counter are shared."""
+    blocks = -(-num_out // _BLOCK_N)
+    if blocks > _BLOCKS_WANTED:
+        return blocks, 1
+    splits = -(-_BLOCKS_WANTED // blocks)
+    return blocks, splits * 2 if num_in > 8192 else splits
 
 
 @cache

@@ -322,6 +322,8 @@ def _paged_decode(
                     partial, lse, out, first, num_splits, kv_head, token, num_queries, channel, is_channel,
                     NUM_KV_HEADS, GROUP, MAX_Q, D, MERGE,
                 )  # fmt: skip
+    elif PDL:
+        gdc_wait()  # or a batch of padding alone would end before the kernel in front, whom the next then not waits for
 
 
 @triton.jit

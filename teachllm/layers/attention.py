@@ -35,6 +35,7 @@ class AttentionMetadata:
         backend: computes attention.
         rows: [num_seqs] int32, each request's row of `block_tables`; None: they are in order.
         num_decodes: the first so many requests have one token each; counted on a GPU only.
+        is_few: all are decodes, and so few that a layer's operations are fused; on a GPU only.
         prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
         plans: what a backend prepared, by kind of layer; made by the first of a kind or by the runner, read by all.
         outside: runs a call outside the CUDA graph that is being captured; None: there is none.
@@ -49,6 +50,7 @@ class AttentionMetadata:
     backend: AttentionBackend = CPU_BACKEND
     rows: torch.Tensor | None = None
     num_decodes: int = 0
+    is_few: bool = False
     prefill_start: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
     outside: Callable[[Callable[[AttentionMetadata], None]], None] | None = None

@@ -17,7 +17,7 @@ from torch import nn
 
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import MAX_FEW_ROWS, Linear
+from teachllm.layers.linear import Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama_config import LlamaConfig, parse
@@ -126,7 +126,7 @@ class LlamaLayer(nn.Module):
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x, residual), each [num_tokens, hidden_size], whose sum is the stream -> the same after this block."""
-        if x.is_cuda and metadata.num_decodes == x.shape[0] <= MAX_FEW_ROWS:
+        if metadata.is_few:
             return self._decode_few(x, angles, kv_cache, metadata), None
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, angles, kv_cache, metadata)

@@ -14,12 +14,15 @@ Source: Gray, "Getting Started with CUDA Graphs", 2019; the pieces are vLLM's.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
+
+LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
 
 T = TypeVar("T")
 
@@ -33,6 +36,7 @@ class Graphs(Generic[T]):
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._seen: set[Hashable] = set()
+        self._failed: set[Hashable] = set()
         self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pieces: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], list[AttentionCall], T]] = {}
 
@@ -43,18 +47,26 @@ class Graphs(Generic[T]):
         """Whether a key was asked for before: what happens once is not worth a recording."""
         seen = key in self._seen
         self._seen.add(key)
-        return seen
+        return seen and key not in self._failed
 
-    def capture(self, key: Hashable, run: Callable[[], T]) -> None:
-        """Records `run`. It runs once before, so that kernels are compiled and libraries have what they need."""
+    def capture(self, key: Hashable, run: Callable[[], T]) -> bool:
+        """Records `run`. It runs once before, so that kernels are compiled and libraries have what they need.
+
+        Returns:
+            Whether it could be recorded; if not, it is not tried again, and a warning says why.
+        """
         self._warm_up(run)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                result = run()
+        except RuntimeError as error:
+            return self._give_up(key, error)
         self._full[key] = graph, result
+        return True
 
-    def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> None:
-        """Records `run`, which hands every attention call to its argument (None: call it at once)."""
+    def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> bool:
+        """Records `run`, which hands every attention call to its argument (None: call it at once). As `capture`."""
         self._warm_up(lambda: run(None))
         graphs: list[torch.cuda.CUDAGraph] = []
         calls: list[AttentionCall] = []
@@ -69,12 +81,24 @@ class Graphs(Generic[T]):
             begin()
 
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            begin()
-            result = run(outside)
-            graphs[-1].capture_end()
+        try:
+            with torch.cuda.stream(self._stream):
+                begin()
+                try:
+                    result = run(outside)
+                finally:
+                    graphs[-1].capture_end()  # or the stream would go on recording
+        except RuntimeError as error:
+            return self._give_up(key, error)
         torch.cuda.current_stream().wait_stream(self._stream)
         self._pieces[key] = graphs, calls, result
+        return True
+
+    def _give_up(self, key: Hashable, error: RuntimeError) -> bool:
+        self._failed.add(key)
+        reason = str(error).splitlines()[0]
+        warnings.warn(f"running without a CUDA graph for {key}, which could not be recorded: {reason}", stacklevel=4)
+        return False
 
     def replay(self, key: Hashable) -> T:
         """Launches a full recording; returns the tensors that it writes to, the same ones every time."""

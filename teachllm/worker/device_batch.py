@@ -7,15 +7,16 @@ never needs to know a token to plan the step after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from teachllm.core.scheduler_output import NewRow, SchedulerOutput
+from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm_kernels.step_inputs import append_tokens, scatter, step_inputs
 
+_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 _NUM_STAGED = 4  # headers under way at once: more than steps can be in flight
 
 
@@ -27,7 +28,7 @@ class DeviceStep:
         rows: the request row of each scheduled request.
         query_lens: tokens that each computes.
         starts: index in its sequence of each one's first token.
-        num_decodes: the first so many compute one token.
+        num_decodes: the first so many compute one token and did not start in this step.
         sampling: positions in `rows` of those that sample.
     """
 
@@ -43,8 +44,26 @@ class DeviceStep:
 
     @property
     def is_decode(self) -> bool:
-        """Every request computes one token and samples."""
+        """All are decodes that sample."""
         return self.num_decodes == len(self.rows) == len(self.sampling)
+
+    def full_graph_shape(self, max_num_seqs: int, max_num_tokens: int) -> tuple[int, int] | None:
+        """(sequences, tokens), with padding, of the graph that holds this whole step; None if there is no such graph.
+
+        Decodes alone, padded to a size, or a few short prompts alone: after these a sequence more, at least, owns the
+        tokens that are padding.
+        """
+        count = len(self.rows)
+        if self.is_decode:
+            size = padded_size(count, max_num_seqs)
+            return size, size
+        num_seqs = padded_size(count + 1, max_num_seqs)
+        room = max_num_tokens - (num_seqs - count)  # a padding sequence has one token at least
+        if self.num_decodes or not count < num_seqs <= _LARGEST_PROMPT_GRAPH:
+            return None
+        if self.num_tokens > min(room, LARGEST_MIXED_GRAPH):
+            return None
+        return num_seqs, padded_size(self.num_tokens, room) + num_seqs - count
 
 
 class DeviceBatch:
@@ -71,7 +90,7 @@ class DeviceBatch:
         sizes = [max_num_seqs, max_num_seqs + 1, max_num_seqs, max_num_seqs, max_num_seqs]
         self._header = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index = self._header.split(sizes)
-        self._staged = [torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True) for _ in range(_NUM_STAGED)]
+        self._staged = [self._staging(torch.zeros(sum(sizes), dtype=torch.int32)) for _ in range(_NUM_STAGED)]
         self._num_staged = 0
         self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
@@ -91,7 +110,9 @@ class DeviceBatch:
         """Takes a row for a request and returns it."""
         row = self._row_of[request_id] = self._free_rows.pop()
         count = len(new_row.token_ids)
-        packed = torch.tensor([*new_row.token_ids, count], dtype=torch.int32).pin_memory()
+        numbers = np.empty(count + 1, dtype=np.int32)
+        numbers[:count], numbers[count] = np.fromiter(new_row.token_ids, np.int32, count), count
+        packed = self._staging(torch.from_numpy(numbers))
         self.token_ids[row, :count].copy_(packed[:count], non_blocking=True)
         self.num_known[row : row + 1].copy_(packed[count:], non_blocking=True)
         return row
@@ -109,10 +130,13 @@ class DeviceBatch:
                 index.extend(range(first, first + len(share.new_block_ids)))
                 blocks.extend(share.new_block_ids)
         if index:
-            packed = torch.tensor([index, blocks], dtype=torch.int32).pin_memory().to(self.device, non_blocking=True)
+            packed = self._staging(torch.tensor([index, blocks], dtype=torch.int32)).to(self.device, non_blocking=True)
             scatter(self.block_tables, packed[0], packed[1])
         query_lens = [share.num_tokens for share in shares]
-        num_decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+        # A request that starts now may share a block which another one fills in this very step: its one token is no
+        # decode, since what is fused for those reads the cache while others still write to it.
+        is_decode = [share.num_tokens == 1 and share.new_row is None for share in shares]
+        num_decodes = is_decode.index(False) if False in is_decode else len(shares)
         sampling = [i for i, share in enumerate(shares) if share.samples]
         return DeviceStep(rows, query_lens, [share.start for share in shares], num_decodes, sampling)
 
@@ -171,6 +195,6 @@ class DeviceBatch:
         """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known."""
         append_tokens(self.sample_rows[: sampled.shape[0]], sampled, self.token_ids, self.num_known)
 
-    def known_ids(self, rows: Sequence[int]) -> torch.Tensor:
-        """[len(rows), max_model_len] int64 token ids of some rows."""
-        return self.token_ids[list(rows)].long()
+    def _staging(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where a GPU reads from without the host waiting for it."""
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor

@@ -113,6 +113,8 @@ class InProcessExecutor:
         return _Ready(output) if isinstance(output, ModelRunnerOutput) else output
 
     def close(self) -> None:
+        if isinstance(self._runner, GPUModelRunner):
+            self._runner.close()
         self._runner = None
 
     def _open(self) -> Any:

@@ -21,16 +21,15 @@ from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends import SDPA_BACKEND, TRITON_BACKEND
+from teachllm.layers.linear import MAX_FEW_ROWS
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
-from teachllm.worker.cuda_graphs import AttentionCall, Graphs, padded_size
+from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
 from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
 from teachllm_kernels.paged_decode import DecodePlan, plan_decode
 
-_LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
-_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 _LONG_PROMPT = 4096  # tokens from which on cuDNN's attention is worth a path of its own
 _PROMPT_ROWS = 64  # prompt tokens scored at once
 
@@ -86,7 +85,9 @@ class GPUModelRunner:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
-        torch.cuda.set_device(device.index or 0)
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(device)
         self._device = device
         self._eager = config.enforce_eager
         self._max_num_seqs = config.max_num_seqs
@@ -119,25 +120,38 @@ class GPUModelRunner:
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> LaunchedStep:
         """Launches the forward pass of a plan; for a batch of plain decodes, sampling too."""
+        with torch.cuda.device(self._device):  # which one is current is each thread's own
+            return self._execute(plan)
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedStep) -> PendingStep:
+        """Samples what the graph has not, and sends the ids on their way."""
+        with torch.cuda.device(self._device):
+            return self._sample(launched)
+
+    def close(self) -> None:
+        """Lets collections look at everything again."""
+        gc.unfreeze()
+
+    def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
         self._update_rows(plan)
         step = self._batch.prepare(plan)
         rows = [step.rows[i] for i in step.sampling]
         variant = self._sampler.plain_variant(rows)
-        if not self._prompt_logprobs:
-            full = self._full_shape(step)
+        if not self._scores_prompt(plan, step):
+            full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
             if full is not None:
                 logits, sampled = self._full(step, *full, variant)
                 return LaunchedStep(plan, step, logits, sampled, None)
         hidden = self._mixed(step)
-        prompt_logprobs = self._score_prompts(plan, step, hidden) if self._prompt_logprobs else None
+        scores = self._scores_prompt(plan, step)
+        prompt_logprobs = self._score_prompts(plan, step, hidden) if scores else None
         logits = None
         if rows:
             logits = self.model.lm_logits(hidden.index_select(0, self._batch.logit_index[: len(rows)]))
         return LaunchedStep(plan, step, logits, None, prompt_logprobs)
 
-    @torch.inference_mode()
-    def sample(self, launched: LaunchedStep) -> PendingStep:
-        """Samples what the graph has not, and sends the ids on their way."""
+    def _sample(self, launched: LaunchedStep) -> PendingStep:
         step, batch = launched.step, self._batch
         count = len(step.sampling)
         if launched.sampled is not None:
@@ -173,40 +187,29 @@ class GPUModelRunner:
 
     # -- in one graph --------------------------------------------------------------------------------------
 
-    def _full_shape(self, step: DeviceStep) -> tuple[int, int] | None:
-        """(sequences, tokens), padded, of the graph for a whole step; None if this step cannot be one."""
-        if step.is_decode:
-            size = padded_size(len(step.rows), self._max_num_seqs)
-            return size, size
-        num_seqs = padded_size(len(step.rows) + 1, self._max_num_seqs)  # one more owns the padding
-        fits = len(step.rows) < num_seqs <= _LARGEST_PROMPT_GRAPH
-        if step.num_decodes or not fits or step.num_tokens > _LARGEST_MIXED_GRAPH:
-            return None
-        room = self._batch.input_ids.shape[0] - (num_seqs - len(step.rows))
-        return (num_seqs, padded_size(step.num_tokens, room) + num_seqs - len(step.rows)) if room > 0 else None
-
     def _full(
         self, step: DeviceStep, num_seqs: int, num_tokens: int, variant: tuple[bool, bool] | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(logits, None) or (None, sampled ids) of a step padded to a graph's size."""
-        key = ("full", num_seqs, num_tokens, variant)
+        is_decode = step.is_decode
+        key = ("full", num_seqs, num_tokens, is_decode, variant)
         has_graph = self._graphs.has(key)
         if not has_graph and not self._eager and self._graphs.comes_again(key):
             self._batch.clear(num_seqs, num_tokens)  # what is captured also runs once: on padding alone
-            self._graphs.capture(key, lambda: self._full_step(num_seqs, num_tokens, variant))
-            has_graph = True
+            has_graph = self._graphs.capture(key, lambda: self._full_step(num_seqs, num_tokens, is_decode, variant))
         self._batch.send(step, num_seqs, num_tokens)
-        return self._graphs.replay(key) if has_graph else self._full_step(num_seqs, num_tokens, variant)
+        return self._graphs.replay(key) if has_graph else self._full_step(num_seqs, num_tokens, is_decode, variant)
 
     def _full_step(
-        self, num_seqs: int, num_tokens: int, variant: tuple[bool, bool] | None
+        self, num_seqs: int, num_tokens: int, is_decode: bool, variant: tuple[bool, bool] | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """From rows to logits or sampled ids: what a full graph holds."""
-        batch, is_decode = self._batch, num_seqs == num_tokens
+        batch = self._batch
         batch.build(num_seqs)
         if is_decode:
             self._plan_decodes(num_seqs)
         metadata = self._metadata(num_seqs, num_tokens, num_seqs if is_decode else 0)
+        metadata.is_few = is_decode and num_seqs <= MAX_FEW_ROWS
         hidden = self.model(batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata)
         if not is_decode:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
@@ -222,15 +225,14 @@ class GPUModelRunner:
     def _mixed(self, step: DeviceStep) -> torch.Tensor:
         """Hidden states, [num_tokens or more, hidden_size], of any batch."""
         batch, num_seqs, num_tokens = self._batch, len(step.rows), step.num_tokens
-        in_pieces = not self._eager and num_tokens <= _LARGEST_MIXED_GRAPH and num_seqs < self._max_num_seqs
-        size = padded_size(num_tokens, batch.input_ids.shape[0]) if in_pieces else num_tokens
+        # Padded without graphs too: the same kernels then give the same bits.
+        is_padded = num_tokens <= LARGEST_MIXED_GRAPH and num_seqs < self._max_num_seqs
+        size = padded_size(num_tokens, batch.input_ids.shape[0]) if is_padded else num_tokens
         padded_seqs = num_seqs + (size > num_tokens)
         key = ("mixed", size)
-        if in_pieces and not self._graphs.has(key):
-            if self._graphs.comes_again(key):
-                self._capture_mixed(key, size)
-            else:
-                in_pieces = False
+        in_pieces = self._graphs.has(key)
+        if is_padded and not in_pieces and not self._eager and self._graphs.comes_again(key):
+            in_pieces = self._capture_mixed(key, size)
         batch.send(step, padded_seqs, size)
         batch.build(padded_seqs)
         if step.num_decodes:
@@ -248,8 +250,8 @@ class GPUModelRunner:
         is_alone = step.num_decodes == len(step.rows) - 1 and step.starts[-1] == 0
         return is_alone and step.query_lens[-1] >= _LONG_PROMPT
 
-    def _capture_mixed(self, key: tuple[str, int], size: int) -> None:
-        """Records a mixed step of `size` tokens; they are all padding meanwhile."""
+    def _capture_mixed(self, key: tuple[str, int], size: int) -> bool:
+        """Records a mixed step of `size` tokens; they are all padding meanwhile. False if that cannot be done."""
         batch = self._batch
         batch.slot_mapping[:size].fill_(-1)
         metadata = self._metadata(1, size, 0)
@@ -258,7 +260,7 @@ class GPUModelRunner:
             metadata.outside = outside or (lambda call: None)
             return self.model(batch.input_ids[:size], batch.positions[:size], self._kv_caches, metadata)
 
-        self._graphs.capture_pieces(key, run)
+        return self._graphs.capture_pieces(key, run)
 
     def _metadata(self, num_seqs: int, num_tokens: int, num_decodes: int) -> AttentionMetadata:
         batch = self._batch
@@ -284,6 +286,13 @@ class GPUModelRunner:
         for window, plan in self._plans.items():
             lens, starts, rows = batch.seq_lens[:count], batch.query_start[: count + 1], batch.rows[:count]
             plan_decode(plan, lens, starts, rows, self._model_config.num_kv_heads, window)
+
+    def _scores_prompt(self, plan: SchedulerOutput, step: DeviceStep) -> bool:
+        """Whether anyone is to get log-probabilities of prompt tokens from this step."""
+        if not self._prompt_logprobs:
+            return False
+        shares = zip(plan.scheduled, step.rows, strict=True)
+        return any(share.start + 1 < self._prompt_logprobs.get(row, (0, 0))[0] for share, row in shares)
 
     def _score_prompts(
         self, plan: SchedulerOutput, step: DeviceStep, hidden: torch.Tensor

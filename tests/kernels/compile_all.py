@@ -51,6 +51,8 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
     aligned = {at: value for at, value in aligned.items() if self.params[at[0]].name not in constants}
     options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
     for architecture in ARCHITECTURES:
+        if "PDL" in constants:  # Hopper's own variant for Hopper
+            constants["PDL"] = architecture >= 90
         source = ASTSource(self, signature, constants, aligned)
         done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert done.asm["cubin"]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm_kernels import few_rows_linear
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.gemv import gemv_reference, gemv_triton
 from teachllm_kernels.kv_write import kv_write_reference, kv_write_triton
@@ -131,7 +132,7 @@ def test_gemv(
 @few
 @given(
     st.integers(2, 16),
-    st.sampled_from([(8, 5), (100, 33), (1024, 70), (3000, 7), (300, 4200)]),
+    st.sampled_from([(8, 5), (100, 33), (1024, 70), (3000, 7), (300, 4200), (9000, 5120)]),
     st.booleans(),
     st.booleans(),
     st.booleans(),
@@ -152,6 +153,13 @@ def test_few_rows_linear(
     first = few_rows_linear_triton(x, weight, bias, residual, gated)
     assert_near(first, expected)
     assert torch.equal(first, few_rows_linear_triton(x, weight, bias, residual, gated))  # whoever arrives last
+
+
+@given(st.integers(1, 40_000), st.integers(1, 40_000))
+def test_columns_are_shared_only_where_arrivals_are_counted(num_in: int, num_out: int) -> None:
+    blocks, splits = few_rows_linear._grid(num_in, num_out)
+    assert blocks * few_rows_linear._BLOCK_N >= num_out
+    assert splits == 1 or blocks <= few_rows_linear._arrivals(DEVICE).numel()
 
 
 def test_step_inputs_start_at_a_known_token_and_give_padding_no_slot() -> None:
