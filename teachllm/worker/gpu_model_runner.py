@@ -28,10 +28,10 @@ from teachllm.sampling.sampler import Sampler
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
 from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
+from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels.paged_decode import DecodePlan, plan_decode
 
 _LONG_PROMPT = 4096  # tokens from which on cuDNN's attention is worth a path of its own
-_PROMPT_ROWS = 64  # prompt tokens scored at once
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class GPUModelRunner:
             )
             for window in set(model_config.windows)
         }
-        self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many top entries)
+        self._prompt_scores = PromptScores(self.model, self._sampler)
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
         gc.collect()
         gc.freeze()
@@ -138,14 +138,17 @@ class GPUModelRunner:
         step = self._batch.prepare(plan)
         rows = [step.rows[i] for i in step.sampling]
         variant = self._sampler.plain_variant(rows)
-        if not self._scores_prompt(plan, step):
+        scores = self._prompt_scores.any_due(plan.scheduled, step.rows)
+        if not scores:
             full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
             if full is not None:
                 logits, sampled = self._full(step, *full, variant)
                 return LaunchedStep(plan, step, logits, sampled, None)
         hidden = self._mixed(step)
-        scores = self._scores_prompt(plan, step)
-        prompt_logprobs = self._score_prompts(plan, step, hidden) if scores else None
+        prompt_logprobs = None
+        if scores:
+            where = (plan.scheduled, step.rows, step.starts, hidden, self._batch.token_ids)
+            prompt_logprobs = self._prompt_scores.score(*where)
         logits = None
         if rows:
             logits = self.model.lm_logits(hidden.index_select(0, self._batch.logit_index[: len(rows)]))
@@ -176,14 +179,12 @@ class GPUModelRunner:
             row = self._batch.close(request_id)
             if row is not None:
                 self._sampler.close_row(row)
-                self._prompt_logprobs.pop(row, None)
+                self._prompt_scores.close_row(row)
         for share in plan.scheduled:
             if share.new_row is not None:
                 row = self._batch.open(share.request_id, share.new_row)
                 self._sampler.open_row(row, share.new_row)
-                num_top = share.new_row.sampling_params.prompt_logprobs
-                if num_top is not None:
-                    self._prompt_logprobs[row] = share.new_row.num_prompt_tokens, num_top
+                self._prompt_scores.open_row(row, share.new_row)
 
     # -- in one graph --------------------------------------------------------------------------------------
 
@@ -286,31 +287,3 @@ class GPUModelRunner:
         for window, plan in self._plans.items():
             lens, starts, rows = batch.seq_lens[:count], batch.query_start[: count + 1], batch.rows[:count]
             plan_decode(plan, lens, starts, rows, self._model_config.num_kv_heads, window)
-
-    def _scores_prompt(self, plan: SchedulerOutput, step: DeviceStep) -> bool:
-        """Whether anyone is to get log-probabilities of prompt tokens from this step."""
-        if not self._prompt_logprobs:
-            return False
-        shares = zip(plan.scheduled, step.rows, strict=True)
-        return any(share.start + 1 < self._prompt_logprobs.get(row, (0, 0))[0] for share, row in shares)
-
-    def _score_prompts(
-        self, plan: SchedulerOutput, step: DeviceStep, hidden: torch.Tensor
-    ) -> list[list[TokenLogprobs] | None]:
-        """Log-probabilities of the prompt tokens that this step's positions predict."""
-        scored: list[list[TokenLogprobs] | None] = []
-        first = 0
-        for share, row in zip(plan.scheduled, step.rows, strict=True):
-            num_prompt_tokens, num_top = self._prompt_logprobs.get(row, (0, 0))
-            count = min(share.start + share.num_tokens, num_prompt_tokens - 1) - share.start
-            if count > 0:
-                targets = self._batch.token_ids[row, share.start + 1 : share.start + 1 + count].tolist()
-                entries: list[TokenLogprobs] = []
-                for i in range(0, count, _PROMPT_ROWS):  # logits of a long prompt at once would be gigabytes
-                    logits = self.model.compute_logits(hidden[first + i : first + min(i + _PROMPT_ROWS, count)])
-                    entries += self._sampler.prompt_logprobs(logits, targets[i : i + _PROMPT_ROWS], num_top)
-                scored.append(entries)
-            else:
-                scored.append(None)
-            first += share.num_tokens
-        return scored

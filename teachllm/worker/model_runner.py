@@ -22,8 +22,7 @@ from teachllm.sampling.sampler import Sampler
 from teachllm.worker.cpu import keep_freed_memory
 from teachllm.worker.input_batch import InputBatch, StepInputs
 from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
-
-_PROMPT_ROWS = 64  # prompt tokens scored at once
+from teachllm.worker.prompt_scores import PromptScores
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class ModelRunner:
         self._kv_caches = allocate_kv_cache(model_config, self.memory.num_blocks, config.block_size, device)
         self._batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size, device)
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
-        self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many top entries)
+        self._prompt_scores = PromptScores(self.model, self._sampler)
         self._device = device
 
     @torch.inference_mode()
@@ -80,9 +79,7 @@ class ModelRunner:
             if share.new_row is not None:
                 row = self._batch.open(share.request_id, share.new_row)
                 self._sampler.open_row(row, share.new_row)
-                num_top = share.new_row.sampling_params.prompt_logprobs
-                if num_top is not None:
-                    self._prompt_logprobs[row] = share.new_row.num_prompt_tokens, num_top
+                self._prompt_scores.open_row(row, share.new_row)
         inputs = self._batch.prepare(plan)
         hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata)
 
@@ -96,13 +93,17 @@ class ModelRunner:
         indices = torch.tensor(wanted, dtype=torch.int64, device=self._device)
         # A decode-only step samples from every token: nothing to select.
         chosen = hidden if len(wanted) == hidden.shape[0] else hidden[indices]
+        prompt_logprobs = None
+        if self._prompt_scores.any_due(plan.scheduled, inputs.rows):
+            where = (plan.scheduled, inputs.rows, inputs.starts, hidden, self._batch.token_ids)
+            prompt_logprobs = self._prompt_scores.score(*where)
         return ExecutedStep(
             plan=plan,
             inputs=inputs,
             logits=self.model.compute_logits(chosen),
             logits_rows=logits_rows,
             lengths=inputs.positions[indices] + 1,
-            prompt_logprobs=self._score_prompts(plan, inputs, hidden) if self._prompt_logprobs else None,
+            prompt_logprobs=prompt_logprobs,
         )
 
     @torch.inference_mode()
@@ -137,24 +138,4 @@ class ModelRunner:
         row = self._batch.close(request_id)
         if row is not None:
             self._sampler.close_row(row)
-            self._prompt_logprobs.pop(row, None)
-
-    def _score_prompts(
-        self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor
-    ) -> list[list[TokenLogprobs] | None]:
-        """Log-probabilities of the prompt tokens that this step's positions predict."""
-        scored: list[list[TokenLogprobs] | None] = []
-        for share, row, start, end in zip(plan.scheduled, inputs.rows, inputs.starts, inputs.query_ends, strict=True):
-            num_prompt_tokens, num_top = self._prompt_logprobs.get(row, (0, 0))
-            count = min(start + share.num_tokens, num_prompt_tokens - 1) - start
-            if count <= 0:
-                scored.append(None)
-                continue
-            first = end - share.num_tokens
-            targets = self._batch.token_ids[row, start + 1 : start + 1 + count].tolist()
-            entries: list[TokenLogprobs] = []
-            for i in range(0, count, _PROMPT_ROWS):  # logits of a long prompt at once would be gigabytes
-                logits = self.model.compute_logits(hidden[first + i : first + min(i + _PROMPT_ROWS, count)])
-                entries += self._sampler.prompt_logprobs(logits, targets[i : i + _PROMPT_ROWS], num_top)
-            scored.append(entries)
-        return scored
+            self._prompt_scores.close_row(row)
