@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from teachllm_kernels.paged_attention import attend, plan_attention
 from teachllm_kernels.paged_decode import paged_decode_triton
-from teachllm_kernels.paged_prefill import paged_prefill_triton
+from teachllm_kernels.paged_prefill import paged_prefill_triton, tile_options
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
@@ -140,6 +140,20 @@ class SDPABackend(TritonBackend):
             tables = metadata.block_tables
             paged_decode_triton(q[:count], *kv_cache, tables, starts, plan, scale, out=out[:count])
         return out
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_size: int, dtype: str) -> None:
+    """Refuses what the kernels of a GPU cannot take.
+
+    Raises:
+        ValueError: in one line, with what they can.
+    """
+    group, most = num_heads // num_kv_heads, tile_options(head_size, getattr(torch, dtype))["BLOCK_M"]
+    if head_size % 2 or not 16 <= head_size <= 256:
+        raise ValueError(f"heads of {head_size}: the GPU's attention takes even sizes from 16 to 256; use device=cpu")
+    if group > most:
+        fix = "use dtype=bfloat16 or device=cpu" if dtype == "float32" else "use device=cpu"
+        raise ValueError(f"{group} query heads on a KV head: the GPU's attention takes up to {most} in {dtype}; {fix}")
 
 
 CPU_BACKEND = CPUBackend()

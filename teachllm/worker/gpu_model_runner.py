@@ -20,7 +20,7 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.attention_backends import SDPA_BACKEND, TRITON_BACKEND
+from teachllm.layers.attention_backends import SDPA_BACKEND, TRITON_BACKEND, check_heads
 from teachllm.layers.linear import MAX_FEW_ROWS
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
@@ -92,6 +92,8 @@ class GPUModelRunner:
         self._eager = config.enforce_eager
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
+        heads = (model_config.num_attention_heads, model_config.num_kv_heads, model_config.head_size)
+        check_heads(*heads, model_config.dtype)
         self.memory = plan_memory(config, model_config, device)  # before any weight is read
         self.model: Any = load_model(model_config, config, device, progress)
         num_blocks = self.memory.num_blocks

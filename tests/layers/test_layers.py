@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
+from teachllm.layers.attention_backends import check_heads
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
 
@@ -89,3 +90,23 @@ def test_a_token_is_written_to_its_slot_and_layers_with_one_window_share_a_plan(
         paged_attention(q, k, v, caches, metadata, 1.0, window)
     assert len(metadata.plans) == 2
     assert torch.equal(caches[0][1, :2], k) and not caches[0][0].any() and not caches[0][1, 2:].any()
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 1, 64), (1, 1, 16), (4, 4, 256), (9, 3, 80)])
+def test_a_gpu_takes_the_heads_of_common_models(heads: tuple[int, int, int]) -> None:
+    check_heads(*heads, "float32")
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "says"),
+    [
+        ((4, 4, 8), "bfloat16", "^heads of 8: .* even sizes from 16 to 256; use device=cpu$"),
+        ((4, 4, 33), "bfloat16", "^heads of 33: "),
+        ((4, 4, 288), "float16", "^heads of 288: "),
+        ((71, 1, 64), "float32", "^71 query heads on a KV head: .* up to 32 in float32; use dtype=bfloat16"),
+        ((160, 1, 64), "bfloat16", "^160 query heads on a KV head: .* up to 128 in bfloat16; use device=cpu$"),
+    ],
+)
+def test_heads_that_no_kernel_takes_are_refused(heads: tuple[int, int, int], dtype: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_heads(*heads, dtype)
