@@ -24,8 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, prefetch, tl, triton
+from teachllm_kernels.paged_attention import cost
 
-MAX_QUERY_LEN = 8
+__all__ = ["DecodePlan", "cost", "fused_paged_decode", "paged_decode_triton", "plan_decode"]
+
 _TILE = 64  # keys that one step of the inner loop takes
 _FIXED_SPLIT = 256
 _SPLITS_OF_ONE = 32  # at most, wanted of one sequence: merging more takes longer than reading does
@@ -476,12 +478,3 @@ def _launch(
         num_warps=2,
         **launch_options(q.device),
     )
-
-
-def cost(
-    query_lens: list[int], kv_lens: list[int], num_heads: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2
-) -> tuple[int, int]:
-    """(bytes, FLOPs), as for any paged attention."""
-    from teachllm_kernels.paged_attention import cost as attention_cost
-
-    return attention_cost(query_lens, kv_lens, num_heads, num_kv_heads, head_size, dtype_bytes)

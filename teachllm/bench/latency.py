@@ -58,6 +58,12 @@ class LatencyResult:
     json: dict[str, Any]
 
 
+def latency_batch(options: LatencyOptions, vocab_size: int, rng: random.Random, temperature: float = 0.0) -> Batch:
+    """Equal requests with random prompts."""
+    prompts = [random_ids(rng, options.input_len, vocab_size) for _ in range(options.batch_size)]
+    return Batch(prompts, [options.output_len] * options.batch_size, temperature)
+
+
 def run_latency(
     llm: LLM, options: LatencyOptions, ceilings: Ceilings, progress: Callable[[int, int], None] | None = None
 ) -> LatencyResult:
@@ -75,8 +81,7 @@ def run_latency(
     num_all = options.num_iters_warmup + options.num_iters
     timings = []
     for done in range(1, num_all + 1):
-        prompts = [random_ids(rng, options.input_len, vocab_size) for _ in range(options.batch_size)]
-        batch = Batch(prompts, [options.output_len] * options.batch_size, temperature=1.0)
+        batch = latency_batch(options, vocab_size, rng, temperature=1.0)
         timings.append(run_batch(llm, batch))
         if progress is not None:
             progress(done, num_all)
@@ -98,8 +103,7 @@ def run_profile(llm: LLM, options: LatencyOptions, ceilings: Ceilings, trace_pat
         ValueError: prompt and profiled steps are longer than `max_model_len`.
     """
     rng, vocab_size = random.Random(), llm.engine.model_config.vocab_size
-    prompts = [random_ids(rng, options.input_len, vocab_size) for _ in range(options.batch_size)]
-    return profile_decode(llm, Batch(prompts, [options.output_len] * options.batch_size), ceilings, 16, trace_path)
+    return profile_decode(llm, latency_batch(options, vocab_size, rng), ceilings, 16, trace_path)
 
 
 def _figures(

@@ -90,14 +90,10 @@ class TritonBackend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = q.new_empty(q.shape) if out is None else out
-        tables, starts, rows = metadata.block_tables, metadata.query_start, metadata.rows
+        tables, rows = metadata.block_tables, metadata.rows
         assert rows is not None
         count = metadata.num_decodes
-        if count:
-            plan = metadata.decode_plans[window]
-            paged_decode_triton(
-                q[:count], *kv_cache, tables, starts[: count + 1], plan, scale, window, soft_cap, out=out[:count]
-            )
+        self._attend_decodes(q, kv_cache, metadata, scale, window, soft_cap, out)
         if count < rows.shape[0]:
             assert metadata.prefill_start is not None
             paged_prefill_triton(
@@ -105,6 +101,23 @@ class TritonBackend:
                 scale, window, soft_cap, out[count:],
             )  # fmt: skip
         return out
+
+    @staticmethod
+    def _attend_decodes(
+        q: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        out: torch.Tensor,
+    ) -> None:
+        """The decodes at the head of a batch, if there are any."""
+        count = metadata.num_decodes
+        if count:
+            starts, plan = metadata.query_start[: count + 1], metadata.decode_plans[window]
+            where = (*kv_cache, metadata.block_tables, starts, plan)
+            paged_decode_triton(q[:count], *where, scale, window, soft_cap, out=out[:count])
 
 
 class SDPABackend(TritonBackend):
@@ -135,10 +148,7 @@ class SDPABackend(TritonBackend):
             return result
         out = q.new_empty(q.shape) if out is None else out
         out[count:] = result
-        if count:
-            plan, starts = metadata.decode_plans[window], metadata.query_start[: count + 1]
-            tables = metadata.block_tables
-            paged_decode_triton(q[:count], *kv_cache, tables, starts, plan, scale, out=out[:count])
+        self._attend_decodes(q, kv_cache, metadata, scale, window, soft_cap, out)
         return out
 
 

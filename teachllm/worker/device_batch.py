@@ -14,6 +14,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, SchedulerOutput
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
+from teachllm.worker.rows import Rows
 from teachllm_kernels.step_inputs import append_tokens, scatter, step_inputs
 
 _LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
@@ -66,7 +67,7 @@ class DeviceStep:
         return num_seqs, padded_size(self.num_tokens, room) + num_seqs - count
 
 
-class DeviceBatch:
+class DeviceBatch(Rows):
     """Rows of the requests a GPU is running.
 
     Attributes:
@@ -80,6 +81,7 @@ class DeviceBatch:
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, max_num_batched_tokens: int, device: torch.device
     ) -> None:
+        super().__init__(max_num_seqs)
         self.block_size = block_size
         self.device = device
         self.token_ids = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int32, device=device)
@@ -96,19 +98,10 @@ class DeviceBatch:
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._row_of: dict[str, int] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-
-    def close(self, request_id: str) -> int | None:
-        """Gives a request's row back and returns it; None if it has none (the step that was to open it failed)."""
-        row = self._row_of.pop(request_id, None)
-        if row is not None:
-            self._free_rows.append(row)
-        return row
 
     def open(self, request_id: str, new_row: NewRow) -> int:
         """Takes a row for a request and returns it."""
-        row = self._row_of[request_id] = self._free_rows.pop()
+        row = self._take(request_id)
         count = len(new_row.token_ids)
         numbers = np.empty(count + 1, dtype=np.int32)
         numbers[:count], numbers[count] = np.fromiter(new_row.token_ids, np.int32, count), count

@@ -39,12 +39,15 @@ class LaunchedStep:
     """A step under way.
 
     Attributes:
+        rows: the request row of each that samples.
+        variant: of the sampler, see `Sampler.plain_variant`.
         logits: [num_sampling or more, vocab_size]; None if `sampled` is there.
         sampled: [num_sampling or more] int64 on the device, if the graph sampled.
     """
 
-    plan: SchedulerOutput
     step: DeviceStep
+    rows: list[int]
+    variant: tuple[bool, bool] | None
     logits: torch.Tensor | None
     sampled: torch.Tensor | None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None
@@ -136,7 +139,7 @@ class GPUModelRunner:
         gc.unfreeze()
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
-        self._update_rows(plan)
+        self._batch.update(plan, (self._sampler, self._prompt_scores))
         step = self._batch.prepare(plan)
         rows = [step.rows[i] for i in step.sampling]
         variant = self._sampler.plain_variant(rows)
@@ -145,7 +148,7 @@ class GPUModelRunner:
             full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
             if full is not None:
                 logits, sampled = self._full(step, *full, variant)
-                return LaunchedStep(plan, step, logits, sampled, None)
+                return LaunchedStep(step, rows, variant, logits, sampled, None)
         hidden = self._mixed(step)
         prompt_logprobs = None
         if scores:
@@ -154,18 +157,16 @@ class GPUModelRunner:
         logits = None
         if rows:
             logits = self.model.lm_logits(hidden.index_select(0, self._batch.logit_index[: len(rows)]))
-        return LaunchedStep(plan, step, logits, None, prompt_logprobs)
+        return LaunchedStep(step, rows, variant, logits, None, prompt_logprobs)
 
     def _sample(self, launched: LaunchedStep) -> PendingStep:
-        step, batch = launched.step, self._batch
-        count = len(step.sampling)
+        rows, variant, batch = launched.rows, launched.variant, self._batch
+        count = len(rows)
         if launched.sampled is not None:
             return PendingStep(launched, launched.sampled[:count], None)
         if launched.logits is None:
             return PendingStep(launched, batch.input_ids[:0], None)
-        rows = [step.rows[i] for i in step.sampling]
         logits = launched.logits[:count]
-        variant = self._sampler.plain_variant(rows)
         if variant is not None:
             sampled = self._sampler.sample_plain(logits, batch.sample_rows[:count], batch.num_known, variant)
             logprobs = None
@@ -175,18 +176,6 @@ class GPUModelRunner:
             sampled, logprobs = output.token_ids, output.logprobs
         batch.append(sampled)
         return PendingStep(launched, sampled, logprobs)
-
-    def _update_rows(self, plan: SchedulerOutput) -> None:
-        for request_id in plan.dropped:
-            row = self._batch.close(request_id)
-            if row is not None:
-                self._sampler.close_row(row)
-                self._prompt_scores.close_row(row)
-        for share in plan.scheduled:
-            if share.new_row is not None:
-                row = self._batch.open(share.request_id, share.new_row)
-                self._sampler.open_row(row, share.new_row)
-                self._prompt_scores.open_row(row, share.new_row)
 
     # -- in one graph --------------------------------------------------------------------------------------
 

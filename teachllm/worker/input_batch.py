@@ -19,6 +19,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
 from teachllm.layers.attention import AttentionMetadata
+from teachllm.worker.rows import Rows
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class StepInputs:
     query_ends: list[int]
 
 
-class InputBatch:
+class InputBatch(Rows):
     """Rows of the requests a worker is running.
 
     Args:
@@ -51,25 +52,17 @@ class InputBatch:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        super().__init__(max_num_seqs)
         self.block_size = block_size
         self.device = device
         self.token_ids = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int64)
         self._token_ids = self.token_ids.numpy()  # the same memory
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
-        self._row_of: dict[str, int] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-
-    def close(self, request_id: str) -> int | None:
-        """Gives a request's row back and returns it; None if it has none (the step that was to open it failed)."""
-        row = self._row_of.pop(request_id, None)
-        if row is not None:
-            self._free_rows.append(row)
-        return row
 
     def open(self, request_id: str, new_row: NewRow) -> int:
         """Takes a row for a request and returns it."""
-        row = self._row_of[request_id] = self._free_rows.pop()
+        row = self._take(request_id)
         self._num_known[row] = len(new_row.token_ids)
         self._token_ids[row, : len(new_row.token_ids)] = new_row.token_ids
         return row

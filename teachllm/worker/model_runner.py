@@ -73,13 +73,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ExecutedStep:
         """Runs the forward pass of a plan."""
-        for request_id in plan.dropped:
-            self._close(request_id)
-        for share in plan.scheduled:
-            if share.new_row is not None:
-                row = self._batch.open(share.request_id, share.new_row)
-                self._sampler.open_row(row, share.new_row)
-                self._prompt_scores.open_row(row, share.new_row)
+        self._batch.update(plan, (self._sampler, self._prompt_scores))
         inputs = self._batch.prepare(plan)
         hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata)
 
@@ -133,9 +127,3 @@ class ModelRunner:
                 logprobs.append([entry for entry in entries if entry is not None] or None)
             first += len(share.draft_token_ids) + 1 if share.samples else 0
         return ModelRunnerOutput(accepted, logprobs or None, step.prompt_logprobs)
-
-    def _close(self, request_id: str) -> None:
-        row = self._batch.close(request_id)
-        if row is not None:
-            self._sampler.close_row(row)
-            self._prompt_scores.close_row(row)

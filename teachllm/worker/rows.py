@@ -1,0 +1,54 @@
+"""Rows: a request keeps one from admission to its end, whatever a worker remembers of it by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from teachllm.core.scheduler_output import NewRow, SchedulerOutput
+
+
+class KeptByRow(Protocol):
+    """Something that remembers requests by row."""
+
+    def open_row(self, row: int, new_row: NewRow) -> None:
+        """Takes a request over."""
+
+    def close_row(self, row: int) -> None:
+        """Forgets it."""
+
+
+class Rows:
+    """Which request has which row. Base of the batches, whose `open` fills a row that `_take` gave."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def open(self, request_id: str, new_row: NewRow) -> int:
+        """Takes a row for a request and returns it."""
+        raise NotImplementedError
+
+    def close(self, request_id: str) -> int | None:
+        """Gives a request's row back and returns it; None if it has none (the step that was to open it failed)."""
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+        return row
+
+    def _take(self, request_id: str) -> int:
+        row = self._row_of[request_id] = self._free_rows.pop()
+        return row
+
+    def update(self, plan: SchedulerOutput, kept: Sequence[KeptByRow]) -> None:
+        """Closes the rows that a plan drops, then opens those of who starts, here and in all that is kept by row."""
+        for request_id in plan.dropped:
+            row = self.close(request_id)
+            if row is not None:
+                for each in kept:
+                    each.close_row(row)
+        for share in plan.scheduled:
+            if share.new_row is not None:
+                row = self.open(share.request_id, share.new_row)
+                for each in kept:
+                    each.open_row(row, share.new_row)
