@@ -41,23 +41,12 @@ except ImportError:
     triton = tl = _NoTriton()  # type: ignore[assignment]
     gdc_launch_dependents = gdc_wait = None
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "launch_options", "prefetch", "tl", "triton"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "launch_options", "tl", "triton"]
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments for every launch on this device: a kernel's `PDL` switch, and the launch that goes with it."""
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
-
-
-@triton.jit
-def prefetch(at):
-    """Asks the second-level cache for the 128 bytes at each address; a kernel's loads then find them there."""
-    tl.inline_asm_elementwise(
-        *("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64, bitcast=True)]),
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @cache

@@ -4,8 +4,9 @@ One query reads all K and V of its sequence once and does little with them, so t
 all the work goes into keeping every multiprocessor reading until the end, however ragged the batch:
 
     split     a sequence's KV is cut into splits, so that one long sequence occupies the whole card; `plan_decode`
-              lists the splits of a step, once for all layers, and picks a length that gives enough of them. The
-              list lives on the device and has a fixed bound: a CUDA graph's launch does not depend on lengths.
+              lists the splits of a step, once for all layers. Either they are as many as run at once, all of about
+              the same length, and end together; or several times as many, so that the card fills up as they end.
+              The list lives on the device and has a fixed bound: a CUDA graph's launch does not depend on lengths.
     pack      the query heads that share a KV head, and up to 8 query tokens, are the rows of one matrix product.
     merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's
               last split merges them, so there is no second kernel.
@@ -23,15 +24,17 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, prefetch, tl, triton
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 from teachllm_kernels.paged_attention import cost
 
 __all__ = ["DecodePlan", "cost", "fused_paged_decode", "paged_decode_triton", "plan_decode"]
 
 _TILE = 64  # keys that one step of the inner loop takes
 _FIXED_SPLIT = 256
-_SPLITS_OF_ONE = 32  # at most, wanted of one sequence: merging more takes longer than reading does
-_UNITS = 4224  # splits times KV heads: several for each place on a card of 132 multiprocessors
+_SPLITS_OF_ONE = 64  # at most, of one sequence
+_PLACES = 512  # programs that run at once, four on each of 132 multiprocessors; a few are left to what else runs
+_MERGING_TELLS = 8  # sequences, up to which more splits cost more than splits of different lengths
+_MERGED = 4096  # numbers that merging holds at once
 _FIELDS = 8  # of an item: seq, table row, first token, begin, end, sequence length, splits before it, splits of all
 _LOG2_E = 1.4426950408889634
 
@@ -77,19 +80,36 @@ class DecodePlan:
         )
 
 
-def _items_wanted(num_seqs: int, num_kv_heads: int) -> int:
-    """Items that, times KV heads, keep a large card busy to the end; few sequences get fewer, to be merged sooner."""
-    return max(min(num_seqs * _SPLITS_OF_ONE, _UNITS // num_kv_heads), 1)
+def _splits_wanted(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
+    """(splits that, times KV heads, run at once; splits to make where those would be of too different lengths)."""
+    wave = min(max(_PLACES // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
+    if num_seqs <= _MERGING_TELLS:
+        return wave, wave
+    several = min(4 * num_seqs, 8 * wave)
+    return (wave, 2 * wave) if num_seqs <= wave else (several, several)
 
 
 def _max_items(num_seqs: int, num_kv_heads: int) -> int:
-    """Each sequence's last split may be shorter than the others."""
-    return _items_wanted(num_seqs, num_kv_heads) + num_seqs
+    return max(*_splits_wanted(num_seqs, num_kv_heads), num_seqs)
+
+
+@triton.jit
+def _tiles_of_a_split(tiles, num_seqs, wanted):
+    """The fewest tiles a split such that there are no more splits than wanted, or than sequences."""
+    total = tl.sum(tiles)
+    low = tl.maximum(total // wanted, 1)
+    high = tl.maximum(tl.minimum(tl.max(tiles), tl.cdiv(total, tl.maximum(wanted - num_seqs, 1))), low)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(tiles, middle)) <= wanted
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
+    return low
 
 
 @triton.jit
 def _plan_decode(
-    items, seq_lens, query_start, rows, num_seqs, wanted, max_items, window,
+    items, seq_lens, query_start, rows, num_seqs, wave, several, max_items, window,
     SEQS: tl.constexpr, TILE: tl.constexpr, FIXED_SPLIT: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
@@ -98,10 +118,15 @@ def _plan_decode(
     token = tl.load(query_start + seq, mask=is_seq, other=0)
     row = tl.load(rows + seq, mask=is_seq, other=0)
     seen = tl.minimum(length, window)
+    tiles = tl.cdiv(seen, TILE)
     if FIXED_SPLIT > 0:
-        split_len = tl.full([], FIXED_SPLIT, tl.int32)
+        split_len = tl.full([SEQS], FIXED_SPLIT, tl.int32)
     else:
-        split_len = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(seen), wanted), TILE) * TILE, TILE)
+        most = _tiles_of_a_split(tiles, num_seqs, wave)
+        if most * wave * 7 > tl.sum(tiles) * 8:  # the longest splits would run on alone for an eighth of the time
+            most = _tiles_of_a_split(tiles, num_seqs, several)
+        # A sequence's splits are equal: its last one could hold next to nothing otherwise.
+        split_len = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1)), 1) * TILE
     num_splits = tl.cdiv(seen, split_len)
     last = tl.cumsum(num_splits, 0)
     first = last - num_splits
@@ -141,7 +166,7 @@ def plan_decode(
     """
     num_seqs = seq_lens.shape[0]
     _plan_decode[(1,)](
-        *(plan.items, seq_lens, query_start, rows, num_seqs, _items_wanted(num_seqs, num_kv_heads)),
+        *(plan.items, seq_lens, query_start, rows, num_seqs, *_splits_wanted(num_seqs, num_kv_heads)),
         plan.items.shape[0] if plan.is_fixed else _max_items(num_seqs, num_kv_heads),
         window if window is not None else 2**31 - 1,
         SEQS=triton.next_power_of_2(num_seqs),
@@ -182,12 +207,12 @@ def _paged_decode(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr,
-    FUSED: tl.constexpr, HAS_NORM: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FUSED: tl.constexpr, HAS_NORM: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = 2 * HALF
     D_PADDED: tl.constexpr = 2 * HALF_PADDED
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    LINES: tl.constexpr = max(D_PADDED * k_cache.dtype.element_ty.primitive_bitwidth // 1024, 1)  # of 128 bytes a head
     if PDL:
         gdc_launch_dependents()
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -208,10 +233,6 @@ def _paged_decode(
         key = begin + tl.arange(0, TILE)
         next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
         if PDL:
-            line = ((next_block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head)[:, None] * D
-            line = line + (tl.arange(0, LINES) * (D // LINES))[None, :]
-            prefetch(k_cache + line)
-            prefetch(v_cache + line)
             gdc_wait()
 
         column = tl.arange(0, D_PADDED)
@@ -322,7 +343,7 @@ def _paged_decode(
                 tl.store(arrived + seq * NUM_KV_HEADS + kv_head, 0)
                 _merge(
                     partial, lse, out, first, num_splits, kv_head, token, num_queries, channel, is_channel,
-                    NUM_KV_HEADS, GROUP, MAX_Q, D, MERGE,
+                    NUM_KV_HEADS, GROUP, MAX_Q, D, MERGE, MERGE_ROWS,
                 )  # fmt: skip
     elif PDL:
         gdc_wait()  # or a batch of padding alone would end before the kernel in front, whom the next then not waits for
@@ -337,33 +358,38 @@ def _capped(score, soft_cap):
 @triton.jit
 def _merge(
     partial, lse, out, first, num_splits, kv_head, token, num_queries, channel, is_channel,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, D: tl.constexpr, MERGE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, D: tl.constexpr,
+    MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGE` splits at a time."""
-    for r in tl.static_range(GROUP * MAX_Q):
-        highest = -float("inf")
-        total = 0.0
-        acc = tl.zeros([channel.shape[0]], tl.float32)
+    """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGE` splits of `MERGE_ROWS` at a time."""
+    for first_row in tl.static_range(0, GROUP * MAX_Q, MERGE_ROWS):
+        row = first_row + tl.arange(0, MERGE_ROWS)
+        query = row // GROUP
+        is_row = query < num_queries
+        highest = tl.full([MERGE_ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([MERGE_ROWS], tl.float32)
+        acc = tl.zeros([MERGE_ROWS, channel.shape[0]], tl.float32)
         for start in range(0, num_splits, MERGE):
             split = start + tl.arange(0, MERGE)
-            is_split = split < num_splits
-            part_row = ((first + split) * NUM_KV_HEADS + kv_head) * GROUP * MAX_Q + r
+            part_row = ((first + split) * NUM_KV_HEADS + kv_head)[:, None] * GROUP * MAX_Q + row[None, :]
+            is_part = (split < num_splits)[:, None] & is_row[None, :]
             # Past the first-level cache, which may hold what these addresses were before.
-            part_lse = tl.load(lse + part_row, mask=is_split, other=-float("inf"), cache_modifier=".cg")
+            part_lse = tl.load(lse + part_row, mask=is_part, other=-float("inf"), cache_modifier=".cg")
             part = tl.load(
-                partial + part_row[:, None] * D + channel[None, :],
-                mask=is_split[:, None] & is_channel[None, :], other=0.0, cache_modifier=".cg",
+                partial + part_row[:, :, None] * D + channel[None, None, :],
+                mask=is_part[:, :, None] & is_channel[None, None, :], other=0.0, cache_modifier=".cg",
             )  # fmt: skip
             higher = tl.maximum(highest, tl.max(part_lse, axis=0))
             base = tl.where(higher == -float("inf"), 0.0, higher)
-            weight = tl.exp2(part_lse - base)
+            weight = tl.exp2(part_lse - base[None, :])
             shrink = tl.exp2(highest - base)
-            acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+            acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
             total = total * shrink + tl.sum(weight, axis=0)
             highest = higher
-        to = out + ((token + r // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + r % GROUP) * D
-        keep = is_channel & (r // GROUP < num_queries)
-        tl.store(to + channel, (acc / total).to(out.dtype.element_ty), mask=keep)
+        head = kv_head * GROUP + row % GROUP
+        to = out + ((token + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head)[:, None] * D
+        merged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(to + channel[None, :], merged.to(out.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])
 
 
 def paged_decode_triton(
@@ -453,6 +479,10 @@ def _launch(
     num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
     num_items = plan.items.shape[0] if plan.is_fixed else _max_items(num_seqs, num_kv_heads)
     cos, signed_sin, qk_weight, eps = turn
+    half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
+    # Four programs of four warps on a multiprocessor end together; five of two warps fill up as others end.
+    many = plan.is_fixed or num_seqs * num_kv_heads > _PLACES
+    registers = 168 if many and rows <= 16 and half_padded <= 64 else None
     # It reads the plan before it waits for the kernel in front of it. So `plan_decode` is launched without programmatic
     # dependent launch: whatever follows starts after it, and it after all that stands before it.
     _paged_decode[(num_items * num_kv_heads,)](
@@ -463,9 +493,9 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         MAX_Q=max_query_len,
-        ROWS=max(16, triton.next_power_of_2(group * max_query_len)),
+        ROWS=max(16, rows),
         HALF=half,
-        HALF_PADDED=max(triton.next_power_of_2(half), 16),
+        HALF_PADDED=half_padded,
         BLOCK_SIZE=block_size,
         TILE=_TILE,
         WINDOW=window or 0,
@@ -473,8 +503,10 @@ def _launch(
         HAS_TREE=tree_mask is not None,
         FUSED=fused,
         HAS_NORM=qk_weight is not None,
-        MERGE=8,
+        MERGE=max(_MERGED // (min(rows, 8) * 2 * half_padded), 1),
+        MERGE_ROWS=min(rows, 8),
         STAGES=2,
-        num_warps=2,
+        num_warps=2 if many else 4,
+        maxnreg=registers,
         **launch_options(q.device),
     )

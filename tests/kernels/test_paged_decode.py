@@ -25,7 +25,7 @@ LONGEST = 3000 if ON_GPU else 200
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # an interpreted program costs milliseconds even if it has nothing to do
-        monkeypatch.setattr(paged_decode, "_UNITS", 8)
+        monkeypatch.setattr(paged_decode, "_PLACES", 8)
 
 
 class Batch(NamedTuple):

@@ -232,8 +232,9 @@ def large_batch(num_rows: int, dtype: torch.dtype = torch.float32) -> tuple[torc
 @pytest.mark.parametrize("num_rows", [1, 18, 100])
 def test_tokens_equal_the_references_at_full_size(num_rows: int, dtype: torch.dtype) -> None:
     logits, requests, rows = large_batch(num_rows, dtype)
-    table, output_index = make_table(151_936, requests), torch.arange(num_rows, device=DEVICE)
-    tokens = sample(logits.to(DEVICE), rows, table, output_index)
+    logits, table = logits.to(DEVICE), make_table(151_936, requests)
+    output_index = torch.arange(num_rows, device=DEVICE)
+    tokens = sample(logits, rows, table, output_index)
     expected = expected_tokens(logits, rows, table, output_index)
     # The reference adds up 150,000 probabilities in float32: a token on a nucleus' edge may differ.
     assert sum(a != b for a, b in zip(tokens, expected, strict=True)) <= num_rows // 50
