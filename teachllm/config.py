@@ -14,6 +14,7 @@ _CHOICES = {
     "load_format": ("auto", "safetensors", "pt", "dummy"),
     "model_impl": ("auto", "teachllm", "transformers"),
     "scheduling_policy": ("fcfs", "priority", "static"),
+    "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
 }
 
 
@@ -52,6 +53,13 @@ class EngineConfig:
         long_prefill_token_threshold: the most prompt tokens one request gets in a step; 0 is no limit.
         async_scheduling: schedule the next step before the last one's tokens are known; None does so on a GPU.
         enforce_eager: no CUDA graphs; a CPU has none anyway.
+        attention_backend: who computes attention. "reference" (CPU): PyTorch's products of matrices. "triton": this
+            project's kernels, keys split among processors for decodes, tiles of queries for prompts. "sdpa": the
+            same, but prompts of 4096 tokens or more in a step by PyTorch's attention (cuDNN). "flash_attn",
+            "flashinfer": everything by the package of that name, without CUDA graphs. None is "sdpa" where the model
+            has unwindowed layers in half precision, else "triton".
+        batch_invariant: a request's logits do not change by one bit with what runs beside it or how its prompt is
+            cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for.
         check_invariants: verify the scheduler's books after every step.
     """
@@ -82,13 +90,15 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     async_scheduling: bool | None = None
     enforce_eager: bool = False
+    attention_backend: str | None = None
+    batch_invariant: bool = False
     max_logprobs: int = 20
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")
         at_least_one = ("max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
         for name in (*at_least_one, "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             value = getattr(self, name)
@@ -109,6 +119,11 @@ class EngineConfig:
         if self.async_scheduling and not self.enable_kv_cache:
             raise ValueError(
                 "async_scheduling=True needs blocks that outlive a step: set it to False, or enable_kv_cache=True"
+            )
+        if self.batch_invariant and self.attention_backend not in (None, "triton"):
+            raise ValueError(
+                f"batch_invariant=True needs kernels that add in a fixed order, and attention_backend="
+                f"{self.attention_backend!r} has none: set attention_backend=triton, or batch_invariant=False"
             )
         self._check_lengths()
 

@@ -32,8 +32,8 @@ except ImportError:
 
     class _NoTriton:
         @staticmethod
-        def jit(function: Any) -> _Absent:
-            return _Absent()
+        def jit(function: Any = None, **options: Any) -> Any:
+            return _Absent() if function else lambda function: _Absent()
 
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(_MISSING)

@@ -7,6 +7,9 @@ weighted sum of V. When a higher score turns up, what was summed so far shrinks 
 Here the keys of a tile come from wherever the block table says. The rows of a query tile are the query heads that
 share one KV head, for a few tokens: one load of K and V serves them all, and little lies beyond the diagonal.
 
+With `is_fixed` the bits of a token's result depend on its sequence alone: its keys come in the same tiles, by the same
+instructions, whatever chunk it is computed in.
+
 Sources: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023; finding a tile
 of a ragged batch without the host's help: vLLM's `triton_unified_attention.py`.
 """
@@ -65,12 +68,12 @@ def _attend(
     return acc, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])  # or a lone sequence would have a kernel of its own
 def _paged_prefill(
     q, k_cache, v_cache, block_tables, rows, query_start, seq_lens, out,
     scale, num_seqs, q_token_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FIXED: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -114,19 +117,23 @@ def _paged_prefill(
 
     # Keys [full_begin, full_end) are seen by all rows; what lies before (in a window) or after, only by some.
     end = context_len + tl.minimum(first + QUERIES, query_len)
-    full_begin = 0
+    begin, full_begin = 0, 0
     full_end = (context_len + first + 1) // BLOCK_N * BLOCK_N
     if WINDOW is not None:
         begin = tl.maximum(context_len + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         full_begin = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, full_end)
+    if FIXED:
+        full_end = begin  # which keys all rows see depends on the chunk: all go through one loop
+    elif WINDOW is not None:
         acc, total, top = _attend(
             acc, total, top, q_tile, position, k_head, v_head, table, begin, full_begin, scale,
             True, WINDOW, SOFT_CAP, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
         )  # fmt: skip
-    acc, total, top = _attend(
-        acc, total, top, q_tile, position, k_head, v_head, table, full_begin, full_end, scale,
-        False, WINDOW, SOFT_CAP, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
-    )  # fmt: skip
+    if not FIXED:
+        acc, total, top = _attend(
+            acc, total, top, q_tile, position, k_head, v_head, table, full_begin, full_end, scale,
+            False, WINDOW, SOFT_CAP, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
+        )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q_tile, position, k_head, v_head, table, full_end, end, scale,
         True, WINDOW, SOFT_CAP, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
@@ -164,6 +171,7 @@ def paged_prefill_triton(
     soft_cap: float | None = None,
     out: torch.Tensor | None = None,
     num_tokens: int | None = None,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """As `paged_attention_reference`, with all lengths on the device: one captured launch serves any batch that fits.
 
@@ -178,6 +186,7 @@ def paged_prefill_triton(
         scale, window, soft_cap: as in `paged_attention_reference`; `scale` is positive.
         out: [num_tokens, num_heads, head_size] contiguous, written for the tokens of sequences, else left as it is.
         num_tokens: no sequence ends later than this in `q`; None: all of `q`. It sizes the grid.
+        is_fixed: a token's result does not depend, by one bit, on its chunk or on other sequences; slower.
 
     Returns:
         `out`, or a new tensor.
@@ -202,6 +211,7 @@ def paged_prefill_triton(
         BLOCK_SIZE=block_size,
         WINDOW=window,
         SOFT_CAP=soft_cap,
+        FIXED=is_fixed,
         QUERIES=queries,
         **options,
         **launch_options(q.device),

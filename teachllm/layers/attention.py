@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from teachllm.layers.attention_backends import CPU_BACKEND, AttentionBackend
+from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
+from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm_kernels.kv_write import kv_write_cpu, kv_write_triton
 from teachllm_kernels.paged_decode import DecodePlan
 
@@ -31,7 +32,8 @@ class AttentionMetadata:
         block_tables: [num_rows, max_blocks] int32, logical to physical block; unused entries are 0.
         slot_mapping: [num_tokens] int64, slot that each token's K and V are written to; -1: not written (padding).
         query_lens, kv_lens: `query_start` differences and `seq_lens` as Python lists, so that code on the host
-            never waits for a device to learn them. Empty where a CUDA graph must hold whatever they are.
+            never waits for a device to learn them; without padding. Empty where a CUDA graph must hold whatever they
+            are.
         backend: computes attention.
         rows: [num_seqs] int32, each request's row of `block_tables`; None: they are in order.
         num_decodes: the first so many requests have one token each; counted on a GPU only.
@@ -47,7 +49,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     query_lens: list[int]
     kv_lens: list[int]
-    backend: AttentionBackend = CPU_BACKEND
+    backend: AttentionBackend = REFERENCE
     rows: torch.Tensor | None = None
     num_decodes: int = 0
     is_few: bool = False
@@ -75,9 +77,7 @@ def paged_attention(
     v: torch.Tensor,
     kv_cache: tuple[torch.Tensor, torch.Tensor],
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    settings: AttentionSettings,
 ) -> torch.Tensor:
     """Attends, after `write_kv`.
 
@@ -85,19 +85,17 @@ def paged_attention(
         q: [num_tokens, num_heads, head_size].
         k, v: [num_tokens, num_kv_heads, head_size], this step's own.
         kv_cache: one layer's K and V, each [num_blocks, block_size, num_kv_heads, head_size].
-        scale: multiplies the dot products.
-        window: a token sees itself and the `window - 1` before it; None sees all.
-        soft_cap: squeezes each score into (-soft_cap, soft_cap).
+        settings: the layer's own.
 
     Returns:
         [num_tokens, num_heads, head_size].
     """
     if metadata.outside is None:
-        return metadata.backend.attend(q, k, v, kv_cache, metadata, scale, window, soft_cap)
+        return metadata.backend.attend(q, k, v, kv_cache, metadata, settings)
     out = q.new_empty(q.shape)
 
     def attend(now: AttentionMetadata) -> None:
-        now.backend.attend(q, k, v, kv_cache, now, scale, window, soft_cap, out)
+        now.backend.attend(q, k, v, kv_cache, now, settings, out)
 
     metadata.outside(attend)
     return out
@@ -108,8 +106,7 @@ class Attention(nn.Module):
 
     def __init__(self, scale: float, window: int | None = None) -> None:
         super().__init__()
-        self.scale = scale
-        self.window = window
+        self.settings = AttentionSettings(scale, window)
 
     def forward(
         self,
@@ -120,4 +117,4 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """As `paged_attention`."""
-        return paged_attention(q, k, v, kv_cache, metadata, self.scale, self.window)
+        return paged_attention(q, k, v, kv_cache, metadata, self.settings)

@@ -12,17 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
 
 
 class Embedding(nn.Module):
-    """One row of weights for every token of the vocabulary."""
+    """One row of weights for every token of the vocabulary; `is_fixed` as in `Linear`."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.packed: torch.Tensor | None = None
+        self.is_fixed = False
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
@@ -30,12 +32,18 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32 (float64 stays float64)."""
-        packed = self.packed
-        logits = linear_reference(hidden, self.weight) if packed is None else packed_linear(hidden, packed)
+        if self.packed is not None:
+            logits = packed_linear(hidden, self.packed)
+        elif self.is_fixed:
+            logits = fixed_linear_triton(hidden, self.weight)
+        else:
+            logits = linear_reference(hidden, self.weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `logits`, on a GPU and in the model's dtype: what samples from them reads that as well."""
+        if self.is_fixed:
+            return fixed_linear_triton(hidden, self.weight)
         if hidden.shape[0] == 1:
             return gemv_triton(hidden, self.weight)
         return linear_reference(hidden, self.weight)

@@ -14,6 +14,7 @@ from torch import nn
 
 from teachllm.layers.norm import RMSNorm
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
+from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
 
@@ -27,6 +28,9 @@ class Linear(nn.Module):
         in_features: size of x's last dimension.
         out_features: rows of W by the name that the checkpoint gives to them, in the order of y's columns.
             `{"q_proj": 2048, "k_proj": 512, "v_proj": 512}` is a merged projection.
+
+    Attributes:
+        is_fixed: a row of y does not depend, by one bit, on how many others there are; on a GPU only.
     """
 
     def __init__(self, in_features: int, out_features: dict[str, int], bias: bool = False) -> None:
@@ -36,11 +40,14 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, in_features))
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
         self.packed: torch.Tensor | None = None
+        self.is_fixed = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of out_features]."""
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
+        if self.is_fixed:
+            return fixed_linear_triton(x, self.weight, self.bias)
         return linear_reference(x, self.weight, self.bias)
 
     def few_rows(

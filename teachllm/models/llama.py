@@ -66,12 +66,12 @@ class LlamaAttention(nn.Module):
     ) -> torch.Tensor:
         """x + attention(norm(x)) for a few decodes on a GPU, [num_seqs, hidden_size]."""
         qkv = self.qkv_proj.few_rows(x, norm).unflatten(-1, (-1, self.head_size))
-        attention, (k_cache, v_cache), tables = self.attention, kv_cache, metadata.block_tables
+        settings, (k_cache, v_cache), tables = self.attention.settings, kv_cache, metadata.block_tables
         y = fused_paged_decode(
             *(qkv, *angles, *self._qk_norm(), k_cache, v_cache, tables),
-            plan=metadata.decode_plans[attention.window],
-            scale=attention.scale,
-            window=attention.window,
+            plan=metadata.decode_plans[settings.window],
+            scale=settings.scale,
+            window=settings.window,
         )
         return self.o_proj.few_rows(y.flatten(1), residual=x)
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from teachllm.config import EngineConfig
+from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.models.checkpoint import stored_tensors
@@ -37,8 +38,11 @@ def load_model(
         progress: called with (bytes read, bytes in all).
 
     Raises:
-        ModelError: the checkpoint is broken, names the tensor and the file; or holds pickles that were not asked for.
+        ModelError: the checkpoint is broken, names the tensor and the file; or holds pickles that were not asked for;
+            or `batch_invariant` cannot hold here.
     """
+    if config.batch_invariant:
+        _check_invariant(model_config, device)
     folder, dtype = Path(model_config.path), _DTYPES[model_config.dtype]
     if config.load_format != "dummy":
         check_weights(folder, config.load_format)
@@ -56,6 +60,9 @@ def load_model(
         fill_from_checkpoint(own, folder, config.load_format, progress)
     if device.type == "cpu":
         _pack(own)
+    for module in own.modules():
+        if isinstance(module, Linear | Embedding):
+            module.is_fixed = config.batch_invariant
     return own.eval().requires_grad_(False)
 
 
@@ -116,6 +123,16 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
+    reason = None
+    if device.type == "cpu":
+        reason = "a CPU's matrix products (oneDNN) add in an order that depends on the number of rows"
+    elif model_config.implementation != "teachllm":
+        reason = "transformers' model code calls cuBLAS, which adds in an order that depends on the number of rows"
+    if reason is not None:
+        raise ModelError(f"batch_invariant=True does not hold here, {reason}: set batch_invariant=False")
 
 
 def _pack(model: LlamaForCausalLM) -> None:

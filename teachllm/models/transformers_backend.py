@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from teachllm.config import EngineConfig
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
+from teachllm.layers.attention_backends.base import AttentionSettings
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import SUPPORTED, ModelError, check_supported
@@ -214,7 +215,8 @@ def _attention(
     if q.is_cuda:  # kernels want a token's heads side by side
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     write_kv(k, v, kv_caches[index], metadata)
-    out = paged_attention(q, k, v, kv_caches[index], metadata, scale, windows[index], softcap)
+    settings = AttentionSettings(scale, windows[index], softcap)
+    out = paged_attention(q, k, v, kv_caches[index], metadata, settings)
     return out.unsqueeze(0), None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from teachllm.core.scheduler_output import TokenLogprobs
 
@@ -26,7 +27,10 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Seque
     Returns:
         One entry per row.
     """
-    logprobs = logits.log_softmax(dim=-1)
+    # CUDA sums from where memory is aligned: with rows of an odd width the order would depend on a row's number.
+    missing = -logits.shape[1] % 4
+    even = F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    logprobs = even.log_softmax(dim=-1)[:, : logits.shape[1]]
     chosen = logprobs.gather(1, token_ids[:, None])  # [L, 1]
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     top = logprobs.topk(min(max(num_top, default=0), logits.shape[1]), dim=-1)

@@ -20,18 +20,16 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.attention_backends import SDPA_BACKEND, TRITON_BACKEND, check_heads
+from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.linear import MAX_FEW_ROWS
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
-from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
+from teachllm.worker.kv_cache import allocate_kv_cache, attention_needs, plan_memory
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels.paged_decode import DecodePlan, plan_decode
-
-_LONG_PROMPT = 4096  # tokens from which on cuDNN's attention is worth a path of its own
 
 
 @dataclass(slots=True)
@@ -92,11 +90,11 @@ class GPUModelRunner:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         self._device = device
-        self._eager = config.enforce_eager
+        needs = attention_needs(config, model_config)
+        self._backend = select_backend(config.attention_backend, needs, "cuda", config.batch_invariant)
+        self._eager = config.enforce_eager or not self._backend.in_graphs
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
-        heads = (model_config.num_attention_heads, model_config.num_kv_heads, model_config.head_size)
-        check_heads(*heads, model_config.dtype)
         self.memory = plan_memory(config, model_config, device)  # before any weight is read
         self.model: Any = load_model(model_config, config, device, progress)
         num_blocks = self.memory.num_blocks
@@ -115,7 +113,7 @@ class GPUModelRunner:
                 model_config.head_size,
                 device,
             )
-            for window in set(model_config.windows)
+            for window in (set(model_config.windows) if self._backend.splits_decodes else ())
         }
         self._prompt_scores = PromptScores(self.model, self._sampler)
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
@@ -144,7 +142,7 @@ class GPUModelRunner:
         rows = [step.rows[i] for i in step.sampling]
         variant = self._sampler.plain_variant(rows)
         scores = self._prompt_scores.any_due(plan.scheduled, step.rows)
-        if not scores:
+        if not scores and self._backend.in_graphs:
             full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
             if full is not None:
                 logits, sampled = self._full(step, *full, variant)
@@ -201,7 +199,7 @@ class GPUModelRunner:
         if is_decode:
             self._plan_decodes(num_seqs)
         metadata = self._metadata(num_seqs, num_tokens, num_seqs if is_decode else 0)
-        metadata.is_few = is_decode and num_seqs <= MAX_FEW_ROWS
+        metadata.is_few = is_decode and num_seqs <= MAX_FEW_ROWS and self._backend.splits_decodes
         hidden = self.model(batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata)
         if not is_decode:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
@@ -218,7 +216,7 @@ class GPUModelRunner:
         """Hidden states, [num_tokens or more, hidden_size], of any batch."""
         batch, num_seqs, num_tokens = self._batch, len(step.rows), step.num_tokens
         # Padded without graphs too: the same kernels then give the same bits.
-        is_padded = num_tokens <= LARGEST_MIXED_GRAPH and num_seqs < self._max_num_seqs
+        is_padded = self._backend.in_graphs and num_tokens <= LARGEST_MIXED_GRAPH and num_seqs < self._max_num_seqs
         size = padded_size(num_tokens, batch.input_ids.shape[0]) if is_padded else num_tokens
         padded_seqs = num_seqs + (size > num_tokens)
         key = ("mixed", size)
@@ -230,17 +228,11 @@ class GPUModelRunner:
         if step.num_decodes:
             self._plan_decodes(step.num_decodes)
         metadata = self._metadata(padded_seqs, size, step.num_decodes)
-        if self._is_lone_prompt(step):
-            metadata.backend = SDPA_BACKEND
+        metadata.query_lens = step.query_lens
+        metadata.kv_lens = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
         if in_pieces:
             return self._graphs.replay_pieces(key, metadata)
         return self.model(batch.input_ids[:size], batch.positions[:size], self._kv_caches, metadata)
-
-    @staticmethod
-    def _is_lone_prompt(step: DeviceStep) -> bool:
-        """Whether all that follows the decodes is one long prompt from its first token on."""
-        is_alone = step.num_decodes == len(step.rows) - 1 and step.starts[-1] == 0
-        return is_alone and step.query_lens[-1] >= _LONG_PROMPT
 
     def _capture_mixed(self, key: tuple[str, int], size: int) -> bool:
         """Records a mixed step of `size` tokens; they are all padding meanwhile. False if that cannot be done."""
@@ -266,11 +258,11 @@ class GPUModelRunner:
             slot_mapping=batch.slot_mapping[:num_tokens],
             query_lens=[],
             kv_lens=[],
-            backend=TRITON_BACKEND,
+            backend=self._backend,
             rows=batch.rows[:num_seqs],
             num_decodes=num_decodes,
             prefill_start=prefill_start,
-            plans=self._plans,
+            plans=dict(self._plans),
         )
 
     def _plan_decodes(self, count: int) -> None:

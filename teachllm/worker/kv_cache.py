@@ -12,6 +12,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec, MemoryPlan, format_bytes
+from teachllm.layers.attention_backends.base import AttentionNeeds
 from teachllm.models.model_config import ModelConfig
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
@@ -28,6 +29,19 @@ def kv_cache_specs(model: ModelConfig) -> list[KVCacheSpec]:
     """What each layer keeps per token."""
     size = dtype_bytes(model.dtype)
     return [KVCacheSpec(model.num_kv_heads, model.head_size, size, window) for window in model.windows]
+
+
+def attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
+    """What the layers' attention over this cache must take."""
+    return AttentionNeeds(
+        num_heads=model.num_attention_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        dtype=model.dtype,
+        block_size=config.block_size,
+        windows=frozenset(model.windows),
+        has_soft_cap=model.raw.get("attn_logit_softcapping") is not None,
+    )
 
 
 def plan_memory(config: EngineConfig, model: ModelConfig, device: torch.device) -> MemoryPlan:

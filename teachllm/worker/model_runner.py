@@ -16,12 +16,13 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.worker.cpu import keep_freed_memory
 from teachllm.worker.input_batch import InputBatch, StepInputs
-from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
+from teachllm.worker.kv_cache import allocate_kv_cache, attention_needs, plan_memory
 from teachllm.worker.prompt_scores import PromptScores
 
 
@@ -61,6 +62,7 @@ class ModelRunner:
     ) -> None:
         assert config.max_model_len and config.max_num_seqs
         if device.type == "cpu":
+            select_backend(config.attention_backend, attention_needs(config, model_config), "cpu")  # or refuses
             keep_freed_memory()
         self.memory = plan_memory(config, model_config, device)  # before any weight is read
         self.model: Any = load_model(model_config, config, device, progress)

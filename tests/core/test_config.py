@@ -14,6 +14,14 @@ from teachllm.config import EngineConfig
         ({"load_format": "gguf"}, "load_format='gguf': choose one of auto, safetensors, pt, dummy"),
         ({"model_impl": "jax"}, "model_impl='jax': choose one of auto, teachllm, transformers"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo': choose one of fcfs, priority, static"),
+        (
+            {"attention_backend": "flash"},
+            "attention_backend='flash': choose one of reference, triton, sdpa, flash_attn, flashinfer",
+        ),
+        (
+            {"batch_invariant": True, "attention_backend": "sdpa"},
+            "attention_backend='sdpa' has none: set attention_backend=triton, or batch_invariant=False",
+        ),
         ({"block_size": 0}, "block_size=0: must be at least 1"),
         ({"max_model_len": 0}, "max_model_len=0: must be at least 1"),
         ({"max_num_seqs": 0}, "max_num_seqs=0: must be at least 1"),

@@ -318,6 +318,8 @@ def test_an_unknown_model_is_one_line_that_says_what_to_do(monkeypatch: pytest.M
         ({"max_model_len": 513}, ["max_model_len=513", "context of 512", "set max_model_len=512 or less"]),
         ({"scheduling_policy": "random"}, ["scheduling_policy='random'", "fcfs, priority, static"]),
         ({"device": "tpu"}, ["device='tpu'", "use auto, cpu, cuda or cuda:N"]),
+        ({"attention_backend": "triton"}, ["attention_backend='triton'", "use attention_backend=reference on a CPU"]),
+        ({"batch_invariant": True}, ["batch_invariant=True", "a CPU's matrix products", "set batch_invariant=False"]),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_with_the_one_to_change(

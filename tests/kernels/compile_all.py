@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
+from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.kv_write import kv_write_triton
 from teachllm_kernels.paged_decode import DecodePlan, fused_paged_decode, paged_decode_triton, plan_decode
@@ -80,6 +81,8 @@ def compile_small(dtype: torch.dtype) -> None:
     gemv_triton(x[:1], weight, bias=bias, residual=torch.zeros(1, 32, dtype=dtype))
     few_rows_linear_triton(x, weight, gated=True)
     few_rows_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype), residual=torch.zeros(2, 8192, dtype=dtype))
+    fixed_linear_triton(x, weight, bias)
+    fixed_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype))
     cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
     kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))
     qkv, angle = torch.zeros(2, 32, 128, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
@@ -102,7 +105,9 @@ def compile_attention(
     norm = torch.zeros(num_heads + 2, head_size, dtype=dtype)
     fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
     if dtype != torch.float32 or head_size < 128:  # spills there, and takes a minute to
-        paged_prefill_triton(q, cache, cache, tables, rows, starts, lens, 1.0, window, cap)
+        for is_fixed in (False, True):
+            where = (cache, cache, tables, rows, starts, lens)
+            paged_prefill_triton(q, *where, 1.0, window, cap, is_fixed=is_fixed)
 
 
 def compile_sampling() -> None:

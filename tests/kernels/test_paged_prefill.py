@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -92,9 +92,9 @@ def expected(shape: Shape, inputs: dict[str, Any]) -> torch.Tensor:
     )
 
 
-def check(shape: Shape, seed: int = 0) -> None:
+def check(shape: Shape, seed: int = 0, is_fixed: bool = False) -> None:
     inputs = draw_inputs(shape, seed)
-    result = paged_prefill_triton(**inputs)
+    result = paged_prefill_triton(**inputs, is_fixed=is_fixed)
     assert result is inputs["out"]
     reference = expected(shape, inputs)
     assert (result.double() - reference).norm() <= TOLERANCE[shape.dtype] * reference.norm()
@@ -119,18 +119,18 @@ def shapes(draw: st.DrawFn, dtypes: list[torch.dtype], longest: int) -> Shape:
 
 
 @settings(max_examples=25)
-@given(shapes([torch.float32, torch.float16], longest=90), st.integers(0, 2**32 - 1))
-def test_any_ragged_batch_equals_the_reference(shape: Shape, seed: int) -> None:
-    check(shape, seed)
+@given(shapes([torch.float32, torch.float16], longest=90), st.integers(0, 2**32 - 1), st.booleans())
+def test_any_ragged_batch_equals_the_reference(shape: Shape, seed: int, is_fixed: bool) -> None:
+    check(shape, seed, is_fixed)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_any_long_ragged_batch_equals_the_reference_on_the_gpu(dtype: torch.dtype) -> None:
     @settings(max_examples=15)
-    @given(shapes([dtype], longest=700), st.integers(0, 2**32 - 1))
-    def run(shape: Shape, seed: int) -> None:
-        check(shape, seed)
+    @given(shapes([dtype], longest=700), st.integers(0, 2**32 - 1), st.booleans())
+    def run(shape: Shape, seed: int, is_fixed: bool) -> None:
+        check(shape, seed, is_fixed)
 
     run()
 
@@ -162,6 +162,36 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
         chunk["query_start"] = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
         chunk["seq_lens"] = torch.tensor([end], dtype=torch.int32, device=DEVICE)
         torch.testing.assert_close(paged_prefill_triton(**chunk), whole[begin:end], rtol=1e-5, atol=1e-5)
+
+
+LONGEST = 150 if DEVICE == "cpu" else 1500
+KINDS = [
+    *(Shape([], [], dtype=torch.float32, window=window) for window in (None, 40)),
+    Shape([], [], group=4, head_size=64, dtype=torch.float16 if DEVICE == "cpu" else torch.bfloat16),
+    Shape([], [], num_kv_heads=1, group=3, dtype=torch.float16, window=100, soft_cap=30.0),
+]
+
+
+@settings(max_examples=10 if DEVICE == "cpu" else 60)
+@given(
+    st.sampled_from(KINDS),
+    st.lists(st.integers(1, LONGEST), min_size=1, max_size=4),
+    st.lists(st.integers(1, 60), min_size=1, max_size=10),
+)
+def test_with_a_fixed_order_neither_chunks_nor_neighbours_change_a_bit(
+    kind: Shape, lengths: list[int], chunks: list[int]
+) -> None:
+    shape = replace(kind, query_lens=lengths, context_lens=[0] * len(lengths))
+    inputs = draw_inputs(shape, seed=1)
+    together = paged_prefill_triton(**inputs, is_fixed=True).clone()
+    begin, first = 0, lengths[0]
+    while begin < first:  # the first sequence alone, in chunks; at its end as decodes
+        end = min(begin + chunks.pop(), first) if chunks else begin + 1 if begin >= first - 3 else first - 3
+        alone = inputs | {"q": inputs["q"][begin:end], "out": None, "rows": inputs["rows"][:1]}
+        alone["query_start"] = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
+        alone["seq_lens"] = torch.tensor([end], dtype=torch.int32, device=DEVICE)
+        assert torch.equal(paged_prefill_triton(**alone, is_fixed=True), together[begin:end])
+        begin = end
 
 
 def test_padding_sequences_and_surplus_tiles_are_harmless() -> None:

@@ -8,7 +8,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
-from teachllm.layers.attention_backends import check_heads
+from teachllm.layers.attention_backends.base import AttentionSettings
+from teachllm.layers.attention_backends.triton import check_heads
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
 
@@ -87,7 +88,7 @@ def test_a_token_is_written_to_its_slot_and_layers_with_one_window_share_a_plan(
     q, k, v = torch.randn(2, 2, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
     for window in (None, None, 1, 1):
         write_kv(k, v, caches, metadata)
-        paged_attention(q, k, v, caches, metadata, 1.0, window)
+        paged_attention(q, k, v, caches, metadata, AttentionSettings(1.0, window))
     assert len(metadata.plans) == 2
     assert torch.equal(caches[0][1, :2], k) and not caches[0][0].any() and not caches[0][1, 2:].any()
 

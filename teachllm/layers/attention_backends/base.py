@@ -1,0 +1,80 @@
+"""What a way to compute attention must offer, what it is told of a layer, and what it is asked to suit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from teachllm.layers.attention import AttentionMetadata
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """What is one layer's own.
+
+    Attributes:
+        scale: multiplies the dot products.
+        window: a token sees itself and the `window - 1` before it; None sees all.
+        soft_cap: squeezes each score into (-soft_cap, soft_cap).
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What a model and a configuration ask of every layer's attention.
+
+    Attributes:
+        dtype: of q and of the KV cache, as `EngineConfig.dtype` names it.
+        windows: of all layers.
+        has_soft_cap: whether a layer may have one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    block_size: int
+    windows: frozenset[int | None]
+    has_soft_cap: bool = False
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over the paged cache.
+
+    Attributes:
+        in_graphs: its launches can be recorded in a CUDA graph, as lengths stay on the device.
+        splits_decodes: it computes decodes from `AttentionMetadata.decode_plans`, and few of them fused.
+    """
+
+    name: str
+    in_graphs: bool
+    splits_decodes: bool
+
+    @staticmethod
+    def check(needs: AttentionNeeds) -> None:
+        """Refuses what it cannot compute.
+
+        Raises:
+            ValueError: in one line, with what would work.
+        """
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        settings: AttentionSettings,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `layers.attention.paged_attention`; writes to `out`, [num_tokens, num_heads, head_size], if given."""

@@ -1,0 +1,48 @@
+"""Attention on any host, by PyTorch's products of matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
+from teachllm_kernels.paged_attention import attend, plan_attention
+
+if TYPE_CHECKING:
+    from teachllm.layers.attention import AttentionMetadata
+
+
+class ReferenceBackend:
+    """Takes everything. Its plan depends on the batch alone, so that all layers of a kind share it."""
+
+    name = "reference"
+    in_graphs = False
+    splits_decodes = False
+
+    @staticmethod
+    def check(needs: AttentionNeeds) -> None:
+        """There is nothing that it cannot compute."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        settings: AttentionSettings,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        k_cache, v_cache = kv_cache
+        block_size, num_kv_heads = k_cache.shape[1:3]
+        kind = (q.shape[1], num_kv_heads, settings.window)
+        plan = metadata.plans.get(kind)
+        if plan is None:
+            plan = plan_attention(metadata.block_tables, metadata.query_lens, metadata.kv_lens, block_size, *kind)
+            metadata.plans[kind] = plan
+        result = attend(q, k_cache, v_cache, plan, settings.scale, settings.soft_cap)
+        return result if out is None else out.copy_(result)
+
+
+REFERENCE = ReferenceBackend()

@@ -1,0 +1,58 @@
+"""Which backend computes attention: what is asked for by name, or the fastest that suits."""
+
+from __future__ import annotations
+
+import warnings
+
+from teachllm.layers.attention_backends.base import AttentionBackend, AttentionNeeds
+from teachllm.layers.attention_backends.flash_attn import FlashAttnBackend
+from teachllm.layers.attention_backends.flashinfer import FlashInferBackend
+from teachllm.layers.attention_backends.invariant import InvariantBackend
+from teachllm.layers.attention_backends.reference import REFERENCE
+from teachllm.layers.attention_backends.sdpa import SDPABackend
+from teachllm.layers.attention_backends.triton import TritonBackend
+
+_ON_A_GPU: dict[str, type[AttentionBackend]] = {
+    "triton": TritonBackend,
+    "sdpa": SDPABackend,
+    "flash_attn": FlashAttnBackend,
+    "flashinfer": FlashInferBackend,
+}
+
+
+def select_backend(
+    name: str | None, needs: AttentionNeeds, device_type: str, batch_invariant: bool = False
+) -> AttentionBackend:
+    """The backend for a model.
+
+    Args:
+        name: as `EngineConfig.attention_backend`; None takes `sdpa` where it suits, else `triton`, and on a CPU
+            `reference`.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ValueError: it cannot compute what the model asks for, or not on this device; one line says what would work.
+    """
+    if device_type == "cpu":
+        if name not in (None, REFERENCE.name):
+            raise ValueError(f"attention_backend={name!r} needs a GPU: use attention_backend=reference on a CPU")
+        return REFERENCE
+    if name == REFERENCE.name:
+        raise ValueError("attention_backend='reference' computes on a CPU: use attention_backend=triton, or device=cpu")
+    if batch_invariant:
+        InvariantBackend.check(needs)
+        return InvariantBackend()
+    if name is None:
+        TritonBackend.check(needs)
+        try:
+            SDPABackend.check(needs)
+        except ValueError:
+            return TritonBackend()
+        return SDPABackend()
+    chosen = _ON_A_GPU[name]
+    chosen.check(needs)
+    if not chosen.in_graphs:
+        warnings.warn(
+            f"attention_backend={name!r} needs the host in every step: running without CUDA graphs", stacklevel=2
+        )
+    return chosen()
