@@ -46,7 +46,8 @@ class EngineConfig:
         enable_prefix_caching: share full blocks between equal prefixes; None is on where it is possible.
 
     Scheduling:
-        max_num_batched_tokens: the token budget of a step; None is 2048, on a GPU 16384.
+        max_num_batched_tokens: the token budget of a step; None is 2048, on a GPU `max_num_seqs` more than 16384, so
+            that a prompt of that length stays whole beside the decodes.
         max_num_seqs: requests running at once.
         scheduling_policy: "fcfs", "priority" (lower first), or "static" (nobody joins before all have finished).
         enable_chunked_prefill: a prompt may be computed over several steps.
@@ -165,9 +166,8 @@ class EngineConfig:
             )
         whole_prompts = not (self.enable_kv_cache and self.enable_chunked_prefill)
         on_gpu = self.device.startswith("cuda")
-        budget = self.max_num_batched_tokens or max(
-            16384 if on_gpu else 2048, length if whole_prompts else 0, self.max_num_seqs or 0
-        )
+        usual = 16384 + (self.max_num_seqs or 256) if on_gpu else 2048
+        budget = self.max_num_batched_tokens or max(usual, length if whole_prompts else 0, self.max_num_seqs or 0)
         running_ahead = self.async_scheduling
         if running_ahead is None:
             running_ahead = on_gpu and self.enable_kv_cache

@@ -16,32 +16,46 @@ from typing import Any
 
 import torch
 
-_MISSING = "this needs Triton, which is not installed: pip install 'teachllm[gpu]'"
+
+class _Absent:
+    """Stands for Triton, or for a kernel: complains when it is used, not when the kernel's file is read."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def jit(self, function: Any = None, **options: Any) -> Any:
+        return self if function else lambda function: self
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise RuntimeError(self._message)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(self._message)
+
 
 try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
-
-    class _Absent:
-        """Stands for a kernel: complains when it is launched, not when its file is read."""
-
-        def __getitem__(self, grid: Any) -> Any:
-            raise RuntimeError(_MISSING)
-
-    class _NoTriton:
-        @staticmethod
-        def jit(function: Any = None, **options: Any) -> Any:
-            return _Absent() if function else lambda function: _Absent()
-
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError(_MISSING)
-
-    triton = tl = _NoTriton()  # type: ignore[assignment]
+    triton = tl = _Absent("this needs Triton, which is not installed: pip install 'teachllm[gpu]'")  # type: ignore[assignment]
     gdc_launch_dependents = gdc_wait = None
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "launch_options", "tl", "triton"]
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    HAS_GLUON = True
+except ImportError:
+    gluon = gl = hopper = TensorDescriptor = _Absent("this needs Gluon, which comes with Triton 3.6 and newer")
+    HAS_GLUON = False
+
+__all__ = [
+    *("HAS_GLUON", "TensorDescriptor", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "hopper"),
+    *("launch_options", "tl", "triton"),
+]
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:

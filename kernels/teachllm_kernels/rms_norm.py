@@ -59,8 +59,9 @@ def rms_norm_cpu(
 
 @triton.jit
 def _rms_norm(
-    y, residual, weight, normed, x, eps, size, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr
-):
+    y, residual, weight, normed, x, eps, num_tokens, size,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
@@ -70,6 +71,8 @@ def _rms_norm(
     if PDL:
         gdc_wait()
     total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(y + part * num_tokens * size + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(x + at, total.to(x.dtype.element_ty), mask=inside)
@@ -81,14 +84,19 @@ def _rms_norm(
 def rms_norm_triton(
     y: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rms_norm_reference` for contiguous y and residual, [num_tokens, size]. One program a row."""
-    num_tokens, size = y.shape
-    normed = torch.empty_like(y)
-    x = y if residual is None else torch.empty_like(y)
+    """As `rms_norm_reference` for contiguous y and residual, [num_tokens, size]. One program a row.
+
+    Or y in parts that are to be added up, [num_parts, num_tokens, size] float32, if there is a residual.
+    """
+    num_tokens, size = y.shape[-2:]
+    like = y if residual is None else residual
+    normed = torch.empty_like(like)
+    x = y if residual is None else torch.empty_like(residual)
     block = triton.next_power_of_2(size)
     _rms_norm[(num_tokens,)](
-        *(y, residual, weight, normed, x, eps, size),
+        *(y, residual, weight, normed, x, eps, num_tokens, size),
         BLOCK=block,
+        PARTS=y.shape[0] if y.dim() == 3 else 1,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(max(block // 512, 1), 16),
         **launch_options(y.device),

@@ -8,17 +8,21 @@ of the merged matrix each of them fills.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm_kernels.few_rows_linear import few_rows_linear_triton
+from teachllm_kernels import few_rows_linear, hopper_linear
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
+from teachllm_kernels.silu_and_mul import silu_and_mul
 
-MAX_FEW_ROWS = 8  # up to here a layer's small operations cost more than its products, and are done inside of them
+MAX_FEW_ROWS = 8  # decodes, up to which a layer's small operations cost more than its attention
+_FEW_ROWS = 8  # up to which the portable kernel is faster than the library's
+_MANY_ROWS, _LARGE = 64, 4096  # rows and inputs from which on, both together, the library's is faster than Hopper's
 
 
 class Linear(nn.Module):
@@ -42,27 +46,52 @@ class Linear(nn.Module):
         self.packed: torch.Tensor | None = None
         self.is_fixed = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, in_features] -> [num_tokens, sum of out_features]."""
+    def forward(self, x: torch.Tensor, parts: bool = False) -> torch.Tensor:
+        """[num_tokens, in_features] -> [num_tokens, sum of out_features].
+
+        Args:
+            parts: what follows is a norm, which may get the result in parts to be added up, where that is faster:
+                [num_parts, num_tokens, sum of out_features] float32.
+        """
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
         if self.is_fixed:
             return fixed_linear_triton(x, self.weight, self.bias)
+        kernel = self._kernel(x)
+        if kernel == "hopper":
+            return hopper_linear.hopper_linear(x, self.weight, self.bias, parts=parts)
+        if kernel == "few rows":
+            return few_rows_linear.few_rows_linear_triton(x, self.weight, self.bias)
         return linear_reference(x, self.weight, self.bias)
 
-    def few_rows(
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of a layer whose parts are gate and up: [num_tokens, in_features] -> [num_tokens, size]."""
+        kernel = self._kernel(x)
+        if kernel == "hopper":
+            return hopper_linear.hopper_linear(x, self.weight, self.bias, gated=True)
+        if kernel == "few rows":
+            return few_rows_linear.few_rows_linear_triton(x, self.weight, self.bias, gated=True)
+        return silu_and_mul(self(x))
+
+    def one_row(
         self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None, gated: bool = False
     ) -> torch.Tensor:
-        """residual + act(norm(x) W^T + b) on a GPU for a few rows; `gated`: act is silu(gate) * up.
+        """residual + act(norm(x) W^T + b) on a GPU, in one launch; `gated`: act is silu(gate) * up.
 
         Args:
-            x: [num_rows, in_features], at most `MAX_FEW_ROWS`.
+            x: [1, in_features].
         """
-        if x.shape[0] == 1:
-            prologue = None if norm is None else (norm.weight, norm.eps)
-            return gemv_triton(x, self.weight, self.bias, prologue, residual, gated)
-        h = x if norm is None else norm(x)[0]
-        return few_rows_linear_triton(h, self.weight, self.bias, residual, gated)
+        prologue = None if norm is None else (norm.weight, norm.eps)
+        return gemv_triton(x, self.weight, self.bias, prologue, residual, gated)
+
+    def _kernel(self, x: torch.Tensor) -> Literal["hopper", "few rows", "library"]:
+        """Whose product is the fastest for so many rows; measured, see benchmarks/NOTES.md."""
+        num_rows, num_in = x.shape
+        if not x.is_cuda or self.is_fixed or num_rows > hopper_linear.MAX_ROWS:
+            return "library"
+        if x.element_size() == 2 and num_in % 8 == 0 and hopper_linear.has_hopper_linear(x.device):
+            return "hopper" if num_rows <= _MANY_ROWS or num_in < _LARGE else "library"
+        return "few rows" if num_rows <= _FEW_ROWS else "library"
 
     def pack(self) -> None:
         """Lays the filled weight out for a CPU, if that can be done; `weight` is gone then."""

@@ -23,7 +23,10 @@ class RMSNorm(nn.Module):
         self.prepared: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., size] -> (norm(residual + y), residual + y), both [..., size]; without a residual, of y alone."""
+        """[..., size] -> (norm(residual + y), residual + y), both [..., size]; without a residual, of y alone.
+
+        On a GPU y may be in parts that are to be added up first, see `Linear.forward`.
+        """
         if y.is_cuda:
             return rms_norm_triton(y, residual, self.weight, self.eps)
         if self.prepared is not None:

@@ -24,7 +24,6 @@ from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.shape import Shape
 from teachllm_kernels.paged_decode import fused_paged_decode
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
-from teachllm_kernels.silu_and_mul import silu_and_mul
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 KVCache = tuple[torch.Tensor, torch.Tensor]
@@ -47,33 +46,42 @@ class LlamaAttention(nn.Module):
         self.attention = Attention(config.head_size**-0.5, window)
 
     def forward(self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> the same."""
+        """[num_tokens, hidden_size] -> the same, or parts of it, see `Linear.forward`."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
-        if qkv.is_cuda:
+        if metadata.is_few:
+            y = self._decode(qkv, angles, kv_cache, metadata)
+        elif qkv.is_cuda:
             weight, eps = self._qk_norm()
             rope_kv_write_triton(qkv, *angles, weight, eps, *kv_cache, metadata.slot_mapping)
             q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            y = self.attention(q, k, v, kv_cache, metadata)
         else:
             qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
             if self.qk_norm is not None:
                 qk, _ = self.qk_norm(qk)
             q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
             write_kv(k, v, kv_cache, metadata)
-        return self.o_proj(self.attention(q, k, v, kv_cache, metadata).flatten(1))
+            y = self.attention(q, k, v, kv_cache, metadata)
+        return self.o_proj(y.flatten(1), parts=True)
 
-    def decode_few(
+    def decode_one(
         self, x: torch.Tensor, norm: RMSNorm, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """x + attention(norm(x)) for a few decodes on a GPU, [num_seqs, hidden_size]."""
-        qkv = self.qkv_proj.few_rows(x, norm).unflatten(-1, (-1, self.head_size))
-        settings, (k_cache, v_cache), tables = self.attention.settings, kv_cache, metadata.block_tables
-        y = fused_paged_decode(
-            *(qkv, *angles, *self._qk_norm(), k_cache, v_cache, tables),
+        """x + attention(norm(x)) for one decode on a GPU, [1, hidden_size]."""
+        qkv = self.qkv_proj.one_row(x, norm).unflatten(-1, (-1, self.head_size))
+        return self.o_proj.one_row(self._decode(qkv, angles, kv_cache, metadata).flatten(1), residual=x)
+
+    def _decode(
+        self, qkv: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Norm, rotation, KV write and attention in one launch, [num_seqs, num_heads, head_size]."""
+        settings = self.attention.settings
+        return fused_paged_decode(
+            *(qkv, *angles, *self._qk_norm(), *kv_cache, metadata.block_tables),
             plan=metadata.decode_plans[settings.window],
             scale=settings.scale,
             window=settings.window,
         )
-        return self.o_proj.few_rows(y.flatten(1), residual=x)
 
     def _qk_norm(self) -> tuple[torch.Tensor | None, float]:
         return (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
@@ -98,8 +106,8 @@ class LlamaMLP(nn.Module):
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> the same."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        """[num_tokens, hidden_size] -> the same, or parts of it, see `Linear.forward`."""
+        return self.down_proj(self.gate_up_proj.gated(x), parts=True)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -125,21 +133,24 @@ class LlamaLayer(nn.Module):
         kv_cache: KVCache,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x, residual), each [num_tokens, hidden_size], whose sum is the stream -> the same after this block."""
-        if metadata.is_few:
-            return self._decode_few(x, angles, kv_cache, metadata), None
+        """(x, residual), [num_tokens, hidden_size], whose sum is the stream -> the same after this block.
+
+        x may be in parts to be added up, see `Linear.forward`.
+        """
+        if metadata.is_few and x.shape[0] == 1:
+            return self._decode_one(x, angles, kv_cache, metadata), None
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, angles, kv_cache, metadata)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
-    def _decode_few(
+    def _decode_one(
         self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """The block for a few decodes on a GPU: five kernels for one, seven for more."""
-        x = self.self_attn.decode_few(x, self.input_layernorm, angles, kv_cache, metadata)
-        h = self.mlp.gate_up_proj.few_rows(x, self.post_attention_layernorm, gated=True)
-        return self.mlp.down_proj.few_rows(h, residual=x)
+        """The block for one decode on a GPU, in five kernels."""
+        x = self.self_attn.decode_one(x, self.input_layernorm, angles, kv_cache, metadata)
+        h = self.mlp.gate_up_proj.one_row(x, self.post_attention_layernorm, gated=True)
+        return self.mlp.down_proj.one_row(h, residual=x)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""

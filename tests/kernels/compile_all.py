@@ -14,11 +14,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
+from teachllm_kernels.hopper_linear import hopper_linear
 from teachllm_kernels.kv_write import kv_write_triton
 from teachllm_kernels.paged_decode import DecodePlan, fused_paged_decode, paged_decode_triton, plan_decode
 from teachllm_kernels.paged_prefill import paged_prefill_triton
@@ -50,11 +53,11 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
         if isinstance(values[p.name], torch.Tensor) or (type(values[p.name]) is int and values[p.name] % 16 == 0)
     }
     aligned = {at: value for at, value in aligned.items() if self.params[at[0]].name not in constants}
-    options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
-    for architecture in ARCHITECTURES:
+    options = {name: value for name, value in kwargs.items() if name not in self.arg_names or name == "num_warps"}
+    for architecture in (90,) if self.is_gluon() else ARCHITECTURES:  # Gluon's are Hopper's alone
         if "PDL" in constants:  # Hopper's own variant for Hopper
             constants["PDL"] = architecture >= 90
-        source = ASTSource(self, signature, constants, aligned)
+        source = (GluonASTSource if self.is_gluon() else ASTSource)(self, signature, constants, aligned)
         done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert done.asm["cubin"]
         compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
@@ -63,6 +66,8 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
 def type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     return {bool: "i1", int: "i32", float: "fp32"}[type(value)]
 
 
@@ -83,6 +88,10 @@ def compile_small(dtype: torch.dtype) -> None:
     few_rows_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype), residual=torch.zeros(2, 8192, dtype=dtype))
     fixed_linear_triton(x, weight, bias)
     fixed_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype))
+    hopper_linear(x, weight, gated=True)
+    hopper_linear(x, weight, bias)
+    hopper_linear(x, weight, parts=True)
+    rms_norm_triton(torch.zeros(8, 2, 4096), x, x[0], 1e-6)
     cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
     kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))
     qkv, angle = torch.zeros(2, 32, 128, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)

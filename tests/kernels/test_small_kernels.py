@@ -49,6 +49,18 @@ def test_rms_norm(num_tokens: int, size: int, has_residual: bool, dtype: torch.d
 
 
 @few
+@given(st.integers(1, 3), st.integers(1, 8), st.sampled_from([16, 1000]), st.sampled_from(DTYPES))
+def test_rms_norm_adds_parts_up(num_tokens: int, num_parts: int, size: int, dtype: torch.dtype) -> None:
+    y = randn(num_parts, num_tokens, size, dtype=torch.float32)
+    residual, weight = randn(num_tokens, size, dtype=dtype), randn(size, dtype=dtype)
+    normed, x = rms_norm_triton(y, residual, weight, 1e-6)
+    expected, total = rms_norm_reference(y.double().sum(0), residual.double(), weight.double(), 1e-6)
+    assert normed.dtype == x.dtype == dtype
+    assert_near(normed, expected)
+    assert_near(x, total)
+
+
+@few
 @given(st.integers(1, 5), st.sampled_from([8, 1024, 1500]), st.sampled_from(DTYPES))
 def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = randn(num_tokens, 2 * size, dtype=dtype)

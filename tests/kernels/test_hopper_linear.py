@@ -1,0 +1,41 @@
+"""Hopper's matrix products against the definition; where there is no such card they are only compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm_kernels.gemv import gemv_reference
+from teachllm_kernels.hopper_linear import MAX_ROWS, has_hopper_linear, hopper_linear
+
+pytestmark = pytest.mark.gpu
+# (inputs, outputs): one tile and less, ragged ones, many tiles, an output's last columns missing
+SHAPES = [(128, 64), (72, 40), (1000, 200), (1024, 4096), (3072, 1024), (4096, 96)]
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([1, 2, 7, 8, 9, 16, 31, 64, 65, MAX_ROWS]),
+    st.sampled_from(SHAPES),
+    st.booleans(),
+    st.sampled_from(["plain", "gated", "parts"]),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_products(num_rows: int, shape: tuple[int, int], has_bias: bool, kind: str, dtype: torch.dtype) -> None:
+    if not has_hopper_linear(torch.device("cuda")):
+        pytest.skip("no Hopper card")
+    num_in, num_out = shape
+    gated = kind == "gated"
+    weight = torch.randn(num_out * (2 if gated else 1), num_in, device="cuda", dtype=dtype) / num_in**0.5
+    x = torch.randn(num_rows, num_in, device="cuda", dtype=dtype)
+    bias = torch.randn(weight.shape[0], device="cuda", dtype=dtype) if has_bias else None
+    y = hopper_linear(x, weight, bias, gated=gated, parts=kind == "parts")
+    if kind == "parts":
+        assert y.dtype == torch.float32 and y.shape[1:] == (num_rows, num_out)
+        y = y.sum(0)
+    else:
+        assert y.dtype == dtype and y.shape == (num_rows, num_out)
+    expected = gemv_reference(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
+    assert (y.double() - expected).norm() / expected.norm() < (1e-5 if kind == "parts" else 5e-3)
