@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,7 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous = self.next = self  # of the free list; alone while it is used
 
     def __repr__(self) -> str:
         return f"Block({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
@@ -63,27 +63,29 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_free_blocks = 0  # in the list, cached ones included
         self.num_cached_blocks = 0
-        # The list is a ring through this sentinel: no end is a special case.
-        self._ring = Block(-1)
-        self._ring.previous = self._ring.next = self._ring
+        self._ring = Block(-1)  # the list is a ring through this sentinel: no end is a special case
         for block in self.blocks:
             self._append(block)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def take(self) -> Block:
-        """The least recently used free block, now used once. It may still carry a hash: evict that first.
+    def take(self, count: int) -> list[Block]:
+        """The `count` least recently used free blocks, now used once. They may still carry hashes: evict those first.
 
         Raises:
-            IndexError: no block is free.
+            IndexError: fewer are free.
         """
-        block = self._ring.next
-        if block is None or block is self._ring:
-            raise IndexError("no free block")
-        self._unlink(block)
-        block.ref_count = 1
-        return block
+        if count > self.num_free_blocks:
+            raise IndexError(f"{count} blocks are wanted, {self.num_free_blocks} are free")
+        blocks = list(islice(self.free_blocks(), count))
+        if blocks:  # out of the ring all at once
+            self._ring.next, blocks[-1].next.previous = blocks[-1].next, self._ring
+        for block in blocks:
+            block.ref_count, block.previous, block.next = 1, block, block
+            self.num_cached_blocks -= block.block_hash is not None
+        self.num_free_blocks -= count
+        return blocks
 
     def share(self, block: Block) -> None:
         """One more user of a block, which leaves the free list if it was there."""
@@ -101,21 +103,19 @@ class BlockPool:
     def free_blocks(self) -> Iterator[Block]:
         """The free list from the block that goes next to the one that goes last."""
         block = self._ring.next
-        while block is not None and block is not self._ring:
+        while block is not self._ring:
             yield block
             block = block.next
 
     def _append(self, block: Block) -> None:
         last = self._ring.previous
-        assert last is not None
         block.previous, block.next = last, self._ring
         last.next = self._ring.previous = block
         self.num_free_blocks += 1
         self.num_cached_blocks += block.block_hash is not None
 
     def _unlink(self, block: Block) -> None:
-        assert block.previous is not None and block.next is not None
         block.previous.next, block.next.previous = block.next, block.previous
-        block.previous = block.next = None
+        block.previous = block.next = block
         self.num_free_blocks -= 1
         self.num_cached_blocks -= block.block_hash is not None

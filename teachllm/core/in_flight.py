@@ -86,8 +86,7 @@ class PlansInFlight:
 
     def pinning_step(self, request: Request) -> int | None:
         """The last step in flight that names the request and may still write to its blocks."""
-        oldest = self._plans[0].plan.step if self._plans else None
-        return request.last_step if oldest is not None and request.last_step >= oldest else None
+        return request.last_step if self._plans and request.last_step >= self._plans[0].plan.step else None
 
 
 def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate]:
@@ -110,15 +109,8 @@ def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate
                     break  # accepted drafts beyond the end
             if result.draft_token_ids is not None:
                 request.draft_token_ids = result.draft_token_ids[index]
-        logprobs = result.logprobs[index] if result.logprobs else None
-        updates.append(
-            RequestUpdate(
-                request=request,
-                new_token_ids=new_token_ids,
-                num_accepted=min(len(sampled) - 1, len(new_token_ids)) if share.samples else 0,
-                logprobs=logprobs[: len(new_token_ids)] if logprobs else None,
-                prompt_logprobs=result.prompt_logprobs[index] if result.prompt_logprobs else None,
-                start=share.start,
-            )
-        )
+        num_accepted = min(len(sampled) - 1, len(new_token_ids)) if share.samples else 0
+        logprobs = (result.logprobs[index] or [])[: len(new_token_ids)] or None if result.logprobs else None
+        prompt_logprobs = result.prompt_logprobs[index] if result.prompt_logprobs else None
+        updates.append(RequestUpdate(request, new_token_ids, num_accepted, logprobs, prompt_logprobs, share.start))
     return updates

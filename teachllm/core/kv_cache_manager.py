@@ -8,16 +8,17 @@ A table only grows while its request runs. What each block may be doing:
 
     "own" becomes findable, and from then on read-only, when its last slot is scheduled to be written with a token
     that is known (in every layer KV is written before attention reads it, so a request of the same step may
-    already share it). "spare" was reserved for drafts that did not hold; the next tokens use it.
+    already share it). Hashing is put off until that step is under way, or another request begins with the same
+    tokens. "spare" was reserved for drafts that did not hold; the next tokens use it.
 
-A request that ends while a plan in flight still names it cannot give its blocks away: that plan will write to
-them. They stay pinned until it retires.
+When a request ends while a plan in flight names it, its blocks stay pinned until that plan, which writes, retires.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from teachllm.core.block_pool import Block, BlockEvent, BlockPool
 from teachllm.core.prefix_cache import PrefixCache
@@ -41,18 +42,21 @@ class KVCacheManager:
         self.pinned: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)  # step -> (request id, blocks)
         self._enable_prefix_caching = enable_prefix_caching
         self._committed: dict[int, list[Block]] = defaultdict(list)  # step -> blocks it is to fill
+        self._uncommitted: dict[bytes, list[Request]] = {}  # hash of their first block to commit -> requests
         self._events: list[BlockEvent] | None = None
 
     # -- finding and taking --------------------------------------------------------------------------------
 
     def match(self, request: Request) -> list[Block]:
         """The longest cached prefix of a request's known tokens. At least the last token is left to compute."""
-        findable = self._enable_prefix_caching or request.group is not None
-        if not findable or request.sampling_params.prompt_logprobs is not None:
+        if not self._shares(request) or request.sampling_params.prompt_logprobs is not None:
             return []
         hits: list[Block] = []
         for i in range((len(request.token_ids) - 1) // self.block_size):
-            block = self.cache.find(self.cache.hashes(request, i + 1)[i])
+            block_hash = self.cache.hashes(request, i + 1)[i]
+            for other in self._uncommitted.pop(block_hash, ()):  # it begins where this one has come to
+                self.commit(other)
+            block = self.cache.find(block_hash)
             if block is None:
                 break
             hits.append(block)
@@ -71,41 +75,60 @@ class KVCacheManager:
         """
         if self.num_missing_blocks(request, num_tokens, hits) > self.pool.num_free_blocks:
             return None
-        first_new = len(request.block_ids)
         for block in hits:
             self.pool.share(block)
-            request.block_ids.append(block.block_id)
-            self._record("hit", block, request.request_id)
-        while len(request.block_ids) * self.block_size < num_tokens:
-            block = self.pool.take()
+        self._record("hit", hits, request.request_id)
+        num_new = -(-num_tokens // self.block_size) - len(request.block_ids) - len(hits)
+        taken = self.pool.take(max(num_new, 0))
+        for block in taken:
             self._forget(block)
-            request.block_ids.append(block.block_id)
-            self._record("allocate", block, request.request_id)
+        self._record("allocate", taken, request.request_id)
+        new_ids = [block.block_id for block in (*hits, *taken)]
+        request.block_ids += new_ids
         request.num_committed_blocks += len(hits)
-        return request.block_ids[first_new:]
+        return new_ids
 
     # -- content -------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
         """Makes findable every block whose tokens are known and computed, or being computed by a plan in flight."""
-        if not (self._enable_prefix_caching or request.group is not None):
+        first, end = request.num_committed_blocks, self._num_full_blocks(request)
+        if first >= end:
             return
-        num_full = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
-        if num_full <= request.num_committed_blocks:
-            return
-        hashes = self.cache.hashes(request, num_full)
-        for i in range(request.num_committed_blocks, num_full):
+        hashes = self.cache.hashes(request, end)
+        for i in range(first, end):
             block = self.pool.blocks[request.block_ids[i]]
             self.cache.insert(block, hashes[i])
             self._committed[request.last_step].append(block)
-            parent = hashes[i - 1] if i else self.cache.root
-            self._record("commit", block, request.request_id, hashes[i], parent)
-        request.num_committed_blocks = num_full
+            self._record("commit", [block], request.request_id, hashes[i], hashes[i - 1] if i else self.cache.root)
+        request.num_committed_blocks = end
+
+    def commit_later(self, request: Request) -> None:
+        """As `commit`, at the next `commit_all`, or earlier if another request asks for what it would find."""
+        first = request.num_committed_blocks
+        if first < self._num_full_blocks(request):
+            block_hash = self.cache.hashes(request, first + 1)[first]
+            self._uncommitted.setdefault(block_hash, []).append(request)
+
+    def commit_all(self) -> None:
+        """Does now what `commit_later` has put off."""
+        put_off, self._uncommitted = self._uncommitted, {}
+        for request in chain.from_iterable(put_off.values()):
+            self.commit(request)
+
+    def _shares(self, request: Request) -> bool:
+        return self._enable_prefix_caching or request.group is not None
+
+    def _num_full_blocks(self, request: Request) -> int:
+        """Blocks that may be findable: their tokens are known, and computed or being computed."""
+        known = min(len(request.token_ids), request.num_computed_tokens) if self._shares(request) else 0
+        return known // self.block_size
 
     # -- letting go ----------------------------------------------------------------------------------------
 
     def free(self, request: Request, until_step: int | None = None) -> None:
         """Empties the table. The blocks stay pinned until `until_step` retires, if a plan in flight names them."""
+        self.commit_all()
         if until_step is None:
             self._release(request.request_id, request.block_ids)
         elif request.block_ids:
@@ -113,17 +136,14 @@ class KVCacheManager:
         request.block_ids = []
         request.num_committed_blocks = 0
 
-    def retire(self, step: int) -> None:
-        """A plan has come back: what was pinned for it is free, what it was to fill is filled."""
-        self._committed.pop(step, None)
+    def retire(self, step: int, failed: bool = False) -> None:
+        """A plan has come back: what was pinned for it is free, what it was to fill is filled; empty if it failed."""
+        self.commit_all()
+        for block in self._committed.pop(step, ()):
+            if failed:
+                self._forget(block)
         for request_id, block_ids in self.pinned.pop(step, ()):
             self._release(request_id, block_ids)
-
-    def fail(self, step: int) -> None:
-        """A plan has failed: what it was to fill holds nothing."""
-        for block in self._committed.get(step, ()):
-            self._forget(block)
-        self.retire(step)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the content of every free block."""
@@ -134,12 +154,11 @@ class KVCacheManager:
         # The tail of a sequence goes first in the free list: evicting it leaves the shorter prefix usable.
         blocks = [self.pool.blocks[block_id] for block_id in reversed(block_ids)]
         self.pool.release(blocks)
-        for block in blocks:
-            self._record("free", block, request_id)
+        self._record("free", blocks, request_id)
 
     def _forget(self, block: Block) -> None:
         if block.block_hash is not None:
-            self._record("evict", block)
+            self._record("evict", [block])
             self.pool.num_cached_blocks -= block.ref_count == 0
             self.cache.remove(block)
 
@@ -149,22 +168,17 @@ class KVCacheManager:
     def num_used_blocks(self) -> int:
         return len(self.pool) - self.pool.num_free_blocks
 
-    @property
-    def usage(self) -> float:
-        """Used blocks over all blocks."""
-        return self.num_used_blocks / len(self.pool)
-
     def record_events(self) -> None:
         """From now on block events are kept for `drain_events`."""
         self._events = []
 
     def drain_events(self) -> list[BlockEvent]:
         """The events since the last call."""
-        events = list(self._events or ())
-        if self._events is not None:
-            self._events.clear()
+        events = self._events or []
+        if events:
+            self._events = []
         return events
 
-    def _record(self, kind: str, block: Block, request_id: str | None = None, *hashes: bytes) -> None:
+    def _record(self, kind: str, blocks: Sequence[Block], request_id: str | None = None, *hashes: bytes) -> None:
         if self._events is not None:
-            self._events.append(BlockEvent(kind, block.block_id, request_id, *hashes))
+            self._events += [BlockEvent(kind, block.block_id, request_id, *hashes) for block in blocks]

@@ -48,11 +48,7 @@ class Static(FirstComeFirstServed):
         return num_running == 0
 
 
-POLICIES: dict[str, type[FirstComeFirstServed]] = {
-    "fcfs": FirstComeFirstServed,
-    "priority": Priority,
-    "static": Static,
-}
+POLICIES: dict[str, type[FirstComeFirstServed]] = {"fcfs": FirstComeFirstServed, "priority": Priority, "static": Static}
 
 
 class WaitingQueue:

@@ -11,7 +11,6 @@ requests); the hash chain over fixed blocks is vLLM's.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from hashlib import sha256
 
 from teachllm.core.block_pool import Block
@@ -20,25 +19,24 @@ from teachllm.core.request import Request
 HASH_VERSION = 1
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> bytes:
+def hash_block(parent: bytes, token_ids: array[int], extra_keys: tuple[str, ...] = ()) -> bytes:
     """The 32-byte hash of a full block.
 
     Args:
         parent: hash of the block before it, or the cache's root.
-        token_ids: its tokens.
+        token_ids: its tokens, of typecode "q": 64 bits each.
         extra_keys: what else decided the content. Given for the first block they hold for the whole chain.
     """
-    digest = sha256(parent)
-    digest.update(array("q", token_ids).tobytes())
+    content = parent + token_ids  # as it lies in memory
     for key in extra_keys:  # the length keeps ("ab", "c") apart from ("a", "bc")
         encoded = key.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.digest()
+        content += len(encoded).to_bytes(8, "little") + encoded
+    return sha256(content).digest()
 
 
 def hash_root(*facts: object) -> bytes:
     """The parent of every first block: a digest of what decides all KV (model, dtype, block size, ...)."""
-    return hash_block(b"", [HASH_VERSION], tuple(str(fact) for fact in facts))
+    return hash_block(b"", array("q", [HASH_VERSION]), tuple(str(fact) for fact in facts))
 
 
 class PrefixCache:
@@ -58,13 +56,11 @@ class PrefixCache:
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The request's block hashes, at least `num_blocks` of them; its tokens must be known that far."""
-        hashes = request.block_hashes
-        for i in range(len(hashes), num_blocks):
-            tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            if i == 0:
-                hashes.append(hash_block(self.root, tokens, request.cache_keys))
-            else:
-                hashes.append(hash_block(hashes[-1], tokens))
+        hashes, token_ids, size = request.block_hashes, request.token_ids, self.block_size
+        if not hashes and num_blocks:
+            hashes.append(hash_block(self.root, token_ids[:size], request.cache_keys))
+        for start in range(len(hashes) * size, num_blocks * size, size):
+            hashes.append(hash_block(hashes[-1], token_ids[start : start + size]))
         return hashes
 
     def find(self, block_hash: bytes) -> Block | None:

@@ -13,6 +13,8 @@ The scheduler's one rule is about two numbers. `token_ids` are known (prompt and
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -63,6 +65,7 @@ class Request:
     """One completion being generated.
 
     Attributes:
+        token_ids: prompt and outputs known so far, packed: hashed, and sent to a worker, as they lie in memory.
         eos_token_ids: the model's end-of-sequence ids.
         arrival_time: seconds, on the engine's clock.
         priority: lower goes first (policy "priority").
@@ -80,7 +83,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     arrival_time: float = 0.0
@@ -98,7 +101,7 @@ class Request:
     wait: Wait | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
     draft_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -110,7 +113,7 @@ class Request:
     last_step: int = -1
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+        self.token_ids = array("q", self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -122,7 +125,7 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]
+        return self.token_ids[len(self.prompt_token_ids) :].tolist()
 
     @property
     def num_expected_tokens(self) -> int:
@@ -160,7 +163,7 @@ class Request:
     def new_row(self) -> NewRow:
         """What a worker needs to know of it."""
         return NewRow(
-            token_ids=list(self.token_ids),
+            token_ids=self.token_ids[:],
             num_prompt_tokens=self.num_prompt_tokens,
             sampling_params=self.sampling_params,
             child_index=self.child_index,

@@ -27,6 +27,8 @@ from teachllm.core.policy import POLICIES, Policy, WaitingQueue
 from teachllm.core.request import FinishReason, Request, RequestStatus, Wait, WaitReason
 from teachllm.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 
+Chosen = dict[Request, tuple[int, list[int]]]  # request -> (tokens, new blocks)
+
 
 class Scheduler:
     """Queues, budget and blocks of one engine.
@@ -116,6 +118,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """The next plan. It is empty if nobody can compute anything now; such a plan is not executed."""
+        self.kv.commit_all()
         plan = SchedulerOutput(step=self.num_steps)
         self._budget, self._short_of_blocks = self.max_num_batched_tokens, False
         open_to_join = self.policy.opens_batch(len(self.running))
@@ -130,10 +133,9 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, plan: SchedulerOutput) -> None:
-        chosen: dict[Request, tuple[int, list[int]]] = {}  # request -> (tokens, new blocks)
+        chosen: Chosen = {}
         ready = [request for request in self.running if self._can_compute(request)]
-        decodes = [request for request in ready if request.gap == 1]
-        for request in decodes + [request for request in ready if request.gap > 1]:
+        for request in sorted(ready, key=lambda request: request.gap > 1):  # decodes first, each kind in its order
             num_tokens = self._chunk(request.gap)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue  # no budget left for it, or a request before it took its blocks
@@ -144,9 +146,7 @@ class Scheduler:
         for request, (num_tokens, new_blocks) in chosen.items():
             self._launch(plan, request, num_tokens, new_blocks)
 
-    def _make_room(
-        self, request: Request, num_tokens: int, chosen: dict[Request, tuple[int, list[int]]]
-    ) -> list[int] | None:
+    def _make_room(self, request: Request, num_tokens: int, chosen: Chosen) -> list[int] | None:
         """Blocks for the first `num_tokens` tokens, preempting from the back of the policy's order if it must."""
         while (new_blocks := self.kv.allocate(request, num_tokens)) is None:
             self._short_of_blocks = True
@@ -239,7 +239,7 @@ class Scheduler:
         samples = request.gap == 0
         request.num_in_flight_tokens += samples
         request.last_step = plan.step
-        self.kv.commit(request)
+        self.kv.commit_later(request)
         first_new = len(request.block_ids) - len(new_blocks)
         row = request.new_row() if new else None
         plan.scheduled.append(
@@ -270,7 +270,7 @@ class Scheduler:
             for index, request in enumerate(entry.requests):
                 if not entry.is_late(index):
                     self._preempt(request)
-            self.kv.fail(entry.plan.step)
+            self.kv.retire(entry.plan.step, failed=True)
             self._dropped += entry.plan.dropped  # the worker may not have come to it
             self._preempted += entry.plan.preempted
 

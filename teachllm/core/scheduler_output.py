@@ -7,6 +7,7 @@ carries only what changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from teachllm.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ class NewRow:
         bad_word_token_ids: id sequences that may not be produced: the request's `bad_words`, tokenized.
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     num_prompt_tokens: int
     sampling_params: SamplingParams
     child_index: int

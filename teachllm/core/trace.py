@@ -64,7 +64,7 @@ class Recorder:
             time=request.arrival_time,
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
-            prompt_token_ids=request.prompt_token_ids if self._text else None,
+            prompt_token_ids=list(request.prompt_token_ids) if self._text else None,
             params=params,
             child_index=request.child_index,
             seed=request.seed,

@@ -9,11 +9,15 @@ while engine.has_unfinished_requests:
 
 from __future__ import annotations
 
+import operator
+import struct
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from numbers import Integral
 from typing import Any
+
+import numpy as np
 
 from teachllm.config import EngineConfig
 from teachllm.core.prefix_cache import hash_root
@@ -105,13 +109,13 @@ class Engine:
             ValueError: the id is taken, the prompt can never fit, or a parameter does not suit the model.
         """
         params = sampling_params or SamplingParams()
-        text, token_ids = self._token_ids(prompt)
+        text, token_ids, packed_ids = self._token_ids(prompt)
         bad_words = self._check(params)
-        children = self._children(request_id, token_ids, params, bad_words, priority, cache_salt, arrival_time)
+        children = self._children(request_id, packed_ids, params, bad_words, priority, cache_salt, arrival_time)
         check_some_token_allowed(params, self.model_config.vocab_size, children[0].stop_token_ids, bad_words)
         self._outputs.check_free(request_id, children)
         self.core.add(children[0])  # if one fits, all do
-        output = self._outputs.add(request_id, text, children)
+        output = self._outputs.add(request_id, text, token_ids, children)
         for child in children[1:]:
             self.core.add(child)
         return output
@@ -146,7 +150,8 @@ class Engine:
         """Gives the model's memory back; the engine cannot be used after this."""
         self.core.close()
 
-    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int], array[int]]:
+        """Text, ids and packed ids of a prompt. A long one's are looked at by C code alone: its first token waits."""
         content: Any = prompt
         if isinstance(prompt, Mapping):
             if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
@@ -160,14 +165,18 @@ class Engine:
         if not isinstance(given, Iterable):
             kind = type(given).__name__
             raise ValueError(f"a prompt is a text, token ids, or a dictionary with either, not {kind}")
-        given = list(given)
-        vocab_size = self.model_config.vocab_size
-        if set(map(type, given)) == {int} and min(given) >= 0 and max(given) < vocab_size:
-            return text, given  # as nearly always, and many times faster than one by one
-        for token_id in given:  # a tokenizer may know more ids than its model
-            if not (isinstance(token_id, Integral) and 0 <= int(token_id) < vocab_size):
-                raise ValueError(f"prompt token id {token_id!r} is not in the vocabulary of {vocab_size}")
-        return text, [int(token_id) for token_id in given]
+        ids, vocab_size = list(given), self.model_config.vocab_size
+        try:
+            packed = array("q", struct.pack(f"{len(ids)}q", *ids))  # faster than from the list
+        except (struct.error, TypeError):
+            packed = array("q")
+        values = np.asarray(packed)
+        if len(values) < len(ids) or (ids and (values.min() < 0 or values.max() >= vocab_size)):
+            wrong = next(token_id for token_id in ids if not _is_below(token_id, vocab_size))
+            raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary of {vocab_size}")
+        if ids and type(ids[0]) is not int:  # from NumPy or a tensor: one stands for all
+            ids = packed.tolist()
+        return text, ids, packed
 
     def _check(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Refuses what this model or engine cannot do; returns the bad words as ids."""
@@ -185,7 +194,7 @@ class Engine:
     def _children(
         self,
         request_id: str,
-        token_ids: list[int],
+        token_ids: array[int],
         params: SamplingParams,
         bad_words: tuple[tuple[int, ...], ...],
         priority: int,
@@ -198,7 +207,8 @@ class Engine:
         if seed is None:  # the same engine seed and order of requests give the same noise
             digest = sha256(f"{self.config.seed} {self._num_requests}".encode()).digest()
             seed = int.from_bytes(digest[:8], "little")
-        others = replace(params, prompt_logprobs=None)  # the first child scores the prompt for all
+        # The first child scores the prompt for all.
+        others = replace(params, prompt_logprobs=None) if params.n > 1 else params
         return [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",
@@ -215,3 +225,11 @@ class Engine:
             )
             for index in range(params.n)
         ]
+
+
+def _is_below(token_id: Any, vocab_size: int) -> bool:
+    """Whether this is an id of the model; a tokenizer may know more."""
+    try:
+        return 0 <= operator.index(token_id) < vocab_size
+    except TypeError:
+        return False

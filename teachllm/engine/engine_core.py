@@ -96,6 +96,7 @@ class EngineCore:
                 output = self.executor.sample(self.executor.execute(plan))
                 times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0)
                 self._pending.append((plan, output, times))
+                self.scheduler.kv.commit_all()  # while the device works; the next `schedule` would do it
             except BaseException:
                 self._take_back(plan)
                 raise

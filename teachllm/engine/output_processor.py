@@ -46,9 +46,11 @@ class OutputProcessor:
             if wanted in self._taken:
                 raise ValueError(f"request id {wanted!r} is already in use")
 
-    def add(self, request_id: str, prompt: str | None, children: list[Request]) -> RequestOutput:
+    def add(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], children: list[Request]
+    ) -> RequestOutput:
         """Opens the output of a request and its `n` children."""
-        output = RequestOutput(request_id, prompt, list(children[0].prompt_token_ids), outputs=[])
+        output = RequestOutput(request_id, prompt, prompt_token_ids, outputs=[])
         if children[0].sampling_params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]  # nothing predicts the first token
         self._ids[request_id] = [child.request_id for child in children]
@@ -57,7 +59,7 @@ class OutputProcessor:
             params = child.sampling_params
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
-                detokenizer = IncrementalDetokenizer(self._tokenizer, child.prompt_token_ids, params)
+                detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_token_ids, params)
             completion = CompletionOutput(index=child.child_index)
             if params.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0

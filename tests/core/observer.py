@@ -86,7 +86,7 @@ class View:
         require(len(scheduler.running) <= scheduler.max_num_seqs, "too many run")
         require(not (set(shares) & {request.request_id for request in preempted}), "preempted, and scheduled")
         for request, tokens in self.tokens.items():
-            require(request.token_ids == tokens, f"{request.request_id}: planning has changed its tokens")
+            require(list(request.token_ids) == tokens, f"{request.request_id}: planning has changed its tokens")
 
         # Who runs: nobody past its prompt is left out; who gives way is the last in the policy's order.
         starved = False

@@ -15,19 +15,22 @@ def order(pool: BlockPool) -> list[int]:
 
 def test_blocks_are_handed_out_in_order_of_their_release() -> None:
     pool = BlockPool(4)
-    first, second, third = pool.take(), pool.take(), pool.take()
+    first, second, third = pool.take(3)
     assert [first.block_id, second.block_id, third.block_id] == [0, 1, 2]
     pool.release([second])
     pool.release([third, first])
     assert order(pool) == [3, 1, 2, 0]
-    assert [pool.take().block_id for _ in range(4)] == [3, 1, 2, 0]
+    assert [block.block_id for block in pool.take(4)] == [3, 1, 2, 0]
 
 
-def test_an_empty_pool_says_so() -> None:
-    pool = BlockPool(1)
-    pool.take()
-    with pytest.raises(IndexError, match="no free block"):
-        pool.take()
+def test_a_pool_with_too_few_says_so_and_keeps_them() -> None:
+    pool = BlockPool(3)
+    pool.take(1)
+    with pytest.raises(IndexError, match="3 blocks are wanted, 2 are free"):
+        pool.take(3)
+    assert order(pool) == [1, 2]
+    pool.take(2)
+    assert order(pool) == [] == pool.take(0)
 
 
 def test_sharing_takes_a_block_out_of_the_middle_of_the_list() -> None:
@@ -48,7 +51,7 @@ def test_removal_from_the_middle_touches_two_neighbours_however_long_the_list() 
 
 def test_a_block_is_free_only_when_its_last_user_lets_go() -> None:
     pool = BlockPool(2)
-    block = pool.take()
+    [block] = pool.take(1)
     pool.share(block)
     pool.release([block])
     assert order(pool) == [1]
@@ -58,7 +61,7 @@ def test_a_block_is_free_only_when_its_last_user_lets_go() -> None:
 
 def test_free_blocks_that_carry_a_hash_count_as_cached() -> None:
     pool = BlockPool(2)
-    block = pool.take()
+    [block] = pool.take(1)
     block.block_hash = b"content"
     assert pool.num_cached_blocks == 0
     pool.release([block])
@@ -76,7 +79,9 @@ def test_any_order_of_moves_leaves_the_list_that_a_plain_list_would_be() -> None
             pool.release([block])
             plain += [block.block_id] if block.ref_count == 0 else []
         elif rng.random() < 0.5 and plain:
-            assert pool.take().block_id == plain.pop(0)
+            count = rng.randint(0, len(plain))
+            assert [block.block_id for block in pool.take(count)] == plain[:count]
+            del plain[:count]
         else:
             block = rng.choice(pool.blocks)
             pool.share(block)

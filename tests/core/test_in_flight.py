@@ -61,7 +61,7 @@ def test_a_chunk_that_samples_nothing_changes_no_token_and_hands_on_its_prompt_l
     (changed,) = settle(entry(plan, request), result)
     assert (changed.new_token_ids, changed.num_accepted, changed.start, changed.finished) == ([], 0, 0, False)
     assert changed.prompt_logprobs == [entry_of_logprobs(101)]
-    assert request.token_ids == request.prompt_token_ids
+    assert list(request.token_ids) == request.prompt_token_ids
 
 
 def test_proposals_become_the_next_drafts() -> None:

@@ -32,7 +32,7 @@ def _lose_free_block(s: Scheduler) -> None:
 
 
 def _leak_block(s: Scheduler) -> None:
-    s.kv.pool.take()
+    s.kv.pool.take(1)
 
 
 def _count_a_user_too_many(s: Scheduler) -> None:

@@ -83,6 +83,46 @@ def test_blocks_that_end_in_drafts_are_not_committed() -> None:
     assert request.num_committed_blocks == 1 == len(kv.cache)
 
 
+def launch(kv: KVCacheManager, request: Request, num_tokens: int) -> list[Block]:
+    """As `compute`, for a step that is only being planned, as far as `num_tokens`."""
+    hits = kv.match(request)
+    assert kv.allocate(request, num_tokens, hits) is not None
+    request.num_computed_tokens = num_tokens
+    kv.commit_later(request)
+    return hits
+
+
+def test_what_a_planned_step_fills_is_hashed_when_somebody_asks_for_it_or_the_step_is_under_way() -> None:
+    kv = KVCacheManager(32, 4, True)
+    whole, stranger = make_request("a", 17), make_request("b", 17, cache_keys=("other",))
+    assert launch(kv, whole, 16) == launch(kv, stranger, 16) == []
+    assert len(kv.cache) == 0
+    assert len(launch(kv, make_request("c", 11), 11)) == 2  # of "a"; what "b" fills stays unhashed
+    assert [whole.num_committed_blocks, stranger.num_committed_blocks] == [4, 0]
+    kv.commit_all()
+    assert stranger.num_committed_blocks == 4 and len(kv.cache) == 8
+
+
+def test_a_prefix_goes_on_from_cached_blocks_to_those_of_a_chunk_that_is_only_planned() -> None:
+    kv, prompt = KVCacheManager(32, 4, True), make_request("a", 24)
+    launch(kv, prompt, 8)
+    kv.commit_all()
+    kv.allocate(prompt, 20)
+    prompt.num_computed_tokens = 20
+    kv.commit_later(prompt)
+    assert len(kv.cache) == 2
+    assert len(kv.match(make_request("b", 24))) == 5
+
+
+def test_a_request_that_leaves_before_its_step_is_under_way_keeps_its_content_findable() -> None:
+    kv, request = KVCacheManager(8, 4, True), make_request("a", 9)
+    launch(kv, request, 9)
+    kv.free(request, until_step=request.last_step)
+    assert len(kv.match(make_request("b", 9))) == 2
+    kv.retire(request.last_step, failed=True)
+    assert kv.match(make_request("c", 9)) == []
+
+
 def test_the_tail_of_a_freed_table_is_evicted_first() -> None:
     kv, request = KVCacheManager(3, 4, True), make_request("a", 12)
     compute(kv, request)
@@ -140,7 +180,7 @@ def test_what_a_failed_plan_was_to_fill_is_not_findable() -> None:
     compute(kv, make_request("a", 8), step=1)
     compute(kv, make_request("b", 8, cache_keys=("other",)), step=2)
     kv.retire(1)
-    kv.fail(2)
+    kv.retire(2, failed=True)
     assert len(kv.match(make_request("c", 9))) == 2
     assert kv.match(make_request("d", 9, cache_keys=("other",))) == []
     assert len(kv.cache) == 2
@@ -181,7 +221,7 @@ def test_events_tell_what_happened_in_order() -> None:
     assert kv.drain_events() == []
 
 
-def test_usage_is_used_blocks_over_all() -> None:
+def test_blocks_in_tables_are_used() -> None:
     kv = KVCacheManager(4, 4, True)
     kv.allocate(make_request("a", 12), 12)
-    assert (kv.num_used_blocks, kv.usage) == (3, 0.75)
+    assert kv.num_used_blocks == 3

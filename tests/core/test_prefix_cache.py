@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from array import array
 from hashlib import sha256
 
 from teachllm.core.block_pool import BlockPool
@@ -29,17 +30,18 @@ def test_the_hash_is_sha256_over_parent_tokens_as_64_bit_integers_and_keys_with_
         + (2).to_bytes(8, "little")
         + "é".encode()
     )
-    assert hash_block(b"parent", [5, 300], ("salt", "é")) == by_hand.digest()
+    assert hash_block(b"parent", array("q", [5, 300]), ("salt", "é")) == by_hand.digest()
 
 
 def test_the_hash_does_not_depend_on_pythons_hash_seed() -> None:
-    code = "from teachllm.core.prefix_cache import *; print(hash_block(hash_root('m', 16), [1, 2], ('s',)).hex())"
+    code = "from teachllm.core.prefix_cache import *; "
+    code += "print(hash_block(hash_root('m', 16), array('q', [1, 2]), ('s',)).hex())"
     printed = set()
     for seed in ("1", "2"):
         environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
         printed.add(done.stdout)
-    assert printed == {hash_block(hash_root("m", 16), [1, 2], ("s",)).hex().encode() + b"\n"}
+    assert printed == {hash_block(hash_root("m", 16), array("q", [1, 2]), ("s",)).hex().encode() + b"\n"}
 
 
 def test_a_hash_covers_everything_before_it() -> None:
@@ -52,8 +54,8 @@ def test_a_hash_covers_everything_before_it() -> None:
 
 def test_each_block_is_the_parent_of_the_next_and_the_root_of_the_first() -> None:
     first, second = PrefixCache(2, ROOT).hashes(make_request([1, 2, 3, 4], ("salt",)), 2)
-    assert first == hash_block(ROOT, [1, 2], ("salt",))
-    assert second == hash_block(first, [3, 4])
+    assert first == hash_block(ROOT, array("q", [1, 2]), ("salt",))
+    assert second == hash_block(first, array("q", [3, 4]))
 
 
 def test_other_roots_and_other_keys_never_meet() -> None:
@@ -69,14 +71,14 @@ def test_other_roots_and_other_keys_never_meet() -> None:
 def test_hashes_grow_with_the_request_and_are_computed_once() -> None:
     cache, request = PrefixCache(2, ROOT), make_request([1, 2, 3])
     first = cache.hashes(request, 1)[0]
-    request.token_ids += [4]
+    request.token_ids.append(4)
     assert cache.hashes(request, 2) is request.block_hashes
     assert request.block_hashes[0] is first
 
 
 def test_equal_blocks_live_side_by_side_and_either_answers() -> None:
     pool, cache = BlockPool(2), PrefixCache(2, ROOT)
-    one, other = pool.take(), pool.take()
+    one, other = pool.take(2)
     cache.insert(one, b"h")
     cache.insert(other, b"h")
     assert cache.find(b"h") is one

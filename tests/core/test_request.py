@@ -21,7 +21,7 @@ def make_request(max_len: int = 10, **params: object) -> Request:
 def test_outputs_come_after_the_prompt_which_stays_as_it_was() -> None:
     request = make_request()
     assert not request.append(8)
-    assert request.token_ids == [5, 6, 7, 8]
+    assert list(request.token_ids) == [5, 6, 7, 8]
     assert request.prompt_token_ids == [5, 6, 7]
     assert request.output_token_ids == [8]
     assert (request.num_prompt_tokens, request.num_output_tokens) == (3, 1)
@@ -80,7 +80,7 @@ def test_a_row_is_a_copy_of_what_the_worker_needs() -> None:
     request.append(8)
     row = request.new_row()
     request.append(9)
-    assert row.token_ids == [5, 6, 7, 8]
+    assert list(row.token_ids) == [5, 6, 7, 8]
     assert row.num_prompt_tokens == 3
     assert row.stop_token_ids == {0, 4}
     assert row.sampling_params is request.sampling_params

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from teachllm.core.request import FinishReason, RequestStatus
@@ -123,7 +125,7 @@ def test_blocks_filled_by_the_last_step_are_findable_after_the_end() -> None:
     request.draft_token_ids = [11, 12, 13]
     step(scheduler, a=[11, 12, 13, EOS])
     follow_up = make_request("b", 4, first=100)
-    follow_up.token_ids = follow_up.prompt_token_ids = [100, 101, 102, 103, 7, 11, 12, 13, 50]
+    follow_up.token_ids = follow_up.prompt_token_ids = array("q", [100, 101, 102, 103, 7, 11, 12, 13, 50])
     scheduler.add(follow_up)
     step(scheduler)
     assert follow_up.num_cached_tokens == 8

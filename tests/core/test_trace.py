@@ -114,8 +114,8 @@ def test_a_step_holds_what_happened_in_it() -> None:
     assert [event[:3] for event in first["block_events"]] == [
         ["allocate", 0, "a"],
         ["allocate", 1, "a"],
-        ["commit", 0, "a"],
         ["allocate", 2, "b"],
+        ["commit", 0, "a"],
         ["commit", 2, "b"],
         ["free", 2, "b"],
     ]

@@ -203,7 +203,7 @@ class World:
                 self.unreported += late.plan.preempted
             self.flights.clear()
             for name, request in self.live.items():
-                require(request.token_ids == tokens[name], f"{name} loses or gains tokens in a failing step")
+                require(list(request.token_ids) == tokens[name], f"{name} loses or gains tokens in a failing step")
         else:
             self.flights.popleft()
             self._update(flight)
