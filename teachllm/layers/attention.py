@@ -40,6 +40,7 @@ class AttentionMetadata:
         is_few: all are decodes, and so few that a layer's operations are fused; on a GPU only.
         prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
         plans: what a backend prepared, by kind of layer; made by the first of a kind or by the runner, read by all.
+        wanted: [num_wanted] int64, the tokens whose hidden states the model is to return; None: all.
         outside: runs a call outside the CUDA graph that is being captured; None: there is none.
     """
 
@@ -55,6 +56,7 @@ class AttentionMetadata:
     is_few: bool = False
     prefill_start: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+    wanted: torch.Tensor | None = None
     outside: Callable[[Callable[[AttentionMetadata], None]], None] | None = None
 
     @property

@@ -23,6 +23,7 @@ from teachllm_kernels.silu_and_mul import silu_and_mul
 MAX_FEW_ROWS = 8  # decodes, up to which a layer's small operations cost more than its attention
 _FEW_ROWS = 8  # up to which the portable kernel is faster than the library's
 _MANY_ROWS, _LARGE = 64, 4096  # rows and inputs from which on, both together, the library's is faster than Hopper's
+_ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
 
 
 class Linear(nn.Module):
@@ -46,23 +47,35 @@ class Linear(nn.Module):
         self.packed: torch.Tensor | None = None
         self.is_fixed = False
 
-    def forward(self, x: torch.Tensor, parts: bool = False) -> torch.Tensor:
-        """[num_tokens, in_features] -> [num_tokens, sum of out_features].
-
-        Args:
-            parts: what follows is a norm, which may get the result in parts to be added up, where that is faster:
-                [num_parts, num_tokens, sum of out_features] float32.
-        """
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in_features] -> [num_tokens, sum of out_features]."""
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
         if self.is_fixed:
             return fixed_linear_triton(x, self.weight, self.bias)
         kernel = self._kernel(x)
         if kernel == "hopper":
-            return hopper_linear.hopper_linear(x, self.weight, self.bias, parts=parts)
+            return hopper_linear.hopper_linear(x, self.weight, self.bias)
         if kernel == "few rows":
             return few_rows_linear.few_rows_linear_triton(x, self.weight, self.bias)
         return linear_reference(x, self.weight, self.bias)
+
+    def onto(self, stream: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What `RMSNorm` adds up to stream + x W^T + b, in the form that is the fastest for so many tokens.
+
+        Args:
+            stream: [num_tokens, sum of out_features]; may be changed in place.
+
+        Returns:
+            (y, stream), [num_tokens, sum of out_features]. y may be in parts to be added up, [num_parts, num_tokens,
+            sum of out_features] float32, or None: added already.
+        """
+        kernel = self._kernel(x)
+        if kernel == "hopper":
+            return hopper_linear.hopper_linear(x, self.weight, self.bias, parts=True), stream
+        if x.is_cuda and kernel == "library" and x.shape[0] >= _ADDS_ITSELF and not self.is_fixed and self.bias is None:
+            return None, stream.addmm_(x, self.weight.t())
+        return self(x), stream
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of a layer whose parts are gate and up: [num_tokens, in_features] -> [num_tokens, size]."""

@@ -22,11 +22,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.prepared: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def forward(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., size] -> (norm(residual + y), residual + y), both [..., size]; without a residual, of y alone.
+    def forward(
+        self, y: torch.Tensor | None, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., size] -> (norm(residual + y), residual + y), both [..., size]; of one alone, where the other is None.
 
-        On a GPU y may be in parts that are to be added up first, see `Linear.forward`.
+        On a GPU y may be in parts that are to be added up first, see `Linear.onto`.
         """
+        if y is None:
+            assert residual is not None
+            y, residual = residual, None
         if y.is_cuda:
             return rms_norm_triton(y, residual, self.weight, self.eps)
         if self.prepared is not None:

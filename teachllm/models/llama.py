@@ -46,7 +46,7 @@ class LlamaAttention(nn.Module):
         self.attention = Attention(config.head_size**-0.5, window)
 
     def forward(self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> the same, or parts of it, see `Linear.forward`."""
+        """[num_tokens, hidden_size] -> [num_tokens, num_heads * head_size]: all but the last projection."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
         if metadata.is_few:
             y = self._decode(qkv, angles, kv_cache, metadata)
@@ -62,7 +62,7 @@ class LlamaAttention(nn.Module):
             q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
             write_kv(k, v, kv_cache, metadata)
             y = self.attention(q, k, v, kv_cache, metadata)
-        return self.o_proj(y.flatten(1), parts=True)
+        return y.flatten(1)
 
     def decode_one(
         self, x: torch.Tensor, norm: RMSNorm, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
@@ -106,8 +106,8 @@ class LlamaMLP(nn.Module):
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> the same, or parts of it, see `Linear.forward`."""
-        return self.down_proj(self.gate_up_proj.gated(x), parts=True)
+        """[num_tokens, hidden_size] -> [num_tokens, intermediate_size]: all but the last projection."""
+        return self.gate_up_proj.gated(x)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -127,22 +127,28 @@ class LlamaLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        x: torch.Tensor | None,
+        stream: torch.Tensor | None,
         angles: Angles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x, residual), [num_tokens, hidden_size], whose sum is the stream -> the same after this block.
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(x, stream), whose sum is the residual stream -> the same after this block.
 
-        x may be in parts to be added up, see `Linear.forward`.
+        Args:
+            x, stream: [num_tokens, hidden_size], not both None; x in any form that `Linear.onto` gives it.
+            wanted: [num_wanted] int64, tokens to go on with after attention; None: all.
         """
-        if metadata.is_few and x.shape[0] == 1:
+        if metadata.is_few and x is not None and x.shape[0] == 1:
             return self._decode_one(x, angles, kv_cache, metadata), None
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, angles, kv_cache, metadata)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        h, stream = self.input_layernorm(x, stream)
+        h = self.self_attn(h, angles, kv_cache, metadata)
+        if wanted is not None:
+            h, stream = h.index_select(0, wanted), stream.index_select(0, wanted)
+        x, stream = self.self_attn.o_proj.onto(stream, h)
+        h, stream = self.post_attention_layernorm(x, stream)
+        return self.mlp.down_proj.onto(stream, self.mlp(h))
 
     def _decode_one(
         self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
@@ -192,13 +198,15 @@ class LlamaForCausalLM(nn.Module):
             kv_caches: per layer (K, V), each [num_blocks, block_size, num_kv_heads, head_size].
 
         Returns:
-            [num_tokens, hidden_size].
+            [num_tokens, hidden_size], or [num_wanted, hidden_size] of the tokens that the metadata asks for: after its
+            attention the last layer computes those alone.
         """
         angles = self.rotary(positions)
-        x, residual = self.embed_tokens(input_ids), None
+        x, stream = self.embed_tokens(input_ids), None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, angles, kv_cache, metadata)
-        x, _ = self.norm(x, residual)
+            wanted = metadata.wanted if layer is self.layers[-1] else None
+            x, stream = layer(x, stream, angles, kv_cache, metadata, wanted)
+        x, _ = self.norm(x, stream)
         return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -143,7 +143,7 @@ class TransformersModel(nn.Module):
         kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
         metadata: AttentionMetadata | None,
     ) -> torch.Tensor:
-        """One step, [num_tokens] int64 -> [num_tokens, hidden_size]; arguments as `LlamaForCausalLM.forward`."""
+        """One step, [num_tokens] int64 -> [num_tokens, hidden_size]; as `LlamaForCausalLM.forward`."""
         output = self.base(
             input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -152,7 +152,8 @@ class TransformersModel(nn.Module):
             metadata=metadata,
             windows=self.windows,
         )
-        return output.last_hidden_state.squeeze(0)
+        hidden = output.last_hidden_state.squeeze(0)
+        return hidden if metadata is None or metadata.wanted is None else hidden.index_select(0, metadata.wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32 (float64 stays float64)."""

@@ -147,14 +147,15 @@ class GPUModelRunner:
             if full is not None:
                 logits, sampled = self._full(step, *full, variant)
                 return LaunchedStep(step, rows, variant, logits, sampled, None)
-        hidden = self._mixed(step)
+        sampled = self._batch.logit_index[: len(rows)] if rows else None
+        hidden = self._mixed(step, None if scores else sampled)
         prompt_logprobs = None
         if scores:
             where = (plan.scheduled, step.rows, step.starts, hidden, self._batch.token_ids)
             prompt_logprobs = self._prompt_scores.score(*where)
         logits = None
-        if rows:
-            logits = self.model.lm_logits(hidden.index_select(0, self._batch.logit_index[: len(rows)]))
+        if sampled is not None:
+            logits = self.model.lm_logits(hidden.index_select(0, sampled) if scores else hidden)
         return LaunchedStep(step, rows, variant, logits, None, prompt_logprobs)
 
     def _sample(self, launched: LaunchedStep) -> PendingStep:
@@ -212,8 +213,8 @@ class GPUModelRunner:
 
     # -- anything else -------------------------------------------------------------------------------------
 
-    def _mixed(self, step: DeviceStep) -> torch.Tensor:
-        """Hidden states, [num_tokens or more, hidden_size], of any batch."""
+    def _mixed(self, step: DeviceStep, wanted: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states of any batch, [num_wanted, hidden_size]; None: of all tokens and the padding behind them."""
         batch, num_seqs, num_tokens = self._batch, len(step.rows), step.num_tokens
         # Padded without graphs too: the same kernels then give the same bits.
         is_padded = self._backend.in_graphs and num_tokens <= LARGEST_MIXED_GRAPH and num_seqs < self._max_num_seqs
@@ -231,8 +232,11 @@ class GPUModelRunner:
         metadata.query_lens = step.query_lens
         metadata.kv_lens = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
         if in_pieces:
-            return self._graphs.replay_pieces(key, metadata)
-        return self.model(batch.input_ids[:size], batch.positions[:size], self._kv_caches, metadata)
+            hidden = self._graphs.replay_pieces(key, metadata)
+        else:
+            metadata.wanted = None if is_padded else wanted
+            hidden = self.model(batch.input_ids[:size], batch.positions[:size], self._kv_caches, metadata)
+        return hidden.index_select(0, wanted) if is_padded and wanted is not None else hidden
 
     def _capture_mixed(self, key: tuple[str, int], size: int) -> bool:
         """Records a mixed step of `size` tokens; they are all padding meanwhile. False if that cannot be done."""
