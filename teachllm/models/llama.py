@@ -223,4 +223,16 @@ def shape(raw: dict[str, Any]) -> Shape:
         head_size=config.head_size,
         windows=config.windows,
         num_parameters=config.num_parameters,
+        peak_width=peak_width(config),
     )
+
+
+def peak_width(config: LlamaConfig) -> int:
+    """Numbers a token keeps alive at the widest point of the forward pass on a GPU; for two layers or more.
+
+    Alive all the way are cosine and sine and, inside a block, x and the residual as it was given them and as it holds
+    them. Then either QKV, what attention makes of it and the projection of that, or gate, up and their product.
+    """
+    qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
+    attention = qkv_size + config.num_heads * config.head_size + config.hidden_size
+    return 2 * config.head_size + 4 * config.hidden_size + max(attention, 3 * config.intermediate_size)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from teachllm.config import EngineConfig
+from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends import SDPA_BACKEND, TRITON_BACKEND, check_heads
@@ -27,7 +29,8 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
-from teachllm.worker.kv_cache import allocate_kv_cache, plan_memory
+from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, measured_plan, plan_memory
+from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels.paged_decode import DecodePlan, plan_decode
 
@@ -97,15 +100,20 @@ class GPUModelRunner:
         self._model_config = model_config
         heads = (model_config.num_attention_heads, model_config.num_kv_heads, model_config.head_size)
         check_heads(*heads, model_config.dtype)
-        self.memory = plan_memory(config, model_config, device)  # before any weight is read
+        free, total = torch.cuda.mem_get_info(device)
+        predicted = plan_memory(config, model_config, device)  # before any weight is read
+        allocated = torch.cuda.memory_allocated(device)
         self.model: Any = load_model(model_config, config, device, progress)
-        num_blocks = self.memory.num_blocks
-        self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
+        weights = torch.cuda.memory_allocated(device) - allocated
         self._batch = DeviceBatch(
             config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
         self._graphs: Graphs[Any] = Graphs(device)
+        self._plans: dict[int | None, DecodePlan] = {}
+        self.memory = self._measured(predicted, config, weights, free, total)
+        num_blocks = self.memory.num_blocks
+        self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         self._plans = {
             window: DecodePlan.allocate(
                 config.max_num_seqs,
@@ -137,6 +145,27 @@ class GPUModelRunner:
     def close(self) -> None:
         """Lets collections look at everything again."""
         gc.unfreeze()
+
+    def _measured(self, predicted: MemoryPlan, config: EngineConfig, weights: int, free: int, total: int) -> MemoryPlan:
+        """The plan with what the largest step takes, measured by running it; `free` and `total` are from the start."""
+        caches = allocate_kv_cache(self._model_config, 1, config.block_size, self._device)
+        num_bytes = sampling_bytes(config, self._model_config)
+        run = partial(self._largest_step, caches, num_bytes)
+        needs = measure_needs(predicted, run, self._device, total - free, config.enforce_eager)
+        measured = {"weights": weights, **needs}
+        compare(predicted, measured)
+        return measured_plan(predicted, config, free, measured)
+
+    @torch.inference_mode()
+    def _largest_step(self, kv_caches: KVCache, num_sampling_bytes: int) -> tuple[torch.Tensor, ...]:
+        """As many tokens as a step may have, all padding, as many logits, and room to sample from them."""
+        batch, size = self._batch, self._batch.input_ids.shape[0]
+        batch.slot_mapping.fill_(-1)
+        metadata = self._metadata(1, size, 0)
+        metadata.outside = lambda call: None
+        hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
+        logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index))
+        return hidden, logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
         self._batch.update(plan, (self._sampler, self._prompt_scores))
@@ -171,11 +200,27 @@ class GPUModelRunner:
             sampled = self._sampler.sample_plain(logits, batch.sample_rows[:count], batch.num_known, variant)
             logprobs = None
         else:
-            lengths = batch.num_known.index_select(0, batch.sample_rows[:count]).long()
-            output = self._sampler.sample(logits.float(), rows, lengths, batch.token_ids)
-            sampled, logprobs = output.token_ids, output.logprobs
+            sampled, logprobs = self._sample_any(logits, rows)
         batch.append(sampled)
         return PendingStep(launched, sampled, logprobs)
+
+    def _sample_any(
+        self, logits: torch.Tensor, rows: list[int]
+    ) -> tuple[torch.Tensor, list[TokenLogprobs | None] | None]:
+        """Token ids and logprobs (None if no row asked), whatever the rows ask for.
+
+        A few rows at a time, which bounds the memory that it takes.
+        """
+        batch = self._batch
+        lengths = batch.num_known.index_select(0, batch.sample_rows[: len(rows)]).long()
+        sampled: list[torch.Tensor] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for first in range(0, len(rows), SAMPLED_AT_ONCE):
+            some = slice(first, first + SAMPLED_AT_ONCE)
+            output = self._sampler.sample(logits[some].float(), rows[some], lengths[some], batch.token_ids)
+            sampled.append(output.token_ids)
+            logprobs += output.logprobs or [None] * len(output.token_ids)
+        return torch.cat(sampled), logprobs if any(logprobs) else None
 
     # -- in one graph --------------------------------------------------------------------------------------
 
