@@ -23,6 +23,7 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.core.trace import Recorder, StepTimes
+from teachllm.engine.step_roofline import StepRoofline
 from teachllm.worker.executor import Executor, PendingOutput
 
 
@@ -33,6 +34,7 @@ class EngineCore:
         config: resolved for the model.
         cache_root: digest of what decides all KV, see `core.prefix_cache.hash_root`.
         recorder: writes a trace; None costs nothing.
+        roofline: what a trace says of each step's work.
         clock: seconds; arrival times are on it. None is the recorder's, or `time.perf_counter`.
     """
 
@@ -43,11 +45,13 @@ class EngineCore:
         cache_root: bytes = b"",
         recorder: Recorder | None = None,
         clock: Callable[[], float] | None = None,
+        roofline: StepRoofline | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, executor.num_blocks, cache_root)
         self.executor = executor
         self.recorder = recorder
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
+        self._roofline = roofline
         self._check = config.check_invariants
         # Results not yet asked for when the next plan is made: one for each further stage, one to run ahead.
         self._num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
@@ -117,7 +121,10 @@ class EngineCore:
             invariants.check(self.scheduler)
         if self.recorder is not None:
             times = StepTimes(times.start, times.schedule, times.execute, self.clock() - arrived)
-            self.recorder.step(plan, updates, self.scheduler, times)
+            worker = {}
+            if self._roofline is not None:  # a device that does not time itself is done when the calls return
+                worker["roofline"] = self._roofline.of(plan, result.seconds or times.execute)
+            self.recorder.step(plan, updates, self.scheduler, times, **worker)
         return updates
 
     def _take_back(self, plan: SchedulerOutput) -> None:

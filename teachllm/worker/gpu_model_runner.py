@@ -46,6 +46,7 @@ class LaunchedStep:
         variant: of the sampler, see `Sampler.plain_variant`.
         logits: [num_sampling or more, vocab_size]; None if `sampled` is there.
         sampled: [num_sampling or more] int64 on the device, if the graph sampled.
+        began: from when on it is timed, if it is.
     """
 
     step: DeviceStep
@@ -54,34 +55,48 @@ class LaunchedStep:
     logits: torch.Tensor | None
     sampled: torch.Tensor | None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None
+    began: torch.cuda.Event | None = None
 
 
 class PendingStep:
-    """A step's output on its way to the host."""
+    """A step's output on its way to the host.
+
+    Attributes:
+        is_taken: the host has asked for it.
+        arrived: it is there, and the step done.
+    """
 
     def __init__(self, launched: LaunchedStep, ids: torch.Tensor, logprobs: list[TokenLogprobs | None] | None) -> None:
         self._launched = launched
         self._logprobs = logprobs
         self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
         self._ids.copy_(ids, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self.is_taken = False
+        self.arrived = torch.cuda.Event(enable_timing=launched.began is not None)
+        self.arrived.record()
 
     def result(self) -> ModelRunnerOutput:
         """Waits for the device."""
-        self._arrived.synchronize()
-        step = self._launched.step
+        self.is_taken = True
+        self.arrived.synchronize()
+        step, began = self._launched.step, self._launched.began
+        seconds = None if began is None else began.elapsed_time(self.arrived) / 1000
         sampled: list[list[int]] = [[] for _ in step.rows]
         logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
         for order, (index, token_id) in enumerate(zip(step.sampling, self._ids.tolist(), strict=True)):
             sampled[index] = [token_id]
             entry = self._logprobs[order] if self._logprobs else None
             logprobs[index] = None if entry is None else [entry]
-        return ModelRunnerOutput(sampled, logprobs if self._logprobs else None, self._launched.prompt_logprobs)
+        scores = self._launched.prompt_logprobs
+        return ModelRunnerOutput(sampled, logprobs if self._logprobs else None, scores, seconds=seconds)
 
 
 class GPUModelRunner:
-    """The model, its KV cache and its rows on one GPU. Arguments as `ModelRunner`'s."""
+    """The model, its KV cache and its rows on one GPU. Arguments as `ModelRunner`'s.
+
+    Attributes:
+        times_steps: results say how long their steps took; False costs nothing.
+    """
 
     def __init__(
         self,
@@ -95,6 +110,8 @@ class GPUModelRunner:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         self._device = device
+        self.times_steps = False
+        self._last: PendingStep | None = None
         self._eager = config.enforce_eager
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
@@ -134,13 +151,28 @@ class GPUModelRunner:
     def execute(self, plan: SchedulerOutput) -> LaunchedStep:
         """Launches the forward pass of a plan; for a batch of plain decodes, sampling too."""
         with torch.cuda.device(self._device):  # which one is current is each thread's own
-            return self._execute(plan)
+            began = self._start_clock() if self.times_steps else None
+            launched = self._execute(plan)
+            launched.began = began
+            return launched
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedStep) -> PendingStep:
         """Samples what the graph has not, and sends the ids on their way."""
         with torch.cuda.device(self._device):
-            return self._sample(launched)
+            self._last = self._sample(launched)
+            return self._last
+
+    def _start_clock(self) -> torch.cuda.Event:
+        """When the step in front is done, if nobody has asked for its result yet; else now.
+
+        In the first case the device has work all the time, and what it waits between two steps is the second one's.
+        """
+        if self._last is not None and not self._last.is_taken:
+            return self._last.arrived
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        return now
 
     def close(self) -> None:
         """Lets collections look at everything again."""

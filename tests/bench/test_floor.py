@@ -11,10 +11,10 @@ import pytest
 
 from teachllm import LLM, EngineConfig
 from teachllm.bench.batch import Batch, run_batch
-from teachllm.bench.ceilings import Ceilings
-from teachllm.bench.floor import Step, Work, floor_seconds, kv_bytes_per_token, schedule, step_work, weights_read
+from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.bench.workloads import WORKLOADS
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.roofline import Ceilings, Step, Work, kv_bytes_per_token, step_work, weights_read
 from teachllm_kernels import linear, paged_attention
 from tests.bench.h200_script import h200
 

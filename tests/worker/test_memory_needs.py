@@ -22,7 +22,14 @@ from teachllm.worker import memory_needs
 from teachllm.worker.device_batch import DeviceBatch
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.kv_cache import allocate_kv_cache, kv_cache_specs, plan_memory
-from teachllm.worker.memory_needs import activation_bytes, buffer_bytes, compare, graph_bytes, sampling_bytes
+from teachllm.worker.memory_needs import (
+    SAMPLED_AT_ONCE,
+    activation_bytes,
+    buffer_bytes,
+    compare,
+    graph_bytes,
+    sampling_bytes,
+)
 from teachllm_kernels import _triton, rms_norm, rope_kv_write, sampling, silu_and_mul
 from teachllm_kernels.paged_decode import DecodePlan
 from tests.bench.h200_script import h200
@@ -172,6 +179,24 @@ def test_the_samplers_workspaces_are_counted(monkeypatch: pytest.MonkeyPatch, nu
     assert 0.9 * sampling.workspace_bytes(num_rows, 151936) < live.peak <= sampling.workspace_bytes(num_rows, 151936)
 
 
+def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_would_together() -> None:
+    num_rows, vocab_size, cpu = 2 * SAMPLED_AT_ONCE + 5, 300, torch.device("cpu")
+    batch = DeviceBatch(num_rows, 40, 16, num_rows, cpu)
+    sampler = Sampler(num_rows, vocab_size, cpu)
+    for row in range(num_rows):
+        params = SamplingParams(temperature=0.9, presence_penalty=0.5, top_k=50, logprobs=row % 3 or None)
+        sampler.open_row(row, NewRow([row, 2], 2, params, 0, row, frozenset(), ()))
+    batch.num_known.fill_(2)
+    batch.sample_rows.copy_(torch.arange(num_rows - 1, -1, -1))
+    rows, logits = list(range(num_rows - 1, -1, -1)), torch.randn(num_rows, vocab_size)
+    together = sampler.sample(logits.clone(), rows, torch.full((num_rows,), 2), batch.token_ids)
+    runner: Any = GPUModelRunner.__new__(GPUModelRunner)
+    runner._batch, runner._sampler = batch, sampler
+    ids, logprobs = runner._sample_any(logits.clone(), rows)
+    assert ids.equal(together.token_ids) and logprobs == together.logprobs
+    assert len({*ids.tolist()}) > 10 and sum(entry is None for entry in logprobs) == len(range(0, num_rows, 3))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
 def test_a_gpu_uses_what_was_predicted(name: str, tmp_path: Path) -> None:
@@ -202,3 +227,25 @@ def test_a_step_that_does_not_fit_is_refused_with_the_table(monkeypatch: pytest.
     h200.write_shape("qwen3-0.6b", tmp_path)
     with pytest.raises(NotEnoughMemoryError, match="the largest step does not fit: set a smaller max_num_batched_tok"):
         LLM(**h200.engine_settings(tmp_path / "qwen3-0.6b", "cuda"))
+
+
+@pytest.mark.gpu
+def test_recordings_of_many_sizes_share_their_memory(tmp_path: Path) -> None:
+    config, model = describe("qwen3-0.6b", tmp_path, max_model_len=4096, num_gpu_blocks_override=2000)
+    torch.cuda.empty_cache()
+    before = _pool_bytes()
+    settings = h200.engine_settings(tmp_path / "qwen3-0.6b", "cuda")
+    llm = LLM(**settings | {"max_model_len": 4096, "num_gpu_blocks_override": 2000})
+    rng = random.Random(0)
+    for num_prompts in (9, 9, 20, 20, 33, 33, 47, 47):  # more than a full graph of prompts takes: recorded in pieces
+        run_batch(llm, Batch([random_ids(rng, 10, 1000) for _ in range(num_prompts)], [4] * num_prompts))
+    assert len(llm.engine.core.executor._runner._graphs._pieces) >= 3  # type: ignore[attr-defined]
+    used = _pool_bytes() - before
+    llm.close()
+    assert 0 < used < graph_bytes(config, model)
+
+
+def _pool_bytes() -> int:
+    """Of all graphs' pools."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
