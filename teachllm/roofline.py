@@ -55,12 +55,15 @@ class Step:
         kv_lens: tokens it has computed when the step is over.
         num_sampled: requests that sample a token.
         num_shared: leading tokens common to all, whose K and V one read can serve.
+        num_held: tokens whose K and V the cache has room for in blocks that are in use: no more can be read, however
+            many requests share them. None is no limit.
     """
 
     query_lens: Sequence[int]
     kv_lens: Sequence[int]
     num_sampled: int
     num_shared: int = 0
+    num_held: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +114,10 @@ def step_work(model: ModelConfig, step: Step) -> Work:
     num_bytes = (body + (head if step.num_sampled else 0)) * _DTYPE_BYTES[model.dtype]
     attention_flops = 0
     for window, num_layers in Counter(model.windows).items():
-        keys = num_tokens + _keys_read(step, window)
+        keys_read = _keys_read(step, window)
+        keys = num_tokens + (keys_read if step.num_held is None else min(keys_read, step.num_held))
         num_bytes += num_layers * keys * _layer_kv_bytes(model)
-        pairs = sum(
-            _pairs(kv_len, window) - _pairs(kv_len - query_len, window)
-            for query_len, kv_len in zip(step.query_lens, step.kv_lens, strict=True)
-        )
-        attention_flops += num_layers * 4 * pairs * model.num_attention_heads * model.head_size
+        attention_flops += num_layers * 4 * _pairs_of(step, window) * model.num_attention_heads * model.head_size
     return Work(num_bytes, 2 * (body * num_tokens + head * step.num_sampled), attention_flops)
 
 
@@ -133,14 +133,22 @@ def _layer_kv_bytes(model: ModelConfig) -> int:
 
 def _keys_read(step: Step, window: int | None) -> int:
     """Keys of earlier steps that a layer reads; a shared prefix once."""
-    olds = [kv - n - step.num_shared for n, kv in zip(step.query_lens, step.kv_lens, strict=True)]
     if window is None:
-        return sum(olds) + step.num_shared
+        return sum(step.kv_lens) - sum(step.query_lens) - (len(step.kv_lens) - 1) * step.num_shared
+    olds = [kv - n - step.num_shared for n, kv in zip(step.query_lens, step.kv_lens, strict=True)]
     return sum(min(old, window - 1) for old in olds)  # of a shared prefix, the window may have left nothing
 
 
-def _pairs(num_queries: int, window: int | None) -> int:
+def _pairs_of(step: Step, window: int | None) -> int:
+    """(query, key) pairs of a step: the tokens of a sequence see kv_len - query_len + 1, ..., kv_len keys, or less."""
+    lens = zip(step.query_lens, step.kv_lens, strict=True)
+    if window is None:
+        return sum(n * (2 * kv - n + 1) for n, kv in lens) // 2
+    return sum(_pairs(kv, window) - _pairs(kv - n, window) for n, kv in lens)
+
+
+def _pairs(num_queries: int, window: int) -> int:
     """(query, key) pairs among the first tokens of a sequence: the k-th sees k keys, or the window's."""
-    if window is None or num_queries <= window:
+    if num_queries <= window:
         return num_queries * (num_queries + 1) // 2
     return window * (window + 1) // 2 + (num_queries - window) * window

@@ -24,6 +24,7 @@ from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.core.trace import Recorder, StepTimes
 from teachllm.engine.step_roofline import StepRoofline
+from teachllm.roofline import Work
 from teachllm.worker.executor import Executor, PendingOutput
 
 
@@ -55,7 +56,7 @@ class EngineCore:
         self._check = config.check_invariants
         # Results not yet asked for when the next plan is made: one for each further stage, one to run ahead.
         self._num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
-        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes]] = deque()
+        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes, Work | None]] = deque()
         if recorder is not None:
             self.scheduler.kv.record_events()
 
@@ -99,7 +100,7 @@ class EngineCore:
             try:
                 output = self.executor.sample(self.executor.execute(plan))
                 times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0)
-                self._pending.append((plan, output, times))
+                self._pending.append((plan, output, times, self._work(plan)))
             except BaseException:
                 self._take_back(plan)
                 raise
@@ -108,7 +109,7 @@ class EngineCore:
         return []
 
     def _update_oldest(self) -> list[RequestUpdate]:
-        plan, output, times = self._pending[0]
+        plan, output, times, work = self._pending[0]
         arrived = self.clock()
         try:
             result = output.result()
@@ -122,10 +123,18 @@ class EngineCore:
         if self.recorder is not None:
             times = StepTimes(times.start, times.schedule, times.execute, self.clock() - arrived)
             worker = {}
-            if self._roofline is not None:  # a device that does not time itself is done when the calls return
-                worker["roofline"] = self._roofline.of(plan, result.seconds or times.execute)
+            if self._roofline is not None and work is not None:
+                # A device that does not time itself is done when the calls return.
+                worker["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)
             self.recorder.step(plan, updates, self.scheduler, times, **worker)
         return updates
+
+    def _work(self, plan: SchedulerOutput) -> Work | None:
+        """What a plan that is under way costs at least, if somebody wants to know."""
+        if self.recorder is None or self._roofline is None:
+            return None
+        kv = self.scheduler.kv
+        return self._roofline.work(plan, kv.num_used_blocks * kv.block_size)
 
     def _take_back(self, plan: SchedulerOutput) -> None:
         """A step failed: with it go all whose results have not been taken, since any may rest on another."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.models.model_config import ModelConfig
-from teachllm.roofline import Ceilings, Step, step_work
+from teachllm.roofline import Ceilings, Step, Work, step_work
 
 
 class StepRoofline:
@@ -20,13 +20,17 @@ class StepRoofline:
         self.ceilings = ceilings
         self._model = model
 
-    def of(self, plan: SchedulerOutput, seconds: float) -> dict[str, Any]:
-        """Bytes and FLOPs of a plan, the seconds that it took, its floor, and its bound, see `Work.bound`."""
-        shares, ceilings = plan.scheduled, self.ceilings
+    def work(self, plan: SchedulerOutput, num_held: int) -> Work:
+        """What a plan cannot do without; `num_held` as in `Step`."""
+        shares = plan.scheduled
         query_lens = [share.num_tokens for share in shares]
         kv_lens = [share.start + share.num_tokens for share in shares]
         num_sampled = sum(1 + len(share.draft_token_ids) for share in shares if share.samples)
-        work = step_work(self._model, Step(query_lens, kv_lens, num_sampled))
+        return step_work(self._model, Step(query_lens, kv_lens, num_sampled, num_held=num_held))
+
+    def verdict(self, work: Work, seconds: float) -> dict[str, Any]:
+        """For the trace: bytes and FLOPs of a step, the seconds that it took, its floor, its bound (`Work.bound`)."""
+        ceilings = self.ceilings
         return {
             "num_bytes": work.num_bytes,
             "num_flops": work.matrix_flops + work.attention_flops,

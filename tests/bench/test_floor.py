@@ -89,6 +89,15 @@ def test_a_shared_prefix_is_read_once(model) -> None:
     assert apart.attention_flops == together.attention_flops
 
 
+def test_no_more_is_read_than_the_blocks_in_use_hold(model) -> None:
+    small = model("qwen3-0.6b")
+    apart, shared, roomy = (
+        step_work(small, Step([1] * 64, [4200] * 64, 64, num_held=n)) for n in (None, 5000, 300_000)
+    )
+    assert apart == roomy
+    assert apart.num_bytes - shared.num_bytes == (64 * 4199 - 5000) * 114_688
+
+
 def test_a_step_takes_the_longer_of_moving_and_computing() -> None:
     ceilings = Ceilings("", "", read_bandwidth=100.0, copy_bandwidth=1.0, gemm_flops=10.0, attention_flops=5.0)
     assert Work(num_bytes=100, matrix_flops=4, attention_flops=2).seconds(ceilings) == 1.0

@@ -75,6 +75,24 @@ def test_every_step_of_a_trace_carries_its_work_and_its_bound(async_scheduling: 
         assert found["bound"] == work.bound(HERE, step["execute"])
 
 
+def test_a_prefix_that_requests_share_is_counted_as_often_as_it_can_be_held() -> None:
+    remember(HERE)
+    engine, _ = run()
+    lines: list[str] = []
+    engine.core.recorder = Recorder(lines.append, time.perf_counter)
+    prefix, params = random_ids(64, seed=5), SamplingParams(max_tokens=4, ignore_eos=True)
+    for name, last in (("c", 1), ("d", 2), ("e", 3)):
+        engine.add_request(name, {"prompt_token_ids": [*prefix, last]}, params)
+    drain(engine)
+    steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
+    decode = next(step for step in steps if len(step["scheduled"]) == 3 and step["scheduled"][0]["phase"] == "decode")
+    num_held = (4 + 3) * 16  # four shared blocks, and one of each
+    ends = [share["start"] + 1 for share in decode["scheduled"]]
+    assert sum(ends) - 3 > num_held
+    work = step_work(engine.model_config, Step([1] * 3, ends, 3, num_held=num_held))
+    assert decode["roofline"]["num_bytes"] == work.num_bytes
+
+
 def test_where_the_ceilings_are_not_known_floor_and_bound_are_null() -> None:
     _, events = run()
     assert events[0]["machine"] == {"device": device_name("cpu"), "ceilings": None}
