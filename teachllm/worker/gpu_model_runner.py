@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan
-from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends import SDPA_BACKEND, TRITON_BACKEND, check_heads
 from teachllm.layers.linear import MAX_FEW_ROWS
@@ -30,65 +29,12 @@ from teachllm.sampling.sampler import Sampler
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
 from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, measured_plan, plan_memory
+from teachllm.worker.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels.paged_decode import DecodePlan, plan_decode
 
 _LONG_PROMPT = 4096  # tokens from which on cuDNN's attention is worth a path of its own
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step under way.
-
-    Attributes:
-        rows: the request row of each that samples.
-        variant: of the sampler, see `Sampler.plain_variant`.
-        logits: [num_sampling or more, vocab_size]; None if `sampled` is there.
-        sampled: [num_sampling or more] int64 on the device, if the graph sampled.
-        began: from when on it is timed, if it is.
-    """
-
-    step: DeviceStep
-    rows: list[int]
-    variant: tuple[bool, bool] | None
-    logits: torch.Tensor | None
-    sampled: torch.Tensor | None
-    prompt_logprobs: list[list[TokenLogprobs] | None] | None
-    began: torch.cuda.Event | None = None
-
-
-class PendingStep:
-    """A step's output on its way to the host.
-
-    Attributes:
-        is_taken: the host has asked for it.
-        arrived: it is there, and the step done.
-    """
-
-    def __init__(self, launched: LaunchedStep, ids: torch.Tensor, logprobs: list[TokenLogprobs | None] | None) -> None:
-        self._launched = launched
-        self._logprobs = logprobs
-        self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        self._ids.copy_(ids, non_blocking=True)
-        self.is_taken = False
-        self.arrived = torch.cuda.Event(enable_timing=launched.began is not None)
-        self.arrived.record()
-
-    def result(self) -> ModelRunnerOutput:
-        """Waits for the device."""
-        self.is_taken = True
-        self.arrived.synchronize()
-        step, began = self._launched.step, self._launched.began
-        seconds = None if began is None else began.elapsed_time(self.arrived) / 1000
-        sampled: list[list[int]] = [[] for _ in step.rows]
-        logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
-        for order, (index, token_id) in enumerate(zip(step.sampling, self._ids.tolist(), strict=True)):
-            sampled[index] = [token_id]
-            entry = self._logprobs[order] if self._logprobs else None
-            logprobs[index] = None if entry is None else [entry]
-        scores = self._launched.prompt_logprobs
-        return ModelRunnerOutput(sampled, logprobs if self._logprobs else None, scores, seconds=seconds)
 
 
 class GPUModelRunner:
