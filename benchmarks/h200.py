@@ -39,10 +39,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from h200_table import print_table  # noqa: E402
 
 from teachllm import LLM, EngineConfig, __version__  # noqa: E402
-from teachllm.bench.ceilings import Ceilings, measure_ceilings  # noqa: E402
+from teachllm.bench.ceilings import measure_ceilings  # noqa: E402
 from teachllm.bench.cold import cold  # noqa: E402
 from teachllm.bench.workloads import WORKLOADS, Figures, Workload, limits, measure, num_runs_of  # noqa: E402
 from teachllm.models.model_config import load_model_config  # noqa: E402
+from teachllm.roofline import Ceilings  # noqa: E402
 
 PEERS = json.loads((ROOT / "benchmarks" / "peers.json").read_text(encoding="utf-8"))
 _QWEN3 = {
@@ -158,6 +159,18 @@ def commit_here() -> str:
         return "unknown"
 
 
+def provenance(script: str, arguments: Sequence[str] | None, device: str, commit: str | None) -> dict[str, Any]:
+    """What a result file begins with: where, of what, and how it was made."""
+    command = ["python3", f"benchmarks/{script}", *(sys.argv[1:] if arguments is None else arguments)]
+    return {
+        "device": device,
+        "commit": commit or commit_here(),
+        "versions": versions(),
+        "command": shlex.join(command),
+        "variant": "bf16",
+    }
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -188,20 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ceilings = measure_ceilings(device)
-    commit = args.commit or commit_here()
+    begins = provenance("h200.py", arguments, ceilings.device, args.commit)
     slug = re.sub(r"[^a-z0-9]+", "-", ceilings.device.lower()).strip("-")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    output: Path = args.output or ROOT / "benchmarks" / "results" / f"{today}-{slug}-{commit[:9]}.json"
+    output: Path = args.output or ROOT / "benchmarks" / "results" / f"{today}-{slug}-{begins['commit'][:9]}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {
-        "device": ceilings.device,
-        "commit": commit,
-        "versions": versions(),
-        "command": shlex.join(["python3", "benchmarks/h200.py", *(sys.argv[1:] if arguments is None else arguments)]),
-        "variant": "bf16",
-        "ceilings": asdict(ceilings),
-        "workloads": {},
-    }
+    result: dict[str, Any] = begins | {"ceilings": asdict(ceilings), "workloads": {}}
     best: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="teachllm-shapes-") as folder:
         for model in args.models:

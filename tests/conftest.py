@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
+# No test reads the user's ceilings, or leaves some there.
+os.environ["TEACHLLM_CACHE"] = os.path.join(tempfile.gettempdir(), f"teachllm-cache-{os.getpid()}")
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors gain nothing from a second thread
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels are interpreted; read when Triton is imported

@@ -20,7 +20,7 @@ OURS = set(WINGS.values())
 PLAIN_DATA = ("teachllm.config", "teachllm.sampling_params", "teachllm.outputs")
 FROM_ABOVE = (
     *("teachllm", "teachllm.engine", "teachllm.bench", "teachllm.simulator"),
-    *("teachllm.core.memory", "teachllm.core.trace", *PLAIN_DATA),
+    *("teachllm.core.memory", "teachllm.core.trace", "teachllm.roofline", *PLAIN_DATA),
 )
 TENSORS = ("teachllm.layers", "teachllm.distributed", "teachllm.quantization", "teachllm_kernels")
 FEATURES = ("teachllm.sampling", "teachllm.spec_decode", "teachllm.structured_output", "teachllm.lora")
@@ -35,8 +35,9 @@ FLOORS = {
     "teachllm.sampling": ("teachllm.sampling", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": ("teachllm.worker", "teachllm.models", *FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.roofline": ("teachllm.models.model_config",),
     "teachllm.engine": (
-        *("teachllm", "teachllm.engine", "teachllm.core", "teachllm.worker", "teachllm.models"),
+        *("teachllm", "teachllm.engine", "teachllm.core", "teachllm.worker", "teachllm.models", "teachllm.roofline"),
         *(*FEATURES, *TENSORS, *PLAIN_DATA),
     ),
     "teachllm.server": ("teachllm.server", *FROM_ABOVE),

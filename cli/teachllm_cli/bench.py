@@ -21,9 +21,9 @@ from teachllm_cli.terminal import answers, notes
 
 if TYPE_CHECKING:
     from teachllm import LLM
-    from teachllm.bench.ceilings import Ceilings
     from teachllm.bench.figures import Figure
     from teachllm.bench.step_profile import StepProfile
+    from teachllm.roofline import Ceilings
 
 bench = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure latency or throughput beside this machine's ceilings."

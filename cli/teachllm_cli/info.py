@@ -20,12 +20,16 @@ Row = tuple[str, str, str]  # what, amount, explanation
 @engine_command
 def info(
     engine: EngineConfig,
+    input_len: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens of the requests that are counted.")
+    ] = None,
+    output_len: Annotated[int | None, typer.Option(min=1, help="Output tokens of those requests.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Print versions, devices, and a model's shape and memory table, without reading its weights."""
+    """Print versions, devices, a model's shape and memory table, and how many requests fit; reads no weights."""
     from teachllm.engine.info import describe_model
 
-    versions, machines, model = _versions(), devices(), describe_model(engine)
+    versions, machines, model = _versions(), devices(), describe_model(engine, input_len, output_len)
     if json:
         rows = [{"what": what, "amount": amount, "explanation": why} for what, amount, why in model]
         found = {"versions": versions, "devices": machines, "name": engine.model, "model": rows}

@@ -26,6 +26,7 @@ __all__ = [
     "philox_reference",
     "philox_uniform_reference",
     "sample_triton",
+    "workspace_bytes",
 ]
 
 _BLOCK = 1024  # tokens that a program of `_scan` takes at a time
@@ -211,6 +212,12 @@ def sample_triton(
         **options,
     )
     return out
+
+
+def workspace_bytes(num_rows: int, vocab_size: int) -> int:
+    """What `sample_triton` allocates for rows with filters, at most; the result included."""
+    num_tiles, num_groups = -(-vocab_size // _BLOCK), -(-vocab_size // _GROUP)
+    return num_rows * (8 * num_tiles + 12 * num_groups + 4 * _FEW + 8)
 
 
 def cost(num_rows: int, vocab_size: int) -> tuple[int, int]:

@@ -16,29 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from teachllm.roofline import Ceilings
+
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Rates of one device for one dtype.
-
-    Attributes:
-        device: its name.
-        dtype: of the matrix products and attention.
-        read_bandwidth: bytes/s read.
-        copy_bandwidth: bytes/s read and written.
-        gemm_flops: FLOP/s of a large matrix product.
-        attention_flops: FLOP/s of causal attention over a long sequence, masked pairs not counted.
-    """
-
-    device: str
-    dtype: str
-    read_bandwidth: float
-    copy_bandwidth: float
-    gemm_flops: float
-    attention_flops: float
 
 
 @dataclass(frozen=True)
@@ -57,19 +38,8 @@ _ON_GPU = Sizes(num_bytes=4 << 30, gemm_size=8192, attention_len=16384, num_head
 _ON_CPU = Sizes(num_bytes=256 << 20, gemm_size=1024, attention_len=1024, num_heads=8, head_size=64, repeats=5)
 
 
-def device_name(device: str) -> str:
-    """What a device is called: "NVIDIA H200", or a CPU's architecture and threads."""
-    import platform
-
-    import torch
-
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
-
-
 def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | None = None) -> Ceilings:
-    """Measures a device in a second or two; what it allocates is given back.
+    """Measures a device in a second or two; what it allocates is given back. Traces find the ceilings from then on.
 
     Args:
         device: as in `EngineConfig`.
@@ -80,12 +50,14 @@ def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | N
     """
     import torch
 
+    from teachllm.engine.ceilings import device_name, remember
     from teachllm.worker.executor import select_device
 
     where = select_device(device)
     on_gpu = where.type == "cuda"
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
+    is_standard = sizes is None  # smaller ones are quick and tell little
     sizes = sizes or (_ON_GPU if on_gpu else _ON_CPU)
     if on_gpu:  # a small card reads less; whole rows of the matrix either way
         sizes = replace(sizes, num_bytes=min(sizes.num_bytes, torch.cuda.mem_get_info(where)[0] // 4 >> 20 << 20))
@@ -96,7 +68,7 @@ def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | N
     if on_gpu:
         torch.cuda.empty_cache()
     pairs = sizes.attention_len * (sizes.attention_len + 1) // 2
-    return Ceilings(
+    found = Ceilings(
         device=device_name(str(where)),
         dtype=dtype,
         read_bandwidth=sizes.num_bytes / read_s,
@@ -104,6 +76,9 @@ def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | N
         gemm_flops=2 * sizes.gemm_size**3 / gemm_s,
         attention_flops=4 * pairs * sizes.num_heads * sizes.head_size / attention_s,
     )
+    if is_standard:
+        remember(found)
+    return found
 
 
 def _memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:

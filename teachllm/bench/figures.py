@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from teachllm.bench.ceilings import Ceilings
+from teachllm.roofline import Ceilings
 
 if TYPE_CHECKING:
     from teachllm import LLM

@@ -1,88 +1,15 @@
-"""The time no engine can beat: what a step must read, write and multiply, over what the machine can do at best.
-
-    bytes  weights once; K and V that earlier steps wrote, read; those of the step's own tokens, written
-    FLOPs  2 x parameters of the layers x tokens + 2 x parameters of the head x sampled tokens
-           + 4 x heads x head size x (query, key) pairs, in every layer
-    floor  max(bytes / read bandwidth, matrix FLOPs / GEMM rate + attention FLOPs / attention rate), summed over steps
-
-Activations are left out: a fused step need not write them. So the kernels' own `cost()`, each counting what goes in
-and out of that kernel, add up to more than this.
-
-Source: Williams, Waterman, Patterson, "Roofline", CACM 2009.
-"""
+"""The steps of a batch, and the time that no engine can beat for them: the roofline's floor, step by step."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from teachllm.bench.batch import Batch
-from teachllm.bench.ceilings import Ceilings
+from teachllm.roofline import Ceilings, Step, step_work
 
 if TYPE_CHECKING:
     from teachllm.models.model_config import ModelConfig
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Who computes how much in one step.
-
-    Attributes:
-        query_lens: new tokens of each request.
-        kv_lens: tokens it has computed when the step is over.
-        num_sampled: requests that sample a token.
-        num_shared: leading tokens common to all, whose K and V one read can serve.
-    """
-
-    query_lens: Sequence[int]
-    kv_lens: Sequence[int]
-    num_sampled: int
-    num_shared: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a step cannot do without: bytes moved, FLOPs of matrix products and of attention."""
-
-    num_bytes: int
-    matrix_flops: int
-    attention_flops: int
-
-    def seconds(self, ceilings: Ceilings) -> float:
-        compute = self.matrix_flops / ceilings.gemm_flops + self.attention_flops / ceilings.attention_flops
-        return max(self.num_bytes / ceilings.read_bandwidth, compute)
-
-
-def weights_read(model: ModelConfig) -> int:
-    """Bytes of weights that a step reads: all but an embedding that is looked up by rows and is not the head too."""
-    body, head = _parameters(model)
-    return (body + head) * _DTYPE_BYTES[model.dtype]
-
-
-def kv_bytes_per_token(model: ModelConfig) -> int:
-    """K and V of one token in all layers."""
-    return model.num_layers * _layer_kv_bytes(model)
-
-
-def step_work(model: ModelConfig, step: Step) -> Work:
-    """Bytes and FLOPs of one step."""
-    body, head = _parameters(model)
-    num_tokens = sum(step.query_lens)
-    num_bytes = (body + (head if step.num_sampled else 0)) * _DTYPE_BYTES[model.dtype]
-    attention_flops = 0
-    for window, num_layers in Counter(model.windows).items():
-        keys = num_tokens + _keys_read(step, window)
-        num_bytes += num_layers * keys * _layer_kv_bytes(model)
-        pairs = sum(
-            _pairs(kv_len, window) - _pairs(kv_len - query_len, window)
-            for query_len, kv_len in zip(step.query_lens, step.kv_lens, strict=True)
-        )
-        attention_flops += num_layers * 4 * pairs * model.num_attention_heads * model.head_size
-    return Work(num_bytes, 2 * (body * num_tokens + head * step.num_sampled), attention_flops)
 
 
 def floor_seconds(model: ModelConfig, steps: Iterable[Step], ceilings: Ceilings) -> float:
@@ -120,28 +47,3 @@ def schedule(batch: Batch, token_budget: int, max_num_seqs: int) -> list[Step]:
         # The last token is sampled, and never computed.
         running = [i for i in running if computed[i] < prompt_lens[i] + batch.output_lens[i] - 1]
     return steps
-
-
-def _parameters(model: ModelConfig) -> tuple[int, int]:
-    """(those of the layers, those of the output head)."""
-    head = model.vocab_size * model.hidden_size
-    return model.num_parameters - head * (1 if model.raw.get("tie_word_embeddings") else 2), head
-
-
-def _layer_kv_bytes(model: ModelConfig) -> int:
-    return 2 * model.num_kv_heads * model.head_size * _DTYPE_BYTES[model.dtype]
-
-
-def _keys_read(step: Step, window: int | None) -> int:
-    """Keys of earlier steps that a layer reads; a shared prefix once."""
-    olds = [kv - n - step.num_shared for n, kv in zip(step.query_lens, step.kv_lens, strict=True)]
-    if window is None:
-        return sum(olds) + step.num_shared
-    return sum(min(old, window - 1) for old in olds)  # of a shared prefix, the window may have left nothing
-
-
-def _pairs(num_queries: int, window: int | None) -> int:
-    """(query, key) pairs among the first tokens of a sequence: the k-th sees k keys, or the window's."""
-    if window is None or num_queries <= window:
-        return num_queries * (num_queries + 1) // 2
-    return window * (window + 1) // 2 + (num_queries - window) * window

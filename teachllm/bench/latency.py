@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, Timing, check_length, random_ids, run_batch
-from teachllm.bench.ceilings import Ceilings
 from teachllm.bench.figures import Figure, as_json
 from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.bench.step_profile import StepProfile, profile_decode
+from teachllm.roofline import Ceilings
 
 if TYPE_CHECKING:
     from teachllm import LLM

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, check_length
-from teachllm.bench.ceilings import Ceilings
-from teachllm.bench.floor import Step, Work, step_work
+from teachllm.roofline import Ceilings, Step, Work, step_work
 from teachllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, check_length, random_ids, run_batch
-from teachllm.bench.ceilings import Ceilings
 from teachllm.bench.figures import Figure, as_json
 from teachllm.bench.floor import floor_seconds, schedule
+from teachllm.roofline import Ceilings
 
 if TYPE_CHECKING:
     from teachllm import LLM

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from teachllm.bench.batch import Batch, random_ids, run_batch
-from teachllm.bench.ceilings import Ceilings
 from teachllm.bench.floor import floor_seconds, schedule
+from teachllm.roofline import Ceilings
 
 if TYPE_CHECKING:
     from teachllm import LLM

@@ -121,8 +121,8 @@ class KVCacheManager:
 
     def _num_full_blocks(self, request: Request) -> int:
         """Blocks that may be findable: their tokens are known, and computed or being computed."""
-        known = min(len(request.token_ids), request.num_computed_tokens) if self._shares(request) else 0
-        return known // self.block_size
+        known = min(len(request.token_ids), request.num_computed_tokens)
+        return known // self.block_size if self._shares(request) else 0
 
     # -- letting go ----------------------------------------------------------------------------------------
 
@@ -174,9 +174,7 @@ class KVCacheManager:
 
     def drain_events(self) -> list[BlockEvent]:
         """The events since the last call."""
-        events = self._events or []
-        if events:
-            self._events = []
+        events, self._events = self._events or [], self._events and []
         return events
 
     def _record(self, kind: str, blocks: Sequence[Block], request_id: str | None = None, *hashes: bytes) -> None:

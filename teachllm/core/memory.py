@@ -2,8 +2,7 @@
 
     bytes per token = sum over layers of 2 (K and V) * num_kv_heads * head_size * dtype_bytes
 
-What the weights and the largest step's activations leave of the budget is KV cache, and KV cache is how many
-tokens can be in the air at once.
+What everything else leaves of the budget is KV cache, and KV cache is how many tokens can be in the air at once.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class MemoryPlan:
 
     Attributes:
         budget: bytes the engine may use in all.
-        weights, activations: bytes taken before the KV cache.
+        weights, activations: bytes taken before the KV cache; buffers, graphs, libraries: the same, on a GPU.
         specs: one for each layer.
         block_size: tokens a block.
         max_model_len: the longest sequence, which must fit alone.
@@ -62,6 +61,14 @@ class MemoryPlan:
     specs: Sequence[KVCacheSpec]
     block_size: int
     max_model_len: int
+    buffers: int = 0
+    graphs: int = 0
+    libraries: int = 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes that are not KV cache."""
+        return self.weights + self.activations + self.buffers + self.graphs + self.libraries
 
     @property
     def bytes_per_token(self) -> int:
@@ -74,7 +81,7 @@ class MemoryPlan:
     @property
     def num_blocks(self) -> int:
         """Blocks that fit in what is left."""
-        return max(self.budget - self.weights - self.activations, 0) // self.bytes_per_block
+        return max(self.budget - self.taken, 0) // self.bytes_per_block
 
     @property
     def num_tokens(self) -> int:
@@ -87,26 +94,19 @@ class MemoryPlan:
         if any(other.bytes_per_token != spec.bytes_per_token for other in self.specs):
             formula = f"summed over {layers} layers of different shapes"
         longest, kv_bytes = self.max_model_len, self.num_blocks * self.bytes_per_block
+        on_gpu = [
+            ("step buffers", self.buffers, "rows, block tables, attention's partial results"),
+            ("CUDA graphs", self.graphs, "kept free for what recordings hold"),
+            ("libraries", self.libraries, "their workspaces, and compiled kernels"),
+        ]
         return [
             ("budget", format_bytes(self.budget), "what the engine may use"),
             ("weights", format_bytes(self.weights), "read once a step"),
             ("activations", format_bytes(self.activations), "the largest step's, kept free"),
+            *((what, format_bytes(amount), why) for what, amount, why in on_gpu if amount),
             ("KV per token", format_bytes(self.bytes_per_token), formula),
             ("KV per block", format_bytes(self.bytes_per_block), f"{self.block_size} tokens"),
             ("KV per sequence", format_bytes(self.bytes_per_token * longest), f"of max_model_len={longest} tokens"),
             ("KV cache", format_bytes(kv_bytes), f"{self.num_blocks} blocks, {self.num_tokens} tokens"),
             ("concurrency", f"{self.num_tokens / longest:.1f}x", "sequences of max_model_len that fit at once"),
         ]
-
-    def check(self) -> None:
-        """Refuses a budget that cannot hold one sequence of `max_model_len`.
-
-        Raises:
-            NotEnoughMemoryError: with the largest length that fits, and the table.
-        """
-        if self.num_tokens >= self.max_model_len:
-            return
-        table = "\n".join(f"  {what:<16}{amount:>12}  {why}" for what, amount, why in self.rows())
-        fits = f"set max_model_len={self.num_tokens} or less, or " if self.num_tokens > 1 else ""
-        holds = f"the KV cache would hold {self.num_tokens} tokens, less than one sequence of max_model_len="
-        raise NotEnoughMemoryError(f"{holds}{self.max_model_len}: {fits}give it more memory", table)

@@ -105,9 +105,11 @@ class ModelRunnerOutput:
         logprobs: per request one entry for each sampled id; None where not asked for.
         prompt_logprobs: per request, entries for prompt tokens [start + 1, start + num_tokens + 1) that exist.
         draft_token_ids: proposals for the requests' next steps; None without a drafter.
+        seconds: that a device took which works on its own, where that is asked for.
     """
 
     sampled_token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None = None
     draft_token_ids: list[list[int]] | None = None
+    seconds: float | None = None

@@ -51,9 +51,9 @@ class Recorder:
         self.clock = clock
         self._text = text
 
-    def header(self, config: dict[str, Any], model: dict[str, Any], num_blocks: int) -> None:
-        now = self.clock()
-        self._write("header", version=TRACE_VERSION, time=now, config=config, model=model, num_blocks=num_blocks)
+    def header(self, config: dict[str, Any], model: dict[str, Any], num_blocks: int, **worker: Any) -> None:
+        what = {"config": config, "model": model, "num_blocks": num_blocks} | worker
+        self._write("header", version=TRACE_VERSION, time=self.clock(), **what)
 
     def arrival(self, request: Request) -> None:
         params = {k: v for k, v in asdict(request.sampling_params).items() if v != _DEFAULTS[k]}
@@ -85,7 +85,7 @@ class Recorder:
         times: StepTimes,
         **worker: Any,
     ) -> None:
-        """One step, after its update; `worker` is what only a worker knows (graph mode, bytes, FLOPs, ceiling)."""
+        """One step, after its update; `worker` is what only a worker knows (`roofline`: bytes, FLOPs, its bound)."""
         sampled = {update.request.request_id: update for update in updates}
         kv, cached = scheduler.kv, scheduler.kv.pool.num_cached_blocks
         self._write(

@@ -13,7 +13,7 @@ import operator
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from typing import Any
 
@@ -23,8 +23,10 @@ from teachllm.config import EngineConfig
 from teachllm.core.prefix_cache import hash_root
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.trace import Recorder
+from teachllm.engine.ceilings import device_name, known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.output_processor import OutputProcessor
+from teachllm.engine.step_roofline import StepRoofline
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.models.model_config import load_model_config
 from teachllm.outputs import RequestOutput
@@ -76,13 +78,20 @@ class Engine:
             executor = make_executor(self.config, executor)
         model = self.model_config
         root = hash_root(model.path, config.revision, model.dtype, model.dtype, self.config.block_size)
-        self.core = EngineCore(self.config, executor, root, recorder)
+        roofline: StepRoofline | None = None
+        if recorder is not None:
+            roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
+            if isinstance(runner, GPUModelRunner):
+                runner.times_steps = True
+        self.core = EngineCore(self.config, executor, root, recorder, roofline=roofline)
         self.memory = runner.memory
         self._outputs = OutputProcessor(self.tokenizer)
         self._num_requests = 0
-        if recorder is not None:
+        if recorder is not None and roofline is not None:
             shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
-            recorder.header(describe(self.config), shape, executor.num_blocks)
+            ceilings = None if roofline.ceilings is None else asdict(roofline.ceilings)
+            machine = {"device": device_name(str(device)), "ceilings": ceilings}
+            recorder.header(describe(self.config), shape, executor.num_blocks, machine=machine)
 
     def add_request(
         self,

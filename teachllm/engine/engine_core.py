@@ -23,6 +23,8 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.core.trace import Recorder, StepTimes
+from teachllm.engine.step_roofline import StepRoofline
+from teachllm.roofline import Work
 from teachllm.worker.executor import Executor, PendingOutput
 
 
@@ -33,6 +35,7 @@ class EngineCore:
         config: resolved for the model.
         cache_root: digest of what decides all KV, see `core.prefix_cache.hash_root`.
         recorder: writes a trace; None costs nothing.
+        roofline: what a trace says of each step's work.
         clock: seconds; arrival times are on it. None is the recorder's, or `time.perf_counter`.
     """
 
@@ -43,15 +46,17 @@ class EngineCore:
         cache_root: bytes = b"",
         recorder: Recorder | None = None,
         clock: Callable[[], float] | None = None,
+        roofline: StepRoofline | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, executor.num_blocks, cache_root)
         self.executor = executor
         self.recorder = recorder
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
+        self._roofline = roofline
         self._check = config.check_invariants
         # Results not yet asked for when the next plan is made: one for each further stage, one to run ahead.
         self._num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
-        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes]] = deque()
+        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes, Work | None]] = deque()
         if recorder is not None:
             self.scheduler.kv.record_events()
 
@@ -95,7 +100,7 @@ class EngineCore:
             try:
                 output = self.executor.sample(self.executor.execute(plan))
                 times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0)
-                self._pending.append((plan, output, times))
+                self._pending.append((plan, output, times, self._work(plan)))
                 self.scheduler.kv.commit_all()  # while the device works; the next `schedule` would do it
             except BaseException:
                 self._take_back(plan)
@@ -105,7 +110,7 @@ class EngineCore:
         return []
 
     def _update_oldest(self) -> list[RequestUpdate]:
-        plan, output, times = self._pending[0]
+        plan, output, times, work = self._pending[0]
         arrived = self.clock()
         try:
             result = output.result()
@@ -118,8 +123,19 @@ class EngineCore:
             invariants.check(self.scheduler)
         if self.recorder is not None:
             times = StepTimes(times.start, times.schedule, times.execute, self.clock() - arrived)
-            self.recorder.step(plan, updates, self.scheduler, times)
+            worker = {}
+            if self._roofline is not None and work is not None:
+                # A device that does not time itself is done when the calls return.
+                worker["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)
+            self.recorder.step(plan, updates, self.scheduler, times, **worker)
         return updates
+
+    def _work(self, plan: SchedulerOutput) -> Work | None:
+        """What a plan that is under way costs at least, if somebody wants to know."""
+        if self.recorder is None or self._roofline is None:
+            return None
+        kv = self.scheduler.kv
+        return self._roofline.work(plan, kv.num_used_blocks * kv.block_size)
 
     def _take_back(self, plan: SchedulerOutput) -> None:
         """A step failed: with it go all whose results have not been taken, since any may rest on another."""

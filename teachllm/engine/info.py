@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import torch
+
 from teachllm.config import EngineConfig
+from teachllm.core.memory import format_bytes
+from teachllm.engine.capacity import num_undisturbed
 from teachllm.models.model_config import load_model_config
 from teachllm.worker.executor import select_device
 from teachllm.worker.kv_cache import plan_memory
 
+Row = tuple[str, str, str]  # what, amount, explanation
 
-def describe_model(config: EngineConfig) -> list[tuple[str, str, str]]:
-    """Rows (what, amount, explanation): the model's shape, then its memory table.
+
+def describe_model(config: EngineConfig, input_len: int | None = None, output_len: int | None = None) -> list[Row]:
+    """The model's shape, then its memory table, then how many equal requests run at once.
+
+    Args:
+        input_len, output_len: tokens of such a request; None is 1024 and 128, or less where the model's context is.
 
     Raises:
-        ValueError: the checkpoint is refused, or one sequence does not fit; one line says why.
+        ValueError: the checkpoint is refused, one sequence does not fit, or such a request is too long; one line says
+            why.
     """
     device = select_device(config.device)
     model = load_model_config(config, device.type)
@@ -21,11 +31,26 @@ def describe_model(config: EngineConfig) -> list[tuple[str, str, str]]:
     layers = f"hidden size {model.hidden_size}" + (f", {windowed} with a sliding window" if windowed else "")
     heads = f"{model.num_attention_heads} query and {model.num_kv_heads} KV heads of {model.head_size}"
     code = "this project's code" if model.implementation == "teachllm" else "transformers' code, our paged attention"
+    plan = plan_memory(resolved, model, device)
+    input_len = input_len or min(1024, max(model.max_model_len - (output_len or 128), 1))
+    output_len = output_len or min(128, max(model.max_model_len - input_len, 1))
+    count = num_undisturbed(resolved, plan.num_blocks, input_len, output_len)
+    limit = "all that max_num_seqs allows" if count == resolved.max_num_seqs else "none waits for blocks or loses them"
     return [
         ("architecture", model.architecture, code),
         ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}"),
         ("layers", str(model.num_layers), layers),
         ("heads", str(model.num_attention_heads), heads),
         ("context", f"{model.max_model_len} tokens", f"vocabulary of {model.vocab_size}"),
-        *plan_memory(resolved, model, device).rows(),
+        *_in_use(device),
+        *plan.rows(),
+        ("requests at once", str(count), f"of {input_len} tokens in and {output_len} out: {limit}"),
     ]
+
+
+def _in_use(device: torch.device) -> list[Row]:
+    """What a GPU's context and other programs hold, which is no part of the budget."""
+    if device.type != "cuda":
+        return []
+    free, total = torch.cuda.mem_get_info(device)
+    return [("in use before", format_bytes(total - free), f"of {format_bytes(total)}, by CUDA and other programs")]

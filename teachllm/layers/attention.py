@@ -18,6 +18,7 @@ from torch import nn
 
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
+from teachllm.layers.borrowed import borrowed
 from teachllm_kernels.kv_write import kv_write_cpu, kv_write_triton
 from teachllm_kernels.paged_decode import DecodePlan
 
@@ -41,7 +42,8 @@ class AttentionMetadata:
         prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
         plans: what a backend prepared, by kind of layer; made by the first of a kind or by the runner, read by all.
         wanted: [num_wanted] int64, the tokens whose hidden states the model is to return; None: all.
-        outside: runs a call outside the CUDA graph that is being captured; None: there is none.
+        outside: runs a call outside the CUDA graph that is being captured, whose memory the call borrows; None: there
+            is none.
     """
 
     query_start: torch.Tensor
@@ -95,9 +97,10 @@ def paged_attention(
     if metadata.outside is None:
         return metadata.backend.attend(q, k, v, kv_cache, metadata, settings)
     out = q.new_empty(q.shape)
+    inputs, result = (borrowed(q), borrowed(k), borrowed(v)), borrowed(out)
 
     def attend(now: AttentionMetadata) -> None:
-        now.backend.attend(q, k, v, kv_cache, now, settings, out)
+        now.backend.attend(*inputs, kv_cache, now, settings, result)
 
     metadata.outside(attend)
     return out

@@ -30,7 +30,7 @@ class ModelConfig(Shape):
         dtype: "float32", "bfloat16" or "float16".
         max_model_len: `context_len`, or the shorter length that was asked for.
         eos_token_ids: generation_config.json's, else config.json's.
-        weight_bytes: of the weights as they will lie in memory, tied ones twice on a CPU.
+        weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
         generation_defaults: sampling settings that generation_config.json recommends.
         raw: config.json.
     """
@@ -82,20 +82,27 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         dtype=dtype,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(defaults, raw),
-        weight_bytes=(num_parameters + _num_copied(raw, implementation, device_type)) * _DTYPE_BYTES[dtype],
+        weight_bytes=(num_parameters + _num_beside(raw, implementation, device_type, max_model_len))
+        * _DTYPE_BYTES[dtype],
         generation_defaults={k: defaults[k] for k in _SAMPLING_DEFAULTS if defaults.get(k) is not None},
         raw=raw,
     )
 
 
-def _num_copied(raw: dict[str, Any], implementation: str, device_type: str) -> int:
-    """Parameters held twice: a CPU reads a tied embedding by rows for look-ups, and packed for logits."""
-    if implementation != "teachllm" or device_type != "cpu":
+def _num_beside(raw: dict[str, Any], implementation: str, device_type: str, max_model_len: int) -> int:
+    """Numbers that our own model keeps beside the parameters of a checkpoint.
+
+    A norm that all heads share is held once per head, cosines and sines by position; and a CPU holds a tied embedding
+    twice, by rows for look-ups and packed for logits.
+    """
+    if implementation != "teachllm":
         return 0
     from teachllm.models.llama_config import parse
 
     config = parse(raw)
-    return config.vocab_size * config.hidden_size if config.tied else 0
+    norms = config.qk_norm * len(config.windows) * (config.num_heads + config.num_kv_heads - 2) * config.head_size
+    tied = config.vocab_size * config.hidden_size if config.tied and device_type == "cpu" else 0
+    return norms + 2 * max_model_len * config.head_size + tied
 
 
 def _implementation(architecture: str, model_impl: str) -> str:

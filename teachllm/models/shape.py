@@ -14,6 +14,8 @@ class Shape:
         num_kv_heads, head_size: of the KV cache; the same in all layers.
         windows: per layer, how many tokens back it looks, itself included; None looks at all.
         num_parameters: tied ones counted once.
+        peak_width: numbers that a token keeps alive at the widest point of the forward pass on a GPU; exact for our
+            own models, an estimate for others.
     """
 
     context_len: int
@@ -25,3 +27,4 @@ class Shape:
     head_size: int
     windows: tuple[int | None, ...]
     num_parameters: int
+    peak_width: int

@@ -57,6 +57,7 @@ def shape(folder: Path, trust_remote_code: bool) -> Shape:
         head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         windows=_windows(config),
         num_parameters=sum(p.numel() for p in model.parameters()),
+        peak_width=_peak_width(config),
     )
     _rehearse(model, shape)
     return shape
@@ -249,6 +250,12 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _peak_width(config: Any) -> int:
+    """As of a gated MLP whose gate, up and their product are there at once beside the residual stream."""
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return 4 * config.hidden_size + 3 * inner
 
 
 def _context_len(config: Any) -> int:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.borrowed import borrowed
 
 LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
 
@@ -30,7 +31,7 @@ AttentionCall = Callable[[AttentionMetadata], None]
 
 
 class Graphs(Generic[T]):
-    """Recordings by key; all share one pool of memory."""
+    """Recordings by key; all share one pool of memory, so a result is there until the next replay of any of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -62,7 +63,7 @@ class Graphs(Generic[T]):
                 result = run()
         except RuntimeError as error:
             return self._give_up(key, error)
-        self._full[key] = graph, result
+        self._full[key] = graph, _borrowed(result)
         return True
 
     def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> bool:
@@ -91,7 +92,7 @@ class Graphs(Generic[T]):
         except RuntimeError as error:
             return self._give_up(key, error)
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._pieces[key] = graphs, calls, result
+        self._pieces[key] = graphs, calls, _borrowed(result)
         return True
 
     def _give_up(self, key: Hashable, error: RuntimeError) -> bool:
@@ -120,6 +121,13 @@ class Graphs(Generic[T]):
         with torch.cuda.stream(self._stream):
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _borrowed(result: Any) -> Any:
+    """A recording's tensor, or a tuple of tensors and None, not kept."""
+    if isinstance(result, tuple):
+        return tuple(map(_borrowed, result))
+    return result if result is None else borrowed(result)
 
 
 def padded_size(count: int, largest: int) -> int:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from teachllm.config import EngineConfig
-from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from teachllm.core.memory import MemoryPlan
+from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.linear import MAX_FEW_ROWS
@@ -27,56 +28,19 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
-from teachllm.worker.kv_cache import allocate_kv_cache, attention_needs, plan_memory
+from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, attention_needs, measured_plan, plan_memory
+from teachllm.worker.launched_step import LaunchedStep, PendingStep
+from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels.paged_decode import DecodePlan, plan_decode
 
 
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step under way.
+class GPUModelRunner:
+    """The model, its KV cache and its rows on one GPU. Arguments as `ModelRunner`'s.
 
     Attributes:
-        rows: the request row of each that samples.
-        variant: of the sampler, see `Sampler.plain_variant`.
-        logits: [num_sampling or more, vocab_size]; None if `sampled` is there.
-        sampled: [num_sampling or more] int64 on the device, if the graph sampled.
+        times_steps: results say how long their steps took; False costs nothing.
     """
-
-    step: DeviceStep
-    rows: list[int]
-    variant: tuple[bool, bool] | None
-    logits: torch.Tensor | None
-    sampled: torch.Tensor | None
-    prompt_logprobs: list[list[TokenLogprobs] | None] | None
-
-
-class PendingStep:
-    """A step's output on its way to the host."""
-
-    def __init__(self, launched: LaunchedStep, ids: torch.Tensor, logprobs: list[TokenLogprobs | None] | None) -> None:
-        self._launched = launched
-        self._logprobs = logprobs
-        self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        self._ids.copy_(ids, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
-
-    def result(self) -> ModelRunnerOutput:
-        """Waits for the device."""
-        self._arrived.synchronize()
-        step = self._launched.step
-        sampled: list[list[int]] = [[] for _ in step.rows]
-        logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
-        for order, (index, token_id) in enumerate(zip(step.sampling, self._ids.tolist(), strict=True)):
-            sampled[index] = [token_id]
-            entry = self._logprobs[order] if self._logprobs else None
-            logprobs[index] = None if entry is None else [entry]
-        return ModelRunnerOutput(sampled, logprobs if self._logprobs else None, self._launched.prompt_logprobs)
-
-
-class GPUModelRunner:
-    """The model, its KV cache and its rows on one GPU. Arguments as `ModelRunner`'s."""
 
     def __init__(
         self,
@@ -90,20 +54,27 @@ class GPUModelRunner:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         self._device = device
+        self.times_steps = False
+        self._last: PendingStep | None = None
         needs = attention_needs(config, model_config)
         self._backend = select_backend(config.attention_backend, needs, "cuda", config.batch_invariant)
         self._eager = config.enforce_eager or not self._backend.in_graphs
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
-        self.memory = plan_memory(config, model_config, device)  # before any weight is read
+        free, total = torch.cuda.mem_get_info(device)
+        predicted = plan_memory(config, model_config, device)  # before any weight is read
+        allocated = torch.cuda.memory_allocated(device)
         self.model: Any = load_model(model_config, config, device, progress)
-        num_blocks = self.memory.num_blocks
-        self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
+        weights = torch.cuda.memory_allocated(device) - allocated
         self._batch = DeviceBatch(
             config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
         self._graphs: Graphs[Any] = Graphs(device)
+        self._plans: dict[int | None, DecodePlan] = {}
+        self.memory = self._measured(predicted, config, weights, free, total)
+        num_blocks = self.memory.num_blocks
+        self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         self._plans = {
             window: DecodePlan.allocate(
                 config.max_num_seqs,
@@ -124,17 +95,53 @@ class GPUModelRunner:
     def execute(self, plan: SchedulerOutput) -> LaunchedStep:
         """Launches the forward pass of a plan; for a batch of plain decodes, sampling too."""
         with torch.cuda.device(self._device):  # which one is current is each thread's own
-            return self._execute(plan)
+            began = self._start_clock() if self.times_steps else None
+            launched = self._execute(plan)
+            launched.began = began
+            return launched
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedStep) -> PendingStep:
         """Samples what the graph has not, and sends the ids on their way."""
         with torch.cuda.device(self._device):
-            return self._sample(launched)
+            self._last = self._sample(launched)
+            return self._last
+
+    def _start_clock(self) -> torch.cuda.Event:
+        """When the step in front is done, if nobody has asked for its result yet; else now.
+
+        In the first case the device has work all the time, and what it waits between two steps is the second one's.
+        """
+        if self._last is not None and not self._last.is_taken:
+            return self._last.arrived
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        return now
 
     def close(self) -> None:
         """Lets collections look at everything again."""
         gc.unfreeze()
+
+    def _measured(self, predicted: MemoryPlan, config: EngineConfig, weights: int, free: int, total: int) -> MemoryPlan:
+        """The plan with what the largest step takes, measured by running it; `free` and `total` are from the start."""
+        caches = allocate_kv_cache(self._model_config, 1, config.block_size, self._device)
+        num_bytes = sampling_bytes(config, self._model_config)
+        run = partial(self._largest_step, caches, num_bytes)
+        needs = measure_needs(predicted, run, self._device, total - free, config.enforce_eager)
+        measured = {"weights": weights, **needs}
+        compare(predicted, measured)
+        return measured_plan(predicted, config, free, measured)
+
+    @torch.inference_mode()
+    def _largest_step(self, kv_caches: KVCache, num_sampling_bytes: int) -> tuple[torch.Tensor, ...]:
+        """As many tokens as a step may have, all padding, as many logits, and room to sample from them."""
+        batch, size = self._batch, self._batch.input_ids.shape[0]
+        batch.slot_mapping.fill_(-1)
+        metadata = self._metadata(1, size, 0)
+        metadata.outside = lambda call: None
+        hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
+        logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index))
+        return hidden, logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
         self._batch.update(plan, (self._sampler, self._prompt_scores))
@@ -170,11 +177,27 @@ class GPUModelRunner:
             sampled = self._sampler.sample_plain(logits, batch.sample_rows[:count], batch.num_known, variant)
             logprobs = None
         else:
-            lengths = batch.num_known.index_select(0, batch.sample_rows[:count]).long()
-            output = self._sampler.sample(logits.float(), rows, lengths, batch.token_ids)
-            sampled, logprobs = output.token_ids, output.logprobs
+            sampled, logprobs = self._sample_any(logits, rows)
         batch.append(sampled)
         return PendingStep(launched, sampled, logprobs)
+
+    def _sample_any(
+        self, logits: torch.Tensor, rows: list[int]
+    ) -> tuple[torch.Tensor, list[TokenLogprobs | None] | None]:
+        """Token ids and logprobs (None if no row asked), whatever the rows ask for.
+
+        A few rows at a time, which bounds the memory that it takes.
+        """
+        batch = self._batch
+        lengths = batch.num_known.index_select(0, batch.sample_rows[: len(rows)]).long()
+        sampled: list[torch.Tensor] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for first in range(0, len(rows), SAMPLED_AT_ONCE):
+            some = slice(first, first + SAMPLED_AT_ONCE)
+            output = self._sampler.sample(logits[some].float(), rows[some], lengths[some], batch.token_ids)
+            sampled.append(output.token_ids)
+            logprobs += output.logprobs or [None] * len(output.token_ids)
+        return torch.cat(sampled), logprobs if any(logprobs) else None
 
     # -- in one graph --------------------------------------------------------------------------------------
 

@@ -7,22 +7,21 @@ block ids: block 7 of a request is block 7 in every layer.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from teachllm.config import EngineConfig
-from teachllm.core.memory import KVCacheSpec, MemoryPlan, format_bytes
+from teachllm.core.memory import KVCacheSpec, MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.layers.attention_backends.base import AttentionNeeds
 from teachllm.models.model_config import ModelConfig
+from teachllm.worker.memory_needs import dtype_bytes, memory_table, predict_needs
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 
 _CPU_DEFAULT_BYTES = 1 << 30
-
-
-def dtype_bytes(name: str) -> int:
-    """Bytes of one element of a dtype given by name."""
-    return torch.empty((), dtype=getattr(torch, name)).element_size()
 
 
 def kv_cache_specs(model: ModelConfig) -> list[KVCacheSpec]:
@@ -45,7 +44,7 @@ def attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
 
 
 def plan_memory(config: EngineConfig, model: ModelConfig, device: torch.device) -> MemoryPlan:
-    """Shares this machine's memory between weights, activations and KV blocks.
+    """Shares this machine's memory between weights, activations and KV blocks, before anything is loaded.
 
     Args:
         config: resolved for this model.
@@ -55,26 +54,44 @@ def plan_memory(config: EngineConfig, model: ModelConfig, device: torch.device) 
             table and the largest setting that does.
     """
     assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
-    specs = kv_cache_specs(model)
-    activations = _activation_bytes(config, model)
-    taken = model.weight_bytes + activations
-    per_token = sum(spec.bytes_per_token for spec in specs)
-    per_sequence = -(-config.max_model_len // config.block_size) * config.block_size * per_token
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_ram()
+    specs = kv_cache_specs(model)
+    plan = MemoryPlan(0, model.weight_bytes, 0, specs, config.block_size, config.max_model_len)
+    if device.type == "cuda":
+        needs: dict[str, Any] = predict_needs(config, model, device)
+        plan = replace(plan, **needs)
+    else:
+        plan = replace(plan, activations=_cpu_activation_bytes(config, model))
+    return _with_budget(plan, config, free, device.type)
+
+
+def measured_plan(plan: MemoryPlan, config: EngineConfig, free: int, measured: Mapping[str, Any]) -> MemoryPlan:
+    """A GPU's plan again, with bytes that were measured in place of those predicted. Errors as in `plan_memory`.
+
+    Args:
+        free: bytes that were free when `plan` was made.
+        measured: bytes by the names of the plan's fields.
+    """
+    return _with_budget(replace(plan, **measured), config, free, "cuda")
+
+
+def _with_budget(plan: MemoryPlan, config: EngineConfig, free: int, device_type: str) -> MemoryPlan:
+    assert config.max_num_seqs
     if config.num_gpu_blocks_override is not None:
-        budget = taken + config.num_gpu_blocks_override * config.block_size * per_token
+        budget = plan.taken + config.num_gpu_blocks_override * plan.bytes_per_block
     elif config.kv_cache_memory_bytes is not None:
-        budget = taken + config.kv_cache_memory_bytes
-    elif device.type == "cuda":
+        budget = plan.taken + config.kv_cache_memory_bytes
+    elif device_type == "cuda":
         budget = int(free * config.gpu_memory_utilization)
     else:
         # A laptop's memory is shared with everything else: take what the settings can use, not all there is.
+        per_sequence = -(-plan.max_model_len // plan.block_size) * plan.bytes_per_block
         useful = min(config.max_num_seqs * per_sequence, max(_CPU_DEFAULT_BYTES, per_sequence))
-        budget = min(taken + useful, int(free * config.gpu_memory_utilization))
-    plan = MemoryPlan(budget, model.weight_bytes, activations, specs, config.block_size, config.max_model_len)
+        budget = min(plan.taken + useful, int(free * config.gpu_memory_utilization))
+    plan = replace(plan, budget=budget)
     _check_given(config, plan, free)
     if config.num_gpu_blocks_override is None:
-        plan.check()
+        _check_longest(plan)
     return plan
 
 
@@ -83,14 +100,23 @@ def _check_given(config: EngineConfig, plan: MemoryPlan, free: int) -> None:
     given = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     if given is None or plan.budget <= free:
         return
-    room = max(free - plan.weights - plan.activations, 0)
+    room = max(free - plan.taken, 0)
     if config.num_gpu_blocks_override is not None:
         name, most = "num_gpu_blocks_override", room // plan.bytes_per_block
     else:
         name, most = "kv_cache_memory_bytes", room
     fits = f"set {name}={most} or less" if most else "take a smaller model or a machine with more memory"
-    table = "\n".join(f"  {what:<16}{amount:>12}  {why}" for what, amount, why in plan.rows())
-    raise ValueError(f"{name}={given} does not fit into the {format_bytes(free)} that are free: {fits}\n{table}")
+    message = f"{name}={given} does not fit into the {format_bytes(free)} that are free: {fits}"
+    raise NotEnoughMemoryError(message, memory_table(plan))
+
+
+def _check_longest(plan: MemoryPlan) -> None:
+    """Refuses a budget that cannot hold one sequence of `max_model_len`; names the largest length that fits."""
+    if plan.num_tokens >= plan.max_model_len:
+        return
+    fits = f"set max_model_len={plan.num_tokens} or less, or " if plan.num_tokens > 1 else ""
+    holds = f"the KV cache would hold {plan.num_tokens} tokens, less than one sequence of max_model_len="
+    raise NotEnoughMemoryError(f"{holds}{plan.max_model_len}: {fits}give it more memory", memory_table(plan))
 
 
 def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
@@ -103,7 +129,7 @@ def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, devi
     ]
 
 
-def _activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
+def _cpu_activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """An estimate for the largest step: a dozen hidden-size tensors, and float32 logits of every sequence."""
     assert config.max_num_seqs and config.max_num_batched_tokens
     hidden = 12 * config.max_num_batched_tokens * model.hidden_size * dtype_bytes(model.dtype)

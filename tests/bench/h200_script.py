@@ -1,4 +1,4 @@
-"""benchmarks/h200.py, which is no package, as a module."""
+"""The scripts of benchmarks/, which is no package, as modules."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 
-def _load() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "h200.py"
-    spec = importlib.util.spec_from_file_location("h200", path)
+def load_script(name: str) -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     before = list(sys.path)
@@ -19,4 +19,4 @@ def _load() -> ModuleType:
     return module
 
 
-h200 = _load()
+h200 = load_script("h200")

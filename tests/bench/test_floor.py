@@ -11,10 +11,10 @@ import pytest
 
 from teachllm import LLM, EngineConfig
 from teachllm.bench.batch import Batch, run_batch
-from teachllm.bench.ceilings import Ceilings
-from teachllm.bench.floor import Step, Work, floor_seconds, kv_bytes_per_token, schedule, step_work, weights_read
+from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.bench.workloads import WORKLOADS
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.roofline import Ceilings, Step, Work, kv_bytes_per_token, step_work, weights_read
 from teachllm_kernels import linear, paged_attention
 from tests.bench.h200_script import h200
 
@@ -87,6 +87,15 @@ def test_a_shared_prefix_is_read_once(model) -> None:
     apart, together = (step_work(small, Step([1] * 64, [4200] * 64, 64, num_shared=n)) for n in (0, 4096))
     assert apart.num_bytes - together.num_bytes == 63 * 4096 * 114_688
     assert apart.attention_flops == together.attention_flops
+
+
+def test_no_more_is_read_than_the_blocks_in_use_hold(model) -> None:
+    small = model("qwen3-0.6b")
+    apart, shared, roomy = (
+        step_work(small, Step([1] * 64, [4200] * 64, 64, num_held=n)) for n in (None, 5000, 300_000)
+    )
+    assert apart == roomy
+    assert apart.num_bytes - shared.num_bytes == (64 * 4199 - 5000) * 114_688
 
 
 def test_a_step_takes_the_longer_of_moving_and_computing() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from teachllm.bench import workloads
-from teachllm.bench.ceilings import Ceilings
+from teachllm.roofline import Ceilings
 from tests.bench.h200_script import h200
 
 SMALL = {

@@ -9,9 +9,8 @@ import pytest
 
 from teachllm import LLM
 from teachllm.bench.batch import Batch
-from teachllm.bench.ceilings import Ceilings
-from teachllm.bench.floor import Step, step_work
 from teachllm.bench.step_profile import Event, group_of, profile_decode, summarize
+from teachllm.roofline import Ceilings, Step, step_work
 
 CEILINGS = Ceilings("test", "float32", 1e9, 1e9, 1e12, 1e12)
 

@@ -18,8 +18,8 @@ def described(monkeypatch):
     asked = []
     module = types.ModuleType("teachllm.engine.info")
 
-    def describe_model(config):
-        asked.append(config)
+    def describe_model(config, input_len, output_len):
+        asked.append((config, input_len, output_len))
         return [("weights", "12.0 MiB", "6.3 million parameters in float32"), ("KV per token", "[6] KiB", "K and V")]
 
     module.describe_model = describe_model
@@ -37,7 +37,9 @@ def test_tables_name_versions_devices_and_every_row_of_memory(teachllm) -> None:
 
 
 def test_json_holds_the_same(teachllm, described) -> None:
-    found = json.loads(teachllm("info", "--json", "--model", "some/model", "--dtype", "float16").stdout)
+    found = json.loads(
+        teachllm("info", "--json", "--model", "some/model", "--dtype", "float16", "--input-len", "64").stdout
+    )
     assert found["versions"]["teachllm"] == __version__
     assert "threads" in found["devices"]["cpu"]
     assert found["name"] == "some/model"
@@ -46,4 +48,5 @@ def test_json_holds_the_same(teachllm, described) -> None:
         "amount": "12.0 MiB",
         "explanation": "6.3 million parameters in float32",
     }
-    assert described[0].dtype == "float16"
+    config, *lengths = described[0]
+    assert (config.dtype, lengths) == ("float16", [64, None])

@@ -71,10 +71,12 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 def test_description_of_a_checkpoint(tmp_path: Path) -> None:
     description, model = _load(make_checkpoint("qwen3", tmp_path), max_model_len=100)
     assert (description.implementation, description.dtype, description.max_model_len) == ("teachllm", "float32", 100)
-    # The embedding is tied, so it counts once; a CPU holds it twice.
+    # The embedding is tied, so it counts once; a CPU holds it twice. The tables of cosines and sines are counted too.
     assert description.num_parameters == sum(p.numel() for p in build_model("qwen3").parameters())
     copied = description.vocab_size * description.hidden_size
-    assert description.weight_bytes == 4 * (description.num_parameters + copied)
+    tables = sum(buffer.numel() for buffer in model.buffers())
+    norms = 2 * (4 + 2 - 2) * description.head_size  # of q and k: once per head, not once for all
+    assert description.weight_bytes == 4 * (description.num_parameters + copied + tables + norms)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 
@@ -82,7 +84,8 @@ def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(tmp_path: P
     config = EngineConfig(model=str(_config_only(tmp_path, torch_dtype="bfloat16")), load_format="dummy")
     assert load_model_config(config, "cpu").dtype == "float32"
     on_gpu = load_model_config(config, "cuda")
-    assert on_gpu.dtype == "bfloat16" and on_gpu.weight_bytes == 2 * on_gpu.num_parameters
+    tables = 2 * 2048 * 16  # cosines and sines of 2048 positions, for heads of 16
+    assert on_gpu.dtype == "bfloat16" and on_gpu.weight_bytes == 2 * (on_gpu.num_parameters + tables)
 
 
 def test_end_of_sequence_ids_and_defaults_come_from_the_generation_config_first(tmp_path: Path) -> None:

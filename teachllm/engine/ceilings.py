@@ -1,0 +1,63 @@
+"""The ceilings of this machine, as far as they are known: measured here before, or those of a known card.
+
+`teachllm bench` measures them and leaves them in the user's cache, where the best of every measurement stays: what a
+machine has done once it can do, and a floor computed from less could lie above a measured time. An engine that is
+traced looks them up and never measures, since that takes gigabytes and seconds. What is not known is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from teachllm.roofline import Ceilings
+
+# Of `benchmarks/results/2026-11-20-nvidia-h200-909f1ad.json`, rounded up.
+_KNOWN = [Ceilings("NVIDIA H200", "bfloat16", 4.30e12, 4.26e12, 788e12, 617e12)]
+
+
+def device_name(device: str) -> str:
+    """What a device is called: "NVIDIA H200", or a CPU's architecture and threads."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def known_ceilings(device: str, dtype: str) -> Ceilings | None:
+    """Of a device by its name, for one dtype; measured ones before those of known cards."""
+    found = [each for each in [*_remembered(), *_KNOWN] if (each.device, each.dtype) == (device, dtype)]
+    return found[0] if found else None
+
+
+def remember(measured: Ceilings) -> None:
+    """Keeps what was measured, and the best of it and of what was measured before."""
+    kept = {(each.device, each.dtype): each for each in _remembered()}
+    key = (measured.device, measured.dtype)
+    before = asdict(kept.get(key, measured))
+    kept[key] = Ceilings(**{name: max(value, before[name]) for name, value in asdict(measured).items()})
+    path = _path()
+    with contextlib.suppress(OSError):  # a home that cannot be written to has no memory
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([asdict(each) for each in kept.values()], indent=2) + "\n", encoding="utf-8")
+
+
+def _remembered() -> list[Ceilings]:
+    try:
+        entries = json.loads(_path().read_text(encoding="utf-8"))
+        names = {field.name for field in fields(Ceilings)}
+        return [Ceilings(**entry) for entry in entries if entry.keys() == names]
+    except (OSError, ValueError, AttributeError, TypeError):  # nothing yet, or a file that is not ours
+        return []
+
+
+def _path() -> Path:
+    """In TEACHLLM_CACHE, or the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.environ.get("TEACHLLM_CACHE") or f"{base}/teachllm"
+    return Path(folder).expanduser() / "ceilings.json"

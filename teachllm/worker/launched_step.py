@@ -1,0 +1,68 @@
+"""A step that a GPU has been told to compute, and its output on the way to the host.
+
+Nothing here waits but `PendingStep.result`. Where steps are timed, events mark on the device when a step began and when
+its output was there: the host's clock would count its own delays as the device's work, and miss work behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from teachllm.core.scheduler_output import ModelRunnerOutput, TokenLogprobs
+from teachllm.worker.device_batch import DeviceStep
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step under way.
+
+    Attributes:
+        rows: the request row of each that samples.
+        variant: of the sampler, see `Sampler.plain_variant`.
+        logits: [num_sampling or more, vocab_size]; None if `sampled` is there.
+        sampled: [num_sampling or more] int64 on the device, if the graph sampled.
+        began: from when on it is timed, if it is.
+    """
+
+    step: DeviceStep
+    rows: list[int]
+    variant: tuple[bool, bool] | None
+    logits: torch.Tensor | None
+    sampled: torch.Tensor | None
+    prompt_logprobs: list[list[TokenLogprobs] | None] | None
+    began: torch.cuda.Event | None = None
+
+
+class PendingStep:
+    """A step's output on its way to the host.
+
+    Attributes:
+        is_taken: the host has asked for it.
+        arrived: it is there, and the step done.
+    """
+
+    def __init__(self, launched: LaunchedStep, ids: torch.Tensor, logprobs: list[TokenLogprobs | None] | None) -> None:
+        self._launched = launched
+        self._logprobs = logprobs
+        self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        self._ids.copy_(ids, non_blocking=True)
+        self.is_taken = False
+        self.arrived = torch.cuda.Event(enable_timing=launched.began is not None)
+        self.arrived.record()
+
+    def result(self) -> ModelRunnerOutput:
+        """Waits for the device."""
+        self.is_taken = True
+        self.arrived.synchronize()
+        step, began = self._launched.step, self._launched.began
+        seconds = None if began is None else began.elapsed_time(self.arrived) / 1000
+        sampled: list[list[int]] = [[] for _ in step.rows]
+        logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
+        for order, (index, token_id) in enumerate(zip(step.sampling, self._ids.tolist(), strict=True)):
+            sampled[index] = [token_id]
+            entry = self._logprobs[order] if self._logprobs else None
+            logprobs[index] = None if entry is None else [entry]
+        scores = self._launched.prompt_logprobs
+        return ModelRunnerOutput(sampled, logprobs if self._logprobs else None, scores, seconds=seconds)

@@ -1,0 +1,157 @@
+"""What an engine on a GPU takes beside its KV cache: predicted from shapes, then measured by one step.
+
+    activations   what the largest step keeps alive at once: either the widest point of the forward pass, of
+                  `max_num_batched_tokens` tokens, or the logits of `max_num_seqs` of them with the sampler's workspaces
+    step buffers  rows, block tables, the header, attention's partial results: made without memory, and counted
+    CUDA graphs   one pool for the tensors of all recordings, as large as the largest, and what a recorded kernel costs
+    libraries     cuBLAS's workspace for each stream, and code that is loaded as it is needed
+
+The step that measures them has the tokens and the sequences of the largest one, but no attention is computed: it reads
+and writes tensors that are there all the same. vLLM's `profile_run` does it so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
+from teachllm.models.model_config import ModelConfig
+from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
+from teachllm.worker.device_batch import DeviceBatch
+from teachllm_kernels.paged_decode import DecodePlan
+from teachllm_kernels.sampling import workspace_bytes
+
+# Rows that are sampled together where the sampler's general way is taken, which holds so many copies of their logits
+# in float32 at once, and so many bytes for each token of their sequences: a bound, with every parameter in use.
+SAMPLED_AT_ONCE = 32
+_LOGITS_COPIES = 14
+_BYTES_OF_HISTORY = 24
+
+_KERNELS_A_LAYER = 9
+_BYTES_A_KERNEL = 8 << 10  # of a recording, an assumption: `benchmarks/ledger.py` prints what recordings took
+_CODE = 128 << 20  # kernels that libraries and Triton load, an assumption likewise; the measured one replaces it
+_WORTH_A_WORD = 32 << 20
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of one element of a dtype given by name."""
+    return torch.empty((), dtype=getattr(torch, name)).element_size()
+
+
+def predict_needs(config: EngineConfig, model: ModelConfig, device: torch.device) -> dict[str, int]:
+    """Bytes by the names of `MemoryPlan`'s fields; the weights are `model.weight_bytes`.
+
+    Args:
+        config: resolved for this model.
+        device: a GPU.
+    """
+    return {
+        "activations": activation_bytes(config, model),
+        "buffers": buffer_bytes(config, model),
+        "graphs": 0 if config.enforce_eager else graph_bytes(config, model),
+        "libraries": _CODE + (1 if config.enforce_eager else 2) * _workspace_bytes(device),
+    }
+
+
+def activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What the largest step keeps alive at its peak."""
+    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+    assert num_tokens and num_seqs
+    size = dtype_bytes(model.dtype)
+    hidden = num_tokens * model.hidden_size * size
+    logits = num_seqs * model.vocab_size * size
+    return max(num_tokens * model.peak_width * size, hidden + logits + sampling_bytes(config, model))
+
+
+def sampling_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What sampling takes beside the logits, at most."""
+    num_seqs, max_len = config.max_num_seqs, config.max_model_len
+    assert num_seqs and max_len
+    per_row = _LOGITS_COPIES * 4 * model.vocab_size + _BYTES_OF_HISTORY * max_len
+    return max(min(num_seqs, SAMPLED_AT_ONCE) * per_row, workspace_bytes(num_seqs, model.vocab_size))
+
+
+def buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What a runner keeps from step to step beside weights and KV."""
+    rows, max_len, budget = config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens
+    assert rows and max_len and budget
+    nowhere = torch.device("meta")
+    heads = (model.num_attention_heads, model.num_kv_heads, model.head_size)
+    plans = [DecodePlan.allocate(rows, 0, *heads, nowhere) for _ in set(model.windows)]
+    batch = DeviceBatch(rows, max_len, config.block_size, budget, nowhere)
+    found = [getattr(plan, name) for plan in plans for name in plan.__slots__]
+    found += vars(batch).values()
+    tensors = [each for each in found if isinstance(each, torch.Tensor) and not each._is_view()]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == nowhere)
+
+
+def graph_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What recordings hold when every size has been met, each with one way of sampling."""
+    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    assert num_seqs and num_tokens
+    size, largest = dtype_bytes(model.dtype), min(LARGEST_MIXED_GRAPH, num_tokens)
+    logits = num_seqs * (model.hidden_size + model.vocab_size) * size + workspace_bytes(num_seqs, model.vocab_size)
+    decodes = {padded_size(count, num_seqs) for count in range(1, num_seqs + 1)}
+    mixed = {padded_size(count, num_tokens) for count in range(1, largest + 1)}
+    num_kernels = (len(decodes) + len(mixed)) * _KERNELS_A_LAYER * model.num_layers
+    return largest * model.peak_width * size + logits + num_kernels * _BYTES_A_KERNEL
+
+
+def measure_needs(
+    plan: MemoryPlan, run: Callable[[], object], device: torch.device, taken_before: int, is_eager: bool
+) -> dict[str, int]:
+    """Activations and libraries, measured by running the largest step.
+
+    Args:
+        plan: as predicted.
+        run: the step; what it returns was alive at its end.
+        taken_before: bytes that were in use on the device before anything was loaded.
+
+    Raises:
+        NotEnoughMemoryError: the step does not fit.
+    """
+    allocated = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        result = run()
+    except torch.cuda.OutOfMemoryError:
+        message = "the largest step does not fit: set a smaller max_num_batched_tokens or max_num_seqs"
+        raise NotEnoughMemoryError(message, memory_table(plan)) from None
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    del result
+    workspaces = torch.cuda.memory_allocated(device) - allocated  # allocated once, by this stream's first product
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - taken_before - torch.cuda.memory_reserved(device)
+    num_streams = 1 if is_eager else 2  # graphs are recorded on one of their own
+    return {
+        "activations": peak - allocated - workspaces,
+        "libraries": max(outside, 0) + num_streams * workspaces,
+    }
+
+
+def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> None:
+    """Says in one line what was not as predicted: more than 5% off, and more than 32 MiB."""
+    off: list[str] = []
+    for name in ("weights", "activations"):
+        predicted, found = getattr(plan, name), measured[name]
+        if abs(found - predicted) > max(predicted / 20, _WORTH_A_WORD):
+            off.append(f"{name} take {format_bytes(found)} instead of {format_bytes(predicted)}")
+    if off:
+        warnings.warn(f"memory is not as predicted: {', '.join(off)}; the KV cache gets what is left", stacklevel=3)
+
+
+def memory_table(plan: MemoryPlan) -> str:
+    """A plan's rows as lines of text."""
+    return "\n".join(f"  {what:<16}{amount:>12}  {why}" for what, amount, why in plan.rows())
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    """PyTorch's choice for cuBLAS, for each stream."""
+    major, _ = torch.cuda.get_device_capability(device)
+    return 32 << 20 if major >= 9 else 8320 << 10

@@ -1,0 +1,69 @@
+"""How many equal requests run at once is predicted exactly: that many run undisturbed, one more does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from teachllm import EngineConfig, SamplingParams
+from teachllm.engine.capacity import num_undisturbed
+from teachllm.engine.info import describe_model
+from tests.worker.doors import drain, make_engine, random_ids, tiny
+
+
+def resolved(**settings: object) -> EngineConfig:
+    defaults: dict[str, object] = {"max_model_len": 96, "max_num_batched_tokens": 64, "max_num_seqs": 50}
+    return EngineConfig(**(defaults | settings)).resolve(96)  # type: ignore[arg-type]
+
+
+def disturbed(num_requests: int, num_blocks: int, input_len: int, output_len: int, **settings: object) -> bool:
+    """Whether real requests on a real model were preempted or waited for blocks."""
+    engine = make_engine(num_gpu_blocks_override=num_blocks, max_num_seqs=50, **settings)
+    params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
+    for index in range(num_requests):
+        engine.add_request(str(index), {"prompt_token_ids": random_ids(input_len, seed=index)}, params)
+    waited = False
+    schedule = engine.core.scheduler.schedule
+
+    def watched():
+        nonlocal waited
+        plan = schedule()
+        waited |= any("blocks" in str(request.wait) for request in engine.core.scheduler.waiting)
+        return plan
+
+    engine.core.scheduler.schedule = watched
+    drain(engine)
+    return waited or engine.core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    ("num_blocks", "input_len", "output_len"), [(24, 20, 40), (25, 33, 16), (17, 1, 63), (30, 48, 16), (21, 16, 33)]
+)
+def test_the_number_runs_undisturbed_and_one_more_does_not(
+    num_blocks: int, input_len: int, output_len: int, async_scheduling: bool
+) -> None:
+    settings = {"async_scheduling": async_scheduling}
+    count = num_undisturbed(resolved(**settings), num_blocks, input_len, output_len)
+    assert count >= num_blocks // -(-(input_len + output_len) // 16)
+    assert not disturbed(count, num_blocks, input_len, output_len, **settings)
+    assert disturbed(count + 1, num_blocks, input_len, output_len, **settings)
+
+
+def test_a_request_that_never_fits_runs_no_times_and_the_limit_is_the_limit() -> None:
+    assert num_undisturbed(resolved(), 3, 40, 20) == 0
+    assert num_undisturbed(resolved(), 10_000, 40, 20) == 50
+
+
+def test_requests_longer_than_the_context_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"input_len=90 and output_len=7 make 97 tokens, and max_model_len is 96"):
+        num_undisturbed(resolved(), 100, 90, 7)
+
+
+def test_info_ends_with_the_number() -> None:
+    config = EngineConfig(**tiny(num_gpu_blocks_override=24, max_num_seqs=50))
+    count = num_undisturbed(resolved(), 24, 20, 40)
+    row = describe_model(config, 20, 40)[-1]
+    assert row == ("requests at once", str(count), "of 20 tokens in and 40 out: none waits for blocks or loses them")
+    assert "of 95 tokens in and 1 out" in describe_model(config, output_len=1)[-1][2]
+    assert "of 1 tokens in and 95 out" in describe_model(config, 1, 95)[-1][2]
+    assert describe_model(config)[-1][2].startswith("of 1 tokens in and 95 out")

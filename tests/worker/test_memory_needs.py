@@ -1,0 +1,251 @@
+"""What is predicted before a weight is read is what the GPU's own code allocates, and what a GPU then uses."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from teachllm import LLM, EngineConfig, SamplingParams
+from teachllm.bench.batch import Batch, random_ids, run_batch
+from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
+from teachllm.core.scheduler_output import NewRow
+from teachllm.layers import attention
+from teachllm.models.loader import _build
+from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.sampling.sampler import Sampler
+from teachllm.worker import memory_needs
+from teachllm.worker.device_batch import DeviceBatch
+from teachllm.worker.gpu_model_runner import GPUModelRunner
+from teachllm.worker.kv_cache import allocate_kv_cache, kv_cache_specs, plan_memory
+from teachllm.worker.memory_needs import (
+    SAMPLED_AT_ONCE,
+    activation_bytes,
+    buffer_bytes,
+    compare,
+    graph_bytes,
+    sampling_bytes,
+)
+from teachllm_kernels import _triton, rms_norm, rope_kv_write, sampling, silu_and_mul
+from teachllm_kernels.paged_decode import DecodePlan
+from tests.bench.h200_script import h200
+from tests.live_bytes import LiveBytes
+
+NOWHERE = torch.device("meta")
+
+
+class NoLaunch:
+    """Stands for a kernel where there is no GPU: what is allocated around it is what counts here."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: None
+
+
+@pytest.fixture
+def imagined_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that have shapes and no memory, and say that they are on a GPU."""
+    for module, name in ((rms_norm, "_rms_norm"), (rope_kv_write, "_rope_kv_write"), (silu_and_mul, "_silu_and_mul")):
+        monkeypatch.setattr(module, name, NoLaunch())
+    monkeypatch.setattr(_triton, "_has_pdl", lambda device: False)
+    monkeypatch.setattr(DeviceBatch, "_staging", lambda self, tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(attention, "borrowed", lambda tensor: tensor)
+
+
+def describe(name: str, folder: Path, **settings: Any) -> tuple[EngineConfig, ModelConfig]:
+    """A benchmark's model on a GPU with the benchmark's settings."""
+    config = EngineConfig(**h200.engine_settings(h200.write_shape(name, folder), "cuda") | settings)
+    model = load_model_config(config, "cuda")
+    return config.resolve(model.max_model_len), model
+
+
+def make_runner(config: EngineConfig, model: ModelConfig) -> Any:
+    """A runner as far as its largest step goes."""
+    assert config.max_num_seqs and config.max_model_len and config.max_num_batched_tokens
+    runner: Any = GPUModelRunner.__new__(GPUModelRunner)
+    runner._device, runner._plans = NOWHERE, {}
+    sizes = (config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens)
+    runner._batch = DeviceBatch(*sizes, NOWHERE)
+    runner.model = _build(model, NOWHERE, torch.bfloat16)
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3-0.6b", {}),
+        ("qwen3-8b", {}),
+        ("qwen3-0.6b", {"max_num_batched_tokens": 512}),  # where logits count for more than hidden states
+    ],
+    ids=["0.6B", "8B", "0.6B, few tokens"],
+)
+@pytest.mark.usefixtures("imagined_gpu")
+def test_activations_and_weights_are_what_the_gpus_code_allocates(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config, model = describe(name, tmp_path, **settings)
+    runner = make_runner(config, model)
+    tensors = [*runner.model.parameters(), *runner.model.buffers()]
+    assert sum(tensor.nbytes for tensor in tensors) == model.weight_bytes
+    caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
+    with LiveBytes() as live:
+        held = runner._largest_step(caches, sampling_bytes(config, model))
+    assert held[1].shape == (256, 151936)
+    assert live.peak == pytest.approx(activation_bytes(config, model), rel=1e-3)
+
+
+@pytest.mark.usefixtures("imagined_gpu")
+def test_a_model_whose_attention_is_wider_than_its_mlp_is_counted_too(tmp_path: Path) -> None:
+    h200.SHAPES["narrow"] = h200.SHAPES["qwen3-0.6b"] | {"intermediate_size": 256, "num_hidden_layers": 3}
+    try:
+        config, model = describe("narrow", tmp_path, max_num_seqs=8)
+    finally:
+        del h200.SHAPES["narrow"]
+    runner = make_runner(config, model)
+    with LiveBytes() as live:
+        runner._largest_step(allocate_kv_cache(model, 1, 16, NOWHERE), sampling_bytes(config, model))
+    assert live.peak == pytest.approx(activation_bytes(config, model), rel=1e-3)
+
+
+@pytest.mark.usefixtures("imagined_gpu")
+def test_buffers_are_those_of_the_runner(tmp_path: Path) -> None:
+    config, model = describe("qwen3-8b", tmp_path)
+    with LiveBytes() as live:
+        kept = (DeviceBatch(256, 20480, 16, 16384, NOWHERE), DecodePlan.allocate(256, 0, 32, 8, 128, NOWHERE))
+    assert kept
+    staged = 4 * 4 * (5 * 256 + 1)  # the headers on the host
+    assert buffer_bytes(config, model) == live.peak - staged > 256 * 20480 * 4
+
+
+def test_sampling_with_every_parameter_stays_within_its_bound() -> None:
+    vocab_size, num_rows, max_len = 20000, 8, 300
+    sampler = Sampler(num_rows, vocab_size, torch.device("cpu"))
+    params = SamplingParams(
+        **{"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "logprobs": 5},
+        **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    )
+    for row in range(num_rows):
+        sampler.open_row(row, NewRow([1, 2], 2, params, 0, 3, frozenset(), ()))
+    logits, lengths = torch.randn(num_rows, vocab_size), torch.full((num_rows,), max_len)
+    token_ids = torch.zeros(num_rows, max_len, dtype=torch.int32)
+    with LiveBytes() as live:
+        sampler.sample(logits + 0, list(range(num_rows)), lengths, token_ids)
+    bound = num_rows * (memory_needs._LOGITS_COPIES * 4 * vocab_size + memory_needs._BYTES_OF_HISTORY * max_len)
+    assert 0.7 * bound < live.peak < bound
+
+
+def test_recordings_are_counted_by_the_largest_and_not_at_all_when_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = describe("qwen3-8b", tmp_path)
+    tensors = 512 * (2 * 128 + 4 * 4096 + 3 * 12288) * 2 + 256 * (4096 + 151936) * 2
+    assert tensors < graph_bytes(config, model) < tensors + 400 * (1 << 20)
+    eager, _ = describe("qwen3-0.6b", tmp_path, enforce_eager=True)
+    monkeypatch.setattr(memory_needs, "_workspace_bytes", lambda device: 1000)
+    without, needed = (memory_needs.predict_needs(each, model, NOWHERE) for each in (eager, config))
+    assert without["graphs"] == 0 < needed["graphs"]
+    assert without["libraries"] == needed["libraries"] - 1000
+
+
+def test_a_prediction_that_fails_is_said_in_one_line_and_a_good_one_is_not(tmp_path: Path) -> None:
+    _, model = describe("qwen3-8b", tmp_path)
+    plan = MemoryPlan(1 << 40, 16 << 30, 2 << 30, kv_cache_specs(model), 16, 4096)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(plan, {"weights": (16 << 30) + (500 << 20), "activations": (2 << 30) - (60 << 20)})
+    with pytest.warns(UserWarning, match=r"activations take 1\.50 GiB instead of 2\.00 GiB; the KV cache gets") as said:
+        compare(plan, {"weights": 16 << 30, "activations": 3 << 29})
+    assert len(said) == 1 and "weights" not in str(said[0].message)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 256])
+def test_the_samplers_workspaces_are_counted(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    monkeypatch.setattr(sampling, "_scan", NoLaunch())
+    monkeypatch.setattr(sampling, "_pick", NoLaunch())
+    logits = torch.empty(num_rows, 151936, device=NOWHERE)
+    floats, ints = torch.empty(num_rows, 3, device=NOWHERE), torch.empty(num_rows, 4, device=NOWHERE).long()
+    rows = torch.zeros(num_rows, dtype=torch.int32, device=NOWHERE)
+    heat, top_p, min_p = floats.unbind(1)
+    top_k, seed, child, index = ints.unbind(1)
+    with LiveBytes() as live:
+        sampled = sampling.sample_triton(
+            *(logits, rows, heat, top_k, top_p, min_p, seed, child, index), any_random=True, any_filtered=True
+        )
+    assert sampled.shape == (num_rows,)
+    assert 0.9 * sampling.workspace_bytes(num_rows, 151936) < live.peak <= sampling.workspace_bytes(num_rows, 151936)
+
+
+def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_would_together() -> None:
+    num_rows, vocab_size, cpu = 2 * SAMPLED_AT_ONCE + 5, 300, torch.device("cpu")
+    batch = DeviceBatch(num_rows, 40, 16, num_rows, cpu)
+    sampler = Sampler(num_rows, vocab_size, cpu)
+    for row in range(num_rows):
+        params = SamplingParams(temperature=0.9, presence_penalty=0.5, top_k=50, logprobs=row % 3 or None)
+        sampler.open_row(row, NewRow([row, 2], 2, params, 0, row, frozenset(), ()))
+    batch.num_known.fill_(2)
+    batch.sample_rows.copy_(torch.arange(num_rows - 1, -1, -1))
+    rows, logits = list(range(num_rows - 1, -1, -1)), torch.randn(num_rows, vocab_size)
+    together = sampler.sample(logits.clone(), rows, torch.full((num_rows,), 2), batch.token_ids)
+    runner: Any = GPUModelRunner.__new__(GPUModelRunner)
+    runner._batch, runner._sampler = batch, sampler
+    ids, logprobs = runner._sample_any(logits.clone(), rows)
+    assert ids.equal(together.token_ids) and logprobs == together.logprobs
+    assert len({*ids.tolist()}) > 10 and sum(entry is None for entry in logprobs) == len(range(0, num_rows, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
+def test_a_gpu_uses_what_was_predicted(name: str, tmp_path: Path) -> None:
+    config, model = describe(name, tmp_path, max_model_len=4096, num_gpu_blocks_override=1200)
+    predicted = plan_memory(config, model, torch.device("cuda"))
+    llm = LLM(
+        **h200.engine_settings(tmp_path / name, "cuda") | {"max_model_len": 4096, "num_gpu_blocks_override": 1200}
+    )
+    found = llm.engine.memory
+    assert found.weights == pytest.approx(predicted.weights, rel=0.02)
+    assert found.activations == pytest.approx(predicted.activations, rel=0.02)
+    rng = random.Random(0)
+    run_batch(llm, Batch([random_ids(rng, 60, 1000) for _ in range(256)], [2] * 256))  # libraries have what they need
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run_batch(llm, Batch([random_ids(rng, 64, 1000) for _ in range(256)], [1] * 256))  # 16,384 tokens in one step
+    used = torch.cuda.max_memory_allocated() - before
+    llm.close()
+    assert used == pytest.approx(predicted.activations, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_a_step_that_does_not_fit_is_refused_with_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run_out(*_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(GPUModelRunner, "_largest_step", run_out)
+    h200.write_shape("qwen3-0.6b", tmp_path)
+    with pytest.raises(NotEnoughMemoryError, match="the largest step does not fit: set a smaller max_num_batched_tok"):
+        LLM(**h200.engine_settings(tmp_path / "qwen3-0.6b", "cuda"))
+
+
+@pytest.mark.gpu
+def test_recordings_of_many_sizes_share_their_memory(tmp_path: Path) -> None:
+    config, model = describe("qwen3-0.6b", tmp_path, max_model_len=4096, num_gpu_blocks_override=2000)
+    torch.cuda.empty_cache()
+    before = _pool_bytes()
+    settings = h200.engine_settings(tmp_path / "qwen3-0.6b", "cuda")
+    llm = LLM(**settings | {"max_model_len": 4096, "num_gpu_blocks_override": 2000})
+    rng = random.Random(0)
+    for num_prompts in (9, 9, 20, 20, 33, 33, 47, 47):  # more than a full graph of prompts takes: recorded in pieces
+        run_batch(llm, Batch([random_ids(rng, 10, 1000) for _ in range(num_prompts)], [4] * num_prompts))
+    assert len(llm.engine.core.executor._runner._graphs._pieces) >= 3  # type: ignore[attr-defined]
+    used = _pool_bytes() - before
+    llm.close()
+    assert 0 < used < graph_bytes(config, model)
+
+
+def _pool_bytes() -> int:
+    """Of all graphs' pools."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
