@@ -12,6 +12,8 @@ import torch
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 
 _BLOCK = 256
+_RUN_BLOCK = 1024
+_MAX_RUN_PROGRAMS = 16  # for one run: most are a block-table entry or two
 
 
 @triton.jit
@@ -111,17 +113,27 @@ def append_tokens(rows: torch.Tensor, sampled: torch.Tensor, token_ids: torch.Te
 
 
 @triton.jit
-def _scatter(to, index, values, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _write_runs(to, packed, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    place = tl.load(index + at, mask=inside, other=0)
-    tl.store(to + place, tl.load(values + at, mask=inside, other=0), mask=inside)
+    run, num_runs = tl.program_id(0), tl.num_programs(0)
+    to += tl.load(packed + run).to(tl.int64)
+    first, end = tl.load(packed + num_runs + run), tl.load(packed + num_runs + run + 1)
+    values = packed + 2 * num_runs + 1
+    for offset in range(first + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        index = offset + tl.arange(0, BLOCK)
+        tl.store(to + index - first, tl.load(values + index, mask=index < end), mask=index < end)
 
 
-def scatter(to: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """to.view(-1)[index] = values, all int32, [count] places: a step's new entries of the block tables."""
-    count = index.shape[0]
-    _scatter[(triton.cdiv(count, _BLOCK),)](to, index, values, count, BLOCK=_BLOCK, **launch_options(to.device))
+def write_runs(to: torch.Tensor, packed: torch.Tensor, num_runs: int, longest: int) -> None:
+    """Writes runs of consecutive values, what a plan adds to the rows: tokens, block-table entries, lengths.
+
+    Args:
+        to: [size] int32.
+        packed: int32, on the same device: the place of each run's first value in `to`, [num_runs]; where each run
+            begins among the values, and the last one ends, [num_runs + 1]; the values. No two runs may overlap.
+        longest: values of the longest run.
+    """
+    programs = min(triton.cdiv(longest, _RUN_BLOCK), _MAX_RUN_PROGRAMS)
+    _write_runs[(num_runs, programs)](to, packed, BLOCK=_RUN_BLOCK, **launch_options(to.device))

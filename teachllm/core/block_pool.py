@@ -50,7 +50,7 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
-        self.previous = self.next = self  # of the free list; alone while it is used
+        self.previous = self.next = self  # in the free list, while it is free
 
     def __repr__(self) -> str:
         return f"Block({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
@@ -82,9 +82,9 @@ class BlockPool:
         if blocks:  # out of the ring all at once
             self._ring.next, blocks[-1].next.previous = blocks[-1].next, self._ring
         for block in blocks:
-            block.ref_count, block.previous, block.next = 1, block, block
-            self.num_cached_blocks -= block.block_hash is not None
+            block.ref_count = 1
         self.num_free_blocks -= count
+        self.num_cached_blocks -= sum(block.block_hash is not None for block in blocks)
         return blocks
 
     def share(self, block: Block) -> None:

@@ -17,7 +17,7 @@ When a request ends while a plan in flight names it, its blocks stay pinned unti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from teachllm.core.block_pool import Block, BlockEvent, BlockPool
@@ -49,7 +49,8 @@ class KVCacheManager:
 
     def match(self, request: Request) -> list[Block]:
         """The longest cached prefix of a request's known tokens. At least the last token is left to compute."""
-        if not self._shares(request) or request.sampling_params.prompt_logprobs is not None:
+        findable = self._enable_prefix_caching or request.group is not None
+        if not findable or request.sampling_params.prompt_logprobs is not None:
             return []
         hits: list[Block] = []
         for i in range((len(request.token_ids) - 1) // self.block_size):
@@ -73,15 +74,16 @@ class KVCacheManager:
         Returns:
             The block ids appended, or None, with nothing changed, if too few blocks are free.
         """
+        num_new = -(-num_tokens // self.block_size) - len(request.block_ids) - len(hits)
+        if num_new <= 0 and not hits:
+            return []  # as for most decodes
         if self.num_missing_blocks(request, num_tokens, hits) > self.pool.num_free_blocks:
             return None
         for block in hits:
             self.pool.share(block)
         self._record("hit", hits, request.request_id)
-        num_new = -(-num_tokens // self.block_size) - len(request.block_ids) - len(hits)
         taken = self.pool.take(max(num_new, 0))
-        for block in taken:
-            self._forget(block)
+        self._forget(taken)
         self._record("allocate", taken, request.request_id)
         new_ids = [block.block_id for block in (*hits, *taken)]
         request.block_ids += new_ids
@@ -116,13 +118,11 @@ class KVCacheManager:
         for request in chain.from_iterable(put_off.values()):
             self.commit(request)
 
-    def _shares(self, request: Request) -> bool:
-        return self._enable_prefix_caching or request.group is not None
-
     def _num_full_blocks(self, request: Request) -> int:
         """Blocks that may be findable: their tokens are known, and computed or being computed."""
-        known = min(len(request.token_ids), request.num_computed_tokens)
-        return known // self.block_size if self._shares(request) else 0
+        if not self._enable_prefix_caching and request.group is None:
+            return 0
+        return min(len(request.token_ids), request.num_computed_tokens) // self.block_size
 
     # -- letting go ----------------------------------------------------------------------------------------
 
@@ -138,17 +138,15 @@ class KVCacheManager:
 
     def retire(self, step: int, failed: bool = False) -> None:
         """A plan has come back: what was pinned for it is free, what it was to fill is filled; empty if it failed."""
-        self.commit_all()
-        for block in self._committed.pop(step, ()):
-            if failed:
-                self._forget(block)
+        filled = self._committed.pop(step, ())
+        if failed:
+            self._forget(filled)
         for request_id, block_ids in self.pinned.pop(step, ()):
             self._release(request_id, block_ids)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the content of every free block."""
-        for block in self.pool.free_blocks():
-            self._forget(block)
+        self._forget(self.pool.free_blocks())
 
     def _release(self, request_id: str, block_ids: list[int]) -> None:
         # The tail of a sequence goes first in the free list: evicting it leaves the shorter prefix usable.
@@ -156,11 +154,12 @@ class KVCacheManager:
         self.pool.release(blocks)
         self._record("free", blocks, request_id)
 
-    def _forget(self, block: Block) -> None:
-        if block.block_hash is not None:
-            self._record("evict", [block])
-            self.pool.num_cached_blocks -= block.ref_count == 0
-            self.cache.remove(block)
+    def _forget(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.block_hash is not None:
+                self._record("evict", [block])
+                self.pool.num_cached_blocks -= block.ref_count == 0
+                self.cache.remove(block)
 
     # -- figures and events --------------------------------------------------------------------------------
 

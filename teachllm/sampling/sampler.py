@@ -15,6 +15,7 @@ Each stage gathers only the rows that ask for it: a plain request pays one argma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,13 +53,13 @@ class Sampler:
     def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._state = SamplingState(max_num_rows, vocab_size, device)
 
-    def open_row(self, row: int, new_row: NewRow) -> None:
-        """Takes over a request's parameters into `row`.
+    def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
+        """Takes over the parameters of requests, each into its row.
 
         Raises:
             ValueError: a token id outside the vocabulary, or constraints that could forbid every token.
         """
-        self._state.open_row(row, new_row)
+        self._state.open_rows(opened)
 
     def close_row(self, row: int) -> None:
         """Forgets the request in `row`."""

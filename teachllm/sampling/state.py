@@ -1,8 +1,9 @@
 """The sampling parameters of every open row, kept on the device between steps.
 
 A decode step must not build tensors per request, so a request's numbers are written once, when its row opens,
-and gathered by row afterwards. Which rows need what is kept on the host in sets: the sampler asks once per batch
-composition (`select`), and a step that repeats the last one reuses the answer.
+and gathered by row afterwards. They are written into tables on the host, which go to the device whole: one copy
+each, however many rows open in a step. Which rows need what is kept on the host in sets: the sampler asks once per
+batch composition (`select`), and a step that repeats the last one reuses the answer.
 
     floats [max_num_rows, 6]   temperature, top_p, min_p, repetition, presence, frequency
     ints   [max_num_rows, 5]   seed, child index, prompt length, top_k, min_tokens
@@ -65,13 +66,14 @@ class Selection:
 
 
 class SamplingState:
-    """Parameters by row. A row belongs to one request from `open_row` to `close_row`."""
+    """Parameters by row. A row belongs to one request from `open_rows` to `close_row`."""
 
     def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self._floats = torch.zeros((max_num_rows, 6), dtype=torch.float32, device=device)
-        self._ints = torch.zeros((max_num_rows, 5), dtype=torch.int64, device=device)
+        self._host_floats = torch.zeros((max_num_rows, 6), dtype=torch.float32)
+        self._host_ints = torch.zeros((max_num_rows, 5), dtype=torch.int64)
+        self._floats, self._ints = self._host_floats.to(device, copy=True), self._host_ints.to(device, copy=True)
         self._random: set[int] = set()
         self._penalized: set[int] = set()
         self._top_k: dict[int, int] = {}  # of the filtered rows; the vocabulary's size where top_k is off
@@ -79,20 +81,28 @@ class SamplingState:
         self._num_logprobs: dict[int, int] = {}
         self._cached: tuple[list[int], Selection] | None = None
 
-    def open_row(self, row: int, new_row: NewRow) -> None:
-        """Writes a request's parameters into a row, replacing whatever it held.
+    def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
+        """Writes requests' parameters, each into its row, replacing whatever that held.
 
         Raises:
-            ValueError: the request's constraints could forbid every token.
+            ValueError: a request's constraints could forbid every token.
         """
+        for row, new_row in opened:
+            self._open(row, new_row)
+        for table, host in ((self._floats, self._host_floats), (self._ints, self._host_ints)):
+            # A GPU reads pinned memory when it comes to it, without the host waiting.
+            table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)
+
+    def _open(self, row: int, new_row: NewRow) -> None:
         self.close_row(row)
         params, vocab_size = new_row.sampling_params, self.vocab_size
         check_some_token_allowed(params, vocab_size, new_row.stop_token_ids, new_row.bad_word_token_ids)
         top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self._write(self._floats[row], (params.temperature, params.top_p, params.min_p, *penalties))
+        self._host_floats.numpy()[row] = (params.temperature, params.top_p, params.min_p, *penalties)
         seed = (new_row.seed + _SIGN) % (2 * _SIGN) - _SIGN  # the same 64 bits, read as signed
-        self._write(self._ints[row], (seed, new_row.child_index, new_row.num_prompt_tokens, top_k, params.min_tokens))
+        ints = (seed, new_row.child_index, new_row.num_prompt_tokens, top_k, params.min_tokens)
+        self._host_ints.numpy()[row] = ints
         if not params.greedy:
             self._random.add(row)
             if top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
@@ -161,11 +171,6 @@ class SamplingState:
     def parameters(self, rows: torch.Tensor) -> Parameters:
         """The parameters of these request rows, [num_rows] each."""
         return Parameters(*self._floats[rows].unbind(1), *self._ints[rows].unbind(1))
-
-    def _write(self, to: torch.Tensor, numbers: Sequence[float]) -> None:
-        """Without waiting for a GPU, which reads pinned memory when it comes to it."""
-        packed = torch.tensor(numbers, dtype=to.dtype)
-        to.copy_(packed.pin_memory() if to.is_cuda else packed, non_blocking=True)
 
     def _indices(self, indices: Iterable[int]) -> torch.Tensor | None:
         listed = list(indices)

@@ -1,21 +1,22 @@
 """The input batch on a GPU: rows and step tensors that stay where they are, so that CUDA graphs can name them.
 
 As `input_batch.py`, a row per running request; but the rows live on the device, and what a step samples goes straight
-into them. The host sends who computes how many tokens (`header`, one copy a step) and new block-table entries, and
-never needs to know a token to plan the step after it.
+into them. The host sends who computes how many tokens (`header`, one copy a step) and what a plan adds to the rows (one
+copy more, if anything), and never needs to know a token to plan the step after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from teachllm.core.scheduler_output import NewRow, SchedulerOutput
+from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.rows import Rows
-from teachllm_kernels.step_inputs import append_tokens, scatter, step_inputs
+from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 
 _LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 _NUM_STAGED = 4  # headers under way at once: more than steps can be in flight
@@ -84,47 +85,26 @@ class DeviceBatch(Rows):
         super().__init__(max_num_seqs)
         self.block_size = block_size
         self.device = device
-        self.token_ids = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int32, device=device)
-        self.num_known = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(
-            (max_num_seqs, -(-max_model_len // block_size)), dtype=torch.int32, device=device
-        )
+        # All rows lie in one tensor, so that one kernel reaches whatever a plan adds to them.
+        widths = [-(-max_model_len // block_size), max_model_len, 1]
+        self._row_memory = torch.zeros(max_num_seqs * sum(widths), dtype=torch.int32, device=device)
+        tables, tokens, self.num_known = self._row_memory.split([max_num_seqs * width for width in widths])
+        self.block_tables, self.token_ids = tables.view(max_num_seqs, -1), tokens.view(max_num_seqs, -1)
         sizes = [max_num_seqs, max_num_seqs + 1, max_num_seqs, max_num_seqs, max_num_seqs]
         self._header = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index = self._header.split(sizes)
-        self._staged = [self._staging(torch.zeros(sum(sizes), dtype=torch.int32)) for _ in range(_NUM_STAGED)]
+        self._staged = [self._staging(sum(sizes)).zero_() for _ in range(_NUM_STAGED)]
         self._num_staged = 0
         self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
 
-    def open(self, request_id: str, new_row: NewRow) -> int:
-        """Takes a row for a request and returns it."""
-        row = self._take(request_id)
-        count = len(new_row.token_ids)
-        numbers = np.empty(count + 1, dtype=np.int32)
-        numbers[:count], numbers[count] = np.fromiter(new_row.token_ids, np.int32, count), count
-        packed = self._staging(torch.from_numpy(numbers))
-        self.token_ids[row, :count].copy_(packed[:count], non_blocking=True)
-        self.num_known[row : row + 1].copy_(packed[count:], non_blocking=True)
-        return row
-
     def prepare(self, plan: SchedulerOutput) -> DeviceStep:
-        """Writes a plan's new blocks into the block tables and returns the rest, for `send`."""
+        """Writes a plan's new tokens and blocks into the rows and returns the rest, for `send`."""
         shares = plan.scheduled
         rows = [self._row_of[share.request_id] for share in shares]
-        index: list[int] = []
-        blocks: list[int] = []
-        width = self.block_tables.shape[1]
-        for row, share in zip(rows, shares, strict=True):
-            if share.new_block_ids:
-                first = row * width + share.first_new_block
-                index.extend(range(first, first + len(share.new_block_ids)))
-                blocks.extend(share.new_block_ids)
-        if index:
-            packed = self._staging(torch.tensor([index, blocks], dtype=torch.int32)).to(self.device, non_blocking=True)
-            scatter(self.block_tables, packed[0], packed[1])
+        self._write(rows, shares)
         query_lens = [share.num_tokens for share in shares]
         # A request that starts now may share a block which another one fills in this very step: its one token is no
         # decode, since what is fused for those reads the cache while others still write to it.
@@ -132,6 +112,35 @@ class DeviceBatch(Rows):
         num_decodes = is_decode.index(False) if False in is_decode else len(shares)
         sampling = [i for i, share in enumerate(shares) if share.samples]
         return DeviceStep(rows, query_lens, [share.start for share in shares], num_decodes, sampling)
+
+    def _write(self, rows: Sequence[int], shares: Sequence[ScheduledRequest]) -> None:
+        """Writes the tokens of requests that start, and all new blocks, into their rows."""
+        (_, table_width), (max_num_seqs, row_width) = self.block_tables.shape, self.token_ids.shape
+        first_token = max_num_seqs * table_width
+        first_known = first_token + max_num_seqs * row_width
+        started = [(row, share.new_row.token_ids) for row, share in zip(rows, shares, strict=True) if share.new_row]
+        places = [first_token + row * row_width for row, _ in started] + [first_known + row for row, _ in started]
+        lens = [len(token_ids) for _, token_ids in started]
+        num_tokens, values = sum(lens), list(lens)
+        lens += [1] * len(started)
+        for row, share in zip(rows, shares, strict=True):
+            if share.new_block_ids:
+                places.append(row * table_width + share.first_new_block)
+                lens.append(len(share.new_block_ids))
+                values += share.new_block_ids
+        count = len(places)
+        if count == 0:
+            return
+        packed = self._staging(2 * count + 1 + num_tokens + len(values))
+        array = packed.numpy()
+        array[:count], array[count] = places, 0
+        np.cumsum(lens, out=array[count + 1 : 2 * count + 1])
+        end = 2 * count + 1
+        for _, token_ids in started:
+            start, end = end, end + len(token_ids)
+            array[start:end] = token_ids
+        array[end:] = values
+        write_runs(self._row_memory, packed.to(self.device, non_blocking=True), count, max(lens))
 
     def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
         """Copies a step's header to the device.
@@ -188,6 +197,6 @@ class DeviceBatch(Rows):
         """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known."""
         append_tokens(self.sample_rows[: sampled.shape[0]], sampled, self.token_ids, self.num_known)
 
-    def _staging(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where a GPU reads from without the host waiting for it."""
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+    def _staging(self, size: int) -> torch.Tensor:
+        """[size] int32, from where a GPU reads without the host waiting for it."""
+        return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")

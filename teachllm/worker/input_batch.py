@@ -62,7 +62,7 @@ class InputBatch(Rows):
 
     def open(self, request_id: str, new_row: NewRow) -> int:
         """Takes a row for a request and returns it."""
-        row = self._take(request_id)
+        row = super().open(request_id, new_row)
         self._num_known[row] = len(new_row.token_ids)
         self._token_ids[row, : len(new_row.token_ids)] = new_row.token_ids
         return row

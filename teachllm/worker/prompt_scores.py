@@ -25,11 +25,12 @@ class PromptScores:
         self._sampler = sampler
         self._asked: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many top entries)
 
-    def open_row(self, row: int, new_row: NewRow) -> None:
-        """Notes whether the request in `row` asks."""
-        num_top = new_row.sampling_params.prompt_logprobs
-        if num_top is not None:
-            self._asked[row] = new_row.num_prompt_tokens, num_top
+    def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
+        """Notes which of the requests, each in its row, ask."""
+        for row, new_row in opened:
+            num_top = new_row.sampling_params.prompt_logprobs
+            if num_top is not None:
+                self._asked[row] = new_row.num_prompt_tokens, num_top
 
     def close_row(self, row: int) -> None:
         """Forgets the request in `row`."""

@@ -11,15 +11,15 @@ from teachllm.core.scheduler_output import NewRow, SchedulerOutput
 class KeptByRow(Protocol):
     """Something that remembers requests by row."""
 
-    def open_row(self, row: int, new_row: NewRow) -> None:
-        """Takes a request over."""
+    def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
+        """Takes requests over, each into its row."""
 
     def close_row(self, row: int) -> None:
         """Forgets it."""
 
 
 class Rows:
-    """Which request has which row. Base of the batches, whose `open` fills a row that `_take` gave."""
+    """Which request has which row. Base of the batches, which fill them when they open or with the step's tensors."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._row_of: dict[str, int] = {}
@@ -27,17 +27,14 @@ class Rows:
 
     def open(self, request_id: str, new_row: NewRow) -> int:
         """Takes a row for a request and returns it."""
-        raise NotImplementedError
+        row = self._row_of[request_id] = self._free_rows.pop()
+        return row
 
     def close(self, request_id: str) -> int | None:
         """Gives a request's row back and returns it; None if it has none (the step that was to open it failed)."""
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)
-        return row
-
-    def _take(self, request_id: str) -> int:
-        row = self._row_of[request_id] = self._free_rows.pop()
         return row
 
     def update(self, plan: SchedulerOutput, kept: Sequence[KeptByRow]) -> None:
@@ -47,8 +44,8 @@ class Rows:
             if row is not None:
                 for each in kept:
                     each.close_row(row)
-        for share in plan.scheduled:
-            if share.new_row is not None:
-                row = self.open(share.request_id, share.new_row)
-                for each in kept:
-                    each.open_row(row, share.new_row)
+        new = [(share.request_id, share.new_row) for share in plan.scheduled if share.new_row is not None]
+        if new:
+            opened = [(self.open(request_id, new_row), new_row) for request_id, new_row in new]
+            for each in kept:
+                each.open_rows(opened)

@@ -110,7 +110,9 @@ def test_a_prefix_goes_on_from_cached_blocks_to_those_of_a_chunk_that_is_only_pl
     kv.allocate(prompt, 20)
     prompt.num_computed_tokens = 20
     kv.commit_later(prompt)
-    assert len(kv.cache) == 2
+    other = make_request("other", 24)
+    other.token_ids[10] = 99  # shares what is cached and nothing of the chunk
+    assert len(kv.match(other)) == 2 == len(kv.cache)
     assert len(kv.match(make_request("b", 24))) == 5
 
 

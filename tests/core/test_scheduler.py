@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from random import Random
 
 import pytest
 
@@ -151,6 +152,40 @@ def test_the_last_token_is_always_recomputed() -> None:
     share = step(scheduler).scheduled[1]
     assert (share.request_id, share.start, share.num_tokens, share.samples) == ("b", 4, 4, True)
     assert b.num_cached_tokens == 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_putting_hashing_off_changes_no_plan(seed: int, async_scheduling: bool) -> None:
+    def plans(at_once: bool) -> list[list[tuple[str, int, int]]]:
+        rng = Random(seed)
+        scheduler = make_scheduler(1000, max_num_batched_tokens=rng.choice([16, 40]), async_scheduling=async_scheduling)
+        if at_once:
+            scheduler.kv.commit_later = scheduler.kv.commit  # type: ignore[method-assign]
+        made, in_flight = [], []
+        for number in range(40):
+            for child in range(rng.randint(0, 3)):
+                params = SamplingParams(max_tokens=6, prompt_logprobs=rng.choice([None, None, None, 0]))
+                first, length = rng.choice([100, 200]), rng.randint(1, 40)
+                name = f"{number}.{child}"
+                request = add(scheduler, name, length, first=first, params=params, group=rng.choice([None, "g"]))
+                for _ in range(rng.choice([0, 0, 3])):  # leaves the family's common prefix
+                    request.token_ids[rng.randrange(length)] = 7
+            plan = schedule(scheduler)
+            made.append([(share.request_id, share.start, share.num_tokens) for share in plan.scheduled])
+            in_flight += [plan] if plan.scheduled else []
+            if len(in_flight) > async_scheduling and rng.random() < 0.1:
+                scheduler.fail(in_flight[0])
+                in_flight.clear()
+            elif len(in_flight) > async_scheduling or not plan.scheduled:
+                for late in in_flight[:1]:
+                    update(scheduler, late)
+                del in_flight[:1]
+        return made
+
+    put_off = plans(at_once=False)
+    assert put_off == plans(at_once=True)
+    assert any(start > 0 for plan in put_off for _, start, _ in plan)
 
 
 def test_another_salt_shares_nothing() -> None:

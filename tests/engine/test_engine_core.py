@@ -236,3 +236,17 @@ def test_the_core_alone_takes_ids_and_gives_ids() -> None:
     assert num_steps == 6  # the first returns nothing: its tokens are one step late
     assert request.finished and sampled == request.output_token_ids
     reference("qwen3").judge(random_ids(9), sampled)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_prompt_is_hashed_when_its_step_is_under_way(async_scheduling: bool) -> None:
+    num_findable: dict[str, int] = {}
+
+    def look(point: str) -> None:
+        num_findable.setdefault(point, len(engine.core.scheduler.kv.cache))
+
+    engine = make_engine(make_executor=faulty(look, 2), async_scheduling=async_scheduling)
+    engine.add_request("a", random_ids(40), SamplingParams(max_tokens=1))
+    engine.step()
+    assert num_findable["after sample"] == 0
+    assert len(engine.core.scheduler.kv.cache) == 2

@@ -29,7 +29,7 @@ from teachllm_kernels.rms_norm import rms_norm_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
 from teachllm_kernels.sampling import sample_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_triton
-from teachllm_kernels.step_inputs import append_tokens, scatter, step_inputs
+from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 
 ARCHITECTURES = (80, 90)
 TYPES = {
@@ -143,7 +143,7 @@ def main() -> None:
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
     step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)
     append_tokens(int32s, longs, ints(4, 64), int32s)
-    scatter(ints(4, 4), int32s, int32s)
+    write_runs(ints(16), ints(40), 4, 10)
     for name, count in sorted(compiled.items()):
         print(f"{name} {count}")
 

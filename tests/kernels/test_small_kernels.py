@@ -14,7 +14,7 @@ from teachllm_kernels.kv_write import kv_write_reference, kv_write_triton
 from teachllm_kernels.rms_norm import rms_norm_reference, rms_norm_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_reference, rope_kv_write_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
-from teachllm_kernels.step_inputs import append_tokens, scatter, step_inputs
+from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -215,12 +215,22 @@ def test_sampled_tokens_are_appended_to_their_rows_and_padding_to_none() -> None
     assert num_known.tolist() == [2, 3, 3]
 
 
-@pytest.mark.parametrize("count", [1, 256, 700])
-def test_scatter_writes_its_places_and_no_other(count: int) -> None:
-    to = torch.full((30, 40), -1, dtype=torch.int32, device=DEVICE)
-    index = torch.randperm(1200, device=DEVICE)[:count].int()
-    values = torch.arange(count, dtype=torch.int32, device=DEVICE)
-    scatter(to, index, values)
-    expected = torch.full((1200,), -1, dtype=torch.int32, device=DEVICE)
-    expected[index.long()] = values
-    assert torch.equal(to.view(-1), expected)
+@few
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 3, 1024, 1100, 17_000])), min_size=1, max_size=6))
+def test_runs_are_written_to_their_places_and_nowhere_else(gaps_and_lens: list[tuple[int, int]]) -> None:
+    places, lens, end = [], [], 0
+    for gap, length in gaps_and_lens:
+        places.append(end + gap)
+        lens.append(length)
+        end = places[-1] + length
+    order = torch.randperm(len(lens)).tolist()  # runs need not come in the order of their places
+    expected = torch.full((end + 30,), -1, dtype=torch.int32)
+    header, values = [places[i] for i in order], torch.arange(sum(lens), dtype=torch.int32)
+    starts = [0]
+    for i in order:
+        starts.append(starts[-1] + lens[i])
+        expected[places[i] : places[i] + lens[i]] = values[starts[-2] : starts[-1]]
+    packed = torch.cat([torch.tensor(header + starts, dtype=torch.int32), values]).to(DEVICE)
+    to = torch.full((end + 30,), -1, dtype=torch.int32, device=DEVICE)
+    write_runs(to, packed, len(lens), max(lens))
+    assert torch.equal(to.cpu(), expected)

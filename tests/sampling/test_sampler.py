@@ -46,7 +46,7 @@ def sample(asks: list[Ask], rows: list[int] | None = None) -> SamplerOutput:
     sampler = Sampler(max(rows) + 1, VOCAB, CPU)
     token_ids = torch.full((max(rows) + 1, 40), -1)  # what lies behind a sequence's end must not be read as an id
     for row, ask in zip(rows, asks, strict=True):
-        sampler.open_row(row, ask.new_row())
+        sampler.open_rows([(row, ask.new_row())])
         sequence = [*ask.prompt, *ask.outputs]
         token_ids[row, : len(sequence)] = torch.tensor(sequence)
     lengths = torch.tensor([len(ask.prompt) + len(ask.outputs) for ask in asks])
@@ -62,14 +62,14 @@ def frequencies(params: dict[str, Any], logits: list[float], num_draws: int = 12
     """How often each token is drawn, over as many output positions of one request."""
     request = Ask({"temperature": 1.0, **params}, logits=logits, seed=5, **ask)
     sampler = Sampler(1, VOCAB, CPU)
-    sampler.open_row(0, request.new_row())
+    sampler.open_rows([(0, request.new_row())])
     num_known = len(request.prompt) + len(request.outputs)
     token_ids = torch.tensor([[*request.prompt, *request.outputs]]).repeat(1, 1)
     if request.outputs or "repetition_penalty" in params:
         # Histories matter: the same position with another seed each time.
         draws = []
         for seed in range(num_draws):
-            sampler.open_row(0, Ask(request.params, request.prompt, request.outputs, seed=seed).new_row())
+            sampler.open_rows([(0, Ask(request.params, request.prompt, request.outputs, seed=seed).new_row())])
             draws.append(sampler.sample(torch.tensor([logits]), [0], torch.tensor([num_known]), token_ids).token_ids)
         return torch.bincount(torch.cat(draws), minlength=VOCAB) / num_draws
     lengths = num_known + torch.arange(num_draws)
@@ -280,7 +280,7 @@ def test_rows_that_verify_drafts_sample_as_if_they_came_one_step_at_a_time() -> 
     params = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "top_k": 5, "min_tokens": 2, "logprobs": 2}
     ask = Ask(params, prompt=[1, 2], outputs=[3, 4, 5], seed=11, stop_token_ids=frozenset({0}), bad_words=((4, 6),))
     sampler = Sampler(3, VOCAB, CPU)
-    sampler.open_row(2, ask.new_row())
+    sampler.open_rows([(2, ask.new_row())])
     token_ids = torch.full((3, 10), -1, dtype=torch.int32)
     token_ids[2, :5] = torch.tensor([1, 2, 3, 4, 5])
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
@@ -322,21 +322,21 @@ def test_prompt_logprobs_score_the_given_tokens() -> None:
 def test_a_reused_row_remembers_nothing() -> None:
     sampler = Sampler(1, VOCAB, CPU)
     strange = Ask({"allowed_token_ids": [9], "logprobs": 1, "top_k": 2, "frequency_penalty": 1.0}, bad_words=((3,),))
-    sampler.open_row(0, strange.new_row())
+    sampler.open_rows([(0, strange.new_row())])
     assert (
         sampler.sample(torch.tensor([SKEWED]), [0], torch.tensor([2]), torch.zeros(1, 8).long()).token_ids.item() == 9
     )
     sampler.close_row(0)
-    sampler.open_row(0, Ask({"temperature": 0}).new_row())
+    sampler.open_rows([(0, Ask({"temperature": 0}).new_row())])
     output = sampler.sample(torch.tensor([SKEWED]), [0], torch.tensor([2]), torch.zeros(1, 8).long())
     assert (output.token_ids.item(), output.logprobs) == (0, None)
 
 
 def test_a_step_with_only_greedy_rows_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(3, VOCAB, CPU)
-    sampler.open_row(0, Ask({"temperature": 0}).new_row())
-    sampler.open_row(1, Ask({"temperature": 0}).new_row())
-    sampler.open_row(2, Ask({"logprobs": 1}).new_row())  # open, but not in this step
+    sampler.open_rows([(0, Ask({"temperature": 0}).new_row())])
+    sampler.open_rows([(1, Ask({"temperature": 0}).new_row())])
+    sampler.open_rows([(2, Ask({"logprobs": 1}).new_row())])  # open, but not in this step
     monkeypatch.setattr(sampler._state, "select", None)
     output = sampler.sample(
         torch.tensor([SKEWED, SKEWED[::-1]]), [0, 1], torch.tensor([2, 2]), torch.zeros(3, 8).long()
@@ -355,4 +355,4 @@ def test_a_step_with_only_greedy_rows_is_one_argmax(monkeypatch: pytest.MonkeyPa
 )
 def test_a_row_that_cannot_be_sampled_is_refused_when_it_opens(ask: Ask, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Sampler(1, VOCAB, CPU).open_row(0, ask.new_row())
+        Sampler(1, VOCAB, CPU).open_rows([(0, ask.new_row())])

@@ -92,5 +92,10 @@ def test_new_blocks_go_to_their_rows_and_a_closed_row_is_used_again() -> None:
     launch(batch, share("a", 8, 1, True, [6]))
     assert batch.block_tables[:2, :3].tolist() == [[4, 8, 6], [2, 0, 0]]
     assert batch.close("a") == 0 and batch.close("a") is None
-    assert batch.open("c", NewRow([5, 6], 2, SamplingParams(), 0, 0, frozenset())) == 0
-    assert batch.token_ids[0, :2].tolist() == [5, 6] and batch.num_known[0] == 2
+    before = batch.token_ids.clone()
+    launch(batch, share("b", 4, 1, True, [5]), share("c", 0, 2, True, [3], prompt=2), share("d", 0, 7, True, prompt=7))
+    assert batch.token_ids[0, :2].tolist() == [100, 101] and batch.token_ids[2, :7].tolist() == list(range(100, 107))
+    assert batch.num_known.tolist() == [2, 1, 7, 0, 0]
+    assert batch.block_tables[:3, :2].tolist() == [[3, 8], [2, 5], [0, 0]]
+    before[0, :2], before[2, :7] = torch.tensor([100, 101]), torch.arange(100, 107)
+    assert torch.equal(batch.token_ids, before)
