@@ -160,7 +160,7 @@ def _report_profile(steps: StepProfile) -> None:
     for group, ms in steps.groups().items():
         add(group, ms, steps.floor_ms.get(group))
         for row in [row for row in steps.rows if row.group == group][:_KERNELS_SHOWN]:
-            add(f"  {row.name[:60]}", row.ms, calls=row.calls, style="dim")
+            add(f"  {row.name.removeprefix('void ')[:40]}", row.ms, calls=row.calls, style="dim")
     add("gaps between kernels", steps.gaps_ms)
     add("(host at work meanwhile)", steps.host_ms, style="dim")
     console.print(table)

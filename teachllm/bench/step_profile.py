@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Row:
-    """All runs of one kernel in a step, in the mean of the steps."""
+    """All runs of one kernel in a step, in the mean of the steps; see `summarize` for what counts as its time."""
 
     group: str
     name: str
@@ -132,18 +133,23 @@ def profile_decode(
 
 
 def summarize(events: Iterable[Event], num_steps: int) -> tuple[list[Row], float]:
-    """(rows, busy milliseconds) a step; kernels that overlap count once for the latter."""
+    """(rows, busy milliseconds) a step.
+
+    Kernels overlap: one that is launched early waits on the card for the one in front. So each is charged with the time
+    from the end of the one before it, by order of their ends, and all charges add up to the busy time.
+    """
+    by_end = sorted(events, key=lambda event: event.end_us)
+    starts = list(accumulate((event.start_us for event in reversed(by_end)), min))[::-1]  # first of those not yet ended
     sums: dict[str, tuple[int, float]] = {}
-    busy_us, end_us = 0.0, float("-inf")
-    for event in sorted(events, key=lambda e: e.start_us):
+    last_end = float("-inf")
+    for event, start in zip(by_end, starts, strict=True):
         calls, total = sums.get(event.name, (0, 0.0))
-        sums[event.name] = calls + 1, total + event.end_us - event.start_us
-        busy_us += max(event.end_us - max(event.start_us, end_us), 0.0)
-        end_us = max(end_us, event.end_us)
+        sums[event.name] = calls + 1, total + event.end_us - max(start, last_end)
+        last_end = event.end_us
     rows = [
         Row(group_of(name), name, calls / num_steps, total / 1000 / num_steps) for name, (calls, total) in sums.items()
     ]
-    return sorted(rows, key=lambda row: -row.ms), busy_us / 1000 / num_steps
+    return sorted(rows, key=lambda row: -row.ms), sum(row.ms for row in rows)
 
 
 def group_of(name: str) -> str:

@@ -58,23 +58,33 @@ def test_decode_at_batch_1_reads_every_weight_but_the_looked_up_embedding(model)
 def test_a_step_that_samples_nothing_leaves_the_head_alone(model) -> None:
     samples, chunk = (step_work(model("qwen3-8b"), Step([64], [64], num_sampled=n)) for n in (1, 0))
     assert samples.num_bytes - chunk.num_bytes == 2 * 151936 * 4096
-    assert samples.matrix_flops - chunk.matrix_flops == 2 * 151936 * 4096
+    layer = (weights_read(model("qwen3-8b")) // 2 - 151936 * 4096) / 36
+    assert samples.matrix_flops - chunk.matrix_flops == pytest.approx(2 * (151936 * 4096 + layer), rel=1e-6)
+
+
+def test_of_the_last_layer_only_sampled_tokens_are_computed(model) -> None:
+    whole = model("qwen3-8b")
+    most, one = (step_work(whole, Step([64], [64], num_sampled=n)) for n in (64, 1))
+    head = 2 * 151936 * 4096
+    assert (one.matrix_flops - head) / (most.matrix_flops - 64 * head) == pytest.approx((35 + 1 / 64) / 36, rel=1e-6)
+    assert one.attention_flops / most.attention_flops == pytest.approx((35 + 1 / 64) / 36, rel=1e-6)
+    assert one.num_bytes == most.num_bytes
 
 
 def test_flops_are_those_of_the_kernels(model) -> None:
     small, query_lens, kv_lens = model("qwen3-0.6b"), [1, 7, 100], [300, 7, 228]
-    work = step_work(small, Step(query_lens, kv_lens, num_sampled=3))
+    work = step_work(small, Step(query_lens, kv_lens, num_sampled=108))  # one of each token
     attention = paged_attention.cost(query_lens, kv_lens, 16, 8, 128)[1]
     assert work.attention_flops == 28 * attention
     products = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]  # qkv, o, gate and up, down
-    matrices = 28 * sum(linear.cost(108, *shape)[1] for shape in products) + linear.cost(3, 1024, 151936)[1]
+    matrices = 28 * sum(linear.cost(108, *shape)[1] for shape in products) + linear.cost(108, 1024, 151936)[1]
     assert work.matrix_flops == pytest.approx(matrices, rel=1e-3)  # the norms' weights count as if multiplied
 
 
 def test_keys_that_lie_before_the_window_cost_nothing(model) -> None:
     whole = model("qwen3-0.6b")
     windowed = replace(whole, windows=(16,) * 14 + (None,) * 14)
-    step = Step([3, 20], [50, 20], num_sampled=2)
+    step = Step([3, 20], [50, 20], num_sampled=23)
     seen = [min(position + 1, 16) for kv, n in ((50, 3), (20, 20)) for position in range(kv - n, kv)]
     everything = [position + 1 for kv, n in ((50, 3), (20, 20)) for position in range(kv - n, kv)]
     assert step_work(windowed, step).attention_flops == 14 * 4 * 16 * 128 * (sum(seen) + sum(everything))
@@ -141,4 +151,7 @@ def test_the_limits_of_the_peers_table_come_out(model, name: str, workload: str,
         return floor_seconds(model(name), schedule(batch, 1 << 30, 256), H200)
 
     found = WORKLOADS[workload](clock, 151936, 0)[figure]
+    # Those limits count the last layer in full, for tokens that sample nothing too: up to a 28th or a 36th more.
+    spared = 1 - 1 / model(name).num_layers
+    low, high = (low, high / spared) if figure.endswith("tok_s") else (low * spared, high)
     assert 0.99 * low <= found <= 1.01 * high, json.dumps([name, workload, figure, found])

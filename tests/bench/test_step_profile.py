@@ -29,7 +29,7 @@ def test_kernels_are_gathered_and_overlap_is_busy_once() -> None:
         ("_paged_decode", "attention", 0.5),
         ("_rms_norm", "norms and the rest", 0.5),
     ]
-    assert [row.ms for row in rows] == pytest.approx([0.010, 0.006, 0.002])
+    assert [row.ms for row in rows] == pytest.approx([0.007, 0.005, 0.003])  # 10 + 4, 20 - 10, 36 - 30; half of each
 
 
 @pytest.mark.parametrize(

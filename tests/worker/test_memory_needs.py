@@ -15,6 +15,7 @@ from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
 from teachllm.core.scheduler_output import NewRow
 from teachllm.layers import attention
+from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.models.loader import _build
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.sampling.sampler import Sampler
@@ -51,7 +52,7 @@ def imagined_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((rms_norm, "_rms_norm"), (rope_kv_write, "_rope_kv_write"), (silu_and_mul, "_silu_and_mul")):
         monkeypatch.setattr(module, name, NoLaunch())
     monkeypatch.setattr(_triton, "_has_pdl", lambda device: False)
-    monkeypatch.setattr(DeviceBatch, "_staging", lambda self, tensor: tensor)
+    monkeypatch.setattr(DeviceBatch, "_staging", lambda self, count: torch.empty(count, dtype=torch.int32))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(attention, "borrowed", lambda tensor: tensor)
 
@@ -67,7 +68,7 @@ def make_runner(config: EngineConfig, model: ModelConfig) -> Any:
     """A runner as far as its largest step goes."""
     assert config.max_num_seqs and config.max_model_len and config.max_num_batched_tokens
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
-    runner._device, runner._plans = NOWHERE, {}
+    runner._device, runner._plans, runner._backend = NOWHERE, {}, TritonBackend()
     sizes = (config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens)
     runner._batch = DeviceBatch(*sizes, NOWHERE)
     runner.model = _build(model, NOWHERE, torch.bfloat16)
@@ -115,7 +116,7 @@ def test_a_model_whose_attention_is_wider_than_its_mlp_is_counted_too(tmp_path: 
 def test_buffers_are_those_of_the_runner(tmp_path: Path) -> None:
     config, model = describe("qwen3-8b", tmp_path)
     with LiveBytes() as live:
-        kept = (DeviceBatch(256, 20480, 16, 16384, NOWHERE), DecodePlan.allocate(256, 0, 32, 8, 128, NOWHERE))
+        kept = (DeviceBatch(256, 20480, 16, 16384 + 256, NOWHERE), DecodePlan.allocate(256, 0, 32, 8, 128, NOWHERE))
     assert kept
     staged = 4 * 4 * (5 * 256 + 1)  # the headers on the host
     assert buffer_bytes(config, model) == live.peak - staged > 256 * 20480 * 4
@@ -128,8 +129,7 @@ def test_sampling_with_every_parameter_stays_within_its_bound() -> None:
         **{"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "logprobs": 5},
         **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     )
-    for row in range(num_rows):
-        sampler.open_row(row, NewRow([1, 2], 2, params, 0, 3, frozenset(), ()))
+    sampler.open_rows([(row, NewRow([1, 2], 2, params, 0, 3, frozenset(), ())) for row in range(num_rows)])
     logits, lengths = torch.randn(num_rows, vocab_size), torch.full((num_rows,), max_len)
     token_ids = torch.zeros(num_rows, max_len, dtype=torch.int32)
     with LiveBytes() as live:
@@ -142,7 +142,7 @@ def test_recordings_are_counted_by_the_largest_and_not_at_all_when_there_are_non
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, model = describe("qwen3-8b", tmp_path)
-    tensors = 512 * (2 * 128 + 4 * 4096 + 3 * 12288) * 2 + 256 * (4096 + 151936) * 2
+    tensors = 512 * (2 * 128 + 2 * 4096 + 3 * 12288) * 2 + 256 * (4096 + 151936) * 2
     assert tensors < graph_bytes(config, model) < tensors + 400 * (1 << 20)
     eager, _ = describe("qwen3-0.6b", tmp_path, enforce_eager=True)
     monkeypatch.setattr(memory_needs, "_workspace_bytes", lambda device: 1000)
@@ -185,7 +185,7 @@ def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_wo
     sampler = Sampler(num_rows, vocab_size, cpu)
     for row in range(num_rows):
         params = SamplingParams(temperature=0.9, presence_penalty=0.5, top_k=50, logprobs=row % 3 or None)
-        sampler.open_row(row, NewRow([row, 2], 2, params, 0, row, frozenset(), ()))
+        sampler.open_rows([(row, NewRow([row, 2], 2, params, 0, row, frozenset(), ()))])
     batch.num_known.fill_(2)
     batch.sample_rows.copy_(torch.arange(num_rows - 1, -1, -1))
     rows, logits = list(range(num_rows - 1, -1, -1)), torch.randn(num_rows, vocab_size)
