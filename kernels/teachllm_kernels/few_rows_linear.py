@@ -24,7 +24,7 @@ _BLOCK_N = 64
 _BLOCKS_WANTED = 64  # programs; more, with less in flight each, read no faster
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _few_rows_linear(
     x, weight, bias, residual, out, partial, arrived, num_rows, num_out,
     NUM_IN: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

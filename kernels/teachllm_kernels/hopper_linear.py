@@ -45,7 +45,7 @@ def _fetch_weight(w_desc, tile, arrived, block, num_out, k, pred, GATED: gl.cons
         hopper.tma.async_copy_global_to_shared(w_desc, [block * n, k], arrived, tile, pred)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _hopper_linear(
     w_desc, x_desc, bias, out, num_rows, num_out,
     TILES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,

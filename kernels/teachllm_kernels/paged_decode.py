@@ -107,7 +107,7 @@ def _tiles_of_a_split(tiles, num_seqs, wanted):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "wave", "several", "max_items"])  # which differ
 def _plan_decode(
     items, seq_lens, query_start, rows, num_seqs, wave, several, max_items, window,
     SEQS: tl.constexpr, TILE: tl.constexpr, FIXED_SPLIT: tl.constexpr,

@@ -68,7 +68,7 @@ def _attend(
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=["num_seqs"])  # or a lone sequence would have a kernel of its own
+@triton.jit(do_not_specialize=["num_seqs", "rows", "seq_lens"])  # which differ from batch to batch
 def _paged_prefill(
     q, k_cache, v_cache, block_tables, rows, query_start, seq_lens, out,
     scale, num_seqs, q_token_stride, table_stride,

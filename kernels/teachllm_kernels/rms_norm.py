@@ -57,7 +57,7 @@ def rms_norm_cpu(
     return normed if wide is x else normed.to(x.dtype), x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # which differs from batch to batch
 def _rms_norm(
     y, residual, weight, normed, x, eps, num_tokens, size,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
@@ -92,13 +92,13 @@ def rms_norm_triton(
     like = y if residual is None else residual
     normed = torch.empty_like(like)
     x = y if residual is None else torch.empty_like(residual)
-    block = triton.next_power_of_2(size)
+    block, num_parts = triton.next_power_of_2(size), y.shape[0] if y.dim() == 3 else 1
     _rms_norm[(num_tokens,)](
         *(y, residual, weight, normed, x, eps, num_tokens, size),
         BLOCK=block,
-        PARTS=y.shape[0] if y.dim() == 3 else 1,
+        PARTS=num_parts,
         HAS_RESIDUAL=residual is not None,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // (512 if num_parts == 1 else 128), 1), 16),  # parts: as many loads at once
         **launch_options(y.device),
     )
     return normed, x

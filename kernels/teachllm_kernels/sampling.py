@@ -61,7 +61,7 @@ def gumbel_sample_reference(
     return torch.argmax(logits / temperature[:, None] + gumbel, dim=-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_per_chunk"])  # which depends on the rows
 def _scan(
     logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
     vocab_size, num_groups, tiles_per_chunk, logits_stride, float_stride, int_stride,
@@ -103,7 +103,7 @@ def _scan(
     tl.store(best + i * tl.num_programs(0) + chunk, best_packed(best_score, best_id))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])  # which depends on the rows
 def _pick(
     logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
     listed, few, out, vocab_size, num_groups, num_chunks, logits_stride, float_stride, int_stride,

@@ -83,7 +83,7 @@ def step_inputs(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _append_tokens(rows, sampled, token_ids, num_known, num_rows, token_stride, ROWS: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
