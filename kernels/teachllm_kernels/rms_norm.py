@@ -98,7 +98,7 @@ def rms_norm_triton(
         BLOCK=block,
         PARTS=num_parts,
         HAS_RESIDUAL=residual is not None,
-        num_warps=min(max(block // (512 if num_parts == 1 else 128), 1), 16),  # parts: as many loads at once
+        num_warps=min(max(block // (256 if num_parts == 1 else 128), 1), 16),  # parts: as many loads at once
         **launch_options(y.device),
     )
     return normed, x

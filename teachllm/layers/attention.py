@@ -41,7 +41,10 @@ class AttentionMetadata:
         is_few: all are decodes, and so few that a layer's operations are fused; on a GPU only.
         prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
         plans: what a backend prepared, by kind of layer; made by the first of a kind or by the runner, read by all.
-        wanted: [num_wanted] int64, the tokens whose hidden states the model is to return; None: all.
+        wanted: [num_wanted] int32, the tokens whose hidden states the model is to return, each the last one that its
+            request computes; None: all tokens.
+        ending: makes the metadata of the wanted tokens as decodes, for the last layer's attention; None: all its tokens
+            attend.
         outside: runs a call outside the CUDA graph that is being captured, whose memory the call borrows; None: there
             is none.
     """
@@ -59,6 +62,7 @@ class AttentionMetadata:
     prefill_start: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
     wanted: torch.Tensor | None = None
+    ending: Callable[[], AttentionMetadata] | None = None
     outside: Callable[[Callable[[AttentionMetadata], None]], None] | None = None
 
     @property

@@ -45,8 +45,18 @@ class LlamaAttention(nn.Module):
         self.qk_norm = RMSNorm(*heads, eps=config.norm_eps) if config.qk_norm else None
         self.attention = Attention(config.head_size**-0.5, window)
 
-    def forward(self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, num_heads * head_size]: all but the last projection."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        angles: Angles,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        ending: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> [num_tokens, num_heads * head_size]: all but the last projection.
+
+        With `ending` only the wanted tokens attend: [num_wanted, num_heads * head_size].
+        """
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
         if metadata.is_few:
             y = self._decode(qkv, angles, kv_cache, metadata)
@@ -54,6 +64,8 @@ class LlamaAttention(nn.Module):
             weight, eps = self._qk_norm()
             rope_kv_write_triton(qkv, *angles, weight, eps, *kv_cache, metadata.slot_mapping)
             q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            if ending is not None and metadata.wanted is not None:
+                q, metadata = q.index_select(0, metadata.wanted), ending
             y = self.attention(q, k, v, kv_cache, metadata)
         else:
             qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -132,20 +144,22 @@ class LlamaLayer(nn.Module):
         angles: Angles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-        wanted: torch.Tensor | None = None,
+        is_last: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(x, stream), whose sum is the residual stream -> the same after this block.
 
         Args:
             x, stream: [num_tokens, hidden_size], not both None; x in any form that `Linear.onto` gives it.
-            wanted: [num_wanted] int64, tokens to go on with after attention; None: all.
+            is_last: goes on with the wanted tokens alone as soon as K and V of the others are written.
         """
         if metadata.is_few and x is not None and x.shape[0] == 1:
             return self._decode_one(x, angles, kv_cache, metadata), None
+        wanted = metadata.wanted if is_last else None
+        ending = metadata.ending() if wanted is not None and metadata.ending is not None else None
         h, stream = self.input_layernorm(x, stream)
-        h = self.self_attn(h, angles, kv_cache, metadata)
+        h = self.self_attn(h, angles, kv_cache, metadata, ending)
         if wanted is not None:
-            h, stream = h.index_select(0, wanted), stream.index_select(0, wanted)
+            h, stream = h if ending is not None else h.index_select(0, wanted), stream.index_select(0, wanted)
         x, stream = self.self_attn.o_proj.onto(stream, h)
         h, stream = self.post_attention_layernorm(x, stream)
         return self.mlp.down_proj.onto(stream, self.mlp(h))
@@ -198,14 +212,13 @@ class LlamaForCausalLM(nn.Module):
             kv_caches: per layer (K, V), each [num_blocks, block_size, num_kv_heads, head_size].
 
         Returns:
-            [num_tokens, hidden_size], or [num_wanted, hidden_size] of the tokens that the metadata asks for: after its
-            attention the last layer computes those alone.
+            [num_tokens, hidden_size], or [num_wanted, hidden_size] of the tokens that the metadata asks for: the last
+            layer computes no more than K and V of the others.
         """
         angles = self.rotary(positions)
         x, stream = self.embed_tokens(input_ids), None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            wanted = metadata.wanted if layer is self.layers[-1] else None
-            x, stream = layer(x, stream, angles, kv_cache, metadata, wanted)
+            x, stream = layer(x, stream, angles, kv_cache, metadata, is_last=layer is self.layers[-1])
         x, _ = self.norm(x, stream)
         return x
 

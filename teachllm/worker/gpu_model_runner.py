@@ -257,7 +257,9 @@ class GPUModelRunner:
         if in_pieces:
             hidden = self._graphs.replay_pieces(key, metadata)
         else:
-            metadata.wanted = None if is_padded else wanted
+            if wanted is not None and not is_padded:
+                metadata.wanted = wanted
+                metadata.ending = partial(self._ending, wanted) if self._backend.splits_decodes else None
             hidden = self.model(batch.input_ids[:size], batch.positions[:size], self._kv_caches, metadata)
         return hidden.index_select(0, wanted) if is_padded and wanted is not None else hidden
 
@@ -292,8 +294,28 @@ class GPUModelRunner:
             plans=dict(self._plans),
         )
 
+    def _ending(self, wanted: torch.Tensor) -> AttentionMetadata:
+        """The wanted tokens as decodes, planned. Behind the attention of all layers but the last one."""
+        batch, count = self._batch, wanted.shape[0]
+        metadata = AttentionMetadata(
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=self._device),
+            seq_lens=batch.positions.index_select(0, wanted).int() + 1,
+            block_tables=batch.block_tables,
+            slot_mapping=batch.slot_mapping[:0],
+            query_lens=[],
+            kv_lens=[],
+            backend=self._backend,
+            rows=batch.sample_rows[:count],
+            num_decodes=count,
+            plans=dict(self._plans),
+        )
+        self._plan(metadata.seq_lens, metadata.query_start, batch.sample_rows[:count])
+        return metadata
+
     def _plan_decodes(self, count: int) -> None:
         batch = self._batch
+        self._plan(batch.seq_lens[:count], batch.query_start[: count + 1], batch.rows[:count])
+
+    def _plan(self, seq_lens: torch.Tensor, query_start: torch.Tensor, rows: torch.Tensor) -> None:
         for window, plan in self._plans.items():
-            lens, starts, rows = batch.seq_lens[:count], batch.query_start[: count + 1], batch.rows[:count]
-            plan_decode(plan, lens, starts, rows, self._model_config.num_kv_heads, window)
+            plan_decode(plan, seq_lens, query_start, rows, self._model_config.num_kv_heads, window)
