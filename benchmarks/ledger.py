@@ -3,7 +3,7 @@
     python3 benchmarks/ledger.py [--models qwen3-0.6b,qwen3-8b] [--output FILE]
 
 Measured are: weights and KV cache as the allocator counts them; activations as the highest mark above them while real
-steps of the largest size run (256 prompts of 64 tokens, 16 of 1024, one of 16,384); what recordings hold, of those that
+steps of the largest size run (256 prompts of 65 tokens, 16 of 1040, one of 16,640); what recordings hold, of those that
 these runs and a few decodes have made (the prediction keeps room for all sizes); and what lies outside of PyTorch.
 
 Then as many equal requests as were predicted to run undisturbed are run, and one more, in a KV cache that is made
@@ -38,7 +38,7 @@ from teachllm.engine.capacity import num_undisturbed  # noqa: E402
 from teachllm.models.model_config import load_model_config  # noqa: E402
 from teachllm.worker.kv_cache import plan_memory  # noqa: E402
 
-LARGEST_STEPS = ((256, 64), (16, 1024), (1, 16384))  # (requests, prompt tokens): 16,384 tokens in one step
+LARGEST_STEPS = ((256, 65), (16, 1040), (1, 16640))  # (requests, prompt tokens): 16,640 tokens in one step
 SMALL_POOL, INPUT_LEN, OUTPUT_LEN = 512, 256, 128
 WITHIN = {"weights": 0.02, "activations": 0.02, "KV cache": 0.02}
 

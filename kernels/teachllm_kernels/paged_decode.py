@@ -85,8 +85,7 @@ def _splits_wanted(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
     wave = min(max(_PLACES // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
     if num_seqs <= _MERGING_TELLS:
         return wave, wave
-    several = min(4 * num_seqs, 8 * wave)
-    return (wave, 2 * wave) if num_seqs <= wave else (several, several)
+    return (wave, 2 * wave) if num_seqs <= wave else (4 * wave, 4 * wave)
 
 
 def _max_items(num_seqs: int, num_kv_heads: int) -> int:
@@ -110,9 +109,12 @@ def _tiles_of_a_split(tiles, num_seqs, wanted):
 @triton.jit(do_not_specialize=["num_seqs", "wave", "several", "max_items"])  # which differ
 def _plan_decode(
     items, seq_lens, query_start, rows, num_seqs, wave, several, max_items, window,
-    SEQS: tl.constexpr, TILE: tl.constexpr, FIXED_SPLIT: tl.constexpr,
+    SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr, FIXED_SPLIT: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
+    if SORTED:  # the longest first: what is left at the end are short ones, and all programs end at about the same time
+        tiles = tl.cdiv(tl.minimum(tl.load(seq_lens + seq, mask=seq < num_seqs, other=0), window), TILE)
+        seq = SEQS - 1 - tl.sort(tiles * SEQS + SEQS - 1 - seq, descending=True) % SEQS
     is_seq = seq < num_seqs
     length = tl.load(seq_lens + seq, mask=is_seq, other=0)
     token = tl.load(query_start + seq, mask=is_seq, other=0)
@@ -123,7 +125,7 @@ def _plan_decode(
         split_len = tl.full([SEQS], FIXED_SPLIT, tl.int32)
     else:
         most = _tiles_of_a_split(tiles, num_seqs, wave)
-        if most * wave * 7 > tl.sum(tiles) * 8:  # the longest splits would run on alone for an eighth of the time
+        if (several > wave) & (most * wave * 7 > tl.sum(tiles) * 8):  # the longest would run on alone for an eighth
             most = _tiles_of_a_split(tiles, num_seqs, several)
         # A sequence's splits are equal: its last one could hold next to nothing otherwise.
         split_len = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1)), 1) * TILE
@@ -170,6 +172,7 @@ def plan_decode(
         plan.items.shape[0] if plan.is_fixed else _max_items(num_seqs, num_kv_heads),
         window if window is not None else 2**31 - 1,
         SEQS=triton.next_power_of_2(num_seqs),
+        SORTED=num_seqs > _MERGING_TELLS,
         TILE=_TILE,
         FIXED_SPLIT=_FIXED_SPLIT if plan.is_fixed else 0,
     )

@@ -26,6 +26,7 @@ LONGEST = 3000 if ON_GPU else 200
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # an interpreted program costs milliseconds even if it has nothing to do
         monkeypatch.setattr(paged_decode, "_PLACES", 8)
+        monkeypatch.setattr(paged_decode, "_MERGING_TELLS", 2)  # so that a few sequences are many
 
 
 class Batch(NamedTuple):

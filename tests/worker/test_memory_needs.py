@@ -200,10 +200,10 @@ def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_wo
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
 def test_a_gpu_uses_what_was_predicted(name: str, tmp_path: Path) -> None:
-    config, model = describe(name, tmp_path, max_model_len=4096, num_gpu_blocks_override=1200)
+    config, model = describe(name, tmp_path, max_model_len=4096, num_gpu_blocks_override=1400)
     predicted = plan_memory(config, model, torch.device("cuda"))
     llm = LLM(
-        **h200.engine_settings(tmp_path / name, "cuda") | {"max_model_len": 4096, "num_gpu_blocks_override": 1200}
+        **h200.engine_settings(tmp_path / name, "cuda") | {"max_model_len": 4096, "num_gpu_blocks_override": 1400}
     )
     found = llm.engine.memory
     assert found.weights == pytest.approx(predicted.weights, rel=0.02)
