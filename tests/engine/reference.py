@@ -26,7 +26,11 @@ class Reference:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float64,
+            attn_implementation="eager",  # the other ways leave a soft cap out
+        ).eval()
         self._judged: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}  # prompt -> longest output, logits
 
     def logits(self, prompt: list[int], output_ids: list[int]) -> torch.Tensor:
