@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from teachllm.bench.ceilings import measure_ceilings
-from teachllm_kernels.paged_decode import DecodePlan, cost, fused_paged_decode, paged_decode_triton, plan_decode
+from teachllm_kernels.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.paged_decode import cost, fused_paged_decode, paged_decode_triton
 
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
 CALLS, REPLAYS = 10, 15
@@ -47,7 +48,7 @@ def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
     rows = torch.arange(num_seqs, dtype=torch.int32, device=device)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    plan = DecodePlan.allocate(num_seqs, sum(lens), num_heads, NUM_KV_HEADS, HEAD_SIZE, device)
+    plan = DecodePlan.allocate(num_seqs, num_heads, NUM_KV_HEADS, HEAD_SIZE, device)
     plan_decode(plan, seq_lens, starts, rows, NUM_KV_HEADS)
     scale = HEAD_SIZE**-0.5
     return {

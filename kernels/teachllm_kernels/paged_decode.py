@@ -3,10 +3,8 @@
 One query reads all K and V of its sequence once and does little with them, so the time is bytes over bandwidth and
 all the work goes into keeping every multiprocessor reading until the end, however ragged the batch:
 
-    split     a sequence's KV is cut into splits, so that one long sequence occupies the whole card; `plan_decode`
-              lists the splits of a step, once for all layers. Either they are as many as run at once, all of about
-              the same length, and end together; or several times as many, so that the card fills up as they end.
-              The list lives on the device and has a fixed bound: a CUDA graph's launch does not depend on lengths.
+    split     a sequence's KV is cut into splits, so that one long sequence occupies the whole card; `decode_plan.py`
+              says who reads what.
     pack      the query heads that share a KV head, and up to 8 query tokens, are the rows of one matrix product.
     merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's
               last split merges them, so there is no second kernel.
@@ -20,162 +18,16 @@ LLM Serving with PagedAttention", SOSP 2023.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.decode_plan import TILE, DecodePlan, fills_up, max_splits
 from teachllm_kernels.paged_attention import cost
 
-__all__ = ["DecodePlan", "cost", "fused_paged_decode", "paged_decode_triton", "plan_decode"]
+__all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
-_TILE = 64  # keys that one step of the inner loop takes
-_FIXED_SPLIT = 256
-_SPLITS_OF_ONE = 64  # at most, of one sequence
-_PLACES = 512  # programs that run at once, four on each of 132 multiprocessors; a few are left to what else runs
-_MERGING_TELLS = 8  # sequences, up to which more splits cost more than splits of different lengths
 _MERGED = 4096  # numbers that merging holds at once
-_FIELDS = 8  # of an item: seq, table row, first token, begin, end, sequence length, splits before it, splits of all
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """The work of one step's decode attention, on the device, and room for its partial results.
-
-    Attributes:
-        items: [max_items, 8] int32, one split each, see `_plan_decode`; those that are not used have begin = end = 0.
-        partial: [max_items, num_heads * max_query_len, head_size] float32, each split's normalised sum.
-        lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
-        arrived: [max_seqs * num_kv_heads] int32, splits finished; 0 between launches.
-        is_fixed: a split's length does not depend on the batch, so neither does any rounding.
-    """
-
-    items: torch.Tensor
-    partial: torch.Tensor
-    lse: torch.Tensor
-    arrived: torch.Tensor
-    is_fixed: bool
-
-    @staticmethod
-    def allocate(
-        max_seqs: int,
-        max_total_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        device: torch.device,
-        max_query_len: int = 1,
-        is_fixed: bool = False,
-    ) -> DecodePlan:
-        """Room for any batch of up to `max_seqs` sequences that together hold up to `max_total_len` tokens."""
-        max_items = max_total_len // _FIXED_SPLIT + max_seqs if is_fixed else _max_items(max_seqs, num_kv_heads)
-        rows = num_heads * max_query_len
-        return DecodePlan(
-            items=torch.zeros((max_items, _FIELDS), dtype=torch.int32, device=device),
-            partial=torch.empty((max_items, rows, head_size), dtype=torch.float32, device=device),
-            lse=torch.empty((max_items, rows), dtype=torch.float32, device=device),
-            arrived=torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
-            is_fixed=is_fixed,
-        )
-
-
-def _splits_wanted(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
-    """(splits that, times KV heads, run at once; splits to make where those would be of too different lengths)."""
-    wave = min(max(_PLACES // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
-    if num_seqs <= _MERGING_TELLS:
-        return wave, wave
-    return (wave, 2 * wave) if num_seqs <= wave else (4 * wave, 4 * wave)
-
-
-def _max_items(num_seqs: int, num_kv_heads: int) -> int:
-    return max(*_splits_wanted(num_seqs, num_kv_heads), num_seqs)
-
-
-@triton.jit
-def _tiles_of_a_split(tiles, num_seqs, wanted):
-    """The fewest tiles a split such that there are no more splits than wanted, or than sequences."""
-    total = tl.sum(tiles)
-    low = tl.maximum(total // wanted, 1)
-    high = tl.maximum(tl.minimum(tl.max(tiles), tl.cdiv(total, tl.maximum(wanted - num_seqs, 1))), low)
-    while low < high:
-        middle = (low + high) // 2
-        fits = tl.sum(tl.cdiv(tiles, middle)) <= wanted
-        low = tl.where(fits, low, middle + 1)
-        high = tl.where(fits, middle, high)
-    return low
-
-
-@triton.jit(do_not_specialize=["num_seqs", "wave", "several", "max_items"])  # which differ
-def _plan_decode(
-    items, seq_lens, query_start, rows, num_seqs, wave, several, max_items, window,
-    SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr, FIXED_SPLIT: tl.constexpr,
-):  # fmt: skip
-    seq = tl.arange(0, SEQS)
-    if SORTED:  # the longest first: what is left at the end are short ones, and all programs end at about the same time
-        tiles = tl.cdiv(tl.minimum(tl.load(seq_lens + seq, mask=seq < num_seqs, other=0), window), TILE)
-        seq = SEQS - 1 - tl.sort(tiles * SEQS + SEQS - 1 - seq, descending=True) % SEQS
-    is_seq = seq < num_seqs
-    length = tl.load(seq_lens + seq, mask=is_seq, other=0)
-    token = tl.load(query_start + seq, mask=is_seq, other=0)
-    row = tl.load(rows + seq, mask=is_seq, other=0)
-    seen = tl.minimum(length, window)
-    tiles = tl.cdiv(seen, TILE)
-    if FIXED_SPLIT > 0:
-        split_len = tl.full([SEQS], FIXED_SPLIT, tl.int32)
-    else:
-        most = _tiles_of_a_split(tiles, num_seqs, wave)
-        if (several > wave) & (most * wave * 7 > tl.sum(tiles) * 8):  # the longest would run on alone for an eighth
-            most = _tiles_of_a_split(tiles, num_seqs, several)
-        # A sequence's splits are equal: its last one could hold next to nothing otherwise.
-        split_len = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1)), 1) * TILE
-    num_splits = tl.cdiv(seen, split_len)
-    last = tl.cumsum(num_splits, 0)
-    first = last - num_splits
-    for split in range(tl.max(num_splits)):
-        at = items + (first + split) * 8
-        begin = length - seen + split * split_len
-        has_split = split < num_splits
-        tl.store(at, seq, mask=has_split)
-        tl.store(at + 1, row, mask=has_split)
-        tl.store(at + 2, token, mask=has_split)
-        tl.store(at + 3, begin, mask=has_split)
-        tl.store(at + 4, tl.minimum(begin + split_len, length), mask=has_split)
-        tl.store(at + 5, length, mask=has_split)
-        tl.store(at + 6, first, mask=has_split)
-        tl.store(at + 7, num_splits, mask=has_split)
-    for start in range(tl.sum(num_splits), max_items, SEQS):
-        unused = start + seq
-        tl.store(items + unused * 8 + 3, 0, mask=unused < max_items)
-        tl.store(items + unused * 8 + 4, 0, mask=unused < max_items)
-
-
-def plan_decode(
-    plan: DecodePlan,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    rows: torch.Tensor,
-    num_kv_heads: int,
-    window: int | None = None,
-) -> None:
-    """Fills `plan` for a batch; one launch, nothing crosses to the host.
-
-    Args:
-        seq_lens: [num_seqs] int32, this step's tokens included; 0 for padding.
-        query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
-        rows: [num_seqs] int32, each sequence's row of the block tables.
-        window: of keys that any of a sequence's new tokens sees: a layer's window and `max_query_len` - 1.
-    """
-    num_seqs = seq_lens.shape[0]
-    _plan_decode[(1,)](
-        *(plan.items, seq_lens, query_start, rows, num_seqs, *_splits_wanted(num_seqs, num_kv_heads)),
-        plan.items.shape[0] if plan.is_fixed else _max_items(num_seqs, num_kv_heads),
-        window if window is not None else 2**31 - 1,
-        SEQS=triton.next_power_of_2(num_seqs),
-        SORTED=num_seqs > _MERGING_TELLS,
-        TILE=_TILE,
-        FIXED_SPLIT=_FIXED_SPLIT if plan.is_fixed else 0,
-    )
 
 
 @triton.jit
@@ -480,15 +332,14 @@ def _launch(
     _, block_size, num_kv_heads, head_size = k_cache.shape
     group, half = out.shape[1] // num_kv_heads, head_size // 2
     num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
-    num_items = plan.items.shape[0] if plan.is_fixed else _max_items(num_seqs, num_kv_heads)
     cos, signed_sin, qk_weight, eps = turn
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
     # Four programs of four warps on a multiprocessor end together; five of two warps fill up as others end.
-    many = plan.is_fixed or num_seqs * num_kv_heads > _PLACES
+    many = fills_up(num_seqs, num_kv_heads)
     registers = 168 if many and rows <= 16 and half_padded <= 64 else None
     # It reads the plan before it waits for the kernel in front of it. So `plan_decode` is launched without programmatic
     # dependent launch: whatever follows starts after it, and it after all that stands before it.
-    _paged_decode[(num_items * num_kv_heads,)](
+    _paged_decode[(max_splits(num_seqs, num_kv_heads) * num_kv_heads,)](
         *tensors,
         *(plan.items, plan.partial, plan.lse, plan.arrived),
         *(cos, signed_sin, qk_weight, eps, scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E),
@@ -500,7 +351,7 @@ def _launch(
         HALF=half,
         HALF_PADDED=half_padded,
         BLOCK_SIZE=block_size,
-        TILE=_TILE,
+        TILE=TILE,
         WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_TREE=tree_mask is not None,

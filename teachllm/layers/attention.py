@@ -19,8 +19,8 @@ from torch import nn
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.borrowed import borrowed
+from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.kv_write import kv_write_cpu, kv_write_triton
-from teachllm_kernels.paged_decode import DecodePlan
 
 
 @dataclass(slots=True)

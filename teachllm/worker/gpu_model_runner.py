@@ -32,7 +32,7 @@ from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, attention_needs
 from teachllm.worker.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes
 from teachllm.worker.prompt_scores import PromptScores
-from teachllm_kernels.paged_decode import DecodePlan, plan_decode
+from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 
 
 class GPUModelRunner:
@@ -78,7 +78,6 @@ class GPUModelRunner:
         self._plans = {
             window: DecodePlan.allocate(
                 config.max_num_seqs,
-                num_blocks * config.block_size,
                 model_config.num_attention_heads,
                 model_config.num_kv_heads,
                 model_config.head_size,

@@ -22,7 +22,7 @@ from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.models.model_config import ModelConfig
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.device_batch import DeviceBatch
-from teachllm_kernels.paged_decode import DecodePlan
+from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.sampling import workspace_bytes
 
 # Rows that are sampled together where the sampler's general way is taken, which holds so many copies of their logits
@@ -81,7 +81,7 @@ def buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
     assert rows and max_len and budget
     nowhere = torch.device("meta")
     heads = (model.num_attention_heads, model.num_kv_heads, model.head_size)
-    plans = [DecodePlan.allocate(rows, 0, *heads, nowhere) for _ in set(model.windows)]
+    plans = [DecodePlan.allocate(rows, *heads, nowhere) for _ in set(model.windows)]
     batch = DeviceBatch(rows, max_len, config.block_size, budget, nowhere)
     found = [getattr(plan, name) for plan in plans for name in plan.__slots__]
     found += vars(batch).values()

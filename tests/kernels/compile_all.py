@@ -18,12 +18,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.hopper_linear import hopper_linear
 from teachllm_kernels.kv_write import kv_write_triton
-from teachllm_kernels.paged_decode import DecodePlan, fused_paged_decode, paged_decode_triton, plan_decode
+from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton
 from teachllm_kernels.rms_norm import rms_norm_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
@@ -104,7 +105,7 @@ def compile_attention(
 ) -> None:
     cache = torch.zeros(4, 16, 2, head_size, dtype=dtype)
     tables, rows, starts, lens = ints(4, 4), ints(4), ints(5), ints(4)
-    plan = DecodePlan.allocate(4, 64, num_heads, 2, head_size, torch.device("cpu"), max_query_len=4)
+    plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), max_query_len=4)
     plan_decode(plan, lens, starts, rows, 2, window)
     q = torch.zeros(4, num_heads, head_size, dtype=dtype)
     paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap)

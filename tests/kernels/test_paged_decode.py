@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm_kernels import paged_decode
+from teachllm_kernels import decode_plan
+from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.paged_attention import paged_attention_reference
-from teachllm_kernels.paged_decode import DecodePlan, fused_paged_decode, paged_decode_triton, plan_decode
+from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_reference
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
@@ -25,8 +26,8 @@ LONGEST = 3000 if ON_GPU else 200
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # an interpreted program costs milliseconds even if it has nothing to do
-        monkeypatch.setattr(paged_decode, "_PLACES", 8)
-        monkeypatch.setattr(paged_decode, "_MERGING_TELLS", 2)  # so that a few sequences are many
+        monkeypatch.setattr(decode_plan, "_PLACES", 8)
+        monkeypatch.setattr(decode_plan, "_MERGING_TELLS", 2)  # so that a few sequences are many
 
 
 class Batch(NamedTuple):
@@ -64,14 +65,9 @@ def make_batch(
     return Batch(wide[:, :num_heads], k_cache, v_cache, *moved)  # tokens of q lie apart
 
 
-def plan_for(
-    batch: Batch, num_heads: int, max_query_len: int, window: int | None, is_fixed: bool = False
-) -> DecodePlan:
+def plan_for(batch: Batch, num_heads: int, max_query_len: int, window: int | None) -> DecodePlan:
     _, _, num_kv_heads, head_size = batch.k_cache.shape
-    total = int(batch.seq_lens.sum())
-    plan = DecodePlan.allocate(
-        len(batch.rows), total, num_heads, num_kv_heads, head_size, DEVICE, max_query_len, is_fixed
-    )
+    plan = DecodePlan.allocate(len(batch.rows), num_heads, num_kv_heads, head_size, DEVICE, max_query_len)
     seen = None if window is None else window + max_query_len - 1
     plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen)
     return plan
@@ -114,11 +110,11 @@ examples = settings(max_examples=12 if not ON_GPU else 80)
 
 
 @examples
-@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=4), kinds, st.booleans())
-def test_one_token_a_sequence(lens: list[int], kind: Kind, is_fixed: bool) -> None:
+@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=4), kinds)
+def test_one_token_a_sequence(lens: list[int], kind: Kind) -> None:
     query_lens = [1] * len(lens)
     batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype)
-    plan = plan_for(batch, kind.heads[0], 1, kind.window, is_fixed)
+    plan = plan_for(batch, kind.heads[0], 1, kind.window)
     expected = reference(batch, query_lens, 0.3, kind.window, kind.cap)
     where = (batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3)
     for _ in range(2):  # the second launch finds the arrivals as the first left them

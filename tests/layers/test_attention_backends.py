@@ -23,8 +23,8 @@ from teachllm.layers.attention_backends.flashinfer import FlashInferBackend
 from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.attention_backends.triton import TritonBackend
+from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.paged_attention import paged_attention_reference
-from teachllm_kernels.paged_decode import DecodePlan, plan_decode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -85,7 +85,7 @@ class Batch:
         count, metadata = self.num_decodes, self.metadata
         assert metadata.rows is not None
         if count:
-            plan = DecodePlan.allocate(count, sum(metadata.kv_lens), HEADS, KV_HEADS, HEAD_SIZE, DEVICE)
+            plan = DecodePlan.allocate(count, HEADS, KV_HEADS, HEAD_SIZE, DEVICE)
             where = (metadata.seq_lens[:count], metadata.query_start[: count + 1], metadata.rows[:count])
             plan_decode(plan, *where, KV_HEADS, self.window)
             metadata.plans[self.window] = plan

@@ -32,7 +32,7 @@ from teachllm.worker.memory_needs import (
     sampling_bytes,
 )
 from teachllm_kernels import _triton, rms_norm, rope_kv_write, sampling, silu_and_mul
-from teachllm_kernels.paged_decode import DecodePlan
+from teachllm_kernels.decode_plan import DecodePlan
 from tests.bench.h200_script import h200
 from tests.live_bytes import LiveBytes
 
@@ -116,7 +116,7 @@ def test_a_model_whose_attention_is_wider_than_its_mlp_is_counted_too(tmp_path: 
 def test_buffers_are_those_of_the_runner(tmp_path: Path) -> None:
     config, model = describe("qwen3-8b", tmp_path)
     with LiveBytes() as live:
-        kept = (DeviceBatch(256, 20480, 16, 16384 + 256, NOWHERE), DecodePlan.allocate(256, 0, 32, 8, 128, NOWHERE))
+        kept = (DeviceBatch(256, 20480, 16, 16384 + 256, NOWHERE), DecodePlan.allocate(256, 32, 8, 128, NOWHERE))
     assert kept
     staged = 4 * 4 * (5 * 256 + 1)  # the headers on the host
     assert buffer_bytes(config, model) == live.peak - staged > 256 * 20480 * 4

@@ -1,0 +1,164 @@
+"""Who reads which keys in decode attention: a step's KV cut into splits, listed on the device once for all layers.
+
+The time of decode attention is bytes over bandwidth, if every multiprocessor reads until the end. A program takes one
+split of one KV head, so what matters is how many splits there are and how long each is:
+
+    one wave   as many splits as run at once, of nearly the same length: all start together and end together, and
+               nothing is left over. Half a wave more would take as long as a whole one
+    several    where lengths differ too much for that, or there are more sequences than places: four times as many,
+               the longest first, so that short ones fill up what is left at the end
+
+The list has a fixed bound, so the launch that a CUDA graph holds does not depend on lengths.
+
+Sources: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first); Ye et al., "FlashInfer", MLSys
+2025 (balanced splits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from teachllm_kernels._triton import tl, triton
+
+TILE = 64  # keys that one step of the attention kernel's inner loop takes
+_SPLITS_OF_ONE = 64  # at most, of one sequence
+_PLACES = 512  # programs that run at once, four on each of 132 multiprocessors; a few are left to what else runs
+_MERGING_TELLS = 8  # sequences, up to which more splits cost more than splits of different lengths
+_FIELDS = 8  # of an item: seq, table row, first token, begin, end, sequence length, splits before it, splits of all
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The work of one step's decode attention, on the device, and room for its partial results.
+
+    Attributes:
+        items: [max_items, 8] int32, one split each, see `_plan_decode`; those that are not used have begin = end = 0.
+        partial: [max_items, num_heads * max_query_len, head_size] float32, each split's normalised sum.
+        lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
+        arrived: [max_seqs * num_kv_heads] int32, splits finished; 0 between launches.
+    """
+
+    items: torch.Tensor
+    partial: torch.Tensor
+    lse: torch.Tensor
+    arrived: torch.Tensor
+
+    @staticmethod
+    def allocate(
+        max_seqs: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        device: torch.device,
+        max_query_len: int = 1,
+    ) -> DecodePlan:
+        """Room for any batch of up to `max_seqs` sequences."""
+        max_items, rows = max_splits(max_seqs, num_kv_heads), num_heads * max_query_len
+        return DecodePlan(
+            items=torch.zeros((max_items, _FIELDS), dtype=torch.int32, device=device),
+            partial=torch.empty((max_items, rows, head_size), dtype=torch.float32, device=device),
+            lse=torch.empty((max_items, rows), dtype=torch.float32, device=device),
+            arrived=torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def _splits_wanted(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
+    """(splits that, times KV heads, run at once; splits to make where those would be of too different lengths)."""
+    wave = min(max(_PLACES // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
+    if num_seqs <= _MERGING_TELLS:
+        return wave, wave
+    return (wave, 2 * wave) if num_seqs <= wave else (4 * wave, 4 * wave)
+
+
+def max_splits(num_seqs: int, num_kv_heads: int) -> int:
+    """A bound for any batch of so many sequences: the number of items that a launch is made for."""
+    return max(*_splits_wanted(num_seqs, num_kv_heads), num_seqs)
+
+
+def fills_up(num_seqs: int, num_kv_heads: int) -> bool:
+    """Whether there are more splits than run at once, so that others start as some end."""
+    return num_seqs * num_kv_heads > _PLACES
+
+
+@triton.jit
+def _tiles_of_a_split(tiles, num_seqs, wanted):
+    """The fewest tiles a split such that there are no more splits than wanted, or than sequences."""
+    total = tl.sum(tiles)
+    low = tl.maximum(total // wanted, 1)
+    high = tl.maximum(tl.minimum(tl.max(tiles), tl.cdiv(total, tl.maximum(wanted - num_seqs, 1))), low)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(tiles, middle)) <= wanted
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_seqs", "wave", "several", "max_items"])  # which differ
+def _plan_decode(
+    items, seq_lens, query_start, rows, num_seqs, wave, several, max_items, window,
+    SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    seq = tl.arange(0, SEQS)
+    if SORTED:  # the longest first: what is left at the end are short ones, and all programs end at about the same time
+        tiles = tl.cdiv(tl.minimum(tl.load(seq_lens + seq, mask=seq < num_seqs, other=0), window), TILE)
+        seq = SEQS - 1 - tl.sort(tiles * SEQS + SEQS - 1 - seq, descending=True) % SEQS
+    is_seq = seq < num_seqs
+    length = tl.load(seq_lens + seq, mask=is_seq, other=0)
+    token = tl.load(query_start + seq, mask=is_seq, other=0)
+    row = tl.load(rows + seq, mask=is_seq, other=0)
+    seen = tl.minimum(length, window)
+    tiles = tl.cdiv(seen, TILE)
+    most = _tiles_of_a_split(tiles, num_seqs, wave)
+    if (several > wave) & (most * wave * 7 > tl.sum(tiles) * 8):  # the longest would run on alone for an eighth
+        most = _tiles_of_a_split(tiles, num_seqs, several)
+    # A sequence's splits are equal: its last one could hold next to nothing otherwise.
+    split_len = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1)), 1) * TILE
+    num_splits = tl.cdiv(seen, split_len)
+    last = tl.cumsum(num_splits, 0)
+    first = last - num_splits
+    for split in range(tl.max(num_splits)):
+        at = items + (first + split) * 8
+        begin = length - seen + split * split_len
+        has_split = split < num_splits
+        tl.store(at, seq, mask=has_split)
+        tl.store(at + 1, row, mask=has_split)
+        tl.store(at + 2, token, mask=has_split)
+        tl.store(at + 3, begin, mask=has_split)
+        tl.store(at + 4, tl.minimum(begin + split_len, length), mask=has_split)
+        tl.store(at + 5, length, mask=has_split)
+        tl.store(at + 6, first, mask=has_split)
+        tl.store(at + 7, num_splits, mask=has_split)
+    for start in range(tl.sum(num_splits), max_items, SEQS):
+        unused = start + seq
+        tl.store(items + unused * 8 + 3, 0, mask=unused < max_items)
+        tl.store(items + unused * 8 + 4, 0, mask=unused < max_items)
+
+
+def plan_decode(
+    plan: DecodePlan,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    rows: torch.Tensor,
+    num_kv_heads: int,
+    window: int | None = None,
+) -> None:
+    """Fills `plan` for a batch; one launch, nothing crosses to the host.
+
+    Args:
+        seq_lens: [num_seqs] int32, this step's tokens included; 0 for padding.
+        query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
+        rows: [num_seqs] int32, each sequence's row of the block tables.
+        window: of keys that any of a sequence's new tokens sees: a layer's window and `max_query_len` - 1.
+    """
+    num_seqs = seq_lens.shape[0]
+    _plan_decode[(1,)](
+        *(plan.items, seq_lens, query_start, rows, num_seqs, *_splits_wanted(num_seqs, num_kv_heads)),
+        max_splits(num_seqs, num_kv_heads),
+        window if window is not None else 2**31 - 1,
+        SEQS=triton.next_power_of_2(num_seqs),
+        SORTED=num_seqs > _MERGING_TELLS,
+        TILE=TILE,
+    )
