@@ -47,6 +47,8 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        raise ImportError("an early Gluon, with fewer operations")
     HAS_GLUON = True
 except ImportError:
     gluon = gl = hopper = TensorDescriptor = _Absent("this needs Gluon, which comes with Triton 3.6 and newer")

@@ -5,8 +5,9 @@ split of one KV head, so what matters is how many splits there are and how long 
 
     one wave   as many splits as run at once, of nearly the same length: all start together and end together, and
                nothing is left over. Half a wave more would take as long as a whole one
-    several    where lengths differ too much for that, or there are more sequences than places: four times as many,
-               the longest first, so that short ones fill up what is left at the end
+    two        where lengths differ too much for that. Not of a few sequences, whose splits cost more to merge
+    four       where there are more sequences than places; the longest first, so that short ones fill up what is left
+               at the end
 
 The list has a fixed bound, so the launch that a CUDA graph holds does not depend on lengths.
 
@@ -65,7 +66,7 @@ class DecodePlan:
 
 
 def _splits_wanted(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
-    """(splits that, times KV heads, run at once; splits to make where those would be of too different lengths)."""
+    """(splits to make, times KV heads; splits to make where those would be of too different lengths)."""
     wave = min(max(_PLACES // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
     if num_seqs <= _MERGING_TELLS:
         return wave, wave
@@ -78,7 +79,7 @@ def max_splits(num_seqs: int, num_kv_heads: int) -> int:
 
 
 def fills_up(num_seqs: int, num_kv_heads: int) -> bool:
-    """Whether there are more splits than run at once, so that others start as some end."""
+    """Whether sequences alone are more than run at once, so that others start as some end."""
     return num_seqs * num_kv_heads > _PLACES
 
 

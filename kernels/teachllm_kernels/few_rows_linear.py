@@ -4,7 +4,7 @@ The weight is the left operand (x^T the right one), so its rows fill the tensor 
 A library's kernel does as much; what it cannot do is what happens around the product:
 
     launch    with programmatic dependent launch a product is in place when the one before it ends
-    epilogue  bias, SiLU-and-multiply and residual are applied before the result is written
+    epilogue  bias and SiLU-and-multiply are applied before the result is written
     split K   a result with few columns would leave most multiprocessors idle, so several programs share its columns;
               the last to arrive adds their parts up in a fixed order, and results repeat bit for bit
 
@@ -26,10 +26,9 @@ _BLOCKS_WANTED = 64  # programs; more, with less in flight each, read no faster
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _few_rows_linear(
-    x, weight, bias, residual, out, partial, arrived, num_rows, num_out,
+    x, weight, bias, out, partial, arrived, num_rows, num_out,
     NUM_IN: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -83,8 +82,6 @@ def _few_rows_linear(
             if HAS_BIAS:
                 y_up += tl.load(bias + num_out + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
             y = y * tl.sigmoid(y) * y_up
-        if HAS_RESIDUAL:
-            y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -92,7 +89,6 @@ def few_rows_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
     """As `gemv_reference` without a norm, for up to 16 rows of contiguous tensors; accumulates in float32.
@@ -108,7 +104,7 @@ def few_rows_linear_triton(
         partial = torch.empty((2 * splits, num_rows, num_out), dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
     _few_rows_linear[(blocks, splits)](
-        *(x, weight, bias, residual, out, partial, arrived, num_rows, num_out),
+        *(x, weight, bias, out, partial, arrived, num_rows, num_out),
         NUM_IN=num_in,
         SPAN=triton.cdiv(num_in, splits * block_k) * block_k,
         ROWS=MAX_ROWS,
@@ -118,7 +114,6 @@ def few_rows_linear_triton(
         SPLITS=splits,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
         num_warps=4,
         **launch_options(x.device),
     )

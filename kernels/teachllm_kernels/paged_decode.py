@@ -24,8 +24,9 @@ from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_opt
 from teachllm_kernels.decode_plan import TILE, DecodePlan, fills_up, max_splits
 from teachllm_kernels.paged_attention import cost
 
-__all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
+__all__ = ["MAX_FUSED", "cost", "fused_paged_decode", "paged_decode_triton"]
 
+MAX_FUSED = 8  # sequences, up to which the fused form is faster than two kernels
 _MERGED = 4096  # numbers that merging holds at once
 _LOG2_E = 1.4426950408889634
 
@@ -337,8 +338,8 @@ def _launch(
     # Four programs of four warps on a multiprocessor end together; five of two warps fill up as others end.
     many = fills_up(num_seqs, num_kv_heads)
     registers = 168 if many and rows <= 16 and half_padded <= 64 else None
-    # It reads the plan before it waits for the kernel in front of it. So `plan_decode` is launched without programmatic
-    # dependent launch: whatever follows starts after it, and it after all that stands before it.
+    # It reads the plan before it waits for the kernel in front of it. That is safe because `plan_decode`, which is not
+    # launched early itself, is never the kernel in front: others that wait for it lie between.
     _paged_decode[(max_splits(num_seqs, num_kv_heads) * num_kv_heads,)](
         *tensors,
         *(plan.items, plan.partial, plan.lse, plan.arrived),

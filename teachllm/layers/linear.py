@@ -20,9 +20,8 @@ from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
-MAX_FEW_ROWS = 8  # decodes, up to which a layer's small operations cost more than its attention
 _FEW_ROWS = 8  # up to which the portable kernel is faster than the library's
-_MANY_ROWS, _LARGE = 64, 4096  # rows and inputs from which on, both together, the library's is faster than Hopper's
+_MANY_ROWS, _LARGE = 64, 4096  # beyond so many rows of so many inputs the library's is faster than Hopper's
 _ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
 
 

@@ -30,7 +30,7 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class LlamaAttention(nn.Module):
-    """Project, turn by position, attend over the cache, project back."""
+    """Project, turn by position, attend over the cache; the block projects back, onto its stream."""
 
     def __init__(self, config: LlamaConfig, window: int | None) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)); the block applies down, onto its stream."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -152,7 +152,8 @@ class LlamaLayer(nn.Module):
             x, stream: [num_tokens, hidden_size], not both None; x in any form that `Linear.onto` gives it.
             is_last: goes on with the wanted tokens alone as soon as K and V of the others are written.
         """
-        if metadata.is_few and x is not None and x.shape[0] == 1:
+        if metadata.is_few and metadata.slot_mapping.shape[0] == 1:
+            assert x is not None
             return self._decode_one(x, angles, kv_cache, metadata), None
         wanted = metadata.wanted if is_last else None
         ending = metadata.ending() if wanted is not None and metadata.ending is not None else None

@@ -23,6 +23,7 @@ from teachllm.sampling.validation import check_some_token_allowed
 from teachllm_kernels.sampling import sample_triton
 
 _SIGN = 1 << 63
+_MOST_SELECTIONS = 64  # batches change from step to step; the last ones are kept
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,7 +80,7 @@ class SamplingState:
         self._top_k: dict[int, int] = {}  # of the filtered rows; the vocabulary's size where top_k is off
         self._constraints: dict[int, RowConstraints] = {}
         self._num_logprobs: dict[int, int] = {}
-        self._cached: tuple[list[int], Selection] | None = None
+        self._selections: dict[tuple[int, ...], Selection] = {}  # by the rows that were asked for
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
         """Writes requests' parameters, each into its row, replacing whatever that held.
@@ -117,7 +118,7 @@ class SamplingState:
 
     def close_row(self, row: int) -> None:
         """Forgets a row; its numbers stay behind but nothing reads them."""
-        self._cached = None
+        self._selections.clear()
         self._random.discard(row)
         self._penalized.discard(row)
         for by_row in (self._top_k, self._constraints, self._num_logprobs):
@@ -151,12 +152,18 @@ class SamplingState:
 
     def select(self, rows: list[int]) -> Selection:
         """Which logits rows need what, given the request row of each."""
-        if self._cached is not None and self._cached[0] == rows:
-            return self._cached[1]
+        key = tuple(rows)
+        if key not in self._selections:
+            if len(self._selections) == _MOST_SELECTIONS:
+                self._selections.clear()
+            self._selections[key] = self._selection(rows)
+        return self._selections[key]
+
+    def _selection(self, rows: list[int]) -> Selection:
         random = [i for i, row in enumerate(rows) if row in self._random]
         filtered = [i for i, index in enumerate(random) if rows[index] in self._top_k]
         constrained = [(i, self._constraints[row]) for i, row in enumerate(rows) if row in self._constraints]
-        selection = Selection(
+        return Selection(
             rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
             random=self._indices(random),
             penalized=self._indices(i for i, row in enumerate(rows) if row in self._penalized),
@@ -165,8 +172,6 @@ class SamplingState:
             constraints=join_constraints(constrained, self.device) if constrained else None,
             logprobs=[(i, self._num_logprobs[row]) for i, row in enumerate(rows) if row in self._num_logprobs],
         )
-        self._cached = (list(rows), selection)
-        return selection
 
     def parameters(self, rows: torch.Tensor) -> Parameters:
         """The parameters of these request rows, [num_rows] each."""

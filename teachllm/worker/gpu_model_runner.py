@@ -22,7 +22,6 @@ from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.selection import select_backend
-from teachllm.layers.linear import MAX_FEW_ROWS
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
@@ -33,6 +32,7 @@ from teachllm.worker.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.paged_decode import MAX_FUSED
 
 
 class GPUModelRunner:
@@ -222,7 +222,7 @@ class GPUModelRunner:
         if is_decode:
             self._plan_decodes(num_seqs)
         metadata = self._metadata(num_seqs, num_tokens, num_seqs if is_decode else 0)
-        metadata.is_few = is_decode and num_seqs <= MAX_FEW_ROWS and self._backend.splits_decodes
+        metadata.is_few = is_decode and num_seqs <= MAX_FUSED and self._backend.splits_decodes
         hidden = self.model(batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata)
         if not is_decode:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
@@ -243,7 +243,7 @@ class GPUModelRunner:
         size = padded_size(num_tokens, batch.input_ids.shape[0]) if is_padded else num_tokens
         padded_seqs = num_seqs + (size > num_tokens)
         key = ("mixed", size)
-        in_pieces = self._graphs.has(key)
+        in_pieces = is_padded and self._graphs.has(key)
         if is_padded and not in_pieces and not self._eager and self._graphs.comes_again(key):
             in_pieces = self._capture_mixed(key, size)
         batch.send(step, padded_seqs, size)

@@ -7,7 +7,8 @@
     libraries     cuBLAS's workspace for each stream, and code that is loaded as it is needed
 
 The step that measures them has the tokens and the sequences of the largest one, but no attention is computed: it reads
-and writes tensors that are there all the same. vLLM's `profile_run` does it so.
+and writes tensors that are there all the same. vLLM's `profile_run` does it so. Not counted is what a backend allocates
+beside them: copies of K and V for a long prompt behind a cached one (`sdpa`), FlashInfer's workspace.
 """
 
 from __future__ import annotations

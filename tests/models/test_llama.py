@@ -1,0 +1,40 @@
+"""Which way a block goes on a GPU, decided without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from teachllm.layers.attention import AttentionMetadata
+from teachllm.models.llama import LlamaLayer
+from teachllm.models.llama_config import parse
+from tests.bench.h200_script import h200
+
+
+class Taken(Exception):
+    """A way was taken."""
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "x_shape", "way"), [(1, (1, 64), "one decode"), (4, (4, 64), "any"), (4, (1, 4, 64), "any")]
+)
+def test_a_part_of_several_decodes_is_not_one_decode(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, x_shape: tuple[int, ...], way: str
+) -> None:
+    def take(name: str) -> Any:
+        def raise_taken(*_: Any, **__: Any) -> None:
+            raise Taken(name)
+
+        return raise_taken
+
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    layer = LlamaLayer(parse(h200.SHAPES["qwen3-0.6b"] | shape | {"intermediate_size": 96}), None)
+    monkeypatch.setattr(layer, "_decode_one", take("one decode"))
+    monkeypatch.setattr(layer.self_attn, "forward", take("any"))
+    none = torch.zeros(0, dtype=torch.int32)
+    metadata = AttentionMetadata(none, none, none, torch.zeros(num_rows, dtype=torch.int64), [], [], is_few=True)
+    stream = None if num_rows == 1 else torch.zeros(num_rows, 64)
+    with pytest.raises(Taken, match=way):
+        layer(torch.zeros(x_shape), stream, (none, none), (none, none), metadata)
