@@ -40,7 +40,8 @@ class AttentionMetadata:
         num_decodes: the first so many requests have one token each; counted on a GPU only.
         is_few: all are decodes, and so few that a layer's operations are fused; on a GPU only.
         prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
-        plans: what a backend prepared, by kind of layer; made by the first of a kind or by the runner, read by all.
+        plans: what was prepared for the step and is read by all layers: decode plans by their window, anything else by
+            a key of the backend's own.
         wanted: [num_wanted] int32, the tokens whose hidden states the model is to return, each the last one that its
             request computes; None: all tokens.
         ending: makes the metadata of the wanted tokens as decodes, for the last layer's attention; None: all its tokens
