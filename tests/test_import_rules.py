@@ -188,3 +188,8 @@ def test_names_of_the_package_load_on_first_use_and_a_wrong_one_is_named() -> No
 def test_transformers_models_import_with_the_repository_root_on_the_path() -> None:
     result = run_python("from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)")
     assert result.stdout.strip() == "LlamaForCausalLM", result.stderr
+
+
+def test_the_scheduler_can_be_read_in_an_evening() -> None:
+    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "teachllm" / "core").glob("*.py")}
+    assert sum(lines.values()) <= 1500 and max(lines.values()) <= 300, lines
