@@ -1,6 +1,6 @@
 """How near decode attention comes to the card's read ceiling: bytes of K and V over bandwidth, merging included.
 
-    PYTHONPATH=.:kernels python3 benchmarks/decode_attention.py [--output FILE]
+    python3 benchmarks/decode_attention.py [--output FILE]
 
 Each figure is the median of replays of a CUDA graph that holds the kernel many times over, as a model does. Blocks of
 16 tokens lie in random order; lengths are read from the device, as in a step.
@@ -11,17 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
-import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
-from teachllm.bench.ceilings import measure_ceilings
-from teachllm_kernels.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.paged_decode import cost, fused_paged_decode, paged_decode_triton
+import torch  # noqa: E402
+from h200 import provenance  # noqa: E402
+
+from teachllm.bench.ceilings import measure_ceilings, median_seconds  # noqa: E402
+from teachllm_kernels.decode_plan import DecodePlan, plan_decode  # noqa: E402
+from teachllm_kernels.paged_decode import cost, fused_paged_decode, paged_decode_triton  # noqa: E402
 
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
 CALLS, REPLAYS = 10, 15
@@ -65,30 +68,16 @@ def seconds(call: Callable[[], Any]) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000 / CALLS)
-    return statistics.median(times)
+    return median_seconds(graph.replay, torch.device("cuda"), REPLAYS) / CALLS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", default="", help="recorded with the result; default: git rev-parse HEAD")
+    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and torch sees none")
-    commit = (
-        args.commit
-        or subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
     ceilings = measure_ceilings("cuda", "bfloat16")
     print(f"{ceilings.device}: reads {ceilings.read_bandwidth / 1e12:.2f} TB/s")
     found: list[dict[str, Any]] = []
@@ -110,9 +99,8 @@ def main() -> None:
                 print(f"{num_heads:3} heads  {name:<26} {kind:<10} {took * 1e6:8.1f} us  {floor_s / took:6.1%}")
             torch.cuda.empty_cache()
     if args.output:
-        versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-        result = {"benchmark": "decode_attention", "commit": commit, "device": ceilings.device, "versions": versions}
-        args.output.write_text(json.dumps(result | {"results": found}, indent=2) + "\n")
+        result = provenance("decode_attention.py", None, ceilings.device, args.commit) | {"results": found}
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

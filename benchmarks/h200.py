@@ -138,6 +138,14 @@ def benchmark(
     llm.close()
 
 
+def give_back() -> None:
+    """The memory of a closed engine, before the next one looks for free memory."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def versions() -> dict[str, str]:
     import torch
 
@@ -223,8 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = {"num_warmups": 1, "num_runs": 1} if args.quick else {}
             benchmark(settings, workloads, keep, with_cold="cold" in wanted, **runs)
             best[model] = model_limits(settings, ceilings, workloads)
-            gc.collect()  # the engine's memory, before the next one looks for free memory
-            torch.cuda.empty_cache()
+            give_back()
     print_table(result["workloads"], best, PEERS)
     print(f"written to {output}", file=sys.stderr)
     return int(any("error" in figures for cells in result["workloads"].values() for figures in cells.values()))

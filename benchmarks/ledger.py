@@ -16,7 +16,6 @@ prediction, or the number of requests is wrong.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import sys
@@ -29,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from h200 import SHAPES, engine_settings, provenance, write_shape  # noqa: E402
+from h200 import SHAPES, engine_settings, give_back, provenance, write_shape  # noqa: E402
 
 from teachllm import LLM, EngineConfig  # noqa: E402
 from teachllm.bench.batch import Batch, random_ids, run_batch  # noqa: E402
@@ -122,12 +121,6 @@ def disturbances(settings: dict[str, Any], vocab_size: int, num_requests: int) -
     run_batch(llm, Batch(prompts, [OUTPUT_LEN] * num_requests))
     llm.close()
     return scheduler.num_preemptions, has_waited
-
-
-def give_back() -> None:
-    gc.unfreeze()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def check_model(name: str, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ Exit code 1 where a verdict is wrong or a floor lies above a measured time. Rand
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
@@ -30,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from h200 import SHAPES, engine_settings, provenance, write_shape  # noqa: E402
+from h200 import SHAPES, engine_settings, give_back, provenance, write_shape  # noqa: E402
 
 from teachllm import EngineConfig, SamplingParams  # noqa: E402
 from teachllm.bench.batch import random_ids  # noqa: E402
@@ -104,9 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             share = f"{found['floor'] / found['seconds']:>8.1%}{found['recording']:>11.1%}"
             verdict = ", ".join(found["bounds"]) + ("" if found["ok"] else f"  WRONG: {expected} was expected")
             print(f"{what:<26}{times}{share}  {verdict}", flush=True)
-            gc.unfreeze()
-            gc.collect()
-            torch.cuda.empty_cache()
+            give_back()
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return int(not all(found["ok"] for found in result["cases"].values()))

@@ -18,6 +18,9 @@ from functools import cache
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.linear import cost
+
+__all__ = ["MAX_ROWS", "cost", "few_rows_linear_triton"]
 
 MAX_ROWS = 16
 _BLOCK_N = 64
@@ -133,9 +136,3 @@ def _grid(num_in: int, num_out: int) -> tuple[int, int]:
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Programs that have finished their part, by block of columns; 0 between launches."""
     return torch.zeros(_BLOCKS_WANTED, dtype=torch.int32, device=device)
-
-
-def cost(num_rows: int, num_in: int, num_out: int, gated: bool = False, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: the weight once, x in, the result out."""
-    numbers = num_in * num_out * (2 if gated else 1)
-    return (numbers + num_rows * (num_in + num_out)) * dtype_bytes, 2 * num_rows * numbers

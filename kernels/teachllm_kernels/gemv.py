@@ -20,7 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.linear import cost
 from teachllm_kernels.rms_norm import rms_norm_reference
+
+__all__ = ["cost", "gemv_reference", "gemv_triton"]
 
 _NUMBERS = 8192  # of the weight, held by one program of four warps
 
@@ -116,9 +119,3 @@ def gemv_triton(
         **launch_options(x.device),
     )
     return out
-
-
-def cost(num_in: int, num_out: int, gated: bool = False, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: the weight once, x in, the result out."""
-    numbers = num_in * num_out * (2 if gated else 1)
-    return (numbers + num_in + num_out) * dtype_bytes, 2 * numbers

@@ -25,6 +25,9 @@ from functools import cache
 import torch
 
 from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gdc_launch_dependents, gdc_wait, gl, gluon, hopper
+from teachllm_kernels.linear import cost
+
+__all__ = ["MAX_ROWS", "cost", "has_hopper_linear", "hopper_linear"]
 
 MAX_ROWS = 128
 _BLOCK_N = 64  # weight rows of a program: as many as the tensor cores take at once
@@ -164,9 +167,3 @@ def _tiles_of(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
 def has_hopper_linear(device: torch.device) -> bool:
     """Whether `hopper_linear` runs there: a Hopper card (its tensor cores' instructions are no other card's)."""
     return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def cost(num_rows: int, num_in: int, num_out: int, gated: bool = False, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: the weight once, x in, the result out."""
-    numbers = num_in * num_out * (2 if gated else 1)
-    return (numbers + num_rows * (num_in + num_out)) * dtype_bytes, 2 * num_rows * numbers

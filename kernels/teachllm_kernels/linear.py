@@ -40,7 +40,10 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def cost(num_rows: int, num_in: int, num_out: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: x in, the result out, the weight once."""
-    elements = num_rows * (num_in + num_out) + num_in * num_out
-    return elements * dtype_bytes, 2 * num_rows * num_in * num_out
+def cost(num_rows: int, num_in: int, num_out: int, dtype_bytes: int = 2, gated: bool = False) -> tuple[int, int]:
+    """(bytes, FLOPs) that any implementation must spend: x in, the result out, the weight once.
+
+    `gated`: the weight has [2 * num_out, num_in] numbers, gate above up.
+    """
+    numbers = num_in * num_out * (2 if gated else 1)
+    return (numbers + num_rows * (num_in + num_out)) * dtype_bytes, 2 * num_rows * numbers

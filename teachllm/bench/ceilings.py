@@ -92,9 +92,9 @@ def _memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     vector = torch.empty(columns, dtype=dtype, device=device).normal_()
     as_floats = matrix.view(torch.float32)
     ways: list[Callable[[], object]] = [lambda: torch.mv(matrix, vector), lambda: as_floats.sum()]
-    read_s = min(_median_seconds(way, device, sizes.repeats) for way in ways)
+    read_s = min(median_seconds(way, device, sizes.repeats) for way in ways)
     first, second = matrix.view(-1).chunk(2)
-    return read_s, _median_seconds(lambda: second.copy_(first), device, sizes.repeats)
+    return read_s, median_seconds(lambda: second.copy_(first), device, sizes.repeats)
 
 
 def _gemm(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
@@ -103,7 +103,7 @@ def _gemm(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
     # Random numbers, not zeros: a card that multiplies zeros draws less power and clocks higher.
     a, b = (torch.randn(sizes.gemm_size, sizes.gemm_size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return _median_seconds(lambda: torch.mm(a, b, out=out), device, sizes.repeats)
+    return median_seconds(lambda: torch.mm(a, b, out=out), device, sizes.repeats)
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
@@ -122,11 +122,11 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else ():
         # A backend that does not take the dtype or is not built in says so by raising.
         with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
-            found.append(_median_seconds(attend, device, sizes.repeats))
-    return min(found) if found else _median_seconds(attend, device, sizes.repeats)
+            found.append(median_seconds(attend, device, sizes.repeats))
+    return min(found) if found else median_seconds(attend, device, sizes.repeats)
 
 
-def _median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median after three warm-up calls; on a GPU by its own events, so that launching does not count."""
     for _ in range(3):
         run()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from teachllm_kernels.gemv import gemv_reference
 from teachllm_kernels.hopper_linear import MAX_ROWS, has_hopper_linear, hopper_linear
 
-pytestmark = pytest.mark.gpu
+ON_HOPPER = torch.cuda.is_available() and has_hopper_linear(torch.device("cuda"))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")]
 # (inputs, outputs): one tile and less, ragged ones, many tiles, an output's last columns missing
 SHAPES = [(128, 64), (72, 40), (1000, 200), (1024, 4096), (3072, 1024), (4096, 96)]
 
@@ -24,8 +25,6 @@ SHAPES = [(128, 64), (72, 40), (1000, 200), (1024, 4096), (3072, 1024), (4096, 9
     st.sampled_from([torch.bfloat16, torch.float16]),
 )
 def test_products(num_rows: int, shape: tuple[int, int], has_bias: bool, kind: str, dtype: torch.dtype) -> None:
-    if not has_hopper_linear(torch.device("cuda")):
-        pytest.skip("no Hopper card")
     num_in, num_out = shape
     gated = kind == "gated"
     weight = torch.randn(num_out * (2 if gated else 1), num_in, device="cuda", dtype=dtype) / num_in**0.5
