@@ -1,13 +1,15 @@
-"""Matrix products of 2 to 128 rows on Hopper: decode batches, still bound by reading the weight.
+"""Matrix products of 2 to 256 rows on Hopper: decode batches, still bound by reading the weight.
 
 What a chain of such products waits for is not arithmetic but the start of each: launch, first bytes, then the sum. So
 
     copy engine    tiles travel to shared memory by themselves (TMA), several ahead of the tensor cores
     early weights  a program asks for its first weight tiles before the kernel in front of it has ended
                    (programmatic dependent launch): nobody writes weights. Only x must be waited for
-    roles          the weight is the left operand, 64 of its rows at a time, and x^T the right one: 8 to 128 wide, as
-                   there are rows, where a library pads them to 64 or 128
-    epilogue       SiLU-and-multiply before the result is written: a tile holds 32 rows of gate and the 32 of up
+    roles          one warp does nothing but start copies. Each of 1 to 3 groups of four warps multiplies 64 rows of the
+                   weight, the left operand, by x^T, the right one. They meet at barriers, a tile at a time, so no group
+                   waits for another, and three of them share what is copied of x
+    epilogue       SiLU-and-multiply before the result is written: the copy engine lays 8 rows of gate and the 8 of up
+                   side by side, as the tensor cores deal out rows, so a thread holds both
     parts          a result with few columns would leave most multiprocessors idle, so several programs share its
                    columns. They leave their parts side by side: the norm that follows reads them all anyway
 
@@ -15,11 +17,14 @@ Written in Gluon, Triton's lower level, where buffers, barriers and copies have 
 portable kernel for as many as 16 rows.
 
 Sources: CUDA C++ Programming Guide, "Asynchronous Data Copies using the Tensor Memory Accelerator" and "Programmatic
-Dependent Launch and Synchronization"; PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+Dependent Launch and Synchronization"; PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"; CUTLASS,
+"Efficient GEMM in CUDA", "Warp Specialization".
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -29,89 +34,217 @@ from teachllm_kernels.linear import cost
 
 __all__ = ["MAX_ROWS", "cost", "has_hopper_linear", "hopper_linear"]
 
-MAX_ROWS = 128
-_BLOCK_N = 64  # weight rows of a program: as many as the tensor cores take at once
-_BLOCK_K = 128
-_PROGRAMS = 128  # wanted, on a card of 132 multiprocessors
-_SHARED = 192 * 1024  # bytes of tiles in flight
-_SHARED_OF_SHORT = 128 * 1024  # where x is wide and a program's share is short: room for the next kernel's first tiles
+MAX_ROWS = 256
+_STRIPE = 64  # weight rows of a group of warps: as many as the tensor cores take at once
+_PLACES = 132  # multiprocessors
+_SHARED = 226 * 1024  # bytes of shared memory for a program
+_SHARED_OF_TWO = 112 * 1024  # if there are more programs than places: two on a multiprocessor
+_MAX_STAGES = 12
 
 
 @gluon.jit
-def _fetch_weight(w_desc, tile, arrived, block, num_out, k, pred, GATED: gl.constexpr):
-    """Starts copying a program's weight rows from column k on: 64 of them, or 32 of gate and the same 32 of up."""
-    n: gl.constexpr = w_desc.block_shape[0]
-    if GATED:
-        hopper.tma.async_copy_global_to_shared(w_desc, [block * n, k], arrived, tile.slice(0, n), pred)
-        hopper.tma.async_copy_global_to_shared(w_desc, [num_out + block * n, k], arrived, tile.slice(n, n), pred)
+def _fetch_weight(w_desc, w, arrived, stage, block, k, STRIPES: gl.constexpr, GATED: gl.constexpr):
+    """Starts copying a program's weight rows, from column k on, to a stage."""
+    BYTES: gl.constexpr = STRIPES * 64 * w.shape[len(w.shape) - 1] * w.dtype.primitive_bitwidth // 8
+    hopper.mbarrier.expect(arrived.index(stage), BYTES)
+    for i in gl.static_range(STRIPES):
+        stripe = block * STRIPES + i
+        to = w.index(stage * STRIPES + i)
+        if GATED:
+            hopper.tma.async_copy_global_to_shared(w_desc, [stripe * 4, 0, 0, k], arrived.index(stage), to)
+        else:
+            hopper.tma.async_copy_global_to_shared(w_desc, [stripe * 64, k], arrived.index(stage), to)
+
+
+@gluon.jit
+def _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
+    """Starts copying x's columns from k on. In boxes, and only those with rows: to fill in others takes longer."""
+    BOX: gl.constexpr = x_desc.block_shape[0]
+    BYTES: gl.constexpr = BOX * x_desc.block_shape[1] * x.dtype.primitive_bitwidth // 8
+    for box in gl.static_range(x.shape[1] // BOX):
+        row = first_row + box * BOX
+        hopper.mbarrier.expect(arrived.index(stage), BYTES, row < num_rows)
+        hopper.mbarrier.arrive(arrived.index(stage), pred=row >= num_rows)
+        to = x.index(stage).slice(box * BOX, BOX)
+        hopper.tma.async_copy_global_to_shared(x_desc, [row, k], arrived.index(stage), to, row < num_rows)
+
+
+@gluon.jit
+def _copy(
+    w_desc, x_desc, w, x, arrived, free, first_row, num_rows, block, first_k,
+    TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: fills stages, each as soon as all groups are done with what it held."""
+    BLOCK_K: gl.constexpr = x.shape[2]
+    for i in gl.static_range(STAGES):
+        _fetch_weight(w_desc, w, arrived, i, block, first_k + i * BLOCK_K, STRIPES, GATED)
+    if PDL:
+        gdc_wait()
+    for i in gl.static_range(STAGES):
+        _fetch_x(x_desc, x, arrived, i, first_row, num_rows, first_k + i * BLOCK_K)
+    for tile in range(STAGES, TILES):
+        stage = tile % STAGES
+        k = first_k + tile * BLOCK_K
+        hopper.mbarrier.wait(free.index(stage), (tile // STAGES - 1) & 1)
+        _fetch_weight(w_desc, w, arrived, stage, block, k, STRIPES, GATED)
+        _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k)
+
+
+@gluon.jit
+def _multiply(
+    w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+    STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """A group of four warps: the product of one stripe of the weight, and what is made of it."""
+    ROWS: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    acc = gl.zeros([64, ROWS], gl.float32, layout)
+    for tile in range(TILES):
+        stage = tile % STAGES
+        hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
+        weight = w.index(stage * STRIPES + STRIPE).reshape([64, x.shape[2]])
+        acc = hopper.warpgroup_mma(weight, x.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(1, [acc])  # of the tile before: this one goes on
+        if STAGES < TILES:
+            hopper.mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), pred=tile > 0)
+    acc = hopper.warpgroup_mma_wait(0, [acc])
+
+    stripe = block * STRIPES + STRIPE
+    if HAS_BIAS:
+        row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+        is_up = 0
+        if GATED:  # rows of gate and up in turns, eight of each
+            is_up = row // 8 % 2
+            row = row // 16 * 8 + row % 8
+        column = stripe * (32 if GATED else 64) + row
+        has_bias = (column < num_out) & (split == 0)
+        acc += gl.load(bias + is_up * num_out + column, has_bias, 0.0).to(gl.float32)[:, None]
+    if PARTS:
+        n = stripe * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        m = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+        at = (split * num_rows + m)[None, :] * num_out + n[:, None]
+        gl.store(out + at, acc, (m < num_rows)[None, :] & (n < num_out)[:, None])
     else:
-        hopper.tma.async_copy_global_to_shared(w_desc, [block * n, k], arrived, tile, pred)
+        BOX: gl.constexpr = out_desc.block_shape[0]
+        COLUMNS: gl.constexpr = out_desc.block_shape[1]
+        y = acc
+        if GATED:
+            gate, up = gl.split(acc.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)))
+            y = (gate / (1.0 + gl.exp(-gate)) * up).reshape([32, ROWS])
+        mine = staged.index(STRIPE)
+        mine.permute((1, 0)).store(y.to(out_desc.dtype))
+        hopper.fence_async_shared()
+        for box in gl.static_range(ROWS // BOX):
+            row = first_row + box * BOX
+            if row < num_rows:
+                from_box = mine.slice(box * BOX, BOX)
+                hopper.tma.async_copy_shared_to_global(out_desc, [row, stripe * COLUMNS], from_box)
+        hopper.tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _hopper_linear(
-    w_desc, x_desc, bias, out, num_rows, num_out,
-    TILES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    w_desc, x_desc, bias, out_desc, out, num_rows, num_out,
+    ROWS: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    block, split = gl.program_id(0), gl.program_id(1)
-    dtype: gl.constexpr = w_desc.dtype
-    ROWS: gl.constexpr = x_desc.block_shape[0]
+    first_row, block, split = gl.program_id(0) * ROWS, gl.program_id(1), gl.program_id(2)
+    dtype: gl.constexpr = x_desc.dtype
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
-    COLUMNS: gl.constexpr = w_desc.block_shape[0]  # of the result
-    BLOCK_N: gl.constexpr = COLUMNS * 2 if GATED else COLUMNS
-    BYTES: gl.constexpr = (BLOCK_N + ROWS) * BLOCK_K * dtype.primitive_bitwidth // 8
-    w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    BOX: gl.constexpr = x_desc.block_shape[0]
+    w = gl.allocate_shared_memory(dtype, [STAGES * STRIPES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
     x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    staged = free  # parts are written as they are
+    if not PARTS:
+        staged = gl.allocate_shared_memory(dtype, [STRIPES, ROWS, out_desc.block_shape[1]], out_desc.layout)
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(arrived.index(i), count=1 + ROWS // BOX)
+        hopper.mbarrier.init(free.index(i), count=STRIPES)
     first_k = split * TILES * BLOCK_K
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(arrived.index(i), count=1)
-        hopper.mbarrier.expect(arrived.index(i), BYTES)
-        _fetch_weight(w_desc, w.index(i), arrived.index(i), block, num_out, first_k + i * BLOCK_K, True, GATED)
-    if PDL:
-        gdc_wait()
-    for i in gl.static_range(STAGES):
-        k = first_k + i * BLOCK_K
-        hopper.tma.async_copy_global_to_shared(x_desc, [0, k], arrived.index(i), x.index(i))
-
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
-    acc = gl.zeros([BLOCK_N, ROWS], gl.float32, layout)
-    for tile in range(TILES):
-        stage = tile % STAGES
-        hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
-        acc = hopper.warpgroup_mma(w.index(stage), x.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = hopper.warpgroup_mma_wait(0, [acc])
-        k = first_k + (tile + STAGES) * BLOCK_K
-        has_more = tile + STAGES < TILES
-        hopper.mbarrier.expect(arrived.index(stage), BYTES, has_more)
-        _fetch_weight(w_desc, w.index(stage), arrived.index(stage), block, num_out, k, has_more, GATED)
-        hopper.tma.async_copy_global_to_shared(x_desc, [0, k], arrived.index(stage), x.index(stage), has_more)
+    # Lists of constants keep their constants only where they are written out.
+    if STRIPES == 1:
+        gl.warp_specialize([
+            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+                         0, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, w, x, arrived, free, first_row, num_rows, block, first_k,
+                     TILES, STAGES, STRIPES, GATED, PDL)),
+        ], [1], [72])  # fmt: skip
+    elif STRIPES == 2:
+        gl.warp_specialize([
+            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+                         0, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
+            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+                         1, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, w, x, arrived, free, first_row, num_rows, block, first_k,
+                     TILES, STAGES, STRIPES, GATED, PDL)),
+        ], [4, 1], [168, 72])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+                         0, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
+            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+                         1, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
+            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+                         2, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, w, x, arrived, free, first_row, num_rows, block, first_k,
+                     TILES, STAGES, STRIPES, GATED, PDL)),
+        ], [4, 4, 1], [144, 144, 72])  # fmt: skip
     for i in gl.static_range(STAGES):
         hopper.mbarrier.invalidate(arrived.index(i))
+        hopper.mbarrier.invalidate(free.index(i))
 
-    by_column: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [1, num_warps], [0, 1])
-    n = block * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, by_column))
-    m = gl.arange(0, ROWS, gl.SliceLayout(0, by_column))
-    if GATED:
-        pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, num_warps, 1], [2, 0, 1])
-        gate, up = gl.split(gl.convert_layout(acc.reshape([2, COLUMNS, ROWS]).permute((1, 2, 0)), pairs))
-        gate, up = gl.convert_layout(gate, by_column), gl.convert_layout(up, by_column)
-        if HAS_BIAS:
-            gate += gl.load(bias + n, n < num_out, 0.0).to(gl.float32)[:, None]
-            up += gl.load(bias + num_out + n, n < num_out, 0.0).to(gl.float32)[:, None]
-        y = gate / (1.0 + gl.exp(-gate)) * up
-    else:
-        y = gl.convert_layout(acc, by_column)
-        if HAS_BIAS:
-            is_n = n < num_out
-            if SPLITS > 1:
-                is_n = is_n & (split == 0)
-            y += gl.load(bias + n, is_n, 0.0).to(gl.float32)[:, None]
-    at = (split * num_rows + m)[None, :] * num_out + n[:, None]
-    gl.store(out + at, y.to(out.dtype.element_ty), (m < num_rows)[None, :] & (n < num_out)[:, None])
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """How a product is divided.
+
+    Attributes:
+        rows: of x, of a program: a power of two.
+        stripes: of 64 weight rows, of a program.
+        splits: programs that share a result.
+        block_k: columns of a tile.
+        tiles: of a program.
+        stages: tiles that are under way or in use.
+    """
+
+    rows: int
+    stripes: int
+    splits: int
+    block_k: int
+    tiles: int
+    stages: int
+
+
+def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts: bool) -> _Tiling:
+    """Measured, see benchmarks/NOTES.md."""
+    all_stripes = -(-num_weight_rows // _STRIPE)
+    rows = max(8, 1 << (num_rows - 1).bit_length())
+    if rows > 128 and not (parts and all_stripes >= _PLACES // 4):
+        rows = 128
+    row_blocks = -(-num_rows // rows)
+    block_k = 128 if rows <= 64 else 64
+
+    def waves(stripes: int) -> int:
+        return -(-(-(-all_stripes // stripes) * row_blocks) // _PLACES)
+
+    stripes = 1 if parts else min((1, 2, 3), key=lambda count: (waves(count) * count, waves(count)))
+    blocks = -(-all_stripes // stripes) * row_blocks
+    tiles = -(-num_in // block_k)
+    splits = max(min(128 // blocks, tiles), 1) if parts else 1
+    tiles = -(-tiles // splits)
+    splits = -(-num_in // (block_k * tiles))
+    staged = 0 if parts else stripes * rows * (32 if gated else 64) * 2
+    stage = (_STRIPE * stripes + rows) * block_k * 2
+    room = _SHARED
+    if blocks * splits > _PLACES and _SHARED_OF_TWO - staged >= 3 * stage:
+        room = _SHARED_OF_TWO
+    stages = min(tiles, (room - staged) // stage, _MAX_STAGES)
+    return _Tiling(rows, stripes, splits, block_k, tiles, stages)
 
 
 def hopper_linear(
@@ -121,7 +254,8 @@ def hopper_linear(
 
     Args:
         x: [num_rows, num_in], contiguous, 2-byte numbers; at most `MAX_ROWS` rows; `num_in` a multiple of 8.
-        weight: [num_out, num_in], contiguous; if `gated`, [2 * num_out, num_in]: gate above up.
+        weight: [num_out, num_in], contiguous; if `gated`, [2 * num_out, num_in]: gate above up. `num_out` is a multiple
+            of 8.
         bias: [num_out], or [2 * num_out].
         gated: the result is silu(gate) * up.
         parts: the result may be left as parts to be added, float32.
@@ -130,37 +264,57 @@ def hopper_linear(
         [num_rows, num_out]; with `parts`, [num_parts, num_rows, num_out] float32.
     """
     (num_rows, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
-    columns = _BLOCK_N // (2 if gated else 1)
-    rows = max(8, 1 << (num_rows - 1).bit_length())
-    blocks, tiles = -(-num_out // columns), -(-num_in // _BLOCK_K)
-    splits = max(min(_PROGRAMS // blocks, tiles), 1) if parts else 1
-    tiles = -(-tiles // splits)
-    splits = -(-num_in // (_BLOCK_K * tiles))
-    shape = (splits, num_rows, num_out) if parts else (num_rows, num_out)
+    tiling = _tiling(num_rows, num_in, weight.shape[0], gated, parts)
+    shape = (tiling.splits, num_rows, num_out) if parts else (num_rows, num_out)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
-    stage_bytes = (_BLOCK_N + rows) * _BLOCK_K * x.element_size()
-    room = _SHARED_OF_SHORT if rows > 32 and tiles <= 8 else _SHARED
-    _hopper_linear[(blocks, splits)](
-        _tiles_of(weight, columns),
-        _tiles_of(x, rows),
-        *(bias, out, num_rows, num_out),
-        TILES=tiles,
-        SPLITS=splits,
-        STAGES=min(tiles, room // stage_bytes, 8),
+    box = max(8, math.gcd(num_rows, tiling.rows))
+    blocks = -(-weight.shape[0] // (_STRIPE * tiling.stripes))
+    _hopper_linear[(-(-num_rows // tiling.rows), blocks, tiling.splits)](
+        _weight_tiles(weight, tiling.block_k, gated),
+        _tiles(x, [box, tiling.block_k]),
+        bias,
+        None if parts else _tiles(out, [box, 32 if gated else 64]),
+        *(out, num_rows, num_out),
+        ROWS=tiling.rows,
+        STRIPES=tiling.stripes,
+        TILES=tiling.tiles,
+        STAGES=tiling.stages,
         GATED=gated,
+        PARTS=parts,
         HAS_BIAS=bias is not None,
         PDL=True,
         launch_pdl=True,
         num_warps=4,
+        **_registers(tiling),
     )
     return out
 
 
-def _tiles_of(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """What the copy engine must know to fetch tiles of so many rows."""
-    block = [rows, _BLOCK_K]
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[matrix.dtype]
-    return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+def _registers(tiling: _Tiling) -> dict[str, int]:
+    """At most so many a thread that programs of the next kernel find room beside the last ones of this one."""
+    if tiling.stripes > 1 or tiling.rows > 128:
+        return {}
+    return {"maxnreg": 128 if tiling.rows > 32 else 96}
+
+
+def _weight_tiles(weight: torch.Tensor, block_k: int, gated: bool) -> TensorDescriptor:
+    """Of a stripe: 64 rows, or 8 of gate and 8 of up in turns, four times."""
+    if not gated:
+        return _tiles(weight, [_STRIPE, block_k])
+    num_out, num_in = weight.shape[0] // 2, weight.shape[1]
+    shape, strides = [num_out // 8, 2, 8, num_in], [8 * num_in, num_out * num_in, num_in, 1]
+    return TensorDescriptor(weight, shape, strides, [4, 2, 8, block_k], _layout([4, 2, 8, block_k], weight.dtype))
+
+
+def _tiles(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """What the copy engine must know to fetch or write tiles of a matrix."""
+    return TensorDescriptor.from_tensor(matrix, block, _layout(block, matrix.dtype))
+
+
+def _layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory, as the tensor cores read it."""
+    dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    return gl.NVMMASharedLayout.get_default_for(block, dtypes[dtype])
 
 
 @cache

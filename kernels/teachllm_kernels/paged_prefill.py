@@ -23,6 +23,8 @@ from teachllm_kernels.paged_attention import cost
 
 __all__ = ["cost", "paged_prefill_triton", "tile_options"]
 
+_AT_ONCE = 64  # sequences that a program compares with its tile in one step
+
 
 @triton.jit
 def _attend(
@@ -74,7 +76,7 @@ def _paged_prefill(
     scale, num_seqs, q_token_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FIXED: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -84,13 +86,12 @@ def _paged_prefill(
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
 
     # Sequence i owns the tiles from query_start[i] // QUERIES + i on: enough for its queries, whatever came before.
-    seq, beyond = 0, num_seqs
-    while beyond - seq > 1:
-        middle = (seq + beyond) // 2
-        if tl.load(query_start + middle) // QUERIES + middle <= tile:
-            seq = middle
-        else:
-            beyond = middle
+    # All of them are compared at once: to halve what is left would be a trip to memory each time.
+    seq = -1
+    for start in range(0, num_seqs, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        begins = tl.load(query_start + i, mask=i < num_seqs, other=2**30)
+        seq += tl.sum((begins // QUERIES + i <= tile).to(tl.int32))
     first_query = tl.load(query_start + seq)
     query_len = tl.load(query_start + seq + 1) - first_query
     context_len = tl.load(seq_lens + seq) - query_len
@@ -213,6 +214,7 @@ def paged_prefill_triton(
         SOFT_CAP=soft_cap,
         FIXED=is_fixed,
         QUERIES=queries,
+        AT_ONCE=_AT_ONCE,
         **options,
         **launch_options(q.device),
     )

@@ -92,6 +92,8 @@ def compile_small(dtype: torch.dtype) -> None:
     hopper_linear(x, weight, gated=True)
     hopper_linear(x, weight, bias)
     hopper_linear(x, weight, parts=True)
+    hopper_linear(torch.zeros(96, 512, dtype=dtype), torch.zeros(24576, 512, dtype=dtype), gated=True)
+    hopper_linear(torch.zeros(160, 512, dtype=dtype), torch.zeros(4096, 512, dtype=dtype), parts=True)
     rms_norm_triton(torch.zeros(8, 2, 4096), x, x[0], 1e-6)
     cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
     kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))

@@ -35,6 +35,7 @@ def test_it_is_the_product(num_rows: int, size: tuple[int, int], has_bias: bool,
     assert (result.double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
 
 
+@pytest.mark.usefixtures("products_in_order")
 @few
 @given(st.integers(2, MOST_ROWS), sizes, st.data(), st.sampled_from(DTYPES))
 def test_a_row_is_the_same_alone_and_anywhere_among_others(

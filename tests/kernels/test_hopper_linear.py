@@ -12,13 +12,13 @@ from teachllm_kernels.hopper_linear import MAX_ROWS, has_hopper_linear, hopper_l
 
 ON_HOPPER = torch.cuda.is_available() and has_hopper_linear(torch.device("cuda"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")]
-# (inputs, outputs): one tile and less, ragged ones, many tiles, an output's last columns missing
-SHAPES = [(128, 64), (72, 40), (1000, 200), (1024, 4096), (3072, 1024), (4096, 96)]
+# (inputs, outputs): one tile and less, ragged ones, many tiles, an output's last columns missing, two and three stripes
+SHAPES = [(128, 64), (72, 40), (1000, 200), (1024, 4096), (3072, 1024), (4096, 96), (512, 9000), (512, 12288)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
-    st.sampled_from([1, 2, 7, 8, 9, 16, 31, 64, 65, MAX_ROWS]),
+    st.sampled_from([1, 2, 7, 8, 9, 16, 31, 40, 64, 65, 96, 128, 129, 160, 192, MAX_ROWS]),
     st.sampled_from(SHAPES),
     st.booleans(),
     st.sampled_from(["plain", "gated", "parts"]),

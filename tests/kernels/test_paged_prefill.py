@@ -172,6 +172,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.usefixtures("products_in_order")
 @settings(max_examples=10 if DEVICE == "cpu" else 60)
 @given(
     st.sampled_from(KINDS),

@@ -1,0 +1,29 @@
+"""What the kernels' tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def products_in_order() -> Iterator[None]:
+    """Interpreted, `tl.dot` adds up in one order for every row.
+
+    Its own is NumPy's product: the processor's library, whose bits may depend on where in the matrix a row lies.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            from triton.runtime import interpreter
+
+            def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+                total = d.data
+                for k in range(a.data.shape[-1]):
+                    total = total + a.data[..., k, None].astype(total.dtype) * b.data[..., k, None, :]
+                return interpreter.TensorHandle(total, d.dtype.scalar)
+
+            patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
