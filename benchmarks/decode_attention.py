@@ -51,12 +51,13 @@ def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
     rows = torch.arange(num_seqs, dtype=torch.int32, device=device)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    plan = DecodePlan.allocate(num_seqs, num_heads, NUM_KV_HEADS, HEAD_SIZE, device)
+    plan, plan_fused = (DecodePlan.allocate(num_seqs, num_heads, NUM_KV_HEADS, HEAD_SIZE, device) for _ in range(2))
     plan_decode(plan, seq_lens, starts, rows, NUM_KV_HEADS)
+    plan_decode(plan_fused, seq_lens, starts, rows, NUM_KV_HEADS, fused=True)
     scale = HEAD_SIZE**-0.5
     return {
         "attention": lambda: paged_decode_triton(qkv[:, :num_heads], *caches, tables, starts, plan, scale),
-        "fused": lambda: fused_paged_decode(qkv, *angles, norm, 1e-6, *caches, tables, plan, scale),
+        "fused": lambda: fused_paged_decode(qkv, *angles, norm, 1e-6, *caches, tables, plan_fused, scale),
     }
 
 

@@ -5,11 +5,12 @@ split of one KV head, so what matters is how many splits there are and how long 
 
     one wave   as many splits as run at once, of nearly the same length: all start together and end together, and
                nothing is left over. Half a wave more would take as long as a whole one
-    two        where lengths differ too much for that. Not of a few sequences, whose splits cost more to merge
-    four       where there are more sequences than places; the longest first, so that short ones fill up what is left
-               at the end
+    two        where there are more sequences than places; the longest first, so that short ones fill up what is left
+               at the end. To cut one up costs merging: only those that would still run when the others have ended
 
-The list has a fixed bound, so the launch that a CUDA graph holds does not depend on lengths.
+How many run at once is a choice: a program with fewer warps, or a shorter queue of tiles, leaves room for more of them
+(`DecodeShape`). So the shape follows from the number of sequences, such that they make whole waves. The list has a
+fixed bound, and the launch that a CUDA graph holds does not depend on lengths.
 
 Sources: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first); Ye et al., "FlashInfer", MLSys
 2025 (balanced splits).
@@ -23,11 +24,70 @@ import torch
 
 from teachllm_kernels._triton import tl, triton
 
-TILE = 64  # keys that one step of the attention kernel's inner loop takes
+TILE = 64  # keys: splits are whole tiles, but for a sequence's last
 _SPLITS_OF_ONE = 64  # at most, of one sequence
-_PLACES = 512  # programs that run at once, four on each of 132 multiprocessors; a few are left to what else runs
-_MERGING_TELLS = 8  # sequences, up to which more splits cost more than splits of different lengths
+_FEW = 8  # sequences, whose splits are of nearly the same length in any order
+_MULTIPROCESSORS = 128  # of 132: a few are left to what else runs
 _FIELDS = 8  # of an item: seq, table row, first token, begin, end, sequence length, splits before it, splits of all
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What a program of the attention kernel takes up.
+
+    Attributes:
+        at_once: programs that a multiprocessor has room for.
+        num_warps: of a program.
+        stages: tiles that are under way or in use.
+        tile: keys of one step of the inner loop.
+        maxnreg: registers of a thread at most.
+    """
+
+    at_once: int
+    num_warps: int
+    stages: int
+    tile: int
+    maxnreg: int | None
+
+    @property
+    def places(self) -> int:
+        """Programs that run at once."""
+        return self.at_once * _MULTIPROCESSORS
+
+
+_SHAPES = tuple(
+    DecodeShape(*fields)
+    for fields in [(3, 4, 3, 64, None), (4, 4, 2, 64, None), (5, 2, 2, 64, 168), (6, 2, 3, 32, 168)]
+)
+COMMON_SHAPE, _SPLITTING_SHAPE = _SHAPES[1], _SHAPES[2]
+
+
+def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool) -> DecodeShape:
+    """The shape of the programs for so many sequences; measured, see benchmarks/NOTES.md.
+
+    Args:
+        fused: it is `fused_paged_decode`, which needs more registers.
+    """
+    programs = num_seqs * num_kv_heads
+    if fused:
+        return COMMON_SHAPE
+    if 2 * programs <= _SPLITTING_SHAPE.places:
+        return _SPLITTING_SHAPE
+    if programs <= COMMON_SHAPE.places:
+        return next(shape for shape in _SHAPES if programs <= shape.places)
+    return next((shape for shape in _SHAPES if programs <= 2 * shape.places), _SHAPES[-1])
+
+
+def _wave(num_seqs: int, num_kv_heads: int, fused: bool) -> int:
+    """Splits that run at once, all KV heads of each."""
+    places = decode_shape(num_seqs, num_kv_heads, fused).places
+    return min(max(places // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
+
+
+def max_splits(num_seqs: int, num_kv_heads: int, fused: bool) -> int:
+    """A bound for any batch of so many sequences: the number of items that a launch is made for."""
+    wave = _wave(num_seqs, num_kv_heads, fused)
+    return wave if num_seqs <= wave else wave + num_seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +116,8 @@ class DecodePlan:
         max_query_len: int = 1,
     ) -> DecodePlan:
         """Room for any batch of up to `max_seqs` sequences."""
-        max_items, rows = max_splits(max_seqs, num_kv_heads), num_heads * max_query_len
+        most_at_once = max(_SHAPES[-1].places // num_kv_heads, 1)
+        max_items, rows = most_at_once + max_seqs, num_heads * max_query_len
         return DecodePlan(
             items=torch.zeros((max_items, _FIELDS), dtype=torch.int32, device=device),
             partial=torch.empty((max_items, rows, head_size), dtype=torch.float32, device=device),
@@ -65,41 +126,24 @@ class DecodePlan:
         )
 
 
-def _splits_wanted(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
-    """(splits to make, times KV heads; splits to make where those would be of too different lengths)."""
-    wave = min(max(_PLACES // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
-    if num_seqs <= _MERGING_TELLS:
-        return wave, wave
-    return (wave, 2 * wave) if num_seqs <= wave else (4 * wave, 4 * wave)
-
-
-def max_splits(num_seqs: int, num_kv_heads: int) -> int:
-    """A bound for any batch of so many sequences: the number of items that a launch is made for."""
-    return max(*_splits_wanted(num_seqs, num_kv_heads), num_seqs)
-
-
-def fills_up(num_seqs: int, num_kv_heads: int) -> bool:
-    """Whether sequences alone are more than run at once, so that others start as some end."""
-    return num_seqs * num_kv_heads > _PLACES
-
-
 @triton.jit
-def _tiles_of_a_split(tiles, num_seqs, wanted):
-    """The fewest tiles a split such that there are no more splits than wanted, or than sequences."""
+def _tiles_of_a_split(tiles, num_seqs, wave):
+    """The fewest tiles a split such that there are no more splits than a wave has room for."""
     total = tl.sum(tiles)
-    low = tl.maximum(total // wanted, 1)
-    high = tl.maximum(tl.minimum(tl.max(tiles), tl.cdiv(total, tl.maximum(wanted - num_seqs, 1))), low)
-    while low < high:
-        middle = (low + high) // 2
-        fits = tl.sum(tl.cdiv(tiles, middle)) <= wanted
-        low = tl.where(fits, low, middle + 1)
-        high = tl.where(fits, middle, high)
-    return low
+    low = tl.maximum(tl.cdiv(total, wave), 1)
+    if num_seqs <= wave:
+        high = tl.maximum(tl.minimum(tl.max(tiles), tl.cdiv(total, tl.maximum(wave - num_seqs, 1))), low)
+        while low < high:
+            middle = (low + high) // 2
+            fits = tl.sum(tl.cdiv(tiles, middle)) <= wave
+            low = tl.where(fits, low, middle + 1)
+            high = tl.where(fits, middle, high)
+    return low  # with more sequences: a place's share of all the work
 
 
-@triton.jit(do_not_specialize=["num_seqs", "wave", "several", "max_items"])  # which differ
+@triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])  # which differ
 def _plan_decode(
-    items, seq_lens, query_start, rows, num_seqs, wave, several, max_items, window,
+    items, seq_lens, query_start, rows, num_seqs, wave, max_items, window,
     SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
@@ -113,8 +157,6 @@ def _plan_decode(
     seen = tl.minimum(length, window)
     tiles = tl.cdiv(seen, TILE)
     most = _tiles_of_a_split(tiles, num_seqs, wave)
-    if (several > wave) & (most * wave * 7 > tl.sum(tiles) * 8):  # the longest would run on alone for an eighth
-        most = _tiles_of_a_split(tiles, num_seqs, several)
     # A sequence's splits are equal: its last one could hold next to nothing otherwise.
     split_len = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1)), 1) * TILE
     num_splits = tl.cdiv(seen, split_len)
@@ -145,6 +187,7 @@ def plan_decode(
     rows: torch.Tensor,
     num_kv_heads: int,
     window: int | None = None,
+    fused: bool = False,
 ) -> None:
     """Fills `plan` for a batch; one launch, nothing crosses to the host.
 
@@ -153,13 +196,14 @@ def plan_decode(
         query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
         rows: [num_seqs] int32, each sequence's row of the block tables.
         window: of keys that any of a sequence's new tokens sees: a layer's window and `max_query_len` - 1.
+        fused: it is for `fused_paged_decode`.
     """
     num_seqs = seq_lens.shape[0]
     _plan_decode[(1,)](
-        *(plan.items, seq_lens, query_start, rows, num_seqs, *_splits_wanted(num_seqs, num_kv_heads)),
-        max_splits(num_seqs, num_kv_heads),
+        *(plan.items, seq_lens, query_start, rows, num_seqs),
+        *(_wave(num_seqs, num_kv_heads, fused), max_splits(num_seqs, num_kv_heads, fused)),
         window if window is not None else 2**31 - 1,
         SEQS=triton.next_power_of_2(num_seqs),
-        SORTED=num_seqs > _MERGING_TELLS,
+        SORTED=num_seqs > _FEW,
         TILE=TILE,
     )

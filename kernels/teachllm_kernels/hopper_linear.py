@@ -23,7 +23,6 @@ Dependent Launch and Synchronization"; PTX ISA, "Asynchronous Warpgroup Level Ma
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -71,10 +70,12 @@ def _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
 
 @gluon.jit
 def _copy(
-    w_desc, x_desc, w, x, arrived, free, first_row, num_rows, block, first_k,
-    TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    w_desc, x_desc, w, x, rest, arrived, free, first_row, num_rows, block, first_k,
+    TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, REST: gl.constexpr, GATED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: fills stages, each as soon as all groups are done with what it held."""
+    ROWS: gl.constexpr = x.shape[1]
     BLOCK_K: gl.constexpr = x.shape[2]
     for i in gl.static_range(STAGES):
         _fetch_weight(w_desc, w, arrived, i, block, first_k + i * BLOCK_K, STRIPES, GATED)
@@ -82,37 +83,62 @@ def _copy(
         gdc_wait()
     for i in gl.static_range(STAGES):
         _fetch_x(x_desc, x, arrived, i, first_row, num_rows, first_k + i * BLOCK_K)
+        if REST > 0:
+            _fetch_x(x_desc, rest, arrived, i, first_row + ROWS, num_rows, first_k + i * BLOCK_K)
     for tile in range(STAGES, TILES):
         stage = tile % STAGES
         k = first_k + tile * BLOCK_K
         hopper.mbarrier.wait(free.index(stage), (tile // STAGES - 1) & 1)
         _fetch_weight(w_desc, w, arrived, stage, block, k, STRIPES, GATED)
         _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k)
+        if REST > 0:
+            _fetch_x(x_desc, rest, arrived, stage, first_row + ROWS, num_rows, k)
 
 
 @gluon.jit
 def _multiply(
-    w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
-    STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+    STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr,
+    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: the product of one stripe of the weight, and what is made of it."""
     ROWS: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    acc = gl.zeros([64, ROWS], gl.float32, layout)
+    MORE: gl.constexpr = REST if REST > 0 else 8
+    acc = gl.zeros([64, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+    more = gl.zeros([64, MORE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16]))
     for tile in range(TILES):
         stage = tile % STAGES
         hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
         weight = w.index(stage * STRIPES + STRIPE).reshape([64, x.shape[2]])
         acc = hopper.warpgroup_mma(weight, x.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = hopper.warpgroup_mma_wait(1, [acc])  # of the tile before: this one goes on
+        if REST > 0:
+            more = hopper.warpgroup_mma(weight, rest.index(stage).permute((1, 0)), more, is_async=True)
+            acc, more = hopper.warpgroup_mma_wait(2, [acc, more])  # of the tile before: these go on
+        else:
+            acc = hopper.warpgroup_mma_wait(1, [acc])
         if STAGES < TILES:
             hopper.mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), pred=tile > 0)
-    acc = hopper.warpgroup_mma_wait(0, [acc])
-
     stripe = block * STRIPES + STRIPE
+    if REST > 0:
+        acc, more = hopper.warpgroup_mma_wait(0, [acc, more])
+    else:
+        acc = hopper.warpgroup_mma_wait(0, [acc])
+    _finish(acc, staged.index(STRIPE), bias, out_desc, out, first_row, num_rows, num_out, stripe, split,
+            0, GATED, DIRECT, HAS_BIAS)  # fmt: skip
+    if REST > 0:
+        _finish(more, staged.index(STRIPE), bias, out_desc, out, first_row, num_rows, num_out, stripe, split,
+                ROWS, GATED, DIRECT, HAS_BIAS)  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    acc, staged, bias, out_desc, out, first_row, num_rows, num_out, stripe, split,
+    BEFORE: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """From the product of a stripe with some rows of x to the result. BEFORE: rows that are another product's."""
+    ROWS: gl.constexpr = acc.shape[1]
     if HAS_BIAS:
-        row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+        row = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
         is_up = 0
         if GATED:  # rows of gate and up in turns, eight of each
             is_up = row // 8 % 2
@@ -120,23 +146,23 @@ def _multiply(
         column = stripe * (32 if GATED else 64) + row
         has_bias = (column < num_out) & (split == 0)
         acc += gl.load(bias + is_up * num_out + column, has_bias, 0.0).to(gl.float32)[:, None]
-    if PARTS:
-        n = stripe * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        m = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    y = acc
+    if GATED:
+        gate, up = gl.split(acc.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)))
+        y = (gate / (1.0 + gl.exp(-gate)) * up).reshape([32, ROWS])
+    COLUMNS: gl.constexpr = y.shape[0]
+    if DIRECT:
+        n = stripe * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, y.type.layout))
+        m = first_row + BEFORE + gl.arange(0, ROWS, gl.SliceLayout(0, y.type.layout))
         at = (split * num_rows + m)[None, :] * num_out + n[:, None]
-        gl.store(out + at, acc, (m < num_rows)[None, :] & (n < num_out)[:, None])
+        gl.store(out + at, y.to(out.dtype.element_ty), (m < num_rows)[None, :] & (n < num_out)[:, None])
     else:
         BOX: gl.constexpr = out_desc.block_shape[0]
-        COLUMNS: gl.constexpr = out_desc.block_shape[1]
-        y = acc
-        if GATED:
-            gate, up = gl.split(acc.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)))
-            y = (gate / (1.0 + gl.exp(-gate)) * up).reshape([32, ROWS])
-        mine = staged.index(STRIPE)
+        mine = staged.slice(0, ROWS)
         mine.permute((1, 0)).store(y.to(out_desc.dtype))
         hopper.fence_async_shared()
         for box in gl.static_range(ROWS // BOX):
-            row = first_row + box * BOX
+            row = first_row + BEFORE + box * BOX
             if row < num_rows:
                 from_box = mine.slice(box * BOX, BOX)
                 hopper.tma.async_copy_shared_to_global(out_desc, [row, stripe * COLUMNS], from_box)
@@ -146,53 +172,56 @@ def _multiply(
 @gluon.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _hopper_linear(
     w_desc, x_desc, bias, out_desc, out, num_rows, num_out,
-    ROWS: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    ROWS: gl.constexpr, REST: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    first_row, block, split = gl.program_id(0) * ROWS, gl.program_id(1), gl.program_id(2)
+    first_row, block, split = gl.program_id(0) * (ROWS + REST), gl.program_id(1), gl.program_id(2)
     dtype: gl.constexpr = x_desc.dtype
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
     BOX: gl.constexpr = x_desc.block_shape[0]
     w = gl.allocate_shared_memory(dtype, [STAGES * STRIPES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
     x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
+    rest = x
+    if REST > 0:  # a buffer's rows are a power of two
+        rest = gl.allocate_shared_memory(dtype, [STAGES, REST, BLOCK_K], x_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    staged = free  # parts are written as they are
-    if not PARTS:
+    staged = w  # not used
+    if not DIRECT:
         staged = gl.allocate_shared_memory(dtype, [STRIPES, ROWS, out_desc.block_shape[1]], out_desc.layout)
     for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(arrived.index(i), count=1 + ROWS // BOX)
+        hopper.mbarrier.init(arrived.index(i), count=1 + (ROWS + REST) // BOX)
         hopper.mbarrier.init(free.index(i), count=STRIPES)
     first_k = split * TILES * BLOCK_K
     # Lists of constants keep their constants only where they are written out.
     if STRIPES == 1:
         gl.warp_specialize([
-            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
-                         0, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, w, x, arrived, free, first_row, num_rows, block, first_k,
-                     TILES, STAGES, STRIPES, GATED, PDL)),
+            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
+                         split, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, w, x, rest, arrived, free, first_row, num_rows, block, first_k,
+                     TILES, STAGES, STRIPES, REST, GATED, PDL)),
         ], [1], [72])  # fmt: skip
     elif STRIPES == 2:
         gl.warp_specialize([
-            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
-                         0, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
-            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
-                         1, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, w, x, arrived, free, first_row, num_rows, block, first_k,
-                     TILES, STAGES, STRIPES, GATED, PDL)),
+            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
+                         split, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
+                         split, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, w, x, rest, arrived, free, first_row, num_rows, block, first_k,
+                     TILES, STAGES, STRIPES, REST, GATED, PDL)),
         ], [4, 1], [168, 72])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
-                         0, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
-            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
-                         1, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
-            (_multiply, (w, x, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
-                         2, STRIPES, TILES, STAGES, GATED, PARTS, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, w, x, arrived, free, first_row, num_rows, block, first_k,
-                     TILES, STAGES, STRIPES, GATED, PDL)),
+            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
+                         split, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
+                         split, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
+                         split, 2, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, w, x, rest, arrived, free, first_row, num_rows, block, first_k,
+                     TILES, STAGES, STRIPES, REST, GATED, PDL)),
         ], [4, 4, 1], [144, 144, 72])  # fmt: skip
     for i in gl.static_range(STAGES):
         hopper.mbarrier.invalidate(arrived.index(i))
@@ -205,28 +234,36 @@ class _Tiling:
 
     Attributes:
         rows: of x, of a program: a power of two.
+        rest: further ones.
+        box: rows that are copied at once.
         stripes: of 64 weight rows, of a program.
         splits: programs that share a result.
         block_k: columns of a tile.
         tiles: of a program.
         stages: tiles that are under way or in use.
+        direct: threads write the result themselves; otherwise the copy engine does, from shared memory.
     """
 
     rows: int
+    rest: int
+    box: int
     stripes: int
     splits: int
     block_k: int
     tiles: int
     stages: int
+    direct: bool
 
 
 def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts: bool) -> _Tiling:
     """Measured, see benchmarks/NOTES.md."""
     all_stripes = -(-num_weight_rows // _STRIPE)
-    rows = max(8, 1 << (num_rows - 1).bit_length())
-    if rows > 128 and not (parts and all_stripes >= _PLACES // 4):
+    rows, rest = max(8, 1 << (num_rows - 1).bit_length()), 0
+    if 128 < num_rows <= 192:
+        rows, rest = 128, 64
+    elif num_rows > 192 and not (parts and all_stripes >= _PLACES // 4):
         rows = 128
-    row_blocks = -(-num_rows // rows)
+    row_blocks = -(-num_rows // (rows + rest))
     block_k = 128 if rows <= 64 else 64
 
     def waves(stripes: int) -> int:
@@ -238,13 +275,15 @@ def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts
     splits = max(min(128 // blocks, tiles), 1) if parts else 1
     tiles = -(-tiles // splits)
     splits = -(-num_in // (block_k * tiles))
-    staged = 0 if parts else stripes * rows * (32 if gated else 64) * 2
-    stage = (_STRIPE * stripes + rows) * block_k * 2
+    direct = parts or (gated and rest > 0)  # parts are too large to be staged, the other leaves no room
+    staged = 0 if direct else stripes * rows * (32 if gated else 64) * 2
+    stage = (_STRIPE * stripes + rows + rest) * block_k * 2
     room = _SHARED
     if blocks * splits > _PLACES and _SHARED_OF_TWO - staged >= 3 * stage:
         room = _SHARED_OF_TWO
     stages = min(tiles, (room - staged) // stage, _MAX_STAGES)
-    return _Tiling(rows, stripes, splits, block_k, tiles, stages)
+    box = min(max(8, rows // 4), 32)
+    return _Tiling(rows, rest, box, stripes, splits, block_k, tiles, stages, direct)
 
 
 def hopper_linear(
@@ -267,20 +306,20 @@ def hopper_linear(
     tiling = _tiling(num_rows, num_in, weight.shape[0], gated, parts)
     shape = (tiling.splits, num_rows, num_out) if parts else (num_rows, num_out)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
-    box = max(8, math.gcd(num_rows, tiling.rows))
     blocks = -(-weight.shape[0] // (_STRIPE * tiling.stripes))
-    _hopper_linear[(-(-num_rows // tiling.rows), blocks, tiling.splits)](
+    _hopper_linear[(-(-num_rows // (tiling.rows + tiling.rest)), blocks, tiling.splits)](
         _weight_tiles(weight, tiling.block_k, gated),
-        _tiles(x, [box, tiling.block_k]),
+        _tiles(x, [tiling.box, tiling.block_k]),
         bias,
-        None if parts else _tiles(out, [box, 32 if gated else 64]),
+        None if tiling.direct else _tiles(out, [tiling.box, 32 if gated else 64]),
         *(out, num_rows, num_out),
         ROWS=tiling.rows,
+        REST=tiling.rest,
         STRIPES=tiling.stripes,
         TILES=tiling.tiles,
         STAGES=tiling.stages,
         GATED=gated,
-        PARTS=parts,
+        DIRECT=tiling.direct,
         HAS_BIAS=bias is not None,
         PDL=True,
         launch_pdl=True,
@@ -294,7 +333,7 @@ def _registers(tiling: _Tiling) -> dict[str, int]:
     """At most so many a thread that programs of the next kernel find room beside the last ones of this one."""
     if tiling.stripes > 1 or tiling.rows > 128:
         return {}
-    return {"maxnreg": 128 if tiling.rows > 32 else 96}
+    return {"maxnreg": 96 if tiling.rows <= 32 else 128 if tiling.rest == 0 else 168}
 
 
 def _weight_tiles(weight: torch.Tensor, block_k: int, gated: bool) -> TensorDescriptor:

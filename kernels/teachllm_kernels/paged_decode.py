@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.decode_plan import TILE, DecodePlan, fills_up, max_splits
+from teachllm_kernels.decode_plan import COMMON_SHAPE, DecodePlan, decode_shape, max_splits
 from teachllm_kernels.paged_attention import cost
 
 __all__ = ["MAX_FUSED", "cost", "fused_paged_decode", "paged_decode_triton"]
@@ -305,6 +305,7 @@ def fused_paged_decode(
     Args:
         qkv: [num_seqs, num_heads + 2 * num_kv_heads, head_size], contiguous; read only.
         cos, signed_sin, qk_weight, eps: as in `rope_kv_write_reference`.
+        plan: filled by `plan_decode` for this form.
         The others as in `paged_decode_triton`.
 
     Returns:
@@ -335,12 +336,11 @@ def _launch(
     num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
     cos, signed_sin, qk_weight, eps = turn
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
-    # Four programs of four warps on a multiprocessor end together; five of two warps fill up as others end.
-    many = fills_up(num_seqs, num_kv_heads)
-    registers = 168 if many and rows <= 16 and half_padded <= 64 else None
+    is_common = rows <= 16 and half_padded <= 64 and k_cache.element_size() <= 2  # other shapes fit only such
+    shape = decode_shape(num_seqs, num_kv_heads, fused) if is_common else COMMON_SHAPE
     # It reads the plan before it waits for the kernel in front of it. That is safe because `plan_decode`, which is not
     # launched early itself, is never the kernel in front: others that wait for it lie between.
-    _paged_decode[(max_splits(num_seqs, num_kv_heads) * num_kv_heads,)](
+    _paged_decode[(max_splits(num_seqs, num_kv_heads, fused) * num_kv_heads,)](
         *tensors,
         *(plan.items, plan.partial, plan.lse, plan.arrived),
         *(cos, signed_sin, qk_weight, eps, scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E),
@@ -352,7 +352,7 @@ def _launch(
         HALF=half,
         HALF_PADDED=half_padded,
         BLOCK_SIZE=block_size,
-        TILE=TILE,
+        TILE=shape.tile,
         WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_TREE=tree_mask is not None,
@@ -360,8 +360,8 @@ def _launch(
         HAS_NORM=qk_weight is not None,
         MERGE=max(_MERGED // (min(rows, 8) * 2 * half_padded), 1),
         MERGE_ROWS=min(rows, 8),
-        STAGES=2,
-        num_warps=2 if many else 4,
-        maxnreg=registers,
+        STAGES=shape.stages,
+        num_warps=shape.num_warps,
+        maxnreg=shape.maxnreg,
         **launch_options(q.device),
     )

@@ -21,8 +21,6 @@ from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, pac
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
 _FEW_ROWS = 8  # up to which the portable kernel is faster than the library's
-_LARGE = 4096  # inputs, from which on the library's is faster beyond
-_MANY_ROWS, _MANY_ROWS_IN_PARTS = 128, 192  # so many rows
 _ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
 
 
@@ -70,7 +68,7 @@ class Linear(nn.Module):
             (y, stream), [num_tokens, sum of out_features]. y may be in parts to be added up, [num_parts, num_tokens,
             sum of out_features] float32, or None: added already.
         """
-        kernel = self._kernel(x, _MANY_ROWS_IN_PARTS)
+        kernel = self._kernel(x)
         if kernel == "hopper":
             return hopper_linear.hopper_linear(x, self.weight, self.bias, parts=True), stream
         if x.is_cuda and kernel == "library" and x.shape[0] >= _ADDS_ITSELF and not self.is_fixed and self.bias is None:
@@ -97,14 +95,14 @@ class Linear(nn.Module):
         prologue = None if norm is None else (norm.weight, norm.eps)
         return gemv_triton(x, self.weight, self.bias, prologue, residual, gated)
 
-    def _kernel(self, x: torch.Tensor, many_rows: int = _MANY_ROWS) -> Literal["hopper", "few rows", "library"]:
+    def _kernel(self, x: torch.Tensor) -> Literal["hopper", "few rows", "library"]:
         """Whose product is the fastest for so many rows; measured, see benchmarks/NOTES.md."""
         num_rows, num_in = x.shape
         if not x.is_cuda or self.is_fixed or num_rows > hopper_linear.MAX_ROWS:
             return "library"
         fits = x.element_size() == 2 and num_in % 8 == 0 and self.weight.shape[0] % 16 == 0
         if fits and hopper_linear.has_hopper_linear(x.device):
-            return "hopper" if num_rows <= many_rows or num_in < _LARGE else "library"
+            return "hopper"
         return "few rows" if num_rows <= _FEW_ROWS else "library"
 
     def pack(self) -> None:

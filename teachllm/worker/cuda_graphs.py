@@ -131,10 +131,10 @@ def _borrowed(result: Any) -> Any:
 
 
 def padded_size(count: int, largest: int) -> int:
-    """The size of graph for so many tokens: 1, 2, 4, 8, then steps of 8, of 32 from 64 on, of 64 from 512 on."""
+    """The size of graph for so many tokens: powers of two up to 8, steps of 8 up to 32, 16 to 64, 32 to 512, 64."""
     if count <= 8:
         size = 1 << (count - 1).bit_length()
     else:
-        step = 8 if count <= 64 else 32 if count <= 512 else 64
+        step = 8 if count <= 32 else 16 if count <= 64 else 32 if count <= 512 else 64
         size = -(-count // step) * step
     return min(size, largest)

@@ -219,10 +219,11 @@ class GPUModelRunner:
         """From rows to logits or sampled ids: what a full graph holds."""
         batch = self._batch
         batch.build(num_seqs)
+        is_few = is_decode and num_seqs <= MAX_FUSED and self._backend.splits_decodes
         if is_decode:
-            self._plan_decodes(num_seqs)
+            self._plan_decodes(num_seqs, fused=is_few)
         metadata = self._metadata(num_seqs, num_tokens, num_seqs if is_decode else 0)
-        metadata.is_few = is_decode and num_seqs <= MAX_FUSED and self._backend.splits_decodes
+        metadata.is_few = is_few
         hidden = self.model(batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata)
         if not is_decode:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
@@ -311,10 +312,10 @@ class GPUModelRunner:
         self._plan(metadata.seq_lens, metadata.query_start, batch.sample_rows[:count])
         return metadata
 
-    def _plan_decodes(self, count: int) -> None:
+    def _plan_decodes(self, count: int, fused: bool = False) -> None:
         batch = self._batch
-        self._plan(batch.seq_lens[:count], batch.query_start[: count + 1], batch.rows[:count])
+        self._plan(batch.seq_lens[:count], batch.query_start[: count + 1], batch.rows[:count], fused)
 
-    def _plan(self, seq_lens: torch.Tensor, query_start: torch.Tensor, rows: torch.Tensor) -> None:
+    def _plan(self, seq_lens: torch.Tensor, query_start: torch.Tensor, rows: torch.Tensor, fused: bool = False) -> None:
         for window, plan in self._plans.items():
-            plan_decode(plan, seq_lens, query_start, rows, self._model_config.num_kv_heads, window)
+            plan_decode(plan, seq_lens, query_start, rows, self._model_config.num_kv_heads, window, fused)

@@ -26,8 +26,8 @@ LONGEST = 3000 if ON_GPU else 200
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # an interpreted program costs milliseconds even if it has nothing to do
-        monkeypatch.setattr(decode_plan, "_PLACES", 8)
-        monkeypatch.setattr(decode_plan, "_MERGING_TELLS", 2)  # so that a few sequences are many
+        monkeypatch.setattr(decode_plan, "_MULTIPROCESSORS", 2)  # so that a few sequences are many
+        monkeypatch.setattr(decode_plan, "_FEW", 2)
 
 
 class Batch(NamedTuple):
@@ -65,11 +65,11 @@ def make_batch(
     return Batch(wide[:, :num_heads], k_cache, v_cache, *moved)  # tokens of q lie apart
 
 
-def plan_for(batch: Batch, num_heads: int, max_query_len: int, window: int | None) -> DecodePlan:
+def plan_for(batch: Batch, num_heads: int, max_query_len: int, window: int | None, fused: bool = False) -> DecodePlan:
     _, _, num_kv_heads, head_size = batch.k_cache.shape
     plan = DecodePlan.allocate(len(batch.rows), num_heads, num_kv_heads, head_size, DEVICE, max_query_len)
     seen = None if window is None else window + max_query_len - 1
-    plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen)
+    plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen, fused)
     return plan
 
 
@@ -180,7 +180,7 @@ def test_fused_is_norm_rotation_write_and_attention(lens: list[int], kind: Kind,
     rope_kv_write_reference(
         turned, cos.double(), signed_sin.double(), None if weight is None else weight.double(), 1e-6, *caches, slots
     )
-    plan = plan_for(batch, num_heads, 1, window)
+    plan = plan_for(batch, num_heads, 1, window, fused=True)
     before = qkv.clone()
     out = fused_paged_decode(
         *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window)
@@ -190,6 +190,16 @@ def test_fused_is_norm_rotation_write_and_attention(lens: list[int], kind: Kind,
     assert_near(out, reference(written, query_lens, 0.3, window, None))
     for cache, expected in zip((batch.k_cache, batch.v_cache), caches, strict=True):
         assert_near(cache.flatten(0, 1)[slots], expected.flatten(0, 1)[slots])
+
+
+@pytest.mark.parametrize("num_seqs", [5, 6, 8, 12, 16, 20, 24])
+def test_each_shape_of_programs(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_plan, "_MULTIPROCESSORS", 2)
+    lens = [i * 1237 % LONGEST + 1 for i in range(num_seqs)]
+    batch = make_batch(lens, [1] * num_seqs, (2, 1), 64, 16, torch.float16)
+    plan = plan_for(batch, 2, 1, None)
+    out = paged_decode_triton(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3)
+    assert_near(out, reference(batch, [1] * num_seqs, 0.3, None, None))
 
 
 def test_padding_has_no_items_and_gets_no_output() -> None:
