@@ -49,13 +49,15 @@ try:
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         raise ImportError("an early Gluon, with fewer operations")
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
     HAS_GLUON = True
 except ImportError:
+    barrier = None
     gluon = gl = hopper = TensorDescriptor = _Absent("this needs Gluon, which comes with Triton 3.6 and newer")
     HAS_GLUON = False
 
 __all__ = [
-    *("HAS_GLUON", "TensorDescriptor", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "hopper"),
+    *("HAS_GLUON", "TensorDescriptor", "barrier", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "hopper"),
     *("launch_options", "tl", "triton"),
 ]
 

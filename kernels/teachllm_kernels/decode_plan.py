@@ -25,6 +25,7 @@ import torch
 from teachllm_kernels._triton import tl, triton
 
 TILE = 64  # keys: splits are whole tiles, but for a sequence's last
+MAX_FUSED = 8  # sequences, up to which the portable kernel that does all at once is faster than two
 _SPLITS_OF_ONE = 64  # at most, of one sequence
 _FEW = 8  # sequences, whose splits are of nearly the same length in any order
 _MULTIPROCESSORS = 128  # of 132: a few are left to what else runs
@@ -60,15 +61,19 @@ _SHAPES = tuple(
     for fields in [(3, 4, 3, 64, None), (4, 4, 2, 64, None), (5, 2, 2, 64, 168), (6, 2, 3, 32, 168)]
 )
 COMMON_SHAPE, _SPLITTING_SHAPE = _SHAPES[1], _SHAPES[2]
+HOPPER_SHAPE = DecodeShape(2, 4, 3, 64, 128)  # of `hopper_decode.py`
+_HOPPER_WAVES = 3  # up to which a program that reads fast alone is worth more than many that start and end
 
 
-def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool) -> DecodeShape:
+def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hopper: bool = False) -> DecodeShape:
     """The shape of the programs for so many sequences; measured, see benchmarks/NOTES.md.
 
     Args:
-        fused: it is `fused_paged_decode`, which needs more registers.
+        fused: it is `fused_paged_decode`, on a GPU with (`on_hopper`) or without `hopper_decode`.
     """
     programs = num_seqs * num_kv_heads
+    if fused and on_hopper and num_seqs > MAX_FUSED and programs <= _HOPPER_WAVES * HOPPER_SHAPE.places:
+        return HOPPER_SHAPE
     if fused:
         return COMMON_SHAPE
     if 2 * programs <= _SPLITTING_SHAPE.places:
@@ -78,15 +83,14 @@ def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool) -> DecodeShape:
     return next((shape for shape in _SHAPES if programs <= 2 * shape.places), _SHAPES[-1])
 
 
-def _wave(num_seqs: int, num_kv_heads: int, fused: bool) -> int:
+def _wave(num_seqs: int, num_kv_heads: int, shape: DecodeShape) -> int:
     """Splits that run at once, all KV heads of each."""
-    places = decode_shape(num_seqs, num_kv_heads, fused).places
-    return min(max(places // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
+    return min(max(shape.places // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
 
 
-def max_splits(num_seqs: int, num_kv_heads: int, fused: bool) -> int:
+def max_splits(num_seqs: int, num_kv_heads: int, shape: DecodeShape) -> int:
     """A bound for any batch of so many sequences: the number of items that a launch is made for."""
-    wave = _wave(num_seqs, num_kv_heads, fused)
+    wave = _wave(num_seqs, num_kv_heads, shape)
     return wave if num_seqs <= wave else wave + num_seqs
 
 
@@ -99,12 +103,18 @@ class DecodePlan:
         partial: [max_items, num_heads * max_query_len, head_size] float32, each split's normalised sum.
         lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
         arrived: [max_seqs * num_kv_heads] int32, splits finished; 0 between launches.
+        on_hopper: `hopper_decode` takes such heads.
     """
 
     items: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
     arrived: torch.Tensor
+    on_hopper: bool
+
+    def fuses(self, num_seqs: int, num_kv_heads: int) -> bool:
+        """Whether `fused_paged_decode` is faster than two kernels for so many."""
+        return num_seqs <= MAX_FUSED or decode_shape(num_seqs, num_kv_heads, True, self.on_hopper) is HOPPER_SHAPE
 
     @staticmethod
     def allocate(
@@ -114,6 +124,7 @@ class DecodePlan:
         head_size: int,
         device: torch.device,
         max_query_len: int = 1,
+        on_hopper: bool = False,
     ) -> DecodePlan:
         """Room for any batch of up to `max_seqs` sequences."""
         most_at_once = max(_SHAPES[-1].places // num_kv_heads, 1)
@@ -123,6 +134,7 @@ class DecodePlan:
             partial=torch.empty((max_items, rows, head_size), dtype=torch.float32, device=device),
             lse=torch.empty((max_items, rows), dtype=torch.float32, device=device),
             arrived=torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
+            on_hopper=on_hopper,
         )
 
 
@@ -199,9 +211,10 @@ def plan_decode(
         fused: it is for `fused_paged_decode`.
     """
     num_seqs = seq_lens.shape[0]
+    shape = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
     _plan_decode[(1,)](
         *(plan.items, seq_lens, query_start, rows, num_seqs),
-        *(_wave(num_seqs, num_kv_heads, fused), max_splits(num_seqs, num_kv_heads, fused)),
+        *(_wave(num_seqs, num_kv_heads, shape), max_splits(num_seqs, num_kv_heads, shape)),
         window if window is not None else 2**31 - 1,
         SEQS=triton.next_power_of_2(num_seqs),
         SORTED=num_seqs > _FEW,

@@ -39,6 +39,7 @@ _PLACES = 132  # multiprocessors
 _SHARED = 226 * 1024  # bytes of shared memory for a program
 _SHARED_OF_TWO = 112 * 1024  # if there are more programs than places: two on a multiprocessor
 _MAX_STAGES = 12
+_SHORT = 1024  # inputs of a product whose programs' start and end tell
 
 
 @gluon.jit
@@ -255,21 +256,32 @@ class _Tiling:
     direct: bool
 
 
+def _rows_of_a_program(num_rows: int, all_stripes: int, parts: bool) -> tuple[int, int]:
+    """(a power of two, further ones)."""
+    if parts and num_rows > 32 and 4 * all_stripes <= _PLACES:  # not as many parts: the next norm must read them all
+        return 32 if num_rows <= 64 else 64 if num_rows <= 192 else 128, 0
+    if not parts and 64 < num_rows <= 128 and 2 * all_stripes <= _PLACES:  # or half of the places would be idle
+        return 64, 0
+    if num_rows <= 128:
+        return max(8, 1 << (num_rows - 1).bit_length()), 0
+    return 128, 32 if num_rows <= 160 else 64 if num_rows <= 192 else 0
+
+
 def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts: bool) -> _Tiling:
     """Measured, see benchmarks/NOTES.md."""
     all_stripes = -(-num_weight_rows // _STRIPE)
-    rows, rest = max(8, 1 << (num_rows - 1).bit_length()), 0
-    if 128 < num_rows <= 192:
-        rows, rest = 128, 64
-    elif num_rows > 192 and not (parts and all_stripes >= _PLACES // 4):
-        rows = 128
+    rows, rest = _rows_of_a_program(num_rows, all_stripes, parts)
     row_blocks = -(-num_rows // (rows + rest))
     block_k = 128 if rows <= 64 else 64
 
     def waves(stripes: int) -> int:
         return -(-(-(-all_stripes // stripes) * row_blocks) // _PLACES)
 
-    stripes = 1 if parts else min((1, 2, 3), key=lambda count: (waves(count) * count, waves(count)))
+    if parts:
+        stripes = 2 if num_rows > 192 and 4 * all_stripes > _PLACES else 1
+    else:  # of those that take as long, few long programs; or if they are short, many: their starts and ends overlap
+        overlap = -1 if num_in <= _SHORT else 1
+        stripes = min((1, 2, 3), key=lambda count: (waves(count) * count, waves(count) * overlap))
     blocks = -(-all_stripes // stripes) * row_blocks
     tiles = -(-num_in // block_k)
     splits = max(min(128 // blocks, tiles), 1) if parts else 1

@@ -21,12 +21,12 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.decode_plan import COMMON_SHAPE, DecodePlan, decode_shape, max_splits
+from teachllm_kernels.decode_plan import COMMON_SHAPE, HOPPER_SHAPE, DecodePlan, decode_shape, max_splits
+from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.paged_attention import cost
 
-__all__ = ["MAX_FUSED", "cost", "fused_paged_decode", "paged_decode_triton"]
+__all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
-MAX_FUSED = 8  # sequences, up to which the fused form is faster than two kernels
 _MERGED = 4096  # numbers that merging holds at once
 _LOG2_E = 1.4426950408889634
 
@@ -312,6 +312,9 @@ def fused_paged_decode(
         [num_seqs, num_heads, head_size].
     """
     num_heads = qkv.shape[1] - 2 * k_cache.shape[2]
+    shape = decode_shape(qkv.shape[0], k_cache.shape[2], True, plan.on_hopper)
+    if shape is HOPPER_SHAPE and soft_cap is None:
+        return hopper_decode(qkv, cos, signed_sin, qk_weight, eps, k_cache, v_cache, block_tables, plan, scale)
     out = qkv.new_empty((qkv.shape[0], num_heads, qkv.shape[2]))
     tensors = (qkv, k_cache, v_cache, out, block_tables, None)
     _launch(tensors, plan, (cos, signed_sin, qk_weight, eps), scale, window, soft_cap, None, 1, fused=True)
@@ -337,10 +340,11 @@ def _launch(
     cos, signed_sin, qk_weight, eps = turn
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
     is_common = rows <= 16 and half_padded <= 64 and k_cache.element_size() <= 2  # other shapes fit only such
-    shape = decode_shape(num_seqs, num_kv_heads, fused) if is_common else COMMON_SHAPE
+    planned = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
+    shape = planned if is_common and planned is not HOPPER_SHAPE else COMMON_SHAPE
     # It reads the plan before it waits for the kernel in front of it. That is safe because `plan_decode`, which is not
     # launched early itself, is never the kernel in front: others that wait for it lie between.
-    _paged_decode[(max_splits(num_seqs, num_kv_heads, fused) * num_kv_heads,)](
+    _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads,)](
         *tensors,
         *(plan.items, plan.partial, plan.lse, plan.arrived),
         *(cos, signed_sin, qk_weight, eps, scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E),

@@ -38,7 +38,7 @@ class AttentionMetadata:
         backend: computes attention.
         rows: [num_seqs] int32, each request's row of `block_tables`; None: they are in order.
         num_decodes: the first so many requests have one token each; counted on a GPU only.
-        is_few: all are decodes, and so few that a layer's operations are fused; on a GPU only.
+        is_fused: all are decodes, of whose attention norm, rotation and KV write are a part; on a GPU only.
         prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
         plans: what was prepared for the step and is read by all layers: decode plans by their window, anything else by
             a key of the backend's own.
@@ -59,7 +59,7 @@ class AttentionMetadata:
     backend: AttentionBackend = REFERENCE
     rows: torch.Tensor | None = None
     num_decodes: int = 0
-    is_few: bool = False
+    is_fused: bool = False
     prefill_start: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
     wanted: torch.Tensor | None = None

@@ -58,7 +58,7 @@ class LlamaAttention(nn.Module):
         With `ending` only the wanted tokens attend: [num_wanted, num_heads * head_size].
         """
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
-        if metadata.is_few:
+        if metadata.is_fused:
             y = self._decode(qkv, angles, kv_cache, metadata)
         elif qkv.is_cuda:
             weight, eps = self._qk_norm()
@@ -152,7 +152,7 @@ class LlamaLayer(nn.Module):
             x, stream: [num_tokens, hidden_size], not both None; x in any form that `Linear.onto` gives it.
             is_last: goes on with the wanted tokens alone as soon as K and V of the others are written.
         """
-        if metadata.is_few and metadata.slot_mapping.shape[0] == 1:
+        if metadata.is_fused and metadata.slot_mapping.shape[0] == 1:
             assert x is not None
             return self._decode_one(x, angles, kv_cache, metadata), None
         wanted = metadata.wanted if is_last else None

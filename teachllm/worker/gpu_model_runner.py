@@ -32,7 +32,7 @@ from teachllm.worker.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.paged_decode import MAX_FUSED
+from teachllm_kernels.hopper_decode import fits_hopper_decode
 
 
 class GPUModelRunner:
@@ -75,13 +75,12 @@ class GPUModelRunner:
         self.memory = self._measured(predicted, config, weights, free, total)
         num_blocks = self.memory.num_blocks
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
+        num_heads, num_kv_heads = model_config.num_attention_heads, model_config.num_kv_heads
+        head_size, dtype = model_config.head_size, getattr(torch, model_config.dtype)
+        on_hopper = fits_hopper_decode(device, dtype, head_size, num_heads // num_kv_heads)
         self._plans = {
             window: DecodePlan.allocate(
-                config.max_num_seqs,
-                model_config.num_attention_heads,
-                model_config.num_kv_heads,
-                model_config.head_size,
-                device,
+                *(config.max_num_seqs, num_heads, num_kv_heads, head_size, device), on_hopper=on_hopper
             )
             for window in (set(model_config.windows) if self._backend.splits_decodes else ())
         }
@@ -219,11 +218,13 @@ class GPUModelRunner:
         """From rows to logits or sampled ids: what a full graph holds."""
         batch = self._batch
         batch.build(num_seqs)
-        is_few = is_decode and num_seqs <= MAX_FUSED and self._backend.splits_decodes
+        num_kv_heads = self._model_config.num_kv_heads
+        can_fuse = all(plan.fuses(num_seqs, num_kv_heads) for plan in self._plans.values())
+        is_fused = is_decode and self._backend.splits_decodes and can_fuse
         if is_decode:
-            self._plan_decodes(num_seqs, fused=is_few)
+            self._plan_decodes(num_seqs, is_fused)
         metadata = self._metadata(num_seqs, num_tokens, num_seqs if is_decode else 0)
-        metadata.is_few = is_few
+        metadata.is_fused = is_fused
         hidden = self.model(batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata)
         if not is_decode:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])

@@ -22,6 +22,7 @@ from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
+from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.hopper_linear import hopper_linear
 from teachllm_kernels.kv_write import kv_write_triton
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
@@ -118,6 +119,9 @@ def compile_attention(
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
     norm = torch.zeros(num_heads + 2, head_size, dtype=dtype)
     fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
+    if dtype != torch.float32 and head_size in (64, 128):
+        for weight in (norm, None):
+            hopper_decode(qkv, angle, angle, weight, 1e-6, cache, cache, tables, plan, 1.0)
     if dtype != torch.float32 or head_size < 128:  # spills there, and takes a minute to
         for is_fixed in (False, True):
             where = (cache, cache, tables, rows, starts, lens)

@@ -22,19 +22,20 @@ MAX_SEQS = 16
     num_kv_heads=st.sampled_from([1, 2, 8]),
     multiprocessors=st.sampled_from([2, 10, 128]),
     fused=st.booleans(),
+    on_hopper=st.booleans(),
 )
 def test_every_visible_key_is_in_one_split(
-    lens: list[int], window: int | None, num_kv_heads: int, multiprocessors: int, fused: bool
+    lens: list[int], window: int | None, num_kv_heads: int, multiprocessors: int, fused: bool, on_hopper: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_plan, "_MULTIPROCESSORS", multiprocessors)
-        plan = DecodePlan.allocate(MAX_SEQS, 8, num_kv_heads, 16, DEVICE)
+        plan = DecodePlan.allocate(MAX_SEQS, 8, num_kv_heads, 16, DEVICE, on_hopper=on_hopper)
         plan.items.fill_(-77)
         rows = torch.randperm(MAX_SEQS, dtype=torch.int32)[: len(lens)].to(DEVICE)
         starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=DEVICE)
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
         plan_decode(plan, seq_lens, starts, rows, num_kv_heads, window, fused)
-        bound = max_splits(len(lens), num_kv_heads, fused)
+        bound = max_splits(len(lens), num_kv_heads, decode_shape(len(lens), num_kv_heads, fused, on_hopper))
     items = plan.items.tolist()[:bound]
     read: dict[int, list[tuple[int, int]]] = {}
     for index, (seq, row, token, begin, end, length, first, num_splits) in enumerate(items):
@@ -65,7 +66,7 @@ def test_the_longest_sequences_come_first_where_there_are_many() -> None:
 
 
 def test_the_shapes_of_programs_make_whole_waves() -> None:
-    at_once = {num_seqs: decode_shape(num_seqs, 8, fused=False).at_once for num_seqs in (40, 48, 64, 96, 128, 160, 192)}
+    at_once = {num_seqs: decode_shape(num_seqs, 8).at_once for num_seqs in (40, 48, 64, 96, 128, 160, 192)}
     assert at_once == {40: 5, 48: 3, 64: 4, 96: 3, 128: 4, 160: 5, 192: 6}
     for num_seqs in (48, 64, 96, 128, 160, 192):
         assert num_seqs * 8 in (128 * at_once[num_seqs], 2 * 128 * at_once[num_seqs])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from teachllm_kernels import decode_plan
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.hopper_decode import fits_hopper_decode
 from teachllm_kernels.paged_attention import paged_attention_reference
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_reference
@@ -65,9 +66,12 @@ def make_batch(
     return Batch(wide[:, :num_heads], k_cache, v_cache, *moved)  # tokens of q lie apart
 
 
-def plan_for(batch: Batch, num_heads: int, max_query_len: int, window: int | None, fused: bool = False) -> DecodePlan:
+def plan_for(
+    batch: Batch, num_heads: int, max_query_len: int, window: int | None, fused: bool = False, on_hopper: bool = False
+) -> DecodePlan:
     _, _, num_kv_heads, head_size = batch.k_cache.shape
-    plan = DecodePlan.allocate(len(batch.rows), num_heads, num_kv_heads, head_size, DEVICE, max_query_len)
+    sizes = (len(batch.rows), num_heads, num_kv_heads, head_size)
+    plan = DecodePlan.allocate(*sizes, DEVICE, max_query_len, on_hopper)
     seen = None if window is None else window + max_query_len - 1
     plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen, fused)
     return plan
@@ -164,23 +168,54 @@ def test_a_tree_mask_decides_which_new_tokens_are_seen() -> None:
 @examples
 @given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=3), kinds, st.booleans())
 def test_fused_is_norm_rotation_write_and_attention(lens: list[int], kind: Kind, has_norm: bool) -> None:
-    (num_heads, num_kv_heads), head_size, dtype, _, window, _ = kind
+    check_fused(lens, kind, has_norm)
+
+
+HOPPER_KINDS = [
+    Kind((4, 2), 128, torch.bfloat16),
+    Kind((8, 1), 128, torch.float16, 48),
+    Kind((6, 2), 64, torch.bfloat16, window=100),
+    Kind((16, 1), 128, torch.bfloat16, window=1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU or not fits_hopper_decode(DEVICE, torch.bfloat16, 128, 2), reason="needs a Hopper card")
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(1, 150), min_size=8, max_size=20),
+    st.integers(1, 2000),
+    st.sampled_from(HOPPER_KINDS),
+    st.booleans(),
+)
+def test_fused_on_hopper(lens: list[int], longest: int, kind: Kind, has_norm: bool) -> None:
+    check_fused([*lens, longest], kind, has_norm, on_hopper=True)
+
+
+def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = False) -> None:
+    (num_heads, num_kv_heads), head_size, dtype, size, window, _ = kind
+    size = size if on_hopper else 16
     query_lens = [1] * len(lens)
-    batch = make_batch(lens, query_lens, kind.heads, head_size, 16, dtype)
+    batch = make_batch(lens, query_lens, kind.heads, head_size, size, dtype)
     qkv = torch.randn(len(lens), num_heads + 2 * num_kv_heads, head_size).to(dtype).to(DEVICE)
     angles = torch.rand(len(lens), 1, head_size // 2, device=DEVICE) * 6
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(dtype)
     signed_sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(dtype)
     weight = torch.rand(num_heads + num_kv_heads, head_size).add(0.5).to(dtype).to(DEVICE) if has_norm else None
     slots = torch.stack(
-        [batch.tables[row, (n - 1) // 16].long() * 16 + (n - 1) % 16 for row, n in zip(batch.rows, lens, strict=True)]
+        [
+            batch.tables[row, (n - 1) // size].long() * size + (n - 1) % size
+            for row, n in zip(batch.rows, lens, strict=True)
+        ]
     )
     caches = [cache.double() for cache in (batch.k_cache, batch.v_cache)]
     turned = qkv.double()
     rope_kv_write_reference(
         turned, cos.double(), signed_sin.double(), None if weight is None else weight.double(), 1e-6, *caches, slots
     )
-    plan = plan_for(batch, num_heads, 1, window, fused=True)
+    for cache in (batch.k_cache, batch.v_cache):
+        cache.flatten(0, 1)[slots] = torch.nan  # what is written may not be read before
+    plan = plan_for(batch, num_heads, 1, window, True, on_hopper)
     before = qkv.clone()
     out = fused_paged_decode(
         *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window)
