@@ -1,4 +1,4 @@
-"""Decode attention on Hopper: `paged_decode.py`'s, in which one program alone reads as fast as four of those.
+"""Decode attention on Hopper: `paged_decode.py`'s fused form, in which one program alone reads as fast as two or three.
 
 There every warp asks for keys and values, turns block numbers into addresses, multiplies, and waits in between, so
 that a program reads 11 to 15 GB/s and the card needs 400 of them at a time. Where fewer sequences are left, or a few
@@ -6,10 +6,10 @@ long ones, it idles. Here are
 
     roles         one warp does nothing but start copies, as far ahead as shared memory reaches
     copy engine   16 tokens of a block are one copy (TMA), whatever the size of the blocks
-    early start   what earlier steps wrote is asked for before the kernel in front has ended, which writes this
-                  step's token
-    rows          the tensor cores take 64 rows; the query heads of a KV head are the first few, the others zero. A row
-                  then lies within four neighbouring threads: maximum, sum and weights never leave the registers
+    early start   what earlier steps wrote is asked for before the kernel in front has ended. This step's token comes
+                  from that kernel, through norm and rotation, and is where the sums begin
+    rows          the tensor cores take 64 rows; the query heads of a KV head are the first few, the others nobody's. A
+                  row then lies within four neighbouring threads: maximum, sum and weights never leave the registers
 
 The plan is `decode_plan.py`'s.
 
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 
+from teachllm_kernels._hopper import has_hopper, tiles
 from teachllm_kernels._triton import (
-    TensorDescriptor,
     barrier,
     gdc_launch_dependents,
     gdc_wait,
@@ -31,7 +31,6 @@ from teachllm_kernels._triton import (
     triton,
 )
 from teachllm_kernels.decode_plan import HOPPER_SHAPE, DecodePlan, max_splits
-from teachllm_kernels.hopper_linear import has_hopper_linear
 
 __all__ = ["fits_hopper_decode", "hopper_decode"]
 
@@ -267,12 +266,7 @@ def hopper_decode(
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     num_seqs, group = qkv.shape[0], qkv.shape[1] // num_kv_heads - 2
     out = qkv.new_empty((num_seqs, num_kv_heads * group, head_size))
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[qkv.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([_PIECE, head_size], element)
-    slots = (
-        TensorDescriptor.from_tensor(cache.view(num_blocks * block_size, -1), [_PIECE, head_size], layout)
-        for cache in (k_cache, v_cache)
-    )
+    slots = (tiles(cache.view(num_blocks * block_size, -1), [_PIECE, head_size]) for cache in (k_cache, v_cache))
     _hopper_decode[(max_splits(num_seqs, num_kv_heads, HOPPER_SHAPE) * num_kv_heads,)](
         *(qkv, cos, signed_sin, qkv if qk_weight is None else qk_weight, eps),
         *(*slots, k_cache, v_cache, out, block_tables),
@@ -294,4 +288,4 @@ def hopper_decode(
 
 def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> bool:
     """Whether `hopper_decode` takes such heads there."""
-    return has_hopper_linear(device) and dtype.itemsize == 2 and head_size in (64, 128) and group <= 64
+    return has_hopper(device) and dtype.itemsize == 2 and head_size in (64, 128) and group <= 64

@@ -24,14 +24,14 @@ Dependent Launch and Synchronization"; PTX ISA, "Asynchronous Warpgroup Level Ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gdc_launch_dependents, gdc_wait, gl, gluon, hopper
+from teachllm_kernels._hopper import has_hopper, layout, tiles
+from teachllm_kernels._triton import TensorDescriptor, gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.linear import cost
 
-__all__ = ["MAX_ROWS", "cost", "has_hopper_linear", "hopper_linear"]
+__all__ = ["MAX_ROWS", "cost", "has_hopper", "hopper_linear"]
 
 MAX_ROWS = 256
 _STRIPE = 64  # weight rows of a group of warps: as many as the tensor cores take at once
@@ -71,11 +71,13 @@ def _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
 
 @gluon.jit
 def _copy(
-    w_desc, x_desc, w, x, rest, arrived, free, first_row, num_rows, block, first_k,
+    w_desc, x_desc, buffers, task,
     TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, REST: gl.constexpr, GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: fills stages, each as soon as all groups are done with what it held."""
+    w, x, rest, arrived, free = buffers
+    first_row, num_rows, _, block, _, first_k = task
     ROWS: gl.constexpr = x.shape[1]
     BLOCK_K: gl.constexpr = x.shape[2]
     for i in gl.static_range(STAGES):
@@ -98,11 +100,12 @@ def _copy(
 
 @gluon.jit
 def _multiply(
-    w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block, split,
+    buffers, task, result,
     STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr,
     GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: the product of one stripe of the weight, and what is made of it."""
+    w, x, rest, arrived, free = buffers
     ROWS: gl.constexpr = x.shape[1]
     MORE: gl.constexpr = REST if REST > 0 else 8
     acc = gl.zeros([64, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
@@ -119,24 +122,24 @@ def _multiply(
             acc = hopper.warpgroup_mma_wait(1, [acc])
         if STAGES < TILES:
             hopper.mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), pred=tile > 0)
-    stripe = block * STRIPES + STRIPE
     if REST > 0:
         acc, more = hopper.warpgroup_mma_wait(0, [acc, more])
     else:
         acc = hopper.warpgroup_mma_wait(0, [acc])
-    _finish(acc, staged.index(STRIPE), bias, out_desc, out, first_row, num_rows, num_out, stripe, split,
-            0, GATED, DIRECT, HAS_BIAS)  # fmt: skip
+    _finish(acc, task, result, 0, STRIPE, STRIPES, GATED, DIRECT, HAS_BIAS)
     if REST > 0:
-        _finish(more, staged.index(STRIPE), bias, out_desc, out, first_row, num_rows, num_out, stripe, split,
-                ROWS, GATED, DIRECT, HAS_BIAS)  # fmt: skip
+        _finish(more, task, result, ROWS, STRIPE, STRIPES, GATED, DIRECT, HAS_BIAS)
 
 
 @gluon.jit
 def _finish(
-    acc, staged, bias, out_desc, out, first_row, num_rows, num_out, stripe, split,
-    BEFORE: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    acc, task, result, BEFORE: gl.constexpr, STRIPE: gl.constexpr, STRIPES: gl.constexpr,
+    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """From the product of a stripe with some rows of x to the result. BEFORE: rows that are another product's."""
+    first_row, num_rows, num_out, block, split, _ = task
+    bias, staged, out_desc, out = result
+    stripe = block * STRIPES + STRIPE
     ROWS: gl.constexpr = acc.shape[1]
     if HAS_BIAS:
         row = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
@@ -159,7 +162,7 @@ def _finish(
         gl.store(out + at, y.to(out.dtype.element_ty), (m < num_rows)[None, :] & (n < num_out)[:, None])
     else:
         BOX: gl.constexpr = out_desc.block_shape[0]
-        mine = staged.slice(0, ROWS)
+        mine = staged.index(STRIPE).slice(0, ROWS)
         mine.permute((1, 0)).store(y.to(out_desc.dtype))
         hopper.fence_async_shared()
         for box in gl.static_range(ROWS // BOX):
@@ -195,34 +198,26 @@ def _hopper_linear(
     for i in gl.static_range(STAGES):
         hopper.mbarrier.init(arrived.index(i), count=1 + (ROWS + REST) // BOX)
         hopper.mbarrier.init(free.index(i), count=STRIPES)
-    first_k = split * TILES * BLOCK_K
-    # Lists of constants keep their constants only where they are written out.
+    buffers = (w, x, rest, arrived, free)
+    task = (first_row, num_rows, num_out, block, split, split * TILES * BLOCK_K)
+    result = (bias, staged, out_desc, out)
     if STRIPES == 1:
         gl.warp_specialize([
-            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
-                         split, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, w, x, rest, arrived, free, first_row, num_rows, block, first_k,
-                     TILES, STAGES, STRIPES, REST, GATED, PDL)),
+            (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED, PDL)),
         ], [1], [72])  # fmt: skip
     elif STRIPES == 2:
         gl.warp_specialize([
-            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
-                         split, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
-                         split, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, w, x, rest, arrived, free, first_row, num_rows, block, first_k,
-                     TILES, STAGES, STRIPES, REST, GATED, PDL)),
+            (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_multiply, (buffers, task, result, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED, PDL)),
         ], [4, 1], [168, 72])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
-                         split, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
-                         split, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_multiply, (w, x, rest, arrived, free, bias, staged, out_desc, out, first_row, num_rows, num_out, block,
-                         split, 2, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, w, x, rest, arrived, free, first_row, num_rows, block, first_k,
-                     TILES, STAGES, STRIPES, REST, GATED, PDL)),
+            (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_multiply, (buffers, task, result, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_multiply, (buffers, task, result, 2, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
+            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED, PDL)),
         ], [4, 4, 1], [144, 144, 72])  # fmt: skip
     for i in gl.static_range(STAGES):
         hopper.mbarrier.invalidate(arrived.index(i))
@@ -321,9 +316,9 @@ def hopper_linear(
     blocks = -(-weight.shape[0] // (_STRIPE * tiling.stripes))
     _hopper_linear[(-(-num_rows // (tiling.rows + tiling.rest)), blocks, tiling.splits)](
         _weight_tiles(weight, tiling.block_k, gated),
-        _tiles(x, [tiling.box, tiling.block_k]),
+        tiles(x, [tiling.box, tiling.block_k]),
         bias,
-        None if tiling.direct else _tiles(out, [tiling.box, 32 if gated else 64]),
+        None if tiling.direct else tiles(out, [tiling.box, 32 if gated else 64]),
         *(out, num_rows, num_out),
         ROWS=tiling.rows,
         REST=tiling.rest,
@@ -351,24 +346,7 @@ def _registers(tiling: _Tiling) -> dict[str, int]:
 def _weight_tiles(weight: torch.Tensor, block_k: int, gated: bool) -> TensorDescriptor:
     """Of a stripe: 64 rows, or 8 of gate and 8 of up in turns, four times."""
     if not gated:
-        return _tiles(weight, [_STRIPE, block_k])
+        return tiles(weight, [_STRIPE, block_k])
     num_out, num_in = weight.shape[0] // 2, weight.shape[1]
     shape, strides = [num_out // 8, 2, 8, num_in], [8 * num_in, num_out * num_in, num_in, 1]
-    return TensorDescriptor(weight, shape, strides, [4, 2, 8, block_k], _layout([4, 2, 8, block_k], weight.dtype))
-
-
-def _tiles(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """What the copy engine must know to fetch or write tiles of a matrix."""
-    return TensorDescriptor.from_tensor(matrix, block, _layout(block, matrix.dtype))
-
-
-def _layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a tile in shared memory, as the tensor cores read it."""
-    dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for(block, dtypes[dtype])
-
-
-@cache
-def has_hopper_linear(device: torch.device) -> bool:
-    """Whether `hopper_linear` runs there: a Hopper card (its tensor cores' instructions are no other card's)."""
-    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return TensorDescriptor(weight, shape, strides, [4, 2, 8, block_k], layout([4, 2, 8, block_k], weight.dtype))

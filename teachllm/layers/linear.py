@@ -101,7 +101,7 @@ class Linear(nn.Module):
         if not x.is_cuda or self.is_fixed or num_rows > hopper_linear.MAX_ROWS:
             return "library"
         fits = x.element_size() == 2 and num_in % 8 == 0 and self.weight.shape[0] % 16 == 0
-        if fits and hopper_linear.has_hopper_linear(x.device):
+        if fits and hopper_linear.has_hopper(x.device):
             return "hopper"
         return "few rows" if num_rows <= _FEW_ROWS else "library"
 

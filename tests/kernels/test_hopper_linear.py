@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm_kernels.gemv import gemv_reference
-from teachllm_kernels.hopper_linear import MAX_ROWS, has_hopper_linear, hopper_linear
+from teachllm_kernels.hopper_linear import MAX_ROWS, has_hopper, hopper_linear
 
-ON_HOPPER = torch.cuda.is_available() and has_hopper_linear(torch.device("cuda"))
+ON_HOPPER = torch.cuda.is_available() and has_hopper(torch.device("cuda"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")]
 # (inputs, outputs): one tile and less, ragged ones, many tiles, an output's last columns missing, two and three stripes
 SHAPES = [(128, 64), (72, 40), (1000, 200), (1024, 4096), (3072, 1024), (4096, 96), (512, 9000), (512, 12288)]

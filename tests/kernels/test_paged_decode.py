@@ -194,7 +194,6 @@ def test_fused_on_hopper(lens: list[int], longest: int, kind: Kind, has_norm: bo
 
 def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = False) -> None:
     (num_heads, num_kv_heads), head_size, dtype, size, window, _ = kind
-    size = size if on_hopper else 16
     query_lens = [1] * len(lens)
     batch = make_batch(lens, query_lens, kind.heads, head_size, size, dtype)
     qkv = torch.randn(len(lens), num_heads + 2 * num_kv_heads, head_size).to(dtype).to(DEVICE)

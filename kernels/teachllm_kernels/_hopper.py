@@ -1,0 +1,28 @@
+"""What the kernels for Hopper share: which cards they run on, and how the copy engine (TMA) is told of a tile."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl
+
+__all__ = ["has_hopper", "layout", "tiles"]
+
+
+@cache
+def has_hopper(device: torch.device) -> bool:
+    """Whether these kernels run there: a Hopper card (its tensor cores' instructions are no other card's)."""
+    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def tiles(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """What the copy engine must know to fetch or write tiles of a matrix."""
+    return TensorDescriptor.from_tensor(matrix, block, layout(block, matrix.dtype))
+
+
+def layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory, as the tensor cores read it."""
+    dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    return gl.NVMMASharedLayout.get_default_for(block, dtypes[dtype])
