@@ -5,7 +5,7 @@ that a program reads 11 to 15 GB/s and the card needs 400 of them at a time. Whe
 long ones, it idles. Here are
 
     roles         one warp does nothing but start copies, as far ahead as shared memory reaches
-    copy engine   16 tokens of a block are one copy (TMA), whatever the size of the blocks
+    copy engine   16 tokens of a block are one copy (TMA): blocks are multiples of that
     early start   what earlier steps wrote is asked for before the kernel in front has ended. This step's token comes
                   from that kernel, through norm and rotation, and is where the sums begin
     rows          the tensor cores take 64 rows; the query heads of a KV head are the first few, the others nobody's. A
@@ -34,7 +34,7 @@ from teachllm_kernels.decode_plan import HOPPER_SHAPE, DecodePlan, max_splits
 
 __all__ = ["fits_hopper_decode", "hopper_decode"]
 
-_PIECE = 16  # keys of a copy; every size of block is a multiple
+_PIECE = 16  # keys of a copy, which lie in one block
 _LOG2_E = 1.4426950408889634
 
 
@@ -286,6 +286,11 @@ def hopper_decode(
     return out
 
 
-def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> bool:
-    """Whether `hopper_decode` takes such heads there."""
-    return has_hopper(device) and dtype.itemsize == 2 and head_size in (64, 128) and group <= 64
+def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int, group: int, block_size: int) -> bool:
+    """Whether `hopper_decode` takes such heads there, from blocks of such a size.
+
+    Args:
+        group: query heads of a KV head.
+    """
+    fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 64 and block_size % _PIECE == 0
+    return fits and has_hopper(device)

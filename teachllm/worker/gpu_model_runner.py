@@ -77,7 +77,7 @@ class GPUModelRunner:
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         num_heads, num_kv_heads = model_config.num_attention_heads, model_config.num_kv_heads
         head_size, dtype = model_config.head_size, getattr(torch, model_config.dtype)
-        on_hopper = fits_hopper_decode(device, dtype, head_size, num_heads // num_kv_heads)
+        on_hopper = fits_hopper_decode(device, dtype, head_size, num_heads // num_kv_heads, config.block_size)
         self._plans = {
             window: DecodePlan.allocate(
                 *(config.max_num_seqs, num_heads, num_kv_heads, head_size, device), on_hopper=on_hopper

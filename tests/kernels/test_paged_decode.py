@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm_kernels import decode_plan
+from teachllm_kernels import decode_plan, hopper_decode
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.hopper_decode import fits_hopper_decode
 from teachllm_kernels.paged_attention import paged_attention_reference
@@ -180,7 +180,9 @@ HOPPER_KINDS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU or not fits_hopper_decode(DEVICE, torch.bfloat16, 128, 2), reason="needs a Hopper card")
+@pytest.mark.skipif(
+    not ON_GPU or not fits_hopper_decode(DEVICE, torch.bfloat16, 128, 2, 16), reason="needs a Hopper card"
+)
 @settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 150), min_size=8, max_size=20),
@@ -190,6 +192,12 @@ HOPPER_KINDS = [
 )
 def test_fused_on_hopper(lens: list[int], longest: int, kind: Kind, has_norm: bool) -> None:
     check_fused([*lens, longest], kind, has_norm, on_hopper=True)
+
+
+def test_hopper_copies_do_not_cross_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_decode, "has_hopper", lambda device: True)
+    fitting = [size for size in (1, 8, 16, 20, 24, 32, 48, 100, 256) if fits_hopper_decode(DEVICE, HALF, 128, 2, size)]
+    assert fitting == [16, 32, 48, 256]
 
 
 def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = False) -> None:
