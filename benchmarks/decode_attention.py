@@ -24,6 +24,7 @@ from h200 import provenance  # noqa: E402
 
 from teachllm.bench.ceilings import measure_ceilings, median_seconds  # noqa: E402
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode  # noqa: E402
+from teachllm_kernels.hopper_decode import fits_hopper_decode  # noqa: E402
 from teachllm_kernels.paged_decode import cost, fused_paged_decode, paged_decode_triton  # noqa: E402
 
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
@@ -51,7 +52,9 @@ def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
     rows = torch.arange(num_seqs, dtype=torch.int32, device=device)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    plan, plan_fused = (DecodePlan.allocate(num_seqs, num_heads, NUM_KV_HEADS, HEAD_SIZE, device) for _ in range(2))
+    on_hopper = fits_hopper_decode(device, caches.dtype, HEAD_SIZE, num_heads // NUM_KV_HEADS, BLOCK_SIZE)
+    sizes = (num_seqs, num_heads, NUM_KV_HEADS, HEAD_SIZE, device)
+    plan, plan_fused = (DecodePlan.allocate(*sizes, on_hopper=on_hopper) for _ in range(2))
     plan_decode(plan, seq_lens, starts, rows, NUM_KV_HEADS)
     plan_decode(plan_fused, seq_lens, starts, rows, NUM_KV_HEADS, fused=True)
     scale = HEAD_SIZE**-0.5

@@ -8,7 +8,7 @@ import torch
 
 from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl
 
-__all__ = ["has_hopper", "layout", "tiles"]
+__all__ = ["gate_up_tiles", "has_hopper", "tiles"]
 
 
 @cache
@@ -20,6 +20,17 @@ def has_hopper(device: torch.device) -> bool:
 def tiles(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """What the copy engine must know to fetch or write tiles of a matrix."""
     return TensorDescriptor.from_tensor(matrix, block, layout(block, matrix.dtype))
+
+
+def gate_up_tiles(weight: torch.Tensor, num_rows: int, block_k: int) -> TensorDescriptor:
+    """As `tiles`, of gate above up, [2 * num_out, num_in]: 8 rows of gate and the 8 of up in turns, `num_rows` in all.
+
+    The tensor cores deal out rows, or columns, by the eight: a thread then gets of both.
+    """
+    num_out, num_in = weight.shape[0] // 2, weight.shape[1]
+    shape, strides = [num_out // 8, 2, 8, num_in], [8 * num_in, num_out * num_in, num_in, 1]
+    block = [num_rows // 16, 2, 8, block_k]
+    return TensorDescriptor(weight, shape, strides, block, layout(block, weight.dtype))
 
 
 def layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:

@@ -62,7 +62,6 @@ _SHAPES = tuple(
 )
 COMMON_SHAPE, _SPLITTING_SHAPE = _SHAPES[1], _SHAPES[2]
 HOPPER_SHAPE = DecodeShape(2, 4, 3, 64, 128)  # of `hopper_decode.py`
-_HOPPER_WAVES = 3  # up to which a program that reads fast alone is worth more than many that start and end
 
 
 def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hopper: bool = False) -> DecodeShape:
@@ -72,10 +71,8 @@ def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hoppe
         fused: it is `fused_paged_decode`, on a GPU with (`on_hopper`) or without `hopper_decode`.
     """
     programs = num_seqs * num_kv_heads
-    if fused and on_hopper and num_seqs > MAX_FUSED and programs <= _HOPPER_WAVES * HOPPER_SHAPE.places:
-        return HOPPER_SHAPE
     if fused:
-        return COMMON_SHAPE
+        return HOPPER_SHAPE if on_hopper and num_seqs > 1 else COMMON_SHAPE  # alone, they hold up the products around
     if 2 * programs <= _SPLITTING_SHAPE.places:
         return _SPLITTING_SHAPE
     if programs <= COMMON_SHAPE.places:
@@ -112,9 +109,9 @@ class DecodePlan:
     arrived: torch.Tensor
     on_hopper: bool
 
-    def fuses(self, num_seqs: int, num_kv_heads: int) -> bool:
+    def fuses(self, num_seqs: int) -> bool:
         """Whether `fused_paged_decode` is faster than two kernels for so many."""
-        return num_seqs <= MAX_FUSED or decode_shape(num_seqs, num_kv_heads, True, self.on_hopper) is HOPPER_SHAPE
+        return num_seqs <= MAX_FUSED or self.on_hopper
 
     @staticmethod
     def allocate(

@@ -1,15 +1,16 @@
-"""Decode attention on Hopper: `paged_decode.py`'s fused form, in which one program alone reads as fast as two or three.
+"""Decode attention on Hopper: `paged_decode.py`'s fused form, with fewer instructions to the byte.
 
-There every warp asks for keys and values, turns block numbers into addresses, multiplies, and waits in between, so
-that a program reads 11 to 15 GB/s and the card needs 400 of them at a time. Where fewer sequences are left, or a few
-long ones, it idles. Here are
+There every warp asks for keys and values, turns block numbers into addresses, multiplies 16 rows of which a KV head's
+query heads are a few, and waits in between. A program then reads 11 to 15 GB/s, and what is not needed costs time even
+where memory sets the pace: a card at its power limit lowers its clock. Here are
 
     roles         one warp does nothing but start copies, as far ahead as shared memory reaches
     copy engine   16 tokens of a block are one copy (TMA): blocks are multiples of that
     early start   what earlier steps wrote is asked for before the kernel in front has ended. This step's token comes
                   from that kernel, through norm and rotation, and is where the sums begin
-    rows          the tensor cores take 64 rows; the query heads of a KV head are the first few, the others nobody's. A
-                  row then lies within four neighbouring threads: maximum, sum and weights never leave the registers
+    operands      the tensor cores take 64 rows on their left, but as few as 8 columns on their right. So keys and
+                  values stand on the left, as they lie in shared memory, and query heads are columns: of a tile's
+                  scores, [keys, heads], a thread has four numbers, and of the sums, [channels, heads], eight
 
 The plan is `decode_plan.py`'s.
 
@@ -39,8 +40,9 @@ _LOG2_E = 1.4426950408889634
 
 
 @gluon.jit
-def _fetch(k_desc, v_desc, k, v, arrived, stage, table, column, key, end, BLOCK_SIZE: gl.constexpr):
+def _fetch(descs, k, v, arrived, stage, table, column, key, end, BLOCK_SIZE: gl.constexpr):
     """Starts copying the keys and values from `key` on to a stage, piece by piece."""
+    k_desc, v_desc = descs
     PIECE: gl.constexpr = k_desc.block_shape[0]
     BYTES: gl.constexpr = 2 * PIECE * k_desc.block_shape[1] * k.dtype.primitive_bitwidth // 8
     for piece in gl.static_range(k.shape[1] // PIECE):
@@ -57,97 +59,117 @@ def _fetch(k_desc, v_desc, k, v, arrived, stage, table, column, key, end, BLOCK_
 
 
 @gluon.jit
-def _copy(
-    k_desc, v_desc, k, v, arrived, free, table, column, first, end, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr
-):
+def _copy(descs, buffers, task, table, D: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """The copying warp. Earlier steps wrote what it asks for: there is nothing to wait for but room."""
+    k, v, arrived, free = buffers
+    kv_head, first, _, end, _ = task
     TILE: gl.constexpr = k.shape[1]
     for tile in range(gl.cdiv(end - first, TILE)):
         stage = tile % STAGES
         hopper.mbarrier.wait(free.index(stage), (tile // STAGES - 1) & 1, tile >= STAGES)
-        _fetch(k_desc, v_desc, k, v, arrived, stage, table, column, first + tile * TILE, end, BLOCK_SIZE)
+        _fetch(descs, k, v, arrived, stage, table, kv_head * D, first + tile * TILE, end, BLOCK_SIZE)
 
 
 @gluon.jit
-def _normed_and_turned(heads, weights, other, turn, sideways, is_head, eps, AXIS: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Heads through norm and rotation, float32.
-
-    Args:
-        heads, weights: addresses of each head's channels, the last axis being `AXIS`.
-        other: how far away lies the channel that the rotation pairs with each.
-    """
-    D: gl.constexpr = heads.shape[AXIS]
-    x = gl.load(heads, is_head, 0.0).to(gl.float32)
-    y = gl.load(heads + other, is_head, 0.0).to(gl.float32)
+def _normed_and_turned(x, y, weight_x, weight_y, turn, sideways, eps, AXIS: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Heads through norm and rotation, float32. y: of each channel of x the one that the rotation pairs with it."""
+    x, y = x.to(gl.float32), y.to(gl.float32)
     scale = 1.0
     if HAS_NORM:
-        scale = gl.rsqrt(gl.sum(x * x, axis=AXIS) / D + eps)
+        scale = gl.rsqrt(gl.sum(x * x, axis=AXIS) / x.shape[AXIS] + eps)
         if AXIS == 1:
             scale = scale[:, None]
-        x *= gl.load(weights, is_head, 0.0).to(gl.float32)
-        y *= gl.load(weights + other, is_head, 0.0).to(gl.float32)
-    return (x * turn + y * sideways) * scale
+        x *= weight_x.to(gl.float32)
+        y *= weight_y.to(gl.float32)
+    return (x * turn.to(gl.float32) + y * sideways.to(gl.float32)) * scale
+
+
+@gluon.jit
+def _query_and_key(
+    step, kv_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    HAS_NORM: gl.constexpr, LOADED: gl.constexpr,
+):  # fmt: skip
+    """Of this step's token: the query heads of a KV head, [HEADS, D], and its key, [D], normed and turned, float32."""
+    token, cos, signed_sin, qk_weight, eps, _, _ = step
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, LOADED))
+    column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
+    across = gl.max_contiguous(gl.multiple_of((column + D // 2) % D, 8), 8)  # what the rotation pairs each with
+    is_query = (head < GROUP)[:, None]
+    q_head = ((kv_head * GROUP + head) * D)[:, None]
+    q_at, q_across = q_head + column[None, :], q_head + across[None, :]
+    k_head = (NUM_KV_HEADS * GROUP + kv_head) * D
+    # All that is asked for at once: one trip to memory.
+    turn, sideways = gl.load(cos + column), gl.load(signed_sin + column)
+    q_x, q_y = gl.load(token + q_at, is_query, 0.0), gl.load(token + q_across, is_query, 0.0)
+    k_x, k_y = gl.load(token + (k_head + column)), gl.load(token + (k_head + across))
+    norm_q_x, norm_q_y, norm_k_x, norm_k_y = q_x, q_y, k_x, k_y
+    if HAS_NORM:
+        norm_q_x, norm_q_y = gl.load(qk_weight + q_at, is_query, 0.0), gl.load(qk_weight + q_across, is_query, 0.0)
+        norm_k_x, norm_k_y = gl.load(qk_weight + (k_head + column)), gl.load(qk_weight + (k_head + across))
+    q_turn, q_sideways = turn[None, :], sideways[None, :]
+    query = _normed_and_turned(q_x, q_y, norm_q_x, norm_q_y, q_turn, q_sideways, eps, 1, HAS_NORM)
+    return query, _normed_and_turned(k_x, k_y, norm_k_x, norm_k_y, turn, sideways, eps, 0, HAS_NORM)
 
 
 @gluon.jit
 def _attend(
-    k, v, queries, fresh, arrived, free, token, k_slot, v_slot, cos, signed_sin, qk_weight, eps,
-    first, begin, end, holds_new, kv_head, scale_log2,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
-    SCORES: gl.constexpr, SUMS: gl.constexpr, LOADED: gl.constexpr,
+    buffers, task, step, scale_log2,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
+    PRODUCT: gl.constexpr, LOADED: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: (weighted sum of the values, sum of the weights, highest score) of every row."""
+    """Four warps: of every query head the weighted sum of the values, the sum of the weights and the highest score."""
+    k, v, arrived, free = buffers
+    kv_head, first, begin, end, holds_new = task
+    token, _, _, _, _, k_slot, v_slot = step
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
-    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     dtype: gl.constexpr = k.dtype
+    queries = gl.allocate_shared_memory(dtype, [HEADS, D], k.layout)
+    as_operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, TILE], dtype)
+    weights = gl.allocate_shared_memory(dtype, [HEADS, TILE], as_operand)
+    fresh = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gdc_wait()
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
-    other = (column + D // 2) % D - column
-    turn, sideways = gl.load(cos + column).to(gl.float32), gl.load(signed_sin + column).to(gl.float32)
-    at = ((kv_head * GROUP + row) * D)[:, None] + column[None, :]
-    query = _normed_and_turned(token + at, qk_weight + at, other[None, :], turn[None, :], sideways[None, :],
-                               (row < GROUP)[:, None], eps, 1, HAS_NORM).to(dtype)  # fmt: skip
-    queries.slice(0, ROWS).store(query)  # what is behind them is nobody's query
+    channel = gl.arange(0, D, gl.SliceLayout(1, PRODUCT))
+    new_v = token + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
+    value = gl.load(new_v + channel, holds_new & (channel < D), 0.0).to(gl.float32)
+    query, new_k = _query_and_key(step, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
+    query, new_k = query.to(dtype), new_k.to(dtype)
+    queries.store(query)
     hopper.fence_async_shared()
-    at = (NUM_HEADS + kv_head) * D + column
-    new_k = _normed_and_turned(token + at, qk_weight + at, other, turn, sideways, column < D, eps, 0, HAS_NORM)
-    new_k = new_k.to(dtype)
-    new_v = token + (NUM_HEADS + NUM_KV_HEADS + kv_head) * D
+    fresh.store(gl.sum(query.to(gl.float32) * new_k.to(gl.float32)[None, :], axis=1))
     if holds_new:
         gl.store(k_slot + column, new_k)
         gl.store(v_slot + column, gl.load(new_v + column))
     # Sums begin with the new token, which is not among the tiles, and go on with those before it.
-    fresh.slice(0, ROWS).store(gl.sum(query.to(gl.float32) * new_k.to(gl.float32)[None, :], axis=1))
-    highest = gl.where(holds_new, fresh.load(gl.SliceLayout(1, SCORES)) * scale_log2, float("-inf"))
-    total = gl.where(holds_new, 1.0, 0.0) + gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-    channel = gl.arange(0, D, gl.SliceLayout(0, SUMS))
-    value = gl.load(new_v + channel, holds_new & (channel < D), 0.0).to(gl.float32)
-    acc = value[None, :] + gl.zeros([64, D], gl.float32, SUMS)
-    nothing = gl.zeros([64, TILE], gl.float32, SCORES)
+    key = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
+    nothing = gl.zeros([TILE, HEADS], gl.float32, PRODUCT)
+    highest = gl.where(holds_new, fresh.load(gl.SliceLayout(0, PRODUCT)) * scale_log2, float("-inf"))
+    total = gl.where((key == 0) & holds_new, 1.0, 0.0)[:, None] + nothing  # each thread its own share, added up behind
+    acc = hopper.warpgroup_mma_init(value[:, None] + gl.zeros([D, HEADS], gl.float32, PRODUCT))
     for tile in range(gl.cdiv(end - first, TILE)):
         stage = tile % STAGES
         start = first + tile * TILE
         hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
-        score = hopper.warpgroup_mma(queries, k.index(stage).permute((1, 0)), nothing, use_acc=False)
-        key = start + gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-        score = gl.where(((key >= begin) & (key < end))[None, :], score * scale_log2, float("-inf"))
-        higher = gl.maximum(highest, gl.max(score, axis=1))  # finite: the new token or one of the tile is seen
-        weight = gl.exp2(score - higher[:, None])
-        shrink = gl.exp2(highest - higher)
-        total = total * shrink + gl.sum(weight, axis=1)
+        score = hopper.warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        score, sums = hopper.warpgroup_mma_wait(0, [score, acc])  # of this tile and of the one before
+        hopper.mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), pred=tile > 0)
+        seen = (start + key >= begin) & (start + key < end)
+        score = gl.where(seen[:, None], score * scale_log2, float("-inf"))
+        higher = gl.maximum(highest, gl.max(score, axis=0))  # finite: the new token or one of the tile is seen
+        weight = gl.exp2(score - higher[None, :])
+        shrink = gl.exp2(highest - higher)[None, :]
+        total = total * shrink + weight
         highest = higher
+        weights.permute((1, 0)).store(weight.to(dtype))
         if start + TILE > end:  # nobody wrote what lies behind the end: zero times that may not be zero
             mine = v.index(stage)
             inside = start + gl.arange(0, TILE, gl.SliceLayout(1, LOADED)) < end
             mine.store(gl.where(inside[:, None], mine.load(LOADED), 0.0))
-            hopper.fence_async_shared()
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-        weight = gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
-        acc = hopper.warpgroup_mma(weight, v.index(stage), acc)
-        hopper.mbarrier.arrive(free.index(stage))
-    return acc, total, highest
+        hopper.fence_async_shared()
+        sums *= shrink
+        acc = hopper.warpgroup_mma(v.index(stage).permute((1, 0)), weights.permute((1, 0)), sums, is_async=True)
+    return hopper.warpgroup_mma_wait(0, [acc]), gl.sum(total, axis=0), highest
 
 
 @gluon.jit
@@ -156,7 +178,7 @@ def _merge(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
     """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGED` at a time."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([MERGED, 1], [1, 32], [1, 4], [1, 0])  # a thread has all splits of a column
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     for member in gl.static_range(GROUP):
         highest = float("-inf")
@@ -183,15 +205,14 @@ def _merge(
 def _hopper_decode(
     qkv, cos, signed_sin, qk_weight, eps, k_desc, v_desc, k_cache, v_cache, out, block_tables,
     items, partial, lse, finished, scale_log2, table_stride,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, MERGED: gl.constexpr, HAS_NORM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     PIECE: gl.constexpr = k_desc.block_shape[0]
     D: gl.constexpr = k_desc.block_shape[1]
     dtype: gl.constexpr = k_desc.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     item, kv_head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
     # The plan, the tables and what earlier steps wrote to the cache are there already, see `paged_decode.py`.
@@ -204,49 +225,48 @@ def _hopper_decode(
     first_item = gl.load(fields + 6)
     num_splits = gl.load(fields + 7)
     has_work = begin < end
-    token = gl.load(fields + 2, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
+    index = gl.load(fields + 2, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
     holds_new = has_work & (end == seq_len)
     end = gl.where(holds_new, end - 1, end)
     first = gl.where(has_work, begin // PIECE * PIECE, end)
     block = gl.load(table + (seq_len - 1) // BLOCK_SIZE, holds_new, 0).to(gl.int64)
     slot = ((block * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D
+    token = qkv + index * (NUM_KV_HEADS * (GROUP + 2) * D)
 
     k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
-    queries = gl.allocate_shared_memory(dtype, [64, D], k_desc.layout)
-    fresh = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         hopper.mbarrier.init(arrived.index(i), count=TILE // PIECE)
         hopper.mbarrier.init(free.index(i), count=1)
+    descs, buffers = (k_desc, v_desc), (k, v, arrived, free)
+    task = (kv_head, first, begin, end, holds_new)
+    step = (token, cos + index * D, signed_sin + index * D, qk_weight, eps, k_cache + slot, v_cache + slot)
     acc, total, highest = gl.warp_specialize([
-        (_attend, (k, v, queries, fresh, arrived, free, qkv + token * (NUM_KV_HEADS * (GROUP + 2) * D), k_cache + slot,
-                   v_cache + slot, cos + token * D, signed_sin + token * D, qk_weight, eps, first, begin, end,
-                   holds_new, kv_head, scale_log2, NUM_KV_HEADS, GROUP, ROWS, STAGES, HAS_NORM, SCORES, SUMS, LOADED)),
-        (_copy, (k_desc, v_desc, k, v, arrived, free, table, kv_head * D, first, end, STAGES, BLOCK_SIZE)),
+        (_attend, (buffers, task, step, scale_log2, NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED)),
+        (_copy, (descs, buffers, task, table, D, STAGES, BLOCK_SIZE)),
     ], [1], [56])  # fmt: skip
     for i in gl.static_range(STAGES):
         hopper.mbarrier.invalidate(arrived.index(i))
         hopper.mbarrier.invalidate(free.index(i))
 
-    row = gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    column = gl.arange(0, D, gl.SliceLayout(0, SUMS))
-    is_row = (row < GROUP) & has_work
-    normalised = acc / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
-    out_at = out + (token * NUM_KV_HEADS + kv_head) * GROUP * D
+    channel = gl.arange(0, D, gl.SliceLayout(1, PRODUCT))
+    member = gl.arange(0, HEADS, gl.SliceLayout(0, PRODUCT))
+    is_mine = (member < GROUP) & has_work
+    normalised = acc / total[None, :]
+    at = member[None, :] * D + channel[:, None]
+    out_at = out + (index * NUM_KV_HEADS + kv_head) * GROUP * D
     if num_splits == 1:
-        at = out_at + row[:, None] * D + column[None, :]
-        gl.store(at, normalised.to(out.dtype.element_ty), is_row[:, None])
+        gl.store(out_at + at, normalised.to(out.dtype.element_ty), is_mine[None, :])
     elif has_work:
-        part_row = (item * NUM_KV_HEADS + kv_head) * GROUP
-        gl.store(partial + (part_row + row)[:, None] * D + column[None, :], normalised, is_row[:, None])
-        score_row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        gl.store(lse + part_row + score_row, highest + gl.log2(total), score_row < GROUP)
+        part = (item * NUM_KV_HEADS + kv_head) * GROUP
+        gl.store(partial + (part * D + at), normalised, is_mine[None, :])
+        gl.store(lse + part + member, highest + gl.log2(total), is_mine)
         barrier()  # every thread's part is written before the arrival is counted
-        count = gl.atomic_add(finished + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
-        if count == num_splits - 1:
-            gl.store(finished + seq * NUM_KV_HEADS + kv_head, 0)
+        counter = finished + seq * NUM_KV_HEADS + kv_head
+        if gl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+            gl.store(counter, 0)
             _merge(partial, lse, out_at, first_item, num_splits, kv_head, NUM_KV_HEADS, GROUP, D, MERGED)
 
 
@@ -273,7 +293,7 @@ def hopper_decode(
         *(plan.items, plan.partial, plan.lse, plan.arrived, scale * _LOG2_E, block_tables.stride(0)),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        ROWS=max(8, triton.next_power_of_2(group)),
+        HEADS=max(8, triton.next_power_of_2(group)),
         BLOCK_SIZE=block_size,
         TILE=HOPPER_SHAPE.tile,
         STAGES=HOPPER_SHAPE.stages,
@@ -292,5 +312,5 @@ def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int,
     Args:
         group: query heads of a KV head.
     """
-    fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 64 and block_size % _PIECE == 0
+    fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 32 and block_size % _PIECE == 0
     return fits and has_hopper(device)

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm_kernels._hopper import has_hopper, layout, tiles
-from teachllm_kernels._triton import TensorDescriptor, gdc_launch_dependents, gdc_wait, gl, gluon, hopper
+from teachllm_kernels._hopper import gate_up_tiles, has_hopper, tiles
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.linear import cost
 
 __all__ = ["MAX_ROWS", "cost", "has_hopper", "hopper_linear"]
@@ -257,8 +257,10 @@ def _rows_of_a_program(num_rows: int, all_stripes: int, parts: bool) -> tuple[in
         return 32 if num_rows <= 64 else 64 if num_rows <= 192 else 128, 0
     if not parts and 64 < num_rows <= 128 and 2 * all_stripes <= _PLACES:  # or half of the places would be idle
         return 64, 0
-    if num_rows <= 128:
+    if num_rows <= 64 or 96 < num_rows <= 128:
         return max(8, 1 << (num_rows - 1).bit_length()), 0
+    if num_rows <= 96:
+        return 64, 32
     return 128, 32 if num_rows <= 160 else 64 if num_rows <= 192 else 0
 
 
@@ -315,7 +317,7 @@ def hopper_linear(
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
     blocks = -(-weight.shape[0] // (_STRIPE * tiling.stripes))
     _hopper_linear[(-(-num_rows // (tiling.rows + tiling.rest)), blocks, tiling.splits)](
-        _weight_tiles(weight, tiling.block_k, gated),
+        (gate_up_tiles(weight, _STRIPE, tiling.block_k) if gated else tiles(weight, [_STRIPE, tiling.block_k])),
         tiles(x, [tiling.box, tiling.block_k]),
         bias,
         None if tiling.direct else tiles(out, [tiling.box, 32 if gated else 64]),
@@ -340,13 +342,4 @@ def _registers(tiling: _Tiling) -> dict[str, int]:
     """At most so many a thread that programs of the next kernel find room beside the last ones of this one."""
     if tiling.stripes > 1 or tiling.rows > 128:
         return {}
-    return {"maxnreg": 96 if tiling.rows <= 32 else 128 if tiling.rest == 0 else 168}
-
-
-def _weight_tiles(weight: torch.Tensor, block_k: int, gated: bool) -> TensorDescriptor:
-    """Of a stripe: 64 rows, or 8 of gate and 8 of up in turns, four times."""
-    if not gated:
-        return tiles(weight, [_STRIPE, block_k])
-    num_out, num_in = weight.shape[0] // 2, weight.shape[1]
-    shape, strides = [num_out // 8, 2, 8, num_in], [8 * num_in, num_out * num_in, num_in, 1]
-    return TensorDescriptor(weight, shape, strides, [4, 2, 8, block_k], layout([4, 2, 8, block_k], weight.dtype))
+    return {"maxnreg": 96 if tiling.rows <= 32 else 128 if tiling.rows + tiling.rest <= 128 else 168}

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm_kernels import few_rows_linear, hopper_linear
+from teachllm_kernels import few_rows_linear, hopper_gated_linear, hopper_linear
+from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
@@ -82,6 +83,8 @@ class Linear(nn.Module):
             return hopper_linear.hopper_linear(x, self.weight, self.bias, gated=True)
         if kernel == "few rows":
             return few_rows_linear.few_rows_linear_triton(x, self.weight, self.bias, gated=True)
+        if x.shape[0] >= hopper_gated_linear.FROM_ROWS and self.bias is None and self._on_hopper(x):
+            return hopper_gated_linear.hopper_gated_linear(x, self.weight)
         return silu_and_mul(self(x))
 
     def one_row(
@@ -97,13 +100,15 @@ class Linear(nn.Module):
 
     def _kernel(self, x: torch.Tensor) -> Literal["hopper", "few rows", "library"]:
         """Whose product is the fastest for so many rows; measured, see benchmarks/NOTES.md."""
-        num_rows, num_in = x.shape
-        if not x.is_cuda or self.is_fixed or num_rows > hopper_linear.MAX_ROWS:
-            return "library"
-        fits = x.element_size() == 2 and num_in % 8 == 0 and self.weight.shape[0] % 16 == 0
-        if fits and hopper_linear.has_hopper(x.device):
+        num_rows = x.shape[0]
+        if num_rows <= hopper_linear.MAX_ROWS and self._on_hopper(x):
             return "hopper"
-        return "few rows" if num_rows <= _FEW_ROWS else "library"
+        return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= _FEW_ROWS else "library"
+
+    def _on_hopper(self, x: torch.Tensor) -> bool:
+        """Whether Hopper's own products take such rows."""
+        fits = x.is_cuda and not self.is_fixed and x.element_size() == 2
+        return fits and x.shape[1] % 8 == 0 and self.weight.shape[0] % 16 == 0 and has_hopper(x.device)
 
     def pack(self) -> None:
         """Lays the filled weight out for a CPU, if that can be done; `weight` is gone then."""

@@ -257,18 +257,20 @@ def shape(raw: dict[str, Any]) -> Shape:
         windows=config.windows,
         num_parameters=config.num_parameters,
         peak_width=peak_width(config),
+        gated_peak_width=peak_width(config, is_gated=not config.mlp_bias),
     )
 
 
-def peak_width(config: LlamaConfig) -> int:
+def peak_width(config: LlamaConfig, is_gated: bool = False) -> int:
     """Numbers a token keeps alive at the widest point of the forward pass on a GPU, in steps of thousands of tokens.
 
     Alive all the way are cosine, sine, the residual stream and what the last norm made of it. Beside them either QKV
-    and what attention makes of it, or gate, up and their product. A projection with a bias does not add to the stream
-    itself: its result is there as well, and inside a block the one it was given.
+    and what attention makes of it, or gate, up and their product; of these the product alone if it `is_gated` before it
+    is written. A projection with a bias does not add to the stream itself: its result is there as well, and inside a
+    block the one it was given.
     """
     heads_size = config.num_heads * config.head_size
     qkv_size = heads_size + 2 * config.num_kv_heads * config.head_size
     own_results = 2 if config.o_bias or config.mlp_bias else 0
-    wide = max(qkv_size + heads_size, 3 * config.intermediate_size)
+    wide = max(qkv_size + heads_size, (1 if is_gated else 3) * config.intermediate_size)
     return 2 * config.head_size + (2 + own_results) * config.hidden_size + wide

@@ -16,6 +16,7 @@ class Shape:
         num_parameters: tied ones counted once.
         peak_width: numbers that a token keeps alive at the widest point of the forward pass on a GPU; exact for our
             own models, an estimate for others.
+        gated_peak_width: the same where a product gates its result before it is written.
     """
 
     context_len: int
@@ -28,3 +29,4 @@ class Shape:
     windows: tuple[int | None, ...]
     num_parameters: int
     peak_width: int
+    gated_peak_width: int

@@ -58,6 +58,7 @@ def shape(folder: Path, trust_remote_code: bool) -> Shape:
         windows=_windows(config),
         num_parameters=sum(p.numel() for p in model.parameters()),
         peak_width=_peak_width(config),
+        gated_peak_width=_peak_width(config),
     )
     _rehearse(model, shape)
     return shape

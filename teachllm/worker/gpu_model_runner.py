@@ -29,7 +29,7 @@ from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Grap
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
 from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, attention_needs, measured_plan, plan_memory
 from teachllm.worker.launched_step import LaunchedStep, PendingStep
-from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes
+from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes, ungated_bytes
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.hopper_decode import fits_hopper_decode
@@ -126,6 +126,7 @@ class GPUModelRunner:
         num_bytes = sampling_bytes(config, self._model_config)
         run = partial(self._largest_step, caches, num_bytes)
         needs = measure_needs(predicted, run, self._device, total - free, config.enforce_eager)
+        needs["activations"] = max(needs["activations"], ungated_bytes(config, self._model_config))
         measured = {"weights": weights, **needs}
         compare(predicted, measured)
         return measured_plan(predicted, config, free, measured)
@@ -218,9 +219,7 @@ class GPUModelRunner:
         """From rows to logits or sampled ids: what a full graph holds."""
         batch = self._batch
         batch.build(num_seqs)
-        num_kv_heads = self._model_config.num_kv_heads
-        can_fuse = all(plan.fuses(num_seqs, num_kv_heads) for plan in self._plans.values())
-        is_fused = is_decode and self._backend.splits_decodes and can_fuse
+        is_fused = is_decode and self._backend.splits_decodes and all(p.fuses(num_seqs) for p in self._plans.values())
         if is_decode:
             self._plan_decodes(num_seqs, is_fused)
         metadata = self._metadata(num_seqs, num_tokens, num_seqs if is_decode else 0)

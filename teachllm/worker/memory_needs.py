@@ -23,12 +23,14 @@ from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.models.model_config import ModelConfig
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.device_batch import DeviceBatch
+from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels.decode_plan import DecodePlan
+from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from teachllm_kernels.sampling import workspace_bytes
 
 # Rows that are sampled together where the sampler's general way is taken, which holds so many copies of their logits
 # in float32 at once, and so many bytes for each token of their sequences: a bound, with every parameter in use.
-SAMPLED_AT_ONCE = 32
+SAMPLED_AT_ONCE = 16
 _LOGITS_COPIES = 14
 _BYTES_OF_HISTORY = 24
 
@@ -51,21 +53,32 @@ def predict_needs(config: EngineConfig, model: ModelConfig, device: torch.device
         device: a GPU.
     """
     return {
-        "activations": activation_bytes(config, model),
+        "activations": activation_bytes(config, model, device),
         "buffers": buffer_bytes(config, model),
         "graphs": 0 if config.enforce_eager else graph_bytes(config, model),
         "libraries": _CODE + (1 if config.enforce_eager else 2) * _workspace_bytes(device),
     }
 
 
-def activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
+def activation_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
     """What the largest step keeps alive at its peak."""
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     assert num_tokens and num_seqs
     size = dtype_bytes(model.dtype)
+    is_gated = size == 2 and not config.batch_invariant and num_tokens >= FROM_ROWS and has_hopper(device)
     hidden = num_tokens * model.hidden_size * size
     logits = num_seqs * model.vocab_size * size
-    return max(num_tokens * model.peak_width * size, hidden + logits + sampling_bytes(config, model))
+    return max(
+        num_tokens * (model.gated_peak_width if is_gated else model.peak_width) * size,
+        ungated_bytes(config, model),
+        hidden + logits + sampling_bytes(config, model),
+    )
+
+
+def ungated_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What a step of too few tokens for `hopper_gated_linear` keeps alive: gate and up, which a larger one may not."""
+    assert config.max_num_batched_tokens
+    return min(config.max_num_batched_tokens, FROM_ROWS - 1) * model.peak_width * dtype_bytes(model.dtype)
 
 
 def sampling_bytes(config: EngineConfig, model: ModelConfig) -> int:

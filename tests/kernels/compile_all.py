@@ -23,6 +23,7 @@ from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.hopper_decode import hopper_decode
+from teachllm_kernels.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.hopper_linear import hopper_linear
 from teachllm_kernels.kv_write import kv_write_triton
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
@@ -97,6 +98,7 @@ def compile_small(dtype: torch.dtype) -> None:
     hopper_linear(torch.zeros(160, 512, dtype=dtype), torch.zeros(24576, 512, dtype=dtype), gated=True)
     hopper_linear(torch.zeros(160, 512, dtype=dtype), torch.zeros(6144, 512, dtype=dtype))
     hopper_linear(torch.zeros(256, 512, dtype=dtype), torch.zeros(4096, 512, dtype=dtype), parts=True)
+    hopper_gated_linear(torch.zeros(300, 512, dtype=dtype), torch.zeros(6144, 512, dtype=dtype))
     rms_norm_triton(torch.zeros(8, 2, 4096), x, x[0], 1e-6)
     cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
     kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))

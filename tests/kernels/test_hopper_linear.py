@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm_kernels.gemv import gemv_reference
+from teachllm_kernels.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.hopper_linear import MAX_ROWS, has_hopper, hopper_linear
 
 ON_HOPPER = torch.cuda.is_available() and has_hopper(torch.device("cuda"))
@@ -38,3 +39,19 @@ def test_products(num_rows: int, shape: tuple[int, int], has_bias: bool, kind: s
         assert y.dtype == dtype and y.shape == (num_rows, num_out)
     expected = gemv_reference(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
     assert (y.double() - expected).norm() / expected.norm() < (1e-5 if kind == "parts" else 5e-3)
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 700) | st.sampled_from([2048, 2100]),  # of those, several tiles for each program
+    st.sampled_from([(64, 128), (72, 40), (1000, 200), (512, 3072), (2048, 1096)]),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_gated_products_of_many_rows(num_rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    num_in, num_out = shape
+    weight = torch.randn(2 * num_out, num_in, device="cuda", dtype=dtype) / num_in**0.5
+    x = torch.randn(num_rows, num_in, device="cuda", dtype=dtype)
+    y = hopper_gated_linear(x, weight)
+    assert y.dtype == dtype and y.shape == (num_rows, num_out)
+    expected = gemv_reference(x.double(), weight.double(), gated=True)
+    assert (y.double() - expected).norm() / expected.norm() < 5e-3

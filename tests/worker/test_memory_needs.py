@@ -14,7 +14,7 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
 from teachllm.core.scheduler_output import NewRow
-from teachllm.layers import attention
+from teachllm.layers import attention, linear
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.models.loader import _build
 from teachllm.models.model_config import ModelConfig, load_model_config
@@ -30,9 +30,11 @@ from teachllm.worker.memory_needs import (
     compare,
     graph_bytes,
     sampling_bytes,
+    ungated_bytes,
 )
-from teachllm_kernels import _triton, rms_norm, rope_kv_write, sampling, silu_and_mul
+from teachllm_kernels import _triton, hopper_gated_linear, rms_norm, rope_kv_write, sampling, silu_and_mul
 from teachllm_kernels.decode_plan import DecodePlan
+from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from tests.bench.h200_script import h200
 from tests.live_bytes import LiveBytes
 
@@ -96,7 +98,7 @@ def test_activations_and_weights_are_what_the_gpus_code_allocates(
     with LiveBytes() as live:
         held = runner._largest_step(caches, sampling_bytes(config, model))
     assert held[1].shape == (256, 151936)
-    assert live.peak == pytest.approx(activation_bytes(config, model), rel=1e-3)
+    assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
 
 
 @pytest.mark.usefixtures("imagined_gpu")
@@ -109,7 +111,30 @@ def test_a_model_whose_attention_is_wider_than_its_mlp_is_counted_too(tmp_path: 
     runner = make_runner(config, model)
     with LiveBytes() as live:
         runner._largest_step(allocate_kv_cache(model, 1, 16, NOWHERE), sampling_bytes(config, model))
-    assert live.peak == pytest.approx(activation_bytes(config, model), rel=1e-3)
+    assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
+
+
+@pytest.mark.usefixtures("imagined_gpu")
+def test_on_hopper_gate_and_up_are_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = describe("qwen3-8b", tmp_path)
+    before = activation_bytes(config, model, NOWHERE)
+    runner = make_runner(config, model)
+    for module in (linear, memory_needs):
+        monkeypatch.setattr(module, "has_hopper", lambda device: True)
+    monkeypatch.setattr(hopper_gated_linear, "_hopper_gated_linear", NoLaunch())
+    caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
+    with LiveBytes() as live:
+        runner._largest_step(caches, sampling_bytes(config, model))
+    assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
+    assert live.peak < 0.5 * before
+
+
+def test_a_step_of_fewer_tokens_may_be_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_needs, "has_hopper", lambda device: True)
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": FROM_ROWS + 2}
+    config, model = describe("qwen3-8b", tmp_path, **settings)
+    assert activation_bytes(config, model, NOWHERE) == ungated_bytes(config, model)
+    assert ungated_bytes(config, model) > config.max_num_batched_tokens * model.gated_peak_width * 2
 
 
 @pytest.mark.usefixtures("imagined_gpu")
