@@ -19,7 +19,7 @@ def has_hopper(device: torch.device) -> bool:
 
 def tiles(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """What the copy engine must know to fetch or write tiles of a matrix."""
-    return TensorDescriptor.from_tensor(matrix, block, layout(block, matrix.dtype))
+    return TensorDescriptor.from_tensor(matrix, block, _layout(block, matrix.dtype))
 
 
 def gate_up_tiles(weight: torch.Tensor, num_rows: int, block_k: int) -> TensorDescriptor:
@@ -30,10 +30,10 @@ def gate_up_tiles(weight: torch.Tensor, num_rows: int, block_k: int) -> TensorDe
     num_out, num_in = weight.shape[0] // 2, weight.shape[1]
     shape, strides = [num_out // 8, 2, 8, num_in], [8 * num_in, num_out * num_in, num_in, 1]
     block = [num_rows // 16, 2, 8, block_k]
-    return TensorDescriptor(weight, shape, strides, block, layout(block, weight.dtype))
+    return TensorDescriptor(weight, shape, strides, block, _layout(block, weight.dtype))
 
 
-def layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Of a tile in shared memory, as the tensor cores read it."""
     dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
     return gl.NVMMASharedLayout.get_default_for(block, dtypes[dtype])

@@ -25,6 +25,7 @@ import torch
 from teachllm_kernels._triton import tl, triton
 
 TILE = 64  # keys: splits are whole tiles, but for a sequence's last
+LOG2_E = 1.4426950408889634  # scores are turned to base 2, in which `DecodePlan.lse` is: the hardware has exp2
 MAX_FUSED = 8  # sequences, up to which the portable kernel that does all at once is faster than two
 _SPLITS_OF_ONE = 64  # at most, of one sequence
 _FEW = 8  # sequences, whose splits are of nearly the same length in any order

@@ -22,21 +22,12 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._hopper import has_hopper, tiles
-from teachllm_kernels._triton import (
-    barrier,
-    gdc_launch_dependents,
-    gdc_wait,
-    gl,
-    gluon,
-    hopper,
-    triton,
-)
-from teachllm_kernels.decode_plan import HOPPER_SHAPE, DecodePlan, max_splits
+from teachllm_kernels._triton import barrier, gdc_launch_dependents, gdc_wait, gl, gluon, hopper, triton
+from teachllm_kernels.decode_plan import HOPPER_SHAPE, LOG2_E, DecodePlan, max_splits
 
 __all__ = ["fits_hopper_decode", "hopper_decode"]
 
 _PIECE = 16  # keys of a copy, which lie in one block
-_LOG2_E = 1.4426950408889634
 
 
 @gluon.jit
@@ -290,7 +281,7 @@ def hopper_decode(
     _hopper_decode[(max_splits(num_seqs, num_kv_heads, HOPPER_SHAPE) * num_kv_heads,)](
         *(qkv, cos, signed_sin, qkv if qk_weight is None else qk_weight, eps),
         *(*slots, k_cache, v_cache, out, block_tables),
-        *(plan.items, plan.partial, plan.lse, plan.arrived, scale * _LOG2_E, block_tables.stride(0)),
+        *(plan.items, plan.partial, plan.lse, plan.arrived, scale * LOG2_E, block_tables.stride(0)),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEADS=max(8, triton.next_power_of_2(group)),

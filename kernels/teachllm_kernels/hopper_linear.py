@@ -257,11 +257,11 @@ def _rows_of_a_program(num_rows: int, all_stripes: int, parts: bool) -> tuple[in
         return 32 if num_rows <= 64 else 64 if num_rows <= 192 else 128, 0
     if not parts and 64 < num_rows <= 128 and 2 * all_stripes <= _PLACES:  # or half of the places would be idle
         return 64, 0
-    if num_rows <= 64 or 96 < num_rows <= 128:
+    if num_rows <= 64:
         return max(8, 1 << (num_rows - 1).bit_length()), 0
     if num_rows <= 96:
         return 64, 32
-    return 128, 32 if num_rows <= 160 else 64 if num_rows <= 192 else 0
+    return 128, 0 if num_rows <= 128 else 32 if num_rows <= 160 else 64 if num_rows <= 192 else 0
 
 
 def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts: bool) -> _Tiling:

@@ -21,14 +21,13 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.decode_plan import COMMON_SHAPE, HOPPER_SHAPE, DecodePlan, decode_shape, max_splits
+from teachllm_kernels.decode_plan import COMMON_SHAPE, HOPPER_SHAPE, LOG2_E, DecodePlan, decode_shape, max_splits
 from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.paged_attention import cost
 
 __all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
 _MERGED = 4096  # numbers that merging holds at once
-_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -347,7 +346,7 @@ def _launch(
     _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads,)](
         *tensors,
         *(plan.items, plan.partial, plan.lse, plan.arrived),
-        *(cos, signed_sin, qk_weight, eps, scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E),
+        *(cos, signed_sin, qk_weight, eps, scale * LOG2_E, (soft_cap or 0.0) * LOG2_E),
         *(q.stride(0), block_tables.stride(0), query_start),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,

@@ -15,7 +15,6 @@ from torch import nn
 
 from teachllm.layers.norm import RMSNorm
 from teachllm_kernels import few_rows_linear, hopper_gated_linear, hopper_linear
-from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
@@ -108,7 +107,7 @@ class Linear(nn.Module):
     def _on_hopper(self, x: torch.Tensor) -> bool:
         """Whether Hopper's own products take such rows."""
         fits = x.is_cuda and not self.is_fixed and x.element_size() == 2
-        return fits and x.shape[1] % 8 == 0 and self.weight.shape[0] % 16 == 0 and has_hopper(x.device)
+        return fits and x.shape[1] % 8 == 0 and self.weight.shape[0] % 16 == 0 and hopper_linear.has_hopper(x.device)
 
     def pack(self) -> None:
         """Lays the filled weight out for a CPU, if that can be done; `weight` is gone then."""

@@ -23,9 +23,9 @@ from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.models.model_config import ModelConfig
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.device_batch import DeviceBatch
-from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.hopper_gated_linear import FROM_ROWS
+from teachllm_kernels.hopper_linear import has_hopper
 from teachllm_kernels.sampling import workspace_bytes
 
 # Rows that are sampled together where the sampler's general way is taken, which holds so many copies of their logits

@@ -14,7 +14,7 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
 from teachllm.core.scheduler_output import NewRow
-from teachllm.layers import attention, linear
+from teachllm.layers import attention
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.models.loader import _build
 from teachllm.models.model_config import ModelConfig, load_model_config
@@ -32,7 +32,15 @@ from teachllm.worker.memory_needs import (
     sampling_bytes,
     ungated_bytes,
 )
-from teachllm_kernels import _triton, hopper_gated_linear, rms_norm, rope_kv_write, sampling, silu_and_mul
+from teachllm_kernels import (
+    _triton,
+    hopper_gated_linear,
+    hopper_linear,
+    rms_norm,
+    rope_kv_write,
+    sampling,
+    silu_and_mul,
+)
 from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from tests.bench.h200_script import h200
@@ -119,7 +127,7 @@ def test_on_hopper_gate_and_up_are_never_in_memory(tmp_path: Path, monkeypatch: 
     config, model = describe("qwen3-8b", tmp_path)
     before = activation_bytes(config, model, NOWHERE)
     runner = make_runner(config, model)
-    for module in (linear, memory_needs):
+    for module in (hopper_linear, memory_needs):
         monkeypatch.setattr(module, "has_hopper", lambda device: True)
     monkeypatch.setattr(hopper_gated_linear, "_hopper_gated_linear", NoLaunch())
     caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
