@@ -8,13 +8,19 @@ import torch
 
 from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl
 
-__all__ = ["gate_up_tiles", "has_hopper", "tiles"]
+__all__ = ["gate_up_tiles", "has_hopper", "num_multiprocessors", "tiles"]
 
 
 @cache
 def has_hopper(device: torch.device) -> bool:
     """Whether these kernels run there: a Hopper card (its tensor cores' instructions are no other card's)."""
     return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """A GPU's; of another device, for which kernels are only compiled, an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def tiles(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:

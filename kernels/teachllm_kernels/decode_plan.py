@@ -9,8 +9,9 @@ split of one KV head, so what matters is how many splits there are and how long 
                at the end. To cut one up costs merging: only those that would still run when the others have ended
 
 How many run at once is a choice: a program with fewer warps, or a shorter queue of tiles, leaves room for more of them
-(`DecodeShape`). So the shape follows from the number of sequences, such that they make whole waves. The list has a
-fixed bound, and the launch that a CUDA graph holds does not depend on lengths.
+(`DecodeShape`). So the shape follows from the number of sequences, such that they make whole waves; but one whose
+programs read fast alone, two to a multiprocessor, is the best for any number (`hopper_decode.py`). The list has a fixed
+bound, and the launch that a CUDA graph holds does not depend on lengths.
 
 Sources: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first); Ye et al., "FlashInfer", MLSys
 2025 (balanced splits).
@@ -18,7 +19,7 @@ Sources: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest fir
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -42,7 +43,7 @@ class DecodeShape:
         num_warps: of a program.
         stages: tiles that are under way or in use.
         tile: keys of one step of the inner loop.
-        maxnreg: registers of a thread at most.
+        maxnreg: registers of a thread at most; where warps have roles, in the mean.
     """
 
     at_once: int
@@ -73,7 +74,8 @@ def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hoppe
     """
     programs = num_seqs * num_kv_heads
     if fused:
-        return HOPPER_SHAPE if on_hopper and num_seqs > 1 else COMMON_SHAPE  # alone, they hold up the products around
+        # The splits of one sequence alone would take the room in which the products around them start early.
+        return HOPPER_SHAPE if on_hopper and num_seqs > 1 else COMMON_SHAPE
     if 2 * programs <= _SPLITTING_SHAPE.places:
         return _SPLITTING_SHAPE
     if programs <= COMMON_SHAPE.places:
@@ -92,7 +94,7 @@ def max_splits(num_seqs: int, num_kv_heads: int, shape: DecodeShape) -> int:
     return wave if num_seqs <= wave else wave + num_seqs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodePlan:
     """The work of one step's decode attention, on the device, and room for its partial results.
 
@@ -102,6 +104,7 @@ class DecodePlan:
         lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
         arrived: [max_seqs * num_kv_heads] int32, splits finished; 0 between launches.
         on_hopper: `hopper_decode` takes such heads.
+        filled_for: (sequences, shape of the programs) of the batch that it was filled for last.
     """
 
     items: torch.Tensor
@@ -109,6 +112,7 @@ class DecodePlan:
     lse: torch.Tensor
     arrived: torch.Tensor
     on_hopper: bool
+    filled_for: tuple[int, DecodeShape] | None = field(default=None, init=False)
 
     def fuses(self, num_seqs: int) -> bool:
         """Whether `fused_paged_decode` is faster than two kernels for so many."""
@@ -210,6 +214,7 @@ def plan_decode(
     """
     num_seqs = seq_lens.shape[0]
     shape = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
+    plan.filled_for = num_seqs, shape
     _plan_decode[(1,)](
         *(plan.items, seq_lens, query_start, rows, num_seqs),
         *(_wave(num_seqs, num_kv_heads, shape), max_splits(num_seqs, num_kv_heads, shape)),

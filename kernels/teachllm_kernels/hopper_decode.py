@@ -5,12 +5,12 @@ query heads are a few, and waits in between. A program then reads 11 to 15 GB/s,
 where memory sets the pace: a card at its power limit lowers its clock. Here are
 
     roles         one warp does nothing but start copies, as far ahead as shared memory reaches
-    copy engine   16 tokens of a block are one copy (TMA): blocks are multiples of that
+    copy engine   it takes 16 tokens of a block at a time (TMA): blocks are multiples of that
     early start   what earlier steps wrote is asked for before the kernel in front has ended. This step's token comes
                   from that kernel, through norm and rotation, and is where the sums begin
     operands      the tensor cores take 64 rows on their left, but as few as 8 columns on their right. So keys and
-                  values stand on the left, as they lie in shared memory, and query heads are columns: of a tile's
-                  scores, [keys, heads], a thread has four numbers, and of the sums, [channels, heads], eight
+                  values stand on the left, as they lie in shared memory, and query heads are columns: with up to 8
+                  of 128 channels a thread has four scores of a tile, [keys, heads], and eight sums, [channels, heads]
 
 The plan is `decode_plan.py`'s.
 
@@ -116,14 +116,14 @@ def _attend(
     D: gl.constexpr = k.shape[2]
     dtype: gl.constexpr = k.dtype
     queries = gl.allocate_shared_memory(dtype, [HEADS, D], k.layout)
-    as_operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, TILE], dtype)
-    weights = gl.allocate_shared_memory(dtype, [HEADS, TILE], as_operand)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, TILE], dtype)
+    weights = gl.allocate_shared_memory(dtype, [HEADS, TILE], WEIGHTS)
     fresh = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gdc_wait()
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
     channel = gl.arange(0, D, gl.SliceLayout(1, PRODUCT))
     new_v = token + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
-    value = gl.load(new_v + channel, holds_new & (channel < D), 0.0).to(gl.float32)
+    value = gl.where(holds_new, gl.load(new_v + channel).to(gl.float32), 0.0)
     query, new_k = _query_and_key(step, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
     query, new_k = query.to(dtype), new_k.to(dtype)
     queries.store(query)
@@ -277,6 +277,7 @@ def hopper_decode(
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     num_seqs, group = qkv.shape[0], qkv.shape[1] // num_kv_heads - 2
     out = qkv.new_empty((num_seqs, num_kv_heads * group, head_size))
+    assert plan.filled_for == (num_seqs, HOPPER_SHAPE)
     slots = (tiles(cache.view(num_blocks * block_size, -1), [_PIECE, head_size]) for cache in (k_cache, v_cache))
     _hopper_decode[(max_splits(num_seqs, num_kv_heads, HOPPER_SHAPE) * num_kv_heads,)](
         *(qkv, cos, signed_sin, qkv if qk_weight is None else qk_weight, eps),
@@ -303,5 +304,5 @@ def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int,
     Args:
         group: query heads of a KV head.
     """
-    fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 32 and block_size % _PIECE == 0
+    fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 16 and block_size % _PIECE == 0
     return fits and has_hopper(device)

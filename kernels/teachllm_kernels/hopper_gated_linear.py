@@ -7,9 +7,10 @@ But it leaves [rows, 2 * size] numbers in memory for a kernel that reads them ag
     tiles         128 rows of x by 256 of the weight: two groups of four warps hold 64 x 256 sums each, as many as
                   registers allow, since the larger a tile the fewer bytes to the product
     roles         one warp does nothing but start copies (TMA); it is at the next tile's while this one's is written
-    persistent    one program to a multiprocessor, which takes one tile after the other
-    order         tiles that are worked on at once form a square of the result, so that they read the same of x and of
-                  the weight, which the second-level cache then has
+    persistent    one program to a multiprocessor, which takes one tile after the other. There is nothing for it to do
+                  early: it takes up a whole multiprocessor
+    order         tiles that are worked on at once need as many rows of x as of the weight, as few as there can be, and
+                  the second-level cache has them
     epilogue      the copy engine lays 8 rows of gate and the 8 of up side by side: a thread holds both
 
 `hopper_linear.py` is for up to 256 rows, which reading the weight bounds.
@@ -21,16 +22,15 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._hopper import gate_up_tiles, tiles
+from teachllm_kernels._hopper import gate_up_tiles, num_multiprocessors, tiles
 from teachllm_kernels._triton import gl, gluon, hopper
 from teachllm_kernels.linear import cost
 
 __all__ = ["FROM_ROWS", "cost", "hopper_gated_linear"]
 
-FROM_ROWS = 2048  # with fewer the library's, which has smaller tiles, does better
+FROM_ROWS = 2048  # with fewer it depends on how many tiles are left for the last round; the library has smaller ones
 _ROWS, _COLUMNS, _BLOCK_K = 128, 128, 64
 _STAGES = 4  # 48 KiB each; 32 more hold the result
-_PLACES = 132  # multiprocessors
 _AT_ONCE = 16  # blocks of rows that are worked on at once
 
 
@@ -98,7 +98,7 @@ def _multiply(
         hopper.mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
         gate, up = gl.split(acc.reshape([64, EIGHTS, 2, 8]).permute((0, 1, 3, 2)))
         y = (gate / (1.0 + gl.exp(-gate)) * up).reshape([64, COLUMNS])
-        hopper.tma.store_wait(0)  # the block before is written
+        hopper.tma.store_wait(0)  # the block before has been read
         mine.store(y.to(mine.dtype))
         hopper.fence_async_shared()
         at = [row_block * ROWS + HALF * 64, column_block * COLUMNS]
@@ -144,7 +144,8 @@ def hopper_gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     (num_rows, num_in), num_out = x.shape, weight.shape[0] // 2
     out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
     num_row_blocks, num_column_blocks = -(-num_rows // _ROWS), -(-num_out // _COLUMNS)
-    _hopper_gated_linear[(min(num_row_blocks * num_column_blocks, _PLACES),)](
+    num_programs = min(num_row_blocks * num_column_blocks, num_multiprocessors(x.device))
+    _hopper_gated_linear[(num_programs,)](
         tiles(x, [_ROWS, _BLOCK_K]),
         gate_up_tiles(weight, 2 * _COLUMNS, _BLOCK_K),
         tiles(out, [_ROWS // 2, _COLUMNS]),

@@ -10,7 +10,8 @@ all the work goes into keeping every multiprocessor reading until the end, howev
               last split merges them, so there is no second kernel.
 
 `fused_paged_decode` does also what comes before attention (q/k norm, rotary embedding, KV write) for one new token a
-sequence: at small batches a kernel less a layer is worth more than the few numbers each split computes again.
+sequence: at small batches a kernel less a layer is worth more than the few numbers each split computes again. On Hopper
+it is `hopper_decode.py`, for any number of sequences but one.
 
 Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; Kwon et al., "Efficient Memory Management for
 LLM Serving with PagedAttention", SOSP 2023.
@@ -340,6 +341,7 @@ def _launch(
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
     is_common = rows <= 16 and half_padded <= 64 and k_cache.element_size() <= 2  # other shapes fit only such
     planned = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
+    assert plan.filled_for == (num_seqs, planned)
     shape = planned if is_common and planned is not HOPPER_SHAPE else COMMON_SHAPE
     # It reads the plan before it waits for the kernel in front of it. That is safe because `plan_decode`, which is not
     # launched early itself, is never the kernel in front: others that wait for it lie between.

@@ -82,7 +82,7 @@ class Linear(nn.Module):
             return hopper_linear.hopper_linear(x, self.weight, self.bias, gated=True)
         if kernel == "few rows":
             return few_rows_linear.few_rows_linear_triton(x, self.weight, self.bias, gated=True)
-        if x.shape[0] >= hopper_gated_linear.FROM_ROWS and self.bias is None and self._on_hopper(x):
+        if self.bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
             return hopper_gated_linear.hopper_gated_linear(x, self.weight)
         return silu_and_mul(self(x))
 
@@ -98,7 +98,7 @@ class Linear(nn.Module):
         return gemv_triton(x, self.weight, self.bias, prologue, residual, gated)
 
     def _kernel(self, x: torch.Tensor) -> Literal["hopper", "few rows", "library"]:
-        """Whose product is the fastest for so many rows; measured, see benchmarks/NOTES.md."""
+        """Whose plain product is the fastest for so many rows; measured, see benchmarks/NOTES.md."""
         num_rows = x.shape[0]
         if num_rows <= hopper_linear.MAX_ROWS and self._on_hopper(x):
             return "hopper"

@@ -187,9 +187,13 @@ class LlamaForCausalLM(nn.Module):
 
     Args:
         max_len: positions to prepare, at most the model's context.
+
+    Attributes:
+        fuses_decodes: on a GPU, attention does what comes before it too, where `AttentionMetadata.is_fused` says so.
     """
 
     implementation = "teachllm"
+    fuses_decodes = True
 
     def __init__(self, config: LlamaConfig, max_len: int) -> None:
         super().__init__()
@@ -257,7 +261,7 @@ def shape(raw: dict[str, Any]) -> Shape:
         windows=config.windows,
         num_parameters=config.num_parameters,
         peak_width=peak_width(config),
-        gated_peak_width=peak_width(config, is_gated=not config.mlp_bias),
+        gated_peak_width=peak_width(config, is_gated=not config.mlp_bias and config.intermediate_size % 8 == 0),
     )
 
 

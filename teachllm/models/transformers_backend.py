@@ -129,6 +129,7 @@ class TransformersModel(nn.Module):
     runs as it is too, over hidden states that a stand-in base model hands to it.
     """
 
+    fuses_decodes = False
     implementation = "transformers"
 
     def __init__(self, model: Any, windows: tuple[int | None, ...]) -> None:

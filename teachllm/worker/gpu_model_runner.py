@@ -126,7 +126,7 @@ class GPUModelRunner:
         num_bytes = sampling_bytes(config, self._model_config)
         run = partial(self._largest_step, caches, num_bytes)
         needs = measure_needs(predicted, run, self._device, total - free, config.enforce_eager)
-        needs["activations"] = max(needs["activations"], ungated_bytes(config, self._model_config))
+        needs["activations"] = max(needs["activations"], ungated_bytes(config, self._model_config, self._device))
         measured = {"weights": weights, **needs}
         compare(predicted, measured)
         return measured_plan(predicted, config, free, measured)
@@ -219,7 +219,8 @@ class GPUModelRunner:
         """From rows to logits or sampled ids: what a full graph holds."""
         batch = self._batch
         batch.build(num_seqs)
-        is_fused = is_decode and self._backend.splits_decodes and all(p.fuses(num_seqs) for p in self._plans.values())
+        can_fuse = self.model.fuses_decodes and self._backend.splits_decodes
+        is_fused = is_decode and can_fuse and all(plan.fuses(num_seqs) for plan in self._plans.values())
         if is_decode:
             self._plan_decodes(num_seqs, is_fused)
         metadata = self._metadata(num_seqs, num_tokens, num_seqs if is_decode else 0)

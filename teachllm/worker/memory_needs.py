@@ -1,6 +1,6 @@
 """What an engine on a GPU takes beside its KV cache: predicted from shapes, then measured by one step.
 
-    activations   what the largest step keeps alive at once: either the widest point of the forward pass, of
+    activations   what a step keeps alive at once, at most: either the widest point of the forward pass, of
                   `max_num_batched_tokens` tokens, or the logits of `max_num_seqs` of them with the sampler's workspaces
     step buffers  rows, block tables, the header, attention's partial results: made without memory, and counted
     CUDA graphs   one pool for the tensors of all recordings, as large as the largest, and what a recorded kernel costs
@@ -29,7 +29,8 @@ from teachllm_kernels.hopper_linear import has_hopper
 from teachllm_kernels.sampling import workspace_bytes
 
 # Rows that are sampled together where the sampler's general way is taken, which holds so many copies of their logits
-# in float32 at once, and so many bytes for each token of their sequences: a bound, with every parameter in use.
+# in float32 at once, and so many bytes for each token of their sequences: a bound, with every parameter in use. A row
+# takes 9 MiB for a vocabulary of 150,000: with twice as many, a small model would need more to sample than to compute.
 SAMPLED_AT_ONCE = 16
 _LOGITS_COPIES = 14
 _BYTES_OF_HISTORY = 24
@@ -61,24 +62,33 @@ def predict_needs(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def activation_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
-    """What the largest step keeps alive at its peak."""
+    """What a step keeps alive at its peak, at most."""
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     assert num_tokens and num_seqs
     size = dtype_bytes(model.dtype)
-    is_gated = size == 2 and not config.batch_invariant and num_tokens >= FROM_ROWS and has_hopper(device)
     hidden = num_tokens * model.hidden_size * size
     logits = num_seqs * model.vocab_size * size
     return max(
-        num_tokens * (model.gated_peak_width if is_gated else model.peak_width) * size,
-        ungated_bytes(config, model),
+        num_tokens * (model.gated_peak_width if _is_gated(config, model, device) else model.peak_width) * size,
+        ungated_bytes(config, model, device),
         hidden + logits + sampling_bytes(config, model),
     )
 
 
-def ungated_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What a step of too few tokens for `hopper_gated_linear` keeps alive: gate and up, which a larger one may not."""
+def ungated_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+    """What a step keeps alive that has gate and up in memory, for want of tokens, where the one of most tokens has not.
+
+    0 where all are alike.
+    """
+    is_gated = _is_gated(config, model, device)
+    return (FROM_ROWS - 1) * model.peak_width * dtype_bytes(model.dtype) if is_gated else 0
+
+
+def _is_gated(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
+    """Whether `hopper_gated_linear` runs in the step of most tokens; `Linear.gated` decides."""
     assert config.max_num_batched_tokens
-    return min(config.max_num_batched_tokens, FROM_ROWS - 1) * model.peak_width * dtype_bytes(model.dtype)
+    is_large = config.max_num_batched_tokens >= FROM_ROWS
+    return is_large and dtype_bytes(model.dtype) == 2 and not config.batch_invariant and has_hopper(device)
 
 
 def sampling_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -25,6 +25,7 @@ RUNGS: dict[str, dict[str, Any]] = {
     "static batching": {"scheduling_policy": "static", "max_num_batched_tokens": 64},
     "unchunked": {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_LEN},
 }
+THROUGH_TRANSFORMERS = "through transformers"  # where its model runs here, with our attention
 
 
 @cache
@@ -44,6 +45,8 @@ def on_gpu(family: str, rung: str) -> Any:
 
 CASES = [
     *((family, rung, "cpu") for family in FAMILIES for rung in RUNGS),
+    ("qwen3", THROUGH_TRANSFORMERS, "cpu"),
+    on_gpu("qwen3", THROUGH_TRANSFORMERS),
     *(on_gpu(family, "paged, chunked") for family in ("llama3", "mistral", "qwen3", "gemma2")),
     *(on_gpu("qwen3", rung) for rung in ("preempted", "no KV cache", "contiguous")),
 ]
@@ -60,7 +63,7 @@ def test_greedy_tokens_equal_transformers(family: str, rung: str, device: str) -
         skip_tokenizer_init=True,
         max_model_len=MAX_MODEL_LEN,
         check_invariants=True,
-        **pool | RUNGS[rung],
+        **pool | (RUNGS | {THROUGH_TRANSFORMERS: {"model_impl": "transformers"}})[rung],
     )
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], GREEDY, use_tqdm=False)
     judge.judge_outputs(outputs, least_distinct=MIN_DISTINCT)

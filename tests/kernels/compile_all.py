@@ -120,8 +120,11 @@ def compile_attention(
     paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap, max_query_len=4, tree_mask=tree)
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
     norm = torch.zeros(num_heads + 2, head_size, dtype=dtype)
+    plan_decode(plan, lens, starts, rows, 2, window, fused=True)
     fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
     if dtype != torch.float32 and head_size in (64, 128):
+        plan.on_hopper = True
+        plan_decode(plan, lens, starts, rows, 2, window, fused=True)
         for weight in (norm, None):
             hopper_decode(qkv, angle, angle, weight, 1e-6, cache, cache, tables, plan, 1.0)
     if dtype != torch.float32 or head_size < 128:  # spills there, and takes a minute to

@@ -54,4 +54,5 @@ def test_gated_products_of_many_rows(num_rows: int, shape: tuple[int, int], dtyp
     y = hopper_gated_linear(x, weight)
     assert y.dtype == dtype and y.shape == (num_rows, num_out)
     expected = gemv_reference(x.double(), weight.double(), gated=True)
-    assert (y.double() - expected).norm() / expected.norm() < 5e-3
+    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-3)  # each: a tile gone wrong is few of many
+    assert torch.equal(y, hopper_gated_linear(x, weight))

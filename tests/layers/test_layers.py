@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from teachllm.layers import linear
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
 from teachllm.layers.attention_backends.base import AttentionSettings
 from teachllm.layers.attention_backends.triton import check_heads
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
+from teachllm_kernels import hopper_gated_linear, hopper_linear
+from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 
 SCALINGS = {
     "linear": {"factor": 4.0},
@@ -111,3 +116,31 @@ def test_a_gpu_takes_the_heads_of_common_models(heads: tuple[int, int, int]) -> 
 def test_heads_that_no_kernel_takes_are_refused(heads: tuple[int, int, int], dtype: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check_heads(*heads, dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "sizes", "changes", "is_gated"),
+    [
+        (FROM_ROWS, (64, 96), {}, True),
+        (FROM_ROWS - 1, (64, 96), {}, False),
+        (FROM_ROWS, (64, 100), {}, False),  # copies begin at multiples of 16 bytes
+        (FROM_ROWS, (60, 96), {}, False),
+        (FROM_ROWS, (64, 96), {"bias": True}, False),
+        (FROM_ROWS, (64, 96), {"is_fixed": True}, False),
+        (FROM_ROWS, (64, 96), {"dtype": torch.float32}, False),
+        (FROM_ROWS, (64, 96), {"has_hopper": False}, False),
+    ],
+)
+def test_a_product_gates_itself_only_where_its_kernel_can(
+    num_rows: int, sizes: tuple[int, int], changes: dict[str, Any], is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (num_in, num_out), dtype = sizes, changes.get("dtype", torch.bfloat16)
+    layer = Linear(num_in, {"gate": num_out, "up": num_out}, changes.get("bias", False)).to("meta", dtype)
+    layer.is_fixed = changes.get("is_fixed", False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(hopper_linear, "has_hopper", lambda device: changes.get("has_hopper", True))
+    for module, name in ((hopper_gated_linear, "hopper_gated_linear"), (linear, "silu_and_mul"), (Linear, "forward")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: name)
+    assert layer.gated(torch.empty(num_rows, num_in, dtype=dtype, device="meta")) == (
+        "hopper_gated_linear" if is_gated else "silu_and_mul"
+    )

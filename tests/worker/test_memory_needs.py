@@ -122,27 +122,41 @@ def test_a_model_whose_attention_is_wider_than_its_mlp_is_counted_too(tmp_path: 
     assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
 
 
-@pytest.mark.usefixtures("imagined_gpu")
-def test_on_hopper_gate_and_up_are_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, model = describe("qwen3-8b", tmp_path)
-    before = activation_bytes(config, model, NOWHERE)
-    runner = make_runner(config, model)
+@pytest.fixture
+def imagined_hopper(imagined_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (hopper_linear, memory_needs):
         monkeypatch.setattr(module, "has_hopper", lambda device: True)
     monkeypatch.setattr(hopper_gated_linear, "_hopper_gated_linear", NoLaunch())
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
+@pytest.mark.usefixtures("imagined_hopper")
+def test_on_hopper_gate_and_up_of_many_tokens_are_not_in_memory(name: str, tmp_path: Path) -> None:
+    config, model = describe(name, tmp_path)
+    assert config.max_num_batched_tokens
+    runner = make_runner(config, model)
     caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
     with LiveBytes() as live:
         runner._largest_step(caches, sampling_bytes(config, model))
     assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
-    assert live.peak < 0.5 * before
+    assert live.peak < 0.75 * config.max_num_batched_tokens * model.peak_width * 2
 
 
-def test_a_step_of_fewer_tokens_may_be_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_needs, "has_hopper", lambda device: True)
+@pytest.mark.usefixtures("imagined_hopper")
+def test_a_step_of_too_few_tokens_for_that_may_need_more(tmp_path: Path) -> None:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": FROM_ROWS + 2}
     config, model = describe("qwen3-8b", tmp_path, **settings)
-    assert activation_bytes(config, model, NOWHERE) == ungated_bytes(config, model)
-    assert ungated_bytes(config, model) > config.max_num_batched_tokens * model.gated_peak_width * 2
+    (tmp_path / "again").mkdir()
+    fewer, _ = describe("qwen3-8b", tmp_path / "again", **settings | {"max_num_batched_tokens": FROM_ROWS - 1})
+    caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
+    peaks = []
+    for each in (config, fewer):
+        runner = make_runner(each, model)
+        with LiveBytes() as live:
+            runner._largest_step(caches, 0)
+        peaks.append(live.peak)
+    assert peaks[0] < peaks[1] == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
+    assert ungated_bytes(fewer, model, NOWHERE) == 0
 
 
 @pytest.mark.usefixtures("imagined_gpu")

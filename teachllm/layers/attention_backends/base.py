@@ -52,7 +52,8 @@ class AttentionBackend(Protocol):
 
     Attributes:
         in_graphs: its launches can be recorded in a CUDA graph, as lengths stay on the device.
-        splits_decodes: it computes decodes from `AttentionMetadata.decode_plans`, and few of them fused.
+        splits_decodes: it computes decodes from `AttentionMetadata.decode_plans`, and may leave them to a model that
+            fuses them.
     """
 
     name: str
