@@ -84,7 +84,10 @@ def step_inputs(
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
-def _append_tokens(rows, sampled, token_ids, num_known, num_rows, token_stride, ROWS: tl.constexpr, PDL: tl.constexpr):
+def _append_tokens(
+    rows, sampled, token_ids, num_known, outputs, turn, num_rows, token_stride, output_stride,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -94,19 +97,30 @@ def _append_tokens(rows, sampled, token_ids, num_known, num_rows, token_stride, 
     known = tl.load(num_known + row, mask=row >= 0, other=0)
     tl.store(token_ids + row * token_stride + known, token.to(tl.int32), mask=row >= 0)
     tl.store(num_known + row, known + 1, mask=row >= 0)
+    tl.store(outputs + tl.load(turn) * output_stride + index, token.to(tl.int32), mask=row >= 0)
 
 
-def append_tokens(rows: torch.Tensor, sampled: torch.Tensor, token_ids: torch.Tensor, num_known: torch.Tensor) -> None:
-    """Sampled tokens become known.
+def append_tokens(
+    rows: torch.Tensor,
+    sampled: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    outputs: torch.Tensor,
+    turn: torch.Tensor,
+) -> None:
+    """Sampled tokens become known, to the host too.
 
     Args:
         rows: [num_rows] int32, no row twice; -1 is padding.
         sampled: [num_rows] int64 ids.
         token_ids: [max_rows, max_len] int32, grown in place; no row may be full.
         num_known: [max_rows] int32, counted up in place.
+        outputs: [num_turns, max_rows] int32, on the device or in the host's pinned memory.
+        turn: [1] int32, the row of `outputs` to write to.
     """
     _append_tokens[(1,)](
-        *(rows, sampled, token_ids, num_known, rows.shape[0], token_ids.stride(0)),
+        *(rows, sampled, token_ids, num_known, outputs, turn),
+        *(rows.shape[0], token_ids.stride(0), outputs.stride(0)),
         ROWS=triton.next_power_of_2(rows.shape[0]),
         **launch_options(rows.device),
     )
@@ -131,8 +145,9 @@ def write_runs(to: torch.Tensor, packed: torch.Tensor, num_runs: int, longest: i
 
     Args:
         to: [size] int32.
-        packed: int32, on the same device: the place of each run's first value in `to`, [num_runs]; where each run
-            begins among the values, and the last one ends, [num_runs + 1]; the values. No two runs may overlap.
+        packed: int32, on the same device or in the host's pinned memory: the place of each run's first value in `to`,
+            [num_runs]; where each run begins among the values, and the last one ends, [num_runs + 1]; the values. No
+            two runs may overlap.
         longest: values of the longest run.
     """
     programs = min(triton.cdiv(longest, _RUN_BLOCK), _MAX_RUN_PROGRAMS)

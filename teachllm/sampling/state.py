@@ -143,7 +143,7 @@ class SamplingState:
         floats, ints = self._floats, self._ints
         output_index = rows  # nothing reads it where nothing is random
         if any_random:
-            output_index = num_known.index_select(0, rows.clamp(min=0)) - ints[:, 2].index_select(0, rows.clamp(min=0))
+            output_index = (num_known - ints[:, 2]).index_select(0, rows.clamp(min=0))
         return sample_triton(
             *(logits, rows, floats[:, 0], ints[:, 3], floats[:, 1], floats[:, 2], ints[:, 0], ints[:, 1], output_index),
             any_random=any_random,

@@ -124,9 +124,7 @@ class Graphs(Generic[T]):
 
 
 def _borrowed(result: Any) -> Any:
-    """A recording's tensor, or a tuple of tensors and None, not kept."""
-    if isinstance(result, tuple):
-        return tuple(map(_borrowed, result))
+    """A recording's tensor, or None, not kept."""
     return result if result is None else borrowed(result)
 
 

@@ -1,14 +1,17 @@
 """The input batch on a GPU: rows and step tensors that stay where they are, so that CUDA graphs can name them.
 
 As `input_batch.py`, a row per running request; but the rows live on the device, and what a step samples goes straight
-into them. The host sends who computes how many tokens (`header`, one copy a step) and what a plan adds to the rows (one
-copy more, if anything), and never needs to know a token to plan the step after it.
+into them. The host says who computes how many tokens (the header) and what a plan adds to the rows, and never needs to
+know a token to plan the step after it. Between two steps the device has nothing to compute, so that little happens
+there: one kernel fetches it all from the host's memory, and what was sampled is written to that memory by the kernel
+that has it. A copy each way would take longer to start than to run.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ from teachllm.worker.rows import Rows
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 
 _LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
-_NUM_STAGED = 4  # headers under way at once: more than steps can be in flight
+_NUM_STEPS = 4  # whose inputs and outputs are kept on the host: more than can be in flight
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,6 +71,16 @@ class DeviceStep:
         return num_seqs, padded_size(self.num_tokens, room) + num_seqs - count
 
 
+@dataclass(slots=True)
+class _Additions:
+    """What is to be written into the rows: runs of values, the prompts' before the others'."""
+
+    places: list[int] = field(default_factory=list)
+    lens: list[int] = field(default_factory=list)
+    prompts: list[Sequence[int]] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+
+
 class DeviceBatch(Rows):
     """Rows of the requests a GPU is running.
 
@@ -75,7 +88,8 @@ class DeviceBatch(Rows):
         token_ids: [max_num_seqs, max_model_len] int32.
         num_known: [max_num_seqs] int32, tokens of prompt and outputs.
         block_tables: [max_num_seqs, max_blocks] int32.
-        rows, planned_start, sample_rows, logit_index: [max_num_seqs] int32, query_start: one more; this step's header.
+        rows, planned_start, sample_rows, logit_index: [max_num_seqs] int32, query_start: one more, turn: [1]; this
+            step's header.
         input_ids, positions, slot_mapping: [max_num_batched_tokens] int64, seq_lens: [max_num_seqs] int32; made of it.
     """
 
@@ -85,26 +99,27 @@ class DeviceBatch(Rows):
         super().__init__(max_num_seqs)
         self.block_size = block_size
         self.device = device
-        # All rows lie in one tensor, so that one kernel reaches whatever a plan adds to them.
-        widths = [-(-max_model_len // block_size), max_model_len, 1]
-        self._row_memory = torch.zeros(max_num_seqs * sum(widths), dtype=torch.int32, device=device)
-        tables, tokens, self.num_known = self._row_memory.split([max_num_seqs * width for width in widths])
+        # All rows and the header lie in one tensor, so that one kernel reaches them all.
+        row_sizes = [max_num_seqs * width for width in (-(-max_model_len // block_size), max_model_len, 1)]
+        sizes = [max_num_seqs, max_num_seqs + 1, max_num_seqs, max_num_seqs, max_num_seqs, 1]
+        self._memory = torch.zeros(sum(row_sizes) + sum(sizes), dtype=torch.int32, device=device)
+        tables, tokens, self.num_known, *header = self._memory.split(row_sizes + sizes)
         self.block_tables, self.token_ids = tables.view(max_num_seqs, -1), tokens.view(max_num_seqs, -1)
-        sizes = [max_num_seqs, max_num_seqs + 1, max_num_seqs, max_num_seqs, max_num_seqs]
-        self._header = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index = self._header.split(sizes)
-        self._staged = [self._staging(sum(sizes)).zero_() for _ in range(_NUM_STAGED)]
-        self._num_staged = 0
+        self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index, self.turn = header
+        self._header, self._header_place = np.zeros(sum(sizes), dtype=np.int32), sum(row_sizes)
+        self._added = _Additions()
+        self._sent: deque[torch.Tensor] = deque(maxlen=_NUM_STEPS)
+        self._outputs = self._on_host(_NUM_STEPS * max_num_seqs).view(_NUM_STEPS, -1)
         self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
 
     def prepare(self, plan: SchedulerOutput) -> DeviceStep:
-        """Writes a plan's new tokens and blocks into the rows and returns the rest, for `send`."""
+        """Notes a plan's new tokens and blocks and returns the rest, for `send`."""
         shares = plan.scheduled
         rows = [self._row_of[share.request_id] for share in shares]
-        self._write(rows, shares)
+        self._note(rows, shares)
         query_lens = [share.num_tokens for share in shares]
         # A request that starts now may share a block which another one fills in this very step: its one token is no
         # decode, since what is fused for those reads the cache while others still write to it.
@@ -113,49 +128,51 @@ class DeviceBatch(Rows):
         sampling = [i for i, share in enumerate(shares) if share.samples]
         return DeviceStep(rows, query_lens, [share.start for share in shares], num_decodes, sampling)
 
-    def _write(self, rows: Sequence[int], shares: Sequence[ScheduledRequest]) -> None:
-        """Writes the tokens of requests that start, and all new blocks, into their rows."""
+    def _note(self, rows: Sequence[int], shares: Sequence[ScheduledRequest]) -> None:
+        """The tokens of requests that start, and all new blocks."""
         (_, table_width), (max_num_seqs, row_width) = self.block_tables.shape, self.token_ids.shape
         first_token = max_num_seqs * table_width
         first_known = first_token + max_num_seqs * row_width
+        added = self._added = _Additions()
         started = [(row, share.new_row.token_ids) for row, share in zip(rows, shares, strict=True) if share.new_row]
-        places = [first_token + row * row_width for row, _ in started] + [first_known + row for row, _ in started]
-        lens = [len(token_ids) for _, token_ids in started]
-        num_tokens, values = sum(lens), list(lens)
-        lens += [1] * len(started)
+        added.prompts = [token_ids for _, token_ids in started]
+        added.places = [first_token + row * row_width for row, _ in started] + [first_known + row for row, _ in started]
+        added.values = [len(token_ids) for token_ids in added.prompts]
+        added.lens = added.values + [1] * len(started)
         for row, share in zip(rows, shares, strict=True):
             if share.new_block_ids:
-                places.append(row * table_width + share.first_new_block)
-                lens.append(len(share.new_block_ids))
-                values += share.new_block_ids
-        count = len(places)
-        if count == 0:
-            return
-        packed = self._staging(2 * count + 1 + num_tokens + len(values))
-        array = packed.numpy()
-        array[:count], array[count] = places, 0
-        np.cumsum(lens, out=array[count + 1 : 2 * count + 1])
-        end = 2 * count + 1
-        for _, token_ids in started:
-            start, end = end, end + len(token_ids)
-            array[start:end] = token_ids
-        array[end:] = values
-        write_runs(self._row_memory, packed.to(self.device, non_blocking=True), count, max(lens))
+                added.places.append(row * table_width + share.first_new_block)
+                added.lens.append(len(share.new_block_ids))
+                added.values += share.new_block_ids
 
     def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
-        """Copies a step's header to the device.
+        """Writes a step's header, and what it adds to the rows, to the device.
 
         Args:
             num_seqs: with padding.
             num_tokens: with padding; each padding sequence has one token, and the last all that are left.
         """
-        count, samples = len(step.rows), len(step.sampling)
-        staged = self._staged[self._num_staged % _NUM_STAGED]
-        self._num_staged += 1
-        size = self.rows.shape[0]
-        array = staged.numpy()
-        rows, starts = array[:size], array[size : 2 * size + 1]
-        planned, sample_rows, logit_index = array[2 * size + 1 :].reshape(3, size)
+        self._fill_header(step, num_seqs, num_tokens)
+        added, header = self._added, self._header
+        self._added = _Additions()
+        lens = [*added.lens, len(header)]
+        count = len(lens)
+        packed = self._on_host(2 * count + 1 + sum(lens))
+        array = packed.numpy()
+        array[: count - 1], array[count - 1], array[count] = added.places, self._header_place, 0
+        np.cumsum(lens, out=array[count + 1 : 2 * count + 1])
+        end = 2 * count + 1
+        for token_ids in added.prompts:
+            start, end = end, end + len(token_ids)
+            array[start:end] = token_ids
+        array[end : -len(header)], array[-len(header) :] = added.values, header
+        write_runs(self._memory, packed, count, max(lens))
+        self._sent.append(packed)  # where the device reads it when it comes to that
+
+    def _fill_header(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
+        count, samples, size = len(step.rows), len(step.sampling), self.rows.shape[0]
+        rows, starts = self._header[:size], self._header[size : 2 * size + 1]
+        planned, sample_rows, logit_index = self._header[2 * size + 1 : -1].reshape(3, size)
         rows[:count], rows[count:num_seqs] = step.rows, -1
         ends = np.cumsum(step.query_lens)
         starts[0], starts[1 : count + 1] = 0, ends
@@ -167,7 +184,12 @@ class DeviceBatch(Rows):
         sample_rows[:samples] = np.asarray(step.rows)[step.sampling]
         sample_rows[samples:], logit_index[samples:] = -1, 0
         logit_index[:samples] = ends[step.sampling] - 1
-        self._header.copy_(staged, non_blocking=True)
+        self._header[-1] = (self._header[-1] + 1) % _NUM_STEPS
+
+    @property
+    def output(self) -> torch.Tensor:
+        """[max_num_seqs] int32 on the host: what the step that was sent last samples, when it has."""
+        return self._outputs[int(self._header[-1])]
 
     def clear(self, num_seqs: int, num_tokens: int) -> None:
         """A header of padding alone: what graphs are captured with."""
@@ -194,9 +216,10 @@ class DeviceBatch(Rows):
         )
 
     def append(self, sampled: torch.Tensor) -> None:
-        """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known."""
-        append_tokens(self.sample_rows[: sampled.shape[0]], sampled, self.token_ids, self.num_known)
+        """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known, and the step's output."""
+        rows = self.sample_rows[: sampled.shape[0]]
+        append_tokens(rows, sampled, self.token_ids, self.num_known, self._outputs, self.turn)
 
-    def _staging(self, size: int) -> torch.Tensor:
-        """[size] int32, from where a GPU reads without the host waiting for it."""
+    def _on_host(self, size: int) -> torch.Tensor:
+        """[size] int32, where a GPU's kernels read and write it."""
         return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")

@@ -151,8 +151,8 @@ class GPUModelRunner:
         if not scores and self._backend.in_graphs:
             full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
             if full is not None:
-                logits, sampled = self._full(step, *full, variant)
-                return LaunchedStep(step, rows, variant, logits, sampled, None)
+                logits = self._full(step, *full, variant)
+                return LaunchedStep(step, rows, variant, logits, self._batch.output, None)
         sampled = self._batch.logit_index[: len(rows)] if rows else None
         hidden = self._mixed(step, None if scores else sampled)
         prompt_logprobs = None
@@ -162,23 +162,20 @@ class GPUModelRunner:
         logits = None
         if sampled is not None:
             logits = self.model.lm_logits(hidden.index_select(0, sampled) if scores else hidden)
-        return LaunchedStep(step, rows, variant, logits, None, prompt_logprobs)
+        return LaunchedStep(step, rows, variant, logits, self._batch.output, prompt_logprobs)
 
     def _sample(self, launched: LaunchedStep) -> PendingStep:
+        if launched.logits is None:
+            return PendingStep(launched)
         rows, variant, batch = launched.rows, launched.variant, self._batch
         count = len(rows)
-        if launched.sampled is not None:
-            return PendingStep(launched, launched.sampled[:count], None)
-        if launched.logits is None:
-            return PendingStep(launched, batch.input_ids[:0], None)
-        logits = launched.logits[:count]
+        logits, logprobs = launched.logits[:count], None
         if variant is not None:
             sampled = self._sampler.sample_plain(logits, batch.sample_rows[:count], batch.num_known, variant)
-            logprobs = None
         else:
             sampled, logprobs = self._sample_any(logits, rows)
         batch.append(sampled)
-        return PendingStep(launched, sampled, logprobs)
+        return PendingStep(launched, logprobs)
 
     def _sample_any(
         self, logits: torch.Tensor, rows: list[int]
@@ -202,8 +199,8 @@ class GPUModelRunner:
 
     def _full(
         self, step: DeviceStep, num_seqs: int, num_tokens: int, variant: tuple[bool, bool] | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(logits, None) or (None, sampled ids) of a step padded to a graph's size."""
+    ) -> torch.Tensor | None:
+        """The logits of a step padded to a graph's size; None if it has sampled."""
         is_decode = step.is_decode
         key = ("full", num_seqs, num_tokens, is_decode, variant)
         has_graph = self._graphs.has(key)
@@ -215,8 +212,8 @@ class GPUModelRunner:
 
     def _full_step(
         self, num_seqs: int, num_tokens: int, is_decode: bool, variant: tuple[bool, bool] | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """From rows to logits or sampled ids: what a full graph holds."""
+    ) -> torch.Tensor | None:
+        """From rows to logits, or to sampled ids: what a full graph holds."""
         batch = self._batch
         batch.build(num_seqs)
         can_fuse = self.model.fuses_decodes and self._backend.splits_decodes
@@ -230,10 +227,10 @@ class GPUModelRunner:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
         logits = self.model.lm_logits(hidden)
         if variant is None:
-            return logits, None
+            return logits
         sampled = self._sampler.sample_plain(logits, batch.sample_rows[:num_seqs], batch.num_known, variant)
         batch.append(sampled)
-        return None, sampled
+        return None
 
     # -- anything else -------------------------------------------------------------------------------------
 

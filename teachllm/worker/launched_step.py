@@ -21,8 +21,8 @@ class LaunchedStep:
     Attributes:
         rows: the request row of each that samples.
         variant: of the sampler, see `Sampler.plain_variant`.
-        logits: [num_sampling or more, vocab_size]; None if `sampled` is there.
-        sampled: [num_sampling or more] int64 on the device, if the graph sampled.
+        logits: [num_sampling or more, vocab_size]; None if nothing is left to sample.
+        output: [num_sampling or more] int32 on the host, where sampled ids arrive.
         began: from when on it is timed, if it is.
     """
 
@@ -30,7 +30,7 @@ class LaunchedStep:
     rows: list[int]
     variant: tuple[bool, bool] | None
     logits: torch.Tensor | None
-    sampled: torch.Tensor | None
+    output: torch.Tensor
     prompt_logprobs: list[list[TokenLogprobs] | None] | None
     began: torch.cuda.Event | None = None
 
@@ -43,11 +43,9 @@ class PendingStep:
         arrived: it is there, and the step done.
     """
 
-    def __init__(self, launched: LaunchedStep, ids: torch.Tensor, logprobs: list[TokenLogprobs | None] | None) -> None:
+    def __init__(self, launched: LaunchedStep, logprobs: list[TokenLogprobs | None] | None = None) -> None:
         self._launched = launched
         self._logprobs = logprobs
-        self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        self._ids.copy_(ids, non_blocking=True)
         self.is_taken = False
         self.arrived = torch.cuda.Event(enable_timing=launched.began is not None)
         self.arrived.record()
@@ -60,7 +58,8 @@ class PendingStep:
         seconds = None if began is None else began.elapsed_time(self.arrived) / 1000
         sampled: list[list[int]] = [[] for _ in step.rows]
         logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
-        for order, (index, token_id) in enumerate(zip(step.sampling, self._ids.tolist(), strict=True)):
+        token_ids = self._launched.output[: len(step.sampling)].tolist()
+        for order, (index, token_id) in enumerate(zip(step.sampling, token_ids, strict=True)):
             sampled[index] = [token_id]
             entry = self._logprobs[order] if self._logprobs else None
             logprobs[index] = None if entry is None else [entry]

@@ -156,7 +156,7 @@ def main() -> None:
     compile_sampling()
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
     step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)
-    append_tokens(int32s, longs, ints(4, 64), int32s)
+    append_tokens(int32s, longs, ints(4, 64), int32s, ints(4, 16), ints(1))
     write_runs(ints(16), ints(40), 4, 10)
     for name, count in sorted(compiled.items()):
         print(f"{name} {count}")

@@ -207,14 +207,26 @@ def test_sampled_tokens_are_appended_to_their_rows_and_padding_to_none() -> None
     token_ids = torch.zeros((3, 4), dtype=torch.int32, device=DEVICE)
     num_known = torch.tensor([1, 3, 2], dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([2, -1, 0], dtype=torch.int32, device=DEVICE)
-    append_tokens(rows, torch.tensor([7, 8, 9], device=DEVICE), token_ids, num_known)
+    outputs, turn = on_host(torch.full((2, 3), -1, dtype=torch.int32)), torch.ones(1, dtype=torch.int32, device=DEVICE)
+    append_tokens(rows, torch.tensor([7, 8, 9], device=DEVICE), token_ids, num_known, outputs, turn)
     assert token_ids.tolist() == [[0, 9, 0, 0], [0, 0, 0, 0], [0, 0, 7, 0]]
     assert num_known.tolist() == [2, 3, 3]
+    assert outputs.tolist() == [[-1, -1, -1], [7, -1, 9]]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a GPU's kernels reach it."""
+    return tensor.pin_memory() if DEVICE.type == "cuda" else tensor
 
 
 @few
-@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 3, 1024, 1100, 17_000])), min_size=1, max_size=6))
-def test_runs_are_written_to_their_places_and_nowhere_else(gaps_and_lens: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 3, 1024, 1100, 17_000])), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_runs_are_written_to_their_places_and_nowhere_else(
+    gaps_and_lens: list[tuple[int, int]], from_host: bool
+) -> None:
     places, lens, end = [], [], 0
     for gap, length in gaps_and_lens:
         places.append(end + gap)
@@ -227,7 +239,8 @@ def test_runs_are_written_to_their_places_and_nowhere_else(gaps_and_lens: list[t
     for i in order:
         starts.append(starts[-1] + lens[i])
         expected[places[i] : places[i] + lens[i]] = values[starts[-2] : starts[-1]]
-    packed = torch.cat([torch.tensor(header + starts, dtype=torch.int32), values]).to(DEVICE)
+    packed = torch.cat([torch.tensor(header + starts, dtype=torch.int32), values])
+    packed = on_host(packed) if from_host else packed.to(DEVICE)
     to = torch.full((end + 30,), -1, dtype=torch.int32, device=DEVICE)
     write_runs(to, packed, len(lens), max(lens))
     assert torch.equal(to.cpu(), expected)

@@ -41,6 +41,7 @@ def test_a_mixed_step_with_padding() -> None:
     batch.send(step, 1, 6)
     batch.build(1)
     batch.append(torch.tensor([55], device=DEVICE))  # what the first step sampled
+    first = batch.output
     step = launch(batch, share("a", 6, 1, True), share("b", 0, 5, False, [1, 9], prompt=9))
     assert (step.num_decodes, step.sampling, step.num_tokens, step.is_decode) == (1, [0], 6, False)
     batch.send(step, 3, 9)
@@ -51,11 +52,15 @@ def test_a_mixed_step_with_padding() -> None:
     assert batch.slot_mapping[:9].tolist() == [3 * 4 + 2, 4, 5, 6, 7, 36, -1, -1, -1]
     assert batch.seq_lens[:3].tolist() == [7, 5, 0]
     assert batch.sample_rows[:2].tolist() == [batch.rows[0].item(), -1] and batch.logit_index[0] == 0
+    batch.append(torch.tensor([56], device=DEVICE))
+    assert batch.token_ids[batch.rows[0], 6:8].tolist() == [55, 56]
+    assert (first[0], batch.output[0]) == (55, 56)  # read behind the device's own, which have waited for it
 
 
 def test_decodes_are_padded_with_sequences_of_one_token_and_no_row() -> None:
     batch = make_batch()
-    launch(batch, *(share(name, 0, 2, True, [block], prompt=2) for name, block in (("a", 1), ("b", 2), ("c", 3))))
+    prompts = (share(name, 0, 2, True, [block], prompt=2) for name, block in (("a", 1), ("b", 2), ("c", 3)))
+    batch.send(launch(batch, *prompts), 3, 6)
     batch.send(step := launch(batch, *(share(name, 2, 1, True) for name in "abc")), 4, 4)
     batch.build(4)
     assert step.is_decode and step.full_graph_shape(5, 40) == (4, 4)
@@ -88,12 +93,13 @@ def test_a_graph_of_prompts_fits_the_buffers_and_leaves_every_padding_sequence_a
 
 def test_new_blocks_go_to_their_rows_and_a_closed_row_is_used_again() -> None:
     batch = make_batch()
-    launch(batch, share("a", 0, 5, False, [4, 8], prompt=9), share("b", 0, 1, True, [2], prompt=1))
-    launch(batch, share("a", 8, 1, True, [6]))
+    batch.send(launch(batch, share("a", 0, 5, False, [4, 8], prompt=9), share("b", 0, 1, True, [2], prompt=1)), 2, 6)
+    batch.send(launch(batch, share("a", 8, 1, True, [6])), 1, 1)
     assert batch.block_tables[:2, :3].tolist() == [[4, 8, 6], [2, 0, 0]]
     assert batch.close("a") == 0 and batch.close("a") is None
     before = batch.token_ids.clone()
-    launch(batch, share("b", 4, 1, True, [5]), share("c", 0, 2, True, [3], prompt=2), share("d", 0, 7, True, prompt=7))
+    others = share("c", 0, 2, True, [3], prompt=2), share("d", 0, 7, True, prompt=7)
+    batch.send(launch(batch, share("b", 4, 1, True, [5]), *others), 3, 10)
     assert batch.token_ids[0, :2].tolist() == [100, 101] and batch.token_ids[2, :7].tolist() == list(range(100, 107))
     assert batch.num_known.tolist() == [2, 1, 7, 0, 0]
     assert batch.block_tables[:3, :2].tolist() == [[3, 8], [2, 5], [0, 0]]
