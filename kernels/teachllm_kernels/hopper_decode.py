@@ -249,7 +249,7 @@ def _hopper_decode(
     at = member[None, :] * D + channel[:, None]
     out_at = out + (index * NUM_KV_HEADS + kv_head) * GROUP * D
     if num_splits == 1:
-        gl.store(out_at + at, normalised.to(out.dtype.element_ty), is_mine[None, :])
+        gl.store(out_at + at, normalised.to(out.dtype.element_ty), is_mine[None, :], eviction_policy="evict_last")
     elif has_work:
         part = (item * NUM_KV_HEADS + kv_head) * GROUP
         gl.store(partial + (part * D + at), normalised, is_mine[None, :])

@@ -159,7 +159,8 @@ def _finish(
         n = stripe * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, y.type.layout))
         m = first_row + BEFORE + gl.arange(0, ROWS, gl.SliceLayout(0, y.type.layout))
         at = (split * num_rows + m)[None, :] * num_out + n[:, None]
-        gl.store(out + at, y.to(out.dtype.element_ty), (m < num_rows)[None, :] & (n < num_out)[:, None])
+        is_mine = (m < num_rows)[None, :] & (n < num_out)[:, None]
+        gl.store(out + at, y.to(out.dtype.element_ty), is_mine, eviction_policy="evict_last")  # see `rms_norm.py`
     else:
         BOX: gl.constexpr = out_desc.block_shape[0]
         mine = staged.index(STRIPE).slice(0, ROWS)

@@ -4,6 +4,9 @@ Every sub-layer of a Llama-family model ends in `x = residual + y` and the next 
 two belong in one operation: done apart, each row travels to memory and back several times. Memory-bound: its speed
 is bytes over bandwidth, see `cost`.
 
+Between two norms of a decode step hundreds of megabytes of weights pass through the second-level cache, and push out
+what was written there: it goes to memory, though the next layer will overwrite it. `evict_last` keeps it in the cache.
+
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
 
@@ -12,6 +15,8 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+_KEPT = 256  # tokens at most, whose rows fit in the second-level cache beside all else that is kept there
 
 
 def rms_norm_reference(
@@ -60,10 +65,11 @@ def rms_norm_cpu(
 @triton.jit(do_not_specialize=["num_tokens"])  # which differs from batch to batch
 def _rms_norm(
     y, residual, weight, normed, x, eps, num_tokens, size,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
+    KEEP: tl.constexpr = "evict_last" if KEPT else ""
     column = tl.arange(0, BLOCK)
     inside = column < size
     at = tl.program_id(0).to(tl.int64) * size + column
@@ -75,10 +81,10 @@ def _rms_norm(
         total += tl.load(y + part * num_tokens * size + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(x + at, total.to(x.dtype.element_ty), mask=inside)
+        tl.store(x + at, total.to(x.dtype.element_ty), mask=inside, eviction_policy=KEEP)
         total = total.to(x.dtype.element_ty).to(tl.float32)  # what is normed is what was stored
     rms = tl.sqrt(tl.sum(total * total) / size + eps)
-    tl.store(normed + at, (total / rms * scale).to(normed.dtype.element_ty), mask=inside)
+    tl.store(normed + at, (total / rms * scale).to(normed.dtype.element_ty), mask=inside, eviction_policy=KEEP)
 
 
 def rms_norm_triton(
@@ -98,6 +104,7 @@ def rms_norm_triton(
         BLOCK=block,
         PARTS=num_parts,
         HAS_RESIDUAL=residual is not None,
+        KEPT=num_tokens <= _KEPT,
         num_warps=min(max(block // (256 if num_parts == 1 else 128), 1), 16),  # parts: as many loads at once
         **launch_options(y.device),
     )
