@@ -30,6 +30,7 @@ bench = typer.Typer(
 )
 
 _KERNELS_SHOWN = 4  # of each group
+_TRACE = Path("profile-trace.json")
 
 OutputJson = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
 
@@ -46,7 +47,7 @@ def latency(
     output_json: OutputJson = None,
     profile: Annotated[bool, typer.Option("--profile", help="Then show where a decode step goes.")] = False,
     profile_trace: Annotated[
-        Path | None, typer.Option(help="With --profile: write the steps to this file, for Perfetto.")
+        Path | None, typer.Option(help=f"With --profile: its file for Perfetto. Default: {_TRACE}.")
     ] = None,
 ) -> None:
     """Time one batch of equal requests with random prompts, from its arrival to its last token."""
@@ -55,11 +56,13 @@ def latency(
     options = LatencyOptions(input_len, output_len, batch_size, num_iters_warmup, num_iters)
     with _measured(engine, output_json) as (llm, ceilings), _bar("iterations") as progress:
         result = run_latency(llm, options, ceilings, progress)
-        steps = run_profile(llm, options, ceilings, profile_trace) if profile or profile_trace else None
+        trace = profile_trace or (_TRACE if profile else None)
+        steps = run_profile(llm, options, ceilings, trace) if trace else None
     title = f"{engine.model}: {batch_size} x ({input_len} tokens in, {output_len} out)"
     _report(title, result.figures, ceilings, result.json, output_json)
     if steps is not None:
         _report_profile(steps)
+        notes().print(f"The same steps for https://ui.perfetto.dev: {trace}", markup=False, soft_wrap=True)
 
 
 @bench.command()
@@ -93,9 +96,9 @@ def _measured(engine: EngineConfig, output_json: Path | None) -> Iterator[tuple[
     """The model, and the ceilings of where it runs: measured first, since an engine takes what memory there is."""
     if output_json is not None and not output_json.absolute().parent.is_dir():
         raise ValueError(f"--output-json {output_json}: there is no folder {output_json.absolute().parent}")
-    from teachllm.bench.ceilings import measure_ceilings
+    from teachllm.bench.ceilings import ceilings_of
 
-    ceilings = measure_ceilings(engine.device, engine.dtype)
+    ceilings = ceilings_of(engine)
     llm = engine_door.make_llm(replace(engine, skip_tokenizer_init=True))
     with contextlib.closing(llm):
         yield llm, ceilings

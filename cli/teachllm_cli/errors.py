@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 
 import typer
@@ -16,9 +17,12 @@ INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 
 @contextlib.contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Turn what the engine refuses into one line and exit code 1, and Ctrl-C into a quiet 130."""
+    """Turn what the engine refuses into one line and exit code 1, a warning into one, and Ctrl-C into a quiet 130."""
     try:
-        yield
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = lambda message, *where, **more: _print_warning(message)
+            yield
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:  # the reader has left (`... | head -1`): so do we, without a word
@@ -31,6 +35,16 @@ def one_line_errors(debug: bool) -> Iterator[None]:
             raise
         print_error(error)
         raise typer.Exit(1) from None
+
+
+def _print_warning(message: Warning | str) -> None:
+    """`warning: …` on stderr, in one line."""
+    from rich.text import Text
+
+    from teachllm_cli.terminal import notes
+
+    text = " ".join(str(message).split())
+    notes().print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
 
 
 def print_error(error: Exception) -> None:

@@ -21,6 +21,8 @@ from teachllm.roofline import Ceilings
 if TYPE_CHECKING:
     import torch
 
+    from teachllm.config import EngineConfig
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -36,6 +38,19 @@ class Sizes:
 
 _ON_GPU = Sizes(num_bytes=4 << 30, gemm_size=8192, attention_len=16384, num_heads=32, head_size=128, repeats=15)
 _ON_CPU = Sizes(num_bytes=256 << 20, gemm_size=1024, attention_len=1024, num_heads=8, head_size=64, repeats=5)
+
+
+def ceilings_of(config: EngineConfig) -> Ceilings:
+    """Measured where an engine of this configuration computes, in its model's dtype.
+
+    Raises:
+        ValueError: there is no such device or model.
+    """
+    from teachllm.models.model_config import load_model_config
+    from teachllm.worker.executor import select_device
+
+    device = select_device(config.device)
+    return measure_ceilings(str(device), load_model_config(config, device.type).dtype)
 
 
 def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | None = None) -> Ceilings:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # A kernel belongs to the first group that has a word of its name. The libraries' names are theirs to change.
 _GROUPS = {
-    "attention": ("paged_", "sdpa", "flash", "fmha", "attention"),
+    "attention": ("paged_", "decode", "prefill", "sdpa", "flash", "fmha", "attention"),
     "matrix products": ("gemv", "linear", "gemm", "nvjet", "cutlass", "splitk", "addmm", "matmul", "mm"),
     "sampling": ("_scan", "_pick", "argmax", "append_tokens"),
 }
@@ -86,25 +86,38 @@ class StepProfile:
 def profile_decode(
     llm: LLM, batch: Batch, ceilings: Ceilings, num_steps: int = 16, trace_path: Path | None = None
 ) -> StepProfile:
-    """Profiles `num_steps` decode steps of a batch, after as many that are not looked at.
+    """Profiles `num_steps` decode steps of a batch, which all of its requests are in, after some not looked at.
 
     Args:
         trace_path: a trace for Perfetto or chrome://tracing is written there.
 
     Raises:
-        ValueError: a prompt and the steps are longer than `max_model_len`.
+        ValueError: a prompt and the steps are longer than `max_model_len`, or the batch does not run all at once.
     """
     from torch.profiler import ProfilerActivity, profile
 
     check_length(llm, max(batch.prompt_lens) + 3 * num_steps + 4)
     engine, names = llm.engine, [f"profile {i}" for i in range(len(batch.prompts))]
-    params = SamplingParams(
-        temperature=batch.temperature, max_tokens=3 * num_steps + 4, ignore_eos=True, detokenize=False
-    )
+    max_num_seqs, max_model_len = llm.config.max_num_seqs, llm.config.max_model_len
+    assert max_num_seqs and max_model_len
+    if len(names) > max_num_seqs:
+        raise ValueError(
+            f"{len(names)} requests do not run all at once with max_num_seqs={max_num_seqs}, so no step to profile has "
+            "them all: profile fewer, or raise max_num_seqs"
+        )
     on_gpu = llm.config.device.startswith("cuda")
     try:
         outputs = [
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            engine.add_request(
+                name,
+                {"prompt_token_ids": prompt},
+                SamplingParams(
+                    temperature=batch.temperature,
+                    max_tokens=max_model_len - len(prompt),  # the first goes on while the last ones' prompts are read
+                    ignore_eos=True,
+                    detokenize=False,
+                ),
+            )
             for name, prompt in zip(names, batch.prompts, strict=True)
         ]
         while not all(len(output.outputs[0].token_ids) > num_steps for output in outputs):
@@ -112,11 +125,14 @@ def profile_decode(
         activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
         with profile(activities=activities) as profiler:
             waited = _Waiting(engine.core)
-            start = time.perf_counter()
+            engine.step()  # takes the result of the step in front, whose wait nobody counts
+            start, before = time.perf_counter(), waited.seconds
             for _ in range(num_steps):
                 engine.step()
             wall_s = time.perf_counter() - start
-            host_s = wall_s - waited.stop()
+            host_s = wall_s - (waited.stop() - before)
+        if any(output.finished for output in outputs):
+            raise ValueError("requests ended while steps were profiled: profile fewer, or raise max_model_len")
         lens = [len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) for output in outputs]
     finally:
         for name in names:
@@ -126,7 +142,7 @@ def profile_decode(
     if trace_path is not None:
         profiler.export_chrome_trace(str(trace_path))
     events = _events(profiler, on_gpu)
-    rows, busy_ms = summarize(events, num_steps)
+    rows, busy_ms = summarize(events, num_steps + 1)
     step = Step([1] * len(lens), [length - num_steps // 2 for length in lens], len(lens))
     floors = _floors(step_work(engine.model_config, step), step, llm, ceilings)
     return StepProfile(num_steps, 1000 * wall_s / num_steps, 1000 * host_s / num_steps, busy_ms, rows, floors)
@@ -166,19 +182,19 @@ class _Waiting:
 
     def __init__(self, core: Any) -> None:
         self._core, self._inner = core, core.executor.sample
-        self._seconds = 0.0
+        self.seconds = 0.0
         core.executor.sample = self._sample
 
     def _sample(self, handle: Any) -> Any:
         return _Timed(self._inner(handle), self)
 
     def add(self, seconds: float) -> None:
-        self._seconds += seconds
+        self.seconds += seconds
 
     def stop(self) -> float:
         """Seconds waited."""
         del self._core.executor.sample  # the class's own again
-        return self._seconds
+        return self.seconds
 
 
 class _Timed:

@@ -11,6 +11,7 @@ for the host. Text stays outside: `engine.py` puts tokenizer and stop strings ar
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -140,6 +141,9 @@ class EngineCore:
     def _take_back(self, plan: SchedulerOutput) -> None:
         """A step failed: with it go all whose results have not been taken, since any may rest on another."""
         oldest = self._pending[0][0] if self._pending else plan
+        for _, output, _, _ in self._pending:  # a device may still read what the next plan would write over
+            with contextlib.suppress(Exception):
+                output.result()
         self._pending.clear()
         self.scheduler.fail(oldest)
 

@@ -60,13 +60,13 @@ def select_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; use device=cpu")
     if device.type == "cuda" and (missing := _what_a_gpu_lacks(device)):
-        raise ValueError(f"device={name!r}: {missing}; use device=cpu")
+        raise ValueError(f"device={name!r}: {missing}, or use device=cpu")
     return device
 
 
 def _best_device() -> torch.device:
     """A GPU that can be used, or the CPU; a GPU that cannot is not passed over in silence."""
-    if not torch.cuda.is_available():
+    if torch.cuda.device_count() == 0:
         return torch.device("cpu")
     device = torch.device("cuda")
     missing = _what_a_gpu_lacks(device)
@@ -78,10 +78,14 @@ def _best_device() -> torch.device:
 
 def _what_a_gpu_lacks(device: torch.device) -> str | None:
     """Why the kernels cannot run on a GPU that is there, and what to do about it; None if they can."""
-    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        major, minor = torch.cuda.get_device_capability(device)
+    except RuntimeError as error:  # of a driver that is too old, or does not run: torch's own words say which
+        reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+        return f"PyTorch cannot use the GPU ({reason}): update its driver"
     if major < 8:
         name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {major}.{minor}, and the kernels need 8.0 (Ampere) or newer"
+        return f"{name} has compute capability {major}.{minor}: the kernels need 8.0 (Ampere) or newer"
     if find_spec("triton") is None:
         return "the kernels need Triton: pip install 'teachllm[gpu]'"
     return None

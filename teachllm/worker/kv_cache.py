@@ -114,6 +114,13 @@ def _check_longest(plan: MemoryPlan) -> None:
     """Refuses a budget that cannot hold one sequence of `max_model_len`; names the largest length that fits."""
     if plan.num_tokens >= plan.max_model_len:
         return
+    if plan.taken >= plan.budget:
+        needs = (
+            f"weights ({format_bytes(plan.weights)}) and what a step needs ({format_bytes(plan.taken - plan.weights)})"
+        )
+        advice = "take a smaller model, raise gpu_memory_utilization, or lower max_num_batched_tokens and max_num_seqs"
+        message = f"{needs} do not fit into the {format_bytes(plan.budget)} that the engine may use: {advice}"
+        raise NotEnoughMemoryError(message, memory_table(plan))
     fits = f"set max_model_len={plan.num_tokens} or less, or " if plan.num_tokens > 1 else ""
     holds = f"the KV cache would hold {plan.num_tokens} tokens, less than one sequence of max_model_len="
     raise NotEnoughMemoryError(f"{holds}{plan.max_model_len}: {fits}give it more memory", memory_table(plan))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from teachllm.bench.ceilings import Sizes, measure_ceilings
+from teachllm.bench import ceilings
+from teachllm.bench.ceilings import Sizes, ceilings_of, measure_ceilings
+from teachllm.config import EngineConfig
 
 TINY = Sizes(num_bytes=1 << 20, gemm_size=64, attention_len=64, num_heads=2, head_size=16, repeats=3)
 
@@ -35,3 +37,11 @@ def test_a_gpu_is_measured_in_bfloat16_and_gives_its_memory_back() -> None:
     assert found.read_bandwidth > 1e11
     assert found.gemm_flops > found.attention_flops > 1e12
     assert torch.cuda.memory_allocated() - before <= 64 << 20  # the library's workspace stays
+
+
+def test_an_engines_are_measured_where_it_runs_and_in_its_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *where: asked.append(where))
+    for dtype in ("auto", "bfloat16"):
+        ceilings_of(EngineConfig(model="teachlm", device="cpu", dtype=dtype))
+    assert asked == [("cpu", "float32"), ("cpu", "bfloat16")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from teachllm.bench.batch import Batch
 from teachllm.bench.step_profile import Event, group_of, profile_decode, summarize
 from teachllm.roofline import Ceilings, Step, step_work
 
+FOLDER = Path(__file__).parent.parent.parent / "kernels" / "teachllm_kernels"
 CEILINGS = Ceilings("test", "float32", 1e9, 1e9, 1e12, 1e12)
 
 
@@ -48,6 +50,30 @@ def test_a_kernel_is_known_by_its_name(name: str, group: str) -> None:
     assert group_of(name) == group
 
 
+KERNELS = {
+    "attention": [
+        *("_hopper_decode", "_paged_decode", "_paged_prefill", "_plan_decode"),
+    ],
+    "matrix products": ["_few_rows_linear", "_fixed_linear", "_gemv", "_hopper_gated_linear", "_hopper_linear"],
+    "sampling": ["_append_tokens", "_pick", "_scan"],
+    "norms and the rest": ["_kv_write", "_rms_norm", "_rope_kv_write", "_silu_and_mul", "_step_inputs", "_write_runs"],
+}
+
+
+def test_every_kernel_of_this_project_has_its_group() -> None:
+    found = {name for file in FOLDER.glob("*.py") for name in re.findall(r"^\s+(_\w+)\[.*\]\(", file.read_text(), re.M)}
+    assert {name: group_of(name) for name in found} == {
+        name: group for group, names in KERNELS.items() for name in names
+    }
+
+
+def test_more_requests_than_run_at_once_are_refused() -> None:
+    llm = LLM("teachlm", device="cpu", load_format="dummy", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=2)
+    with pytest.raises(ValueError, match="3 requests do not run all at once with max_num_seqs=2"):
+        profile_decode(llm, Batch([[5] * 4] * 3, [1] * 3), CEILINGS, num_steps=2)
+    llm.engine.close()
+
+
 def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
     llm = LLM("teachlm", device="cpu", load_format="dummy", skip_tokenizer_init=True, max_model_len=128)
     trace = tmp_path / "trace.json"
@@ -56,9 +82,9 @@ def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
     assert 0 < steps.busy_ms <= steps.wall_ms and 0 < steps.host_ms <= steps.wall_ms
     assert "matrix products" in steps.groups()
     assert json.loads(trace.read_text())["traceEvents"]
-    # Two requests, 4 + 4 / 2 tokens after the fifth of their outputs: the floors are the step's bytes, divided.
+    # Two requests, 5 tokens and 4 / 2 after the fifth of their outputs: the floors are the step's bytes, divided.
     total = sum(steps.floor_ms.values()) / 1000 * CEILINGS.read_bandwidth
-    lens = [9 + 9 - 2, 20 + 9 - 2]
+    lens = [9 + 10 - 2, 20 + 10 - 2]
     assert total == pytest.approx(step_work(llm.engine.model_config, Step([1, 1], lens, 2)).num_bytes)
     llm.engine.close()
 

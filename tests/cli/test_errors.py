@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -94,3 +95,14 @@ def test_ctrl_c_while_loading_ends_with_130_and_no_word(teachllm, engine_raises)
     engine_raises(KeyboardInterrupt())
     result = teachllm("chat", stdin="Hi")
     assert (result.exit_code, result.output) == (130, "")
+
+
+def test_a_warning_is_one_line_too(teachllm, monkeypatch, llm) -> None:
+    def warn(config):
+        warnings.warn("running on the CPU: the GPU\nis too old", stacklevel=1)
+        return llm
+
+    monkeypatch.setattr(engine_door, "make_llm", warn)
+    result = teachllm("generate", "-p", "x", "--max-tokens", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "warning: running on the CPU: the GPU is too old\n" in result.stderr and "warnings.warn" not in result.stderr

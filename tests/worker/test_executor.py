@@ -24,19 +24,34 @@ def test_a_device_is_found_by_its_name_and_a_gpu_by_default(two_gpus: pytest.Mon
     assert select_device("auto") == torch.device("cuda")
     assert select_device("cuda") == torch.device("cuda")
     assert select_device("cuda:1") == torch.device("cuda:1")
-    two_gpus.setattr(torch.cuda, "is_available", lambda: False)
+    two_gpus.setattr(torch.cuda, "device_count", lambda: 0)
     assert select_device("auto") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     ("changed", "says"),
-    [("capability", "Old GPU has compute capability 7.5, and the kernels need 8.0"), ("triton", "need Triton: pip")],
+    [
+        ("capability", "Old GPU has compute capability 7.5: the kernels need 8.0"),
+        (
+            "driver",
+            r"PyTorch cannot use the GPU \(The NVIDIA driver on your system is too old \(found version 11040\)\)",
+        ),
+        ("triton", "need Triton: pip"),
+    ],
 )
 def test_a_gpu_that_cannot_be_used_is_refused_or_passed_over_aloud(
     two_gpus: pytest.MonkeyPatch, changed: str, says: str
 ) -> None:
     if changed == "triton":
         two_gpus.setattr(executor, "find_spec", lambda name: None)
+    elif changed == "driver":
+
+        def refuse(device: torch.device) -> None:
+            raise RuntimeError(
+                "The NVIDIA driver on your system is too old (found version 11040). Please update.\nMore."
+            )
+
+        two_gpus.setattr(torch.cuda, "get_device_capability", refuse)
     else:
         two_gpus.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ValueError, match=says):

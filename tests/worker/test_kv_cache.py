@@ -130,6 +130,16 @@ def test_memory_that_holds_no_block_at_all_names_no_length() -> None:
     assert "set max_model_len" not in str(refused.value) and "give it more memory" in str(refused.value)
 
 
+def test_weights_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = load()
+    whole = plan_memory(config, model, CPU)
+    monkeypatch.setattr(kv_cache, "_free_ram", lambda: whole.taken - 1)
+    with pytest.raises(
+        ValueError, match=r"^weights \(.*B\) and what a step needs \(.*B\) do not fit into the .*B that"
+    ):
+        plan(gpu_memory_utilization=1.0)
+
+
 def test_it_is_refused_before_any_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(*_: Any) -> None:
         raise AssertionError("read a weight")

@@ -1,0 +1,75 @@
+"""What `batch_invariant` costs: some of h200.py's workloads with it and without, in one process.
+
+    PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/batch_invariant.py [--models ...] [--output FILE]
+
+A token's logits then have the same bits whatever runs beside it, so no kernel may suit itself to the batch. The result
+has `{"workloads": {model: {workload: {figure: [without, with]}}}}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+
+from h200 import SHAPES, benchmark, engine_settings, give_back, provenance, write_shape  # noqa: E402
+
+from teachllm.bench.workloads import WORKLOADS, is_rate  # noqa: E402
+from teachllm.engine.ceilings import device_name  # noqa: E402
+
+_WORKLOADS = {name: WORKLOADS[name] for name in ("single", "batch64", "mixed")}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--commit", help="the commit that is measured, where git cannot tell")
+    parser.add_argument("--output", type=Path, help="write the result to this file")
+    options = parser.parse_args(arguments)
+    found: dict[str, Any] = provenance("batch_invariant.py", arguments, device_name("cuda"), options.commit)
+    found["workloads"] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in options.models:
+            settings = engine_settings(write_shape(model, Path(folder)), "cuda")
+            pairs = [measured(settings | {"batch_invariant": is_fixed}) for is_fixed in (False, True)]
+            found["workloads"][model] = pair_up(*pairs)
+            show(model, found["workloads"][model])
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def measured(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Figures by workload, of one engine."""
+    results: dict[str, dict[str, Any]] = {}
+    benchmark(settings, _WORKLOADS, results.__setitem__, with_cold=False, num_warmups=1, num_runs=1)
+    give_back()
+    return results
+
+
+def pair_up(without: dict[str, dict[str, Any]], fixed: dict[str, dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    return {
+        workload: {figure: [value, fixed[workload].get(figure)] for figure, value in figures.items()}
+        for workload, figures in without.items()
+    }
+
+
+def show(model: str, workloads: dict[str, dict[str, list[Any]]]) -> None:
+    print(f"{model}: without, with, and how many times as long")
+    for workload, figures in workloads.items():
+        for figure, (without, fixed) in figures.items():
+            if not isinstance(without, float) or not isinstance(fixed, float):
+                print(f"  {workload} {figure}: {without}, {fixed}")
+                continue
+            longer = without / fixed if is_rate(figure) else fixed / without
+            print(f"  {workload} {figure}: {without:,.4g}, {fixed:,.4g}, {longer:.2f}")
+
+
+if __name__ == "__main__":
+    main()
