@@ -1,9 +1,10 @@
 """What `batch_invariant` costs: some of h200.py's workloads with it and without, in one process.
 
-    PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/batch_invariant.py [--models ...] [--output FILE]
+    PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/batch_invariant.py [--models qwen3-8b] [--output FILE]
 
 A token's logits then have the same bits whatever runs beside it, so no kernel may suit itself to the batch. The result
-has `{"workloads": {model: {workload: {figure: [without, with]}}}}`.
+has `{"workloads": {model: {workload: {figure: [without, with]}}}}`. A workload that fails is an error in its place, and
+the exit code is 1.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from teachllm.engine.ceilings import device_name  # noqa: E402
 _WORKLOADS = {name: WORKLOADS[name] for name in ("single", "batch64", "mixed")}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--commit", help="the commit that is measured, where git cannot tell")
-    parser.add_argument("--output", type=Path, help="write the result to this file")
+    parser.add_argument("--models", default=",".join(SHAPES), help=f"of {','.join(SHAPES)}")
+    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
+    parser.add_argument("--output", type=Path, help="write the result to this file, as JSON")
     options = parser.parse_args(arguments)
     found: dict[str, Any] = provenance("batch_invariant.py", arguments, device_name("cuda"), options.commit)
     found["workloads"] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for model in options.models:
+        for model in options.models.split(","):
             settings = engine_settings(write_shape(model, Path(folder)), "cuda")
             pairs = [measured(settings | {"batch_invariant": is_fixed}) for is_fixed in (False, True)]
             found["workloads"][model] = pair_up(*pairs)
             show(model, found["workloads"][model])
     if options.output:
         options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return int(any("error" in figures for cells in found["workloads"].values() for figures in cells.values()))
 
 
 def measured(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -54,8 +56,9 @@ def measured(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def pair_up(without: dict[str, dict[str, Any]], fixed: dict[str, dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """By workload and figure: (without, with); None where one of them failed, which is then an "error" beside."""
     return {
-        workload: {figure: [value, fixed[workload].get(figure)] for figure, value in figures.items()}
+        workload: {name: [figures.get(name), fixed[workload].get(name)] for name in figures | fixed[workload]}
         for workload, figures in without.items()
     }
 
@@ -72,4 +75,4 @@ def show(model: str, workloads: dict[str, dict[str, list[Any]]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
