@@ -43,8 +43,7 @@ def _print_warning(message: Warning | str) -> None:
 
     from teachllm_cli.terminal import notes
 
-    text = " ".join(str(message).split())
-    notes().print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+    notes().print(Text.assemble(("warning: ", "bold yellow"), _one_line(str(message))), soft_wrap=True)
 
 
 def print_error(error: Exception) -> None:
@@ -55,7 +54,12 @@ def print_error(error: Exception) -> None:
 
     table = error.table if isinstance(error, NotEnoughMemoryError) else ""
     text = str(error).removesuffix(table)
-    message = "".join(c for c in " ".join(text.split()) if c.isprintable()) or type(error).__name__
+    message = _one_line(text) or type(error).__name__
     if not isinstance(error, (ValueError, OSError, RuntimeError, ImportError)):
         message = f"{type(error).__name__}: {message} (--debug shows where)"
     notes().print(Text.assemble(("error: ", "bold red"), message, f"\n{table}" if table else ""), soft_wrap=True)
+
+
+def _one_line(text: str) -> str:
+    """Without line breaks and control characters, which a message may quote from a file or a model."""
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())

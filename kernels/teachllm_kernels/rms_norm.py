@@ -65,11 +65,10 @@ def rms_norm_cpu(
 @triton.jit(do_not_specialize=["num_tokens"])  # which differs from batch to batch
 def _rms_norm(
     y, residual, weight, normed, x, eps, num_tokens, size,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    KEEP: tl.constexpr = "evict_last" if KEPT else ""
     column = tl.arange(0, BLOCK)
     inside = column < size
     at = tl.program_id(0).to(tl.int64) * size + column
@@ -81,10 +80,10 @@ def _rms_norm(
         total += tl.load(y + part * num_tokens * size + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(x + at, total.to(x.dtype.element_ty), mask=inside, eviction_policy=KEEP)
+        tl.store(x + at, total.to(x.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
         total = total.to(x.dtype.element_ty).to(tl.float32)  # what is normed is what was stored
     rms = tl.sqrt(tl.sum(total * total) / size + eps)
-    tl.store(normed + at, (total / rms * scale).to(normed.dtype.element_ty), mask=inside, eviction_policy=KEEP)
+    tl.store(normed + at, (total / rms * scale).to(normed.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
 
 
 def rms_norm_triton(
@@ -104,7 +103,7 @@ def rms_norm_triton(
         BLOCK=block,
         PARTS=num_parts,
         HAS_RESIDUAL=residual is not None,
-        KEPT=num_tokens <= _KEPT,
+        EVICTION="evict_last" if num_tokens <= _KEPT else "",
         num_warps=min(max(block // (256 if num_parts == 1 else 128), 1), 16),  # parts: as many loads at once
         **launch_options(y.device),
     )

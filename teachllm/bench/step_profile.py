@@ -105,20 +105,16 @@ def profile_decode(
             f"{len(names)} requests do not run all at once with max_num_seqs={max_num_seqs}, so no step to profile has "
             "them all: profile fewer, or raise max_num_seqs"
         )
+    # As many tokens as there is room for: the first request goes on while the last ones' prompts are read.
+    most = [max_model_len - length for length in batch.prompt_lens]
+    params = [
+        SamplingParams(temperature=batch.temperature, max_tokens=n, ignore_eos=True, detokenize=False) for n in most
+    ]
     on_gpu = llm.config.device.startswith("cuda")
     try:
         outputs = [
-            engine.add_request(
-                name,
-                {"prompt_token_ids": prompt},
-                SamplingParams(
-                    temperature=batch.temperature,
-                    max_tokens=max_model_len - len(prompt),  # the first goes on while the last ones' prompts are read
-                    ignore_eos=True,
-                    detokenize=False,
-                ),
-            )
-            for name, prompt in zip(names, batch.prompts, strict=True)
+            engine.add_request(name, {"prompt_token_ids": prompt}, each)
+            for name, prompt, each in zip(names, batch.prompts, params, strict=True)
         ]
         while not all(len(output.outputs[0].token_ids) > num_steps for output in outputs):
             engine.step()
@@ -126,11 +122,12 @@ def profile_decode(
         with profile(activities=activities) as profiler:
             waited = _Waiting(engine.core)
             engine.step()  # takes the result of the step in front, whose wait nobody counts
-            start, before = time.perf_counter(), waited.seconds
+            waited.seconds = 0.0
+            start = time.perf_counter()
             for _ in range(num_steps):
                 engine.step()
             wall_s = time.perf_counter() - start
-            host_s = wall_s - (waited.stop() - before)
+            host_s = wall_s - waited.stop()
         if any(output.finished for output in outputs):
             raise ValueError("requests ended while steps were profiled: profile fewer, or raise max_model_len")
         lens = [len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) for output in outputs]

@@ -111,7 +111,10 @@ def _check_given(config: EngineConfig, plan: MemoryPlan, free: int) -> None:
 
 
 def _check_longest(plan: MemoryPlan) -> None:
-    """Refuses a budget that cannot hold one sequence of `max_model_len`; names the largest length that fits."""
+    """Refuses a budget that cannot hold one sequence of `max_model_len`.
+
+    Names the largest length that fits, or what leaves no room for a KV cache at all.
+    """
     if plan.num_tokens >= plan.max_model_len:
         return
     if plan.taken >= plan.budget:
