@@ -14,33 +14,48 @@ import torch.nn.functional as F
 from teachllm.core.scheduler_output import TokenLogprobs
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probability and rank of one token per row, and the most likely tokens beside it.
-
-    Waits for the device: the result is host data.
+class PendingLogprobs:
+    """Log-probability and rank of one token per row, and the most likely tokens beside it, on their way to the host.
 
     Args:
         logits: [L, vocab_size] float32, untouched.
         token_ids: [L] int64, the sampled or given token of each row.
         num_top: how many of the most likely tokens each row asks for; 0 is none.
-
-    Returns:
-        One entry per row.
     """
+
+    def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> None:
+        chosen, ranks, top_ids, top_values = _rank(logits, token_ids, max(num_top, default=0))
+        self._num_top = num_top
+        self._columns = [_on_its_way(column) for column in (token_ids, chosen, ranks, top_ids, top_values)]
+
+    def result(self) -> list[TokenLogprobs]:
+        """One entry per row. To be asked for when the device is done with what was launched."""
+        rows = zip(*(column.tolist() for column in self._columns), self._num_top, strict=True)
+        return [TokenLogprobs(id_, value, rank, ids[:n], values[:n]) for id_, value, rank, ids, values, n in rows]
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """The result of `PendingLogprobs`; waits for the device."""
+    pending = PendingLogprobs(logits, token_ids, num_top)
+    if logits.is_cuda:
+        torch.cuda.current_stream(logits.device).synchronize()
+    return pending.result()
+
+
+def _rank(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """(log-probability [L], rank [L], ids and log-probabilities of the most likely tokens [L, num_top] each)."""
     # CUDA sums from where memory is aligned: with rows of an odd width the order would depend on a row's number.
     missing = -logits.shape[1] % 4
     even = F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
     logprobs = even.log_softmax(dim=-1)[:, : logits.shape[1]]
     chosen = logprobs.gather(1, token_ids[:, None])  # [L, 1]
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top = logprobs.topk(min(max(num_top, default=0), logits.shape[1]), dim=-1)
-    entries = zip(
-        token_ids.tolist(),
-        chosen[:, 0].tolist(),
-        ranks.tolist(),
-        top.indices.tolist(),
-        top.values.tolist(),
-        num_top,
-        strict=True,
-    )
-    return [TokenLogprobs(id_, value, rank, ids[:n], values[:n]) for id_, value, rank, ids, values, n in entries]
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    return chosen[:, 0], ranks, top.indices, top.values
+
+
+def _on_its_way(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, which nobody waits for."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

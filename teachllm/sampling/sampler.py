@@ -22,7 +22,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, TokenLogprobs
 from teachllm.sampling.filters import apply_filters
-from teachllm.sampling.logprobs import token_logprobs
+from teachllm.sampling.logprobs import PendingLogprobs, token_logprobs
 from teachllm.sampling.penalties import apply_penalties
 from teachllm.sampling.state import Parameters, SamplingState, Selection
 from teachllm_kernels.sampling import gumbel_sample_reference
@@ -34,11 +34,21 @@ class SamplerOutput:
 
     Attributes:
         token_ids: [R] int64, on the device.
-        logprobs: one entry per logits row, None for rows that did not ask; None if no row did.
+        asked: the logits rows that asked for logprobs.
+        pending: theirs; None if no row did.
     """
 
     token_ids: torch.Tensor
-    logprobs: list[TokenLogprobs | None] | None
+    asked: Sequence[int] = ()
+    pending: PendingLogprobs | None = None
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs | None] | None:
+        """One entry per logits row, None for rows that did not ask; None if no row did. As `PendingLogprobs.result`."""
+        if self.pending is None:
+            return None
+        entries = dict(zip(self.asked, self.pending.result(), strict=True))
+        return [entries.get(i) for i in range(len(self.token_ids))]
 
 
 class Sampler:
@@ -68,7 +78,7 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, rows: list[int], lengths: torch.Tensor, token_ids: torch.Tensor
     ) -> SamplerOutput:
-        """Samples the next token of each logits row. Waits for the device only if a row asked for logprobs.
+        """Samples the next token of each logits row. Nobody waits for the device.
 
         Args:
             logits: [R, vocab_size] float32; overwritten.
@@ -78,21 +88,18 @@ class Sampler:
                 `lengths`.
         """
         if self._state.is_plain_greedy(rows):
-            return SamplerOutput(logits.argmax(dim=-1), None)
+            return SamplerOutput(logits.argmax(dim=-1))
         selection = self._state.select(rows)
-        asked = selection.logprobs
-        raw = logits[[i for i, _ in asked]] if asked else None  # a copy: what follows writes into the logits
+        asked = selection.asked
+        raw = None if asked is None else logits.index_select(0, asked)  # a copy: what follows writes into the logits
 
         parameters = self._state.parameters(selection.rows)
         logits = self._constrain_and_penalize(logits, selection, parameters, lengths, token_ids)
         sampled = self._draw(logits, selection, parameters, lengths)
-        if raw is None:
-            return SamplerOutput(sampled, None)
-        entries = token_logprobs(raw, sampled[[i for i, _ in asked]], [num_top for _, num_top in asked])
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        for (i, _), entry in zip(asked, entries, strict=True):
-            logprobs[i] = entry
-        return SamplerOutput(sampled, logprobs)
+        if raw is None or asked is None:
+            return SamplerOutput(sampled)
+        pending = PendingLogprobs(raw, sampled.index_select(0, asked), [num_top for _, num_top in selection.logprobs])
+        return SamplerOutput(sampled, [i for i, _ in selection.logprobs], pending)
 
     def plain_variant(self, rows: list[int]) -> tuple[bool, bool] | None:
         """(any row is random, any is filtered) if `sample_plain` can sample these rows, else None."""

@@ -55,6 +55,7 @@ class Selection:
         num_candidates: the largest top_k of the filtered rows, or the vocabulary if one of them has none.
         constraints: allowed ids, bad words, biases and minimum lengths of all logits rows.
         logprobs: (logits row, how many top entries) of those that asked.
+        asked: the same rows, on the device.
     """
 
     rows: torch.Tensor
@@ -64,6 +65,7 @@ class Selection:
     num_candidates: int
     constraints: BatchConstraints | None
     logprobs: list[tuple[int, int]]
+    asked: torch.Tensor | None
 
 
 class SamplingState:
@@ -171,6 +173,7 @@ class SamplingState:
             num_candidates=max((self._top_k[rows[random[i]]] for i in filtered), default=0),
             constraints=join_constraints(constrained, self.device) if constrained else None,
             logprobs=[(i, self._num_logprobs[row]) for i, row in enumerate(rows) if row in self._num_logprobs],
+            asked=self._indices(i for i, row in enumerate(rows) if row in self._num_logprobs),
         )
 
     def parameters(self, rows: torch.Tensor) -> Parameters:

@@ -1,10 +1,11 @@
 """ModelRunner for a GPU: as `model_runner.py`, with rows on the device, graphs, and results that come a step late.
 
     execute(plan)  header and new blocks to the device; then a graph, or the same kernels one by one
-    sample(step)   ids stay on the device for the step after this one, and cross to the host through pinned memory
+    sample(step)   ids stay on the device for the step after this one, and cross to the host through pinned memory, as
+                   do the logprobs that were asked for
 
 Neither waits for the device. A batch of decodes, or of a few short prompts, is one graph from row to sampled token, a
-mixed batch runs in pieces; what needs the host's view of the logits (logprobs, penalties, constraints) is
+mixed batch runs in pieces; rows that ask for more than temperature and filters (logprobs, penalties, constraints) are
 sampled outside.
 """
 
@@ -19,12 +20,12 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan
-from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
+from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
-from teachllm.sampling.sampler import Sampler
+from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
 from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, attention_needs, measured_plan, plan_memory
@@ -153,15 +154,15 @@ class GPUModelRunner:
             if full is not None:
                 logits = self._full(step, *full, variant)
                 return LaunchedStep(step, rows, variant, logits, self._batch.output, None)
-        sampled = self._batch.logit_index[: len(rows)] if rows else None
-        hidden = self._mixed(step, None if scores else sampled)
+        wanted = self._batch.logit_index[: len(rows)] if rows else None
+        hidden = self._mixed(step, None if scores else wanted)
         prompt_logprobs = None
         if scores:
             where = (plan.scheduled, step.rows, step.starts, hidden, self._batch.token_ids)
             prompt_logprobs = self._prompt_scores.score(*where)
         logits = None
-        if sampled is not None:
-            logits = self.model.lm_logits(hidden.index_select(0, sampled) if scores else hidden)
+        if wanted is not None:
+            logits = self.model.lm_logits(hidden.index_select(0, wanted) if scores else hidden)
         return LaunchedStep(step, rows, variant, logits, self._batch.output, prompt_logprobs)
 
     def _sample(self, launched: LaunchedStep) -> PendingStep:
@@ -169,31 +170,28 @@ class GPUModelRunner:
             return PendingStep(launched)
         rows, variant, batch = launched.rows, launched.variant, self._batch
         count = len(rows)
-        logits, logprobs = launched.logits[:count], None
+        logits = launched.logits[:count]
+        outputs: list[SamplerOutput] = []
         if variant is not None:
             sampled = self._sampler.sample_plain(logits, batch.sample_rows[:count], batch.num_known, variant)
         else:
-            sampled, logprobs = self._sample_any(logits, rows)
+            sampled, outputs = self._sample_any(logits, rows)
         batch.append(sampled)
-        return PendingStep(launched, logprobs)
+        return PendingStep(launched, outputs)
 
-    def _sample_any(
-        self, logits: torch.Tensor, rows: list[int]
-    ) -> tuple[torch.Tensor, list[TokenLogprobs | None] | None]:
-        """Token ids and logprobs (None if no row asked), whatever the rows ask for.
+    def _sample_any(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, list[SamplerOutput]]:
+        """Token ids, and what the sampler makes of the rows, whatever they ask for.
 
         A few rows at a time, which bounds the memory that it takes.
         """
         batch = self._batch
         lengths = batch.num_known.index_select(0, batch.sample_rows[: len(rows)]).long()
-        sampled: list[torch.Tensor] = []
-        logprobs: list[TokenLogprobs | None] = []
+        outputs: list[SamplerOutput] = []
         for first in range(0, len(rows), SAMPLED_AT_ONCE):
             some = slice(first, first + SAMPLED_AT_ONCE)
             output = self._sampler.sample(logits[some].float(), rows[some], lengths[some], batch.token_ids)
-            sampled.append(output.token_ids)
-            logprobs += output.logprobs or [None] * len(output.token_ids)
-        return torch.cat(sampled), logprobs if any(logprobs) else None
+            outputs.append(output)
+        return torch.cat([output.token_ids for output in outputs]), outputs
 
     # -- in one graph --------------------------------------------------------------------------------------
 

@@ -114,6 +114,7 @@ class ModelRunner:
         ids: list[int] = sampled.token_ids.tolist() if step.logits_rows else []
         accepted: list[list[int]] = []
         logprobs: list[list[TokenLogprobs] | None] = []
+        found = sampled.logprobs
         first = 0
         for share, row in zip(step.plan.scheduled, step.inputs.rows, strict=True):
             count = 0
@@ -124,8 +125,8 @@ class ModelRunner:
                     count += 1
                 self._batch.append(row, ids[first : first + count])
             accepted.append(ids[first : first + count])
-            if sampled.logprobs is not None:
-                entries = sampled.logprobs[first : first + count]
+            if found is not None:
+                entries = found[first : first + count]
                 logprobs.append([entry for entry in entries if entry is not None] or None)
             first += len(share.draft_token_ids) + 1 if share.samples else 0
         return ModelRunnerOutput(accepted, logprobs or None, step.prompt_logprobs)

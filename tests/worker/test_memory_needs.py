@@ -23,6 +23,7 @@ from teachllm.worker import memory_needs
 from teachllm.worker.device_batch import DeviceBatch
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.kv_cache import allocate_kv_cache, kv_cache_specs, plan_memory
+from teachllm.worker.launched_step import logprobs_of
 from teachllm.worker.memory_needs import (
     SAMPLED_AT_ONCE,
     activation_bytes,
@@ -239,8 +240,9 @@ def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_wo
     together = sampler.sample(logits.clone(), rows, torch.full((num_rows,), 2), batch.token_ids)
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
     runner._batch, runner._sampler = batch, sampler
-    ids, logprobs = runner._sample_any(logits.clone(), rows)
-    assert ids.equal(together.token_ids) and logprobs == together.logprobs
+    ids, outputs = runner._sample_any(logits.clone(), rows)
+    logprobs = logprobs_of(outputs)
+    assert logprobs is not None and ids.equal(together.token_ids) and logprobs == together.logprobs
     assert len({*ids.tolist()}) > 10 and sum(entry is None for entry in logprobs) == len(range(0, num_rows, 3))
 
 
