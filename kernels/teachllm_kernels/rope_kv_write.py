@@ -65,6 +65,9 @@ def _rope_kv_write(
         normed = is_turned[:, None] & inside
         weight_a = tl.load(weight, mask=normed, other=0.0).to(tl.float32)
         weight_b = tl.load(weight + HALF, mask=normed, other=0.0).to(tl.float32)
+    slot = tl.load(slot_mapping + token)
+    turn_a = tl.load(cos + token * 2 * HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+    turn_b = tl.load(signed_sin + token * 2 * HALF + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
     if PDL:
         gdc_wait()
 
@@ -72,9 +75,6 @@ def _rope_kv_write(
     at = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * 2 * HALF + lane[None, :]
     a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    slot = tl.load(slot_mapping + token)
-    turn_a = tl.load(cos + token * 2 * HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    turn_b = tl.load(signed_sin + token * 2 * HALF + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
     qk_a, qk_b = a, b
     if HAS_NORM:
         mean_square = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)

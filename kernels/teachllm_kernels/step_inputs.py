@@ -2,7 +2,9 @@
 
 The device keeps a row for every running request: its token ids, its block table, how many tokens it knows. The host
 sends only who computes how many tokens, so a step can be prepared before the one in front of it has sampled: what
-that one samples is in the row by the time this kernel reads it. `append_tokens` is the other end of the loop.
+that one samples is in the row by the time `step_inputs` reads it. Before it, `write_runs` brings what the host adds to
+the rows, read from pinned memory; at the end of the step `append_tokens` puts sampled ids into the rows for the next
+one, and into the host's memory for the host, which may read them when the step's event is done.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def step_inputs(
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _append_tokens(
-    rows, sampled, token_ids, num_known, outputs, turn, num_rows, token_stride, output_stride,
+    rows, sampled, token_ids, num_known, outputs, output_row, num_rows, token_stride, output_stride,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -97,7 +99,7 @@ def _append_tokens(
     known = tl.load(num_known + row, mask=row >= 0, other=0)
     tl.store(token_ids + row * token_stride + known, token.to(tl.int32), mask=row >= 0)
     tl.store(num_known + row, known + 1, mask=row >= 0)
-    tl.store(outputs + tl.load(turn) * output_stride + index, token.to(tl.int32), mask=row >= 0)
+    tl.store(outputs + tl.load(output_row) * output_stride + index, token.to(tl.int32), mask=row >= 0)
 
 
 def append_tokens(
@@ -106,7 +108,7 @@ def append_tokens(
     token_ids: torch.Tensor,
     num_known: torch.Tensor,
     outputs: torch.Tensor,
-    turn: torch.Tensor,
+    output_row: torch.Tensor,
 ) -> None:
     """Sampled tokens become known, to the host too.
 
@@ -115,11 +117,11 @@ def append_tokens(
         sampled: [num_rows] int64 ids.
         token_ids: [max_rows, max_len] int32, grown in place; no row may be full.
         num_known: [max_rows] int32, counted up in place.
-        outputs: [num_turns, max_rows] int32, on the device or in the host's pinned memory.
-        turn: [1] int32, the row of `outputs` to write to.
+        outputs: [num_steps, max_rows] int32, on the device or in the host's pinned memory.
+        output_row: [1] int32, the row of `outputs` to write to.
     """
     _append_tokens[(1,)](
-        *(rows, sampled, token_ids, num_known, outputs, turn),
+        *(rows, sampled, token_ids, num_known, outputs, output_row),
         *(rows.shape[0], token_ids.stride(0), outputs.stride(0)),
         ROWS=triton.next_power_of_2(rows.shape[0]),
         **launch_options(rows.device),

@@ -207,8 +207,9 @@ def test_sampled_tokens_are_appended_to_their_rows_and_padding_to_none() -> None
     token_ids = torch.zeros((3, 4), dtype=torch.int32, device=DEVICE)
     num_known = torch.tensor([1, 3, 2], dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([2, -1, 0], dtype=torch.int32, device=DEVICE)
-    outputs, turn = on_host(torch.full((2, 3), -1, dtype=torch.int32)), torch.ones(1, dtype=torch.int32, device=DEVICE)
-    append_tokens(rows, torch.tensor([7, 8, 9], device=DEVICE), token_ids, num_known, outputs, turn)
+    outputs = on_host(torch.full((2, 3), -1, dtype=torch.int32))
+    second = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    append_tokens(rows, torch.tensor([7, 8, 9], device=DEVICE), token_ids, num_known, outputs, second)
     assert token_ids.tolist() == [[0, 9, 0, 0], [0, 0, 0, 0], [0, 0, 7, 0]]
     assert num_known.tolist() == [2, 3, 3]
     assert outputs.tolist() == [[-1, -1, -1], [7, -1, 9]]

@@ -76,19 +76,32 @@ def test_a_request_that_starts_now_is_no_decode_even_with_one_token() -> None:
     assert step.num_decodes == 1 and not step.is_decode
     assert step.full_graph_shape(5, 40) is None
     alone = launch(make_batch(), share("c", 0, 1, True, [1], prompt=1))
-    assert alone.num_decodes == 0 and alone.full_graph_shape(5, 40) == (2, 2)
+    assert alone.num_decodes == 0 and alone.full_graph_shape(5, 40) == (2, 1)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.integers(1, 900), st.integers(1, 20))
-def test_a_graph_of_prompts_fits_the_buffers_and_leaves_every_padding_sequence_a_token(
+def test_a_graph_of_prompts_fits_the_buffers_and_has_a_sequence_for_its_padding(
     query_lens: list[int], max_num_tokens: int, max_num_seqs: int
 ) -> None:
     step = DeviceStep(list(range(len(query_lens))), query_lens, [0] * len(query_lens), 0, [])
     shape = step.full_graph_shape(max_num_seqs, max_num_tokens)
     if shape is not None:
         num_seqs, num_tokens = shape
-        assert len(query_lens) < num_seqs <= max_num_seqs and num_tokens <= max_num_tokens
-        assert num_tokens - sum(query_lens) >= num_seqs - len(query_lens) > 0
+        assert len(query_lens) < num_seqs <= max_num_seqs and sum(query_lens) <= num_tokens <= max_num_tokens
+
+
+def test_padding_sequences_without_tokens_have_none() -> None:
+    batch = make_batch()
+    names = "abcd"
+    step = launch(batch, *(share(name, 0, 1, True, [block], prompt=1) for block, name in enumerate(names, 1)))
+    assert step.full_graph_shape(8, 40) == (8, 4)
+    batch = make_batch()
+    step = launch(batch, share("a", 0, 3, True, [1], prompt=3))
+    batch.send(step, 4, 4)
+    batch.build(4)
+    assert batch.query_start[:5].tolist() == [0, 3, 4, 4, 4] and batch.seq_lens[:4].tolist() == [3, 0, 0, 0]
+    batch.clear(4, 2)
+    assert batch.query_start[:5].tolist() == [0, 1, 2, 2, 2]
 
 
 def test_new_blocks_go_to_their_rows_and_a_closed_row_is_used_again() -> None:
