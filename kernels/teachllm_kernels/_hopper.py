@@ -6,9 +6,11 @@ from functools import cache
 
 import torch
 
-from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl
+from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl, gluon, hopper
 
-__all__ = ["gate_up_tiles", "has_hopper", "num_multiprocessors", "tiles"]
+__all__ = ["PIECE", "fetch_keys", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors", "tile_map"]
+
+PIECE = 16  # keys of a copy, which lie in one block
 
 
 @cache
@@ -23,23 +25,54 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def tiles(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+def tile_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """What the copy engine must know to fetch or write tiles of a matrix."""
-    return TensorDescriptor.from_tensor(matrix, block, _layout(block, matrix.dtype))
+    return TensorDescriptor.from_tensor(matrix, block, _layout(tuple(block), matrix.dtype))
 
 
-def gate_up_tiles(weight: torch.Tensor, num_rows: int, block_k: int) -> TensorDescriptor:
-    """As `tiles`, of gate above up, [2 * num_out, num_in]: 8 rows of gate and the 8 of up in turns, `num_rows` in all.
+def gate_up_map(weight: torch.Tensor, num_rows: int, block_k: int) -> TensorDescriptor:
+    """As `tile_map`, of gate above up, [2 * num_out, num_in]: a tile is gate 0-7, up 0-7, gate 8-15, up 8-15, ...
 
-    The tensor cores deal out rows, or columns, by the eight: a thread then gets of both.
+    So the gate and the up of one output meet in one thread, and nothing has to be exchanged before SiLU: where the
+    weight is the left operand, who holds a row of every sixteen of the product also holds the row eight further on;
+    where it is the right one, everybody holds the same two columns of every eight.
+
+    Args:
+        num_rows: of the tile, both kinds together.
+        block_k: its columns.
     """
     num_out, num_in = weight.shape[0] // 2, weight.shape[1]
     shape, strides = [num_out // 8, 2, 8, num_in], [8 * num_in, num_out * num_in, num_in, 1]
     block = [num_rows // 16, 2, 8, block_k]
-    return TensorDescriptor(weight, shape, strides, block, _layout(block, weight.dtype))
+    return TensorDescriptor(weight, shape, strides, block, _layout(tuple(block), weight.dtype))
 
 
-def _layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def head_map(heads: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """As `tile_map`, of some heads of some tokens: [num_tokens, num_heads, head_size], tokens at any stride."""
+    return TensorDescriptor(heads, list(heads.shape), list(heads.stride()), block, _layout(tuple(block), heads.dtype))
+
+
+@gluon.jit
+def fetch_keys(descs, k, v, arrived, stage, table, column, key, end, BLOCK_SIZE: gl.constexpr):
+    """Starts copying the keys and values from `key` on to a stage, piece by piece."""
+    k_desc, v_desc = descs
+    PIECE: gl.constexpr = k_desc.block_shape[0]
+    BYTES: gl.constexpr = 2 * PIECE * k_desc.block_shape[1] * k.dtype.primitive_bitwidth // 8
+    for piece in gl.static_range(k.shape[1] // PIECE):
+        at = key + piece * PIECE
+        inside = at < end
+        block = gl.load(table + at // BLOCK_SIZE, mask=inside, other=0)
+        slot = block * BLOCK_SIZE + at % BLOCK_SIZE
+        hopper.mbarrier.expect(arrived.index(stage), BYTES, inside)
+        hopper.mbarrier.arrive(arrived.index(stage), pred=at >= end)
+        to = k.index(stage).slice(piece * PIECE, PIECE)
+        hopper.tma.async_copy_global_to_shared(k_desc, [slot, column], arrived.index(stage), to, inside)
+        to = v.index(stage).slice(piece * PIECE, PIECE)
+        hopper.tma.async_copy_global_to_shared(v_desc, [slot, column], arrived.index(stage), to, inside)
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Of a tile in shared memory, as the tensor cores read it."""
     dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for(block, dtypes[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(block), dtypes[dtype])

@@ -3,8 +3,10 @@
 Programmatic dependent launch lets a kernel start while the one before it drains: it asks for its weights, which
 nobody writes, and only then waits (`gdc_wait`) for what the other one computed. A kernel that is launched so must
 wait before it reads, or writes, anything that another kernel writes or reads; and programs without work must wait as
-well, or a kernel could end before the one in front of it, for which the next one then does not wait. Hopper has it;
-elsewhere, and in Triton's interpreter, the kernels' `PDL` switch is off.
+well, or a kernel could end before the one in front of it, for which the next one then does not wait. What another
+kernel wrote may be read earlier only if one that is launched the ordinary way lies between the two. That holds for what
+a step prepares for all of its layers (lengths, slots, block tables, plans, cos and sin): the embedding lookup comes
+after it. Hopper and newer cards have it; elsewhere, and in Triton's interpreter, the kernels' `PDL` switch is off.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -58,13 +60,22 @@ except ImportError:
 
 __all__ = [
     *("HAS_GLUON", "TensorDescriptor", "barrier", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "hopper"),
-    *("launch_options", "tl", "triton"),
+    *("launch_options", "shared_memory", "tl", "triton"),
 ]
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments for every launch on this device: a kernel's `PDL` switch, and the launch that goes with it."""
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on this device; on a CPU, which compiles and interprets, on the smallest Ampere."""
+    if device.type != "cuda":
+        return 99 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 @cache

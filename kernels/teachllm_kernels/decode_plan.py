@@ -28,10 +28,10 @@ from teachllm_kernels._triton import tl, triton
 TILE = 64  # keys: splits are whole tiles, but for a sequence's last
 LOG2_E = 1.4426950408889634  # scores are turned to base 2, in which `DecodePlan.lse` is: the hardware has exp2
 MAX_FUSED = 8  # sequences, up to which the portable kernel that does all at once is faster than two
-_SPLITS_OF_ONE = 64  # at most, of one sequence
+_SPLITS_OF_ONE = 64  # of a sequence at most, in the mean
 _FEW = 8  # sequences, whose splits are of nearly the same length in any order
 _MULTIPROCESSORS = 128  # of 132: a few are left to what else runs
-_FIELDS = 8  # of an item: seq, table row, first token, begin, end, sequence length, splits before it, splits of all
+_FIELDS = 8  # of an item, see `DecodePlan`
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,12 @@ class DecodePlan:
     """The work of one step's decode attention, on the device, and room for its partial results.
 
     Attributes:
-        items: [max_items, 8] int32, one split each, see `_plan_decode`; those that are not used have begin = end = 0.
+        items: [max_items, 8] int32, one split each: 0 its sequence, 1 the sequence's row of the block tables, 2 its
+            first token in the batch, 3 the split's first key, 4 one past its last, 5 the sequence's length, 6 the first
+            item of the sequence, 7 how many it has. Those that are not used have keys 0 to 0.
         partial: [max_items, num_heads * max_query_len, head_size] float32, each split's normalised sum.
         lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
-        arrived: [max_seqs * num_kv_heads] int32, splits finished; 0 between launches.
+        finished: [max_seqs * num_kv_heads] int32, splits that are; 0 between launches.
         on_hopper: `hopper_decode` takes such heads.
         filled_for: (sequences, shape of the programs) of the batch that it was filled for last.
     """
@@ -110,7 +112,7 @@ class DecodePlan:
     items: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
-    arrived: torch.Tensor
+    finished: torch.Tensor
     on_hopper: bool
     filled_for: tuple[int, DecodeShape] | None = field(default=None, init=False)
 
@@ -135,7 +137,7 @@ class DecodePlan:
             items=torch.zeros((max_items, _FIELDS), dtype=torch.int32, device=device),
             partial=torch.empty((max_items, rows, head_size), dtype=torch.float32, device=device),
             lse=torch.empty((max_items, rows), dtype=torch.float32, device=device),
-            arrived=torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
+            finished=torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
             on_hopper=on_hopper,
         )
 
@@ -158,7 +160,7 @@ def _tiles_of_a_split(tiles, num_seqs, wave):
 @triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])  # which differ
 def _plan_decode(
     items, seq_lens, query_start, rows, num_seqs, wave, max_items, window,
-    SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
+    SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
     if SORTED:  # the longest first: what is left at the end are short ones, and all programs end at about the same time
@@ -177,7 +179,7 @@ def _plan_decode(
     last = tl.cumsum(num_splits, 0)
     first = last - num_splits
     for split in range(tl.max(num_splits)):
-        at = items + (first + split) * 8
+        at = items + (first + split) * FIELDS
         begin = length - seen + split * split_len
         has_split = split < num_splits
         tl.store(at, seq, mask=has_split)
@@ -190,8 +192,8 @@ def _plan_decode(
         tl.store(at + 7, num_splits, mask=has_split)
     for start in range(tl.sum(num_splits), max_items, SEQS):
         unused = start + seq
-        tl.store(items + unused * 8 + 3, 0, mask=unused < max_items)
-        tl.store(items + unused * 8 + 4, 0, mask=unused < max_items)
+        tl.store(items + unused * FIELDS + 3, 0, mask=unused < max_items)
+        tl.store(items + unused * FIELDS + 4, 0, mask=unused < max_items)
 
 
 def plan_decode(
@@ -222,4 +224,5 @@ def plan_decode(
         SEQS=triton.next_power_of_2(num_seqs),
         SORTED=num_seqs > _FEW,
         TILE=TILE,
+        FIELDS=_FIELDS,
     )

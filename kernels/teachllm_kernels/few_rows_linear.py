@@ -17,7 +17,7 @@ from functools import cache
 
 import torch
 
-from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.linear import cost
 
 __all__ = ["MAX_ROWS", "cost", "few_rows_linear_triton"]
@@ -101,7 +101,7 @@ def few_rows_linear_triton(
     (num_rows, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((num_rows, num_out))
     blocks, splits = _grid(num_in, num_out)
-    block_k = 128 if num_in < 4096 or x.dtype.itemsize > 2 else 256
+    block_k, stages = _tile(num_in, x.dtype.itemsize, gated, shared_memory(x.device))
     partial = arrived = None
     if splits > 1:
         partial = torch.empty((2 * splits, num_rows, num_out), dtype=torch.float32, device=x.device)
@@ -113,7 +113,7 @@ def few_rows_linear_triton(
         ROWS=MAX_ROWS,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=block_k,
-        STAGES=(4 if block_k == 128 else 3) if x.dtype.itemsize == 2 else 2,
+        STAGES=stages,
         SPLITS=splits,
         GATED=gated,
         HAS_BIAS=bias is not None,
@@ -121,6 +121,17 @@ def few_rows_linear_triton(
         **launch_options(x.device),
     )
     return out
+
+
+def _tile(num_in: int, dtype_bytes: int, gated: bool, most_bytes: int) -> tuple[int, int]:
+    """(columns of a tile, stages): all but one of these are in shared memory. Measured on an H200, cut to what fits."""
+
+    def num_bytes(block_k: int) -> int:
+        return ((2 if gated else 1) * _BLOCK_N + MAX_ROWS) * block_k * dtype_bytes
+
+    if num_in >= 4096 and dtype_bytes == 2 and 2 * num_bytes(256) <= most_bytes:
+        return 256, 3
+    return 128, min(4 if dtype_bytes == 2 else 2, most_bytes // num_bytes(128) + 1)
 
 
 def _grid(num_in: int, num_out: int) -> tuple[int, int]:

@@ -1,18 +1,20 @@
 """Decode attention on Hopper: `paged_decode.py`'s fused form, with fewer instructions to the byte.
 
 There every warp asks for keys and values, turns block numbers into addresses, multiplies 16 rows of which a KV head's
-query heads are a few, and waits in between. A program then reads 11 to 15 GB/s, and what is not needed costs time even
-where memory sets the pace: a card at its power limit lowers its clock. Here are
+query heads are a few, and waits in between; a program alone reads slowly, and a card at its power limit pays for every
+instruction. Here are
 
-    roles         one warp does nothing but start copies, as far ahead as shared memory reaches
-    copy engine   it takes 16 tokens of a block at a time (TMA): blocks are multiples of that
-    early start   what earlier steps wrote is asked for before the kernel in front has ended. This step's token comes
-                  from that kernel, through norm and rotation, and is where the sums begin
-    operands      the tensor cores take 64 rows on their left, but as few as 8 columns on their right. So keys and
-                  values stand on the left, as they lie in shared memory, and query heads are columns: with up to 8
-                  of 128 channels a thread has four scores of a tile, [keys, heads], and eight sums, [channels, heads]
+    roles        one warp does nothing but start copies (TMA: 16 tokens of one block each, so block sizes are multiples
+                 of 16), as many tiles ahead as shared memory holds; four warps multiply and weigh
+    early start  keys and values of earlier steps are fetched while the kernel in front still runs
+    new token    its q, k and v come from that kernel: normed and turned here, written to the cache, and the first term
+                 of the softmax's sums. The tiles hold older tokens only
+    operands     a product takes 64 rows on its left, but as few as 8 columns on its right. So the transposed products
+                 are computed: scores [64 keys, 8 heads] = K Q^T, sums [128 channels, 8 heads] += V^T P^T. K and V are
+                 used as they lie in shared memory; of 4 heads' 8 columns half count, of 64 rows it would be 1 in 16
 
-The plan is `decode_plan.py`'s.
+The plan is `decode_plan.py`'s; what each of these is worth is in benchmarks/NOTES.md. The definition is
+`rope_kv_write_reference`, then `paged_attention_reference`.
 
 Sources: those of `paged_decode.py` and `hopper_linear.py`; Shah et al., "FlashAttention-3", 2024.
 """
@@ -21,32 +23,12 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._hopper import has_hopper, tiles
+from teachllm_kernels._hopper import PIECE, fetch_keys, has_hopper, tile_map
 from teachllm_kernels._triton import barrier, gdc_launch_dependents, gdc_wait, gl, gluon, hopper, triton
 from teachllm_kernels.decode_plan import HOPPER_SHAPE, LOG2_E, DecodePlan, max_splits
+from teachllm_kernels.paged_attention import cost
 
-__all__ = ["fits_hopper_decode", "hopper_decode"]
-
-_PIECE = 16  # keys of a copy, which lie in one block
-
-
-@gluon.jit
-def _fetch(descs, k, v, arrived, stage, table, column, key, end, BLOCK_SIZE: gl.constexpr):
-    """Starts copying the keys and values from `key` on to a stage, piece by piece."""
-    k_desc, v_desc = descs
-    PIECE: gl.constexpr = k_desc.block_shape[0]
-    BYTES: gl.constexpr = 2 * PIECE * k_desc.block_shape[1] * k.dtype.primitive_bitwidth // 8
-    for piece in gl.static_range(k.shape[1] // PIECE):
-        at = key + piece * PIECE
-        inside = at < end
-        block = gl.load(table + at // BLOCK_SIZE, mask=inside, other=0)
-        slot = block * BLOCK_SIZE + at % BLOCK_SIZE
-        hopper.mbarrier.expect(arrived.index(stage), BYTES, inside)
-        hopper.mbarrier.arrive(arrived.index(stage), pred=at >= end)
-        to = k.index(stage).slice(piece * PIECE, PIECE)
-        hopper.tma.async_copy_global_to_shared(k_desc, [slot, column], arrived.index(stage), to, inside)
-        to = v.index(stage).slice(piece * PIECE, PIECE)
-        hopper.tma.async_copy_global_to_shared(v_desc, [slot, column], arrived.index(stage), to, inside)
+__all__ = ["cost", "fits_hopper_decode", "hopper_decode"]
 
 
 @gluon.jit
@@ -58,11 +40,11 @@ def _copy(descs, buffers, task, table, D: gl.constexpr, STAGES: gl.constexpr, BL
     for tile in range(gl.cdiv(end - first, TILE)):
         stage = tile % STAGES
         hopper.mbarrier.wait(free.index(stage), (tile // STAGES - 1) & 1, tile >= STAGES)
-        _fetch(descs, k, v, arrived, stage, table, kv_head * D, first + tile * TILE, end, BLOCK_SIZE)
+        fetch_keys(descs, k, v, arrived, stage, table, kv_head * D, first + tile * TILE, end, BLOCK_SIZE)
 
 
 @gluon.jit
-def _normed_and_turned(x, y, weight_x, weight_y, turn, sideways, eps, AXIS: gl.constexpr, HAS_NORM: gl.constexpr):
+def _normed_and_turned(x, y, weight_x, weight_y, cos, signed_sin, eps, AXIS: gl.constexpr, HAS_NORM: gl.constexpr):
     """Heads through norm and rotation, float32. y: of each channel of x the one that the rotation pairs with it."""
     x, y = x.to(gl.float32), y.to(gl.float32)
     scale = 1.0
@@ -72,16 +54,16 @@ def _normed_and_turned(x, y, weight_x, weight_y, turn, sideways, eps, AXIS: gl.c
             scale = scale[:, None]
         x *= weight_x.to(gl.float32)
         y *= weight_y.to(gl.float32)
-    return (x * turn.to(gl.float32) + y * sideways.to(gl.float32)) * scale
+    return (x * cos.to(gl.float32) + y * signed_sin.to(gl.float32)) * scale
 
 
 @gluon.jit
 def _query_and_key(
-    step, kv_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    new, kv_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     HAS_NORM: gl.constexpr, LOADED: gl.constexpr,
 ):  # fmt: skip
     """Of this step's token: the query heads of a KV head, [HEADS, D], and its key, [D], normed and turned, float32."""
-    token, cos, signed_sin, qk_weight, eps, _, _ = step
+    qkv_at, cos_at, sin_at, qk_weight, eps, _, _ = new
     head = gl.arange(0, HEADS, gl.SliceLayout(1, LOADED))
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
     across = gl.max_contiguous(gl.multiple_of((column + D // 2) % D, 8), 8)  # what the rotation pairs each with
@@ -90,52 +72,51 @@ def _query_and_key(
     q_at, q_across = q_head + column[None, :], q_head + across[None, :]
     k_head = (NUM_KV_HEADS * GROUP + kv_head) * D
     # All that is asked for at once: one trip to memory.
-    turn, sideways = gl.load(cos + column), gl.load(signed_sin + column)
-    q_x, q_y = gl.load(token + q_at, is_query, 0.0), gl.load(token + q_across, is_query, 0.0)
-    k_x, k_y = gl.load(token + (k_head + column)), gl.load(token + (k_head + across))
+    cos, signed_sin = gl.load(cos_at + column), gl.load(sin_at + column)
+    q_x, q_y = gl.load(qkv_at + q_at, is_query, 0.0), gl.load(qkv_at + q_across, is_query, 0.0)
+    k_x, k_y = gl.load(qkv_at + (k_head + column)), gl.load(qkv_at + (k_head + across))
     norm_q_x, norm_q_y, norm_k_x, norm_k_y = q_x, q_y, k_x, k_y
     if HAS_NORM:
         norm_q_x, norm_q_y = gl.load(qk_weight + q_at, is_query, 0.0), gl.load(qk_weight + q_across, is_query, 0.0)
         norm_k_x, norm_k_y = gl.load(qk_weight + (k_head + column)), gl.load(qk_weight + (k_head + across))
-    q_turn, q_sideways = turn[None, :], sideways[None, :]
-    query = _normed_and_turned(q_x, q_y, norm_q_x, norm_q_y, q_turn, q_sideways, eps, 1, HAS_NORM)
-    return query, _normed_and_turned(k_x, k_y, norm_k_x, norm_k_y, turn, sideways, eps, 0, HAS_NORM)
+    query = _normed_and_turned(q_x, q_y, norm_q_x, norm_q_y, cos[None, :], signed_sin[None, :], eps, 1, HAS_NORM)
+    return query, _normed_and_turned(k_x, k_y, norm_k_x, norm_k_y, cos, signed_sin, eps, 0, HAS_NORM)
 
 
 @gluon.jit
 def _attend(
-    buffers, task, step, scale_log2,
+    buffers, task, new, scale_log2,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
     PRODUCT: gl.constexpr, LOADED: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: of every query head the weighted sum of the values, the sum of the weights and the highest score."""
+    """Four warps: (weighted sums of the values [D, HEADS], sums of the weights [HEADS], highest scores [HEADS])."""
     k, v, arrived, free = buffers
     kv_head, first, begin, end, holds_new = task
-    token, _, _, _, _, k_slot, v_slot = step
+    qkv_at, _, _, _, _, k_slot, v_slot = new
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
     dtype: gl.constexpr = k.dtype
     queries = gl.allocate_shared_memory(dtype, [HEADS, D], k.layout)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, TILE], dtype)
     weights = gl.allocate_shared_memory(dtype, [HEADS, TILE], WEIGHTS)
-    fresh = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    new_score = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gdc_wait()
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
     channel = gl.arange(0, D, gl.SliceLayout(1, PRODUCT))
-    new_v = token + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
+    new_v = qkv_at + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
     value = gl.where(holds_new, gl.load(new_v + channel).to(gl.float32), 0.0)
-    query, new_k = _query_and_key(step, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
+    query, new_k = _query_and_key(new, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
     query, new_k = query.to(dtype), new_k.to(dtype)
     queries.store(query)
     hopper.fence_async_shared()
-    fresh.store(gl.sum(query.to(gl.float32) * new_k.to(gl.float32)[None, :], axis=1))
+    new_score.store(gl.sum(query.to(gl.float32) * new_k.to(gl.float32)[None, :], axis=1))
     if holds_new:
         gl.store(k_slot + column, new_k)
         gl.store(v_slot + column, gl.load(new_v + column))
     # Sums begin with the new token, which is not among the tiles, and go on with those before it.
     key = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
     nothing = gl.zeros([TILE, HEADS], gl.float32, PRODUCT)
-    highest = gl.where(holds_new, fresh.load(gl.SliceLayout(0, PRODUCT)) * scale_log2, float("-inf"))
+    highest = gl.where(holds_new, new_score.load(gl.SliceLayout(0, PRODUCT)) * scale_log2, float("-inf"))
     total = gl.where((key == 0) & holds_new, 1.0, 0.0)[:, None] + nothing  # each thread its own share, added up behind
     acc = hopper.warpgroup_mma_init(value[:, None] + gl.zeros([D, HEADS], gl.float32, PRODUCT))
     for tile in range(gl.cdiv(end - first, TILE)):
@@ -153,7 +134,7 @@ def _attend(
         total = total * shrink + weight
         highest = higher
         weights.permute((1, 0)).store(weight.to(dtype))
-        if start + TILE > end:  # nobody wrote what lies behind the end: zero times that may not be zero
+        if start + TILE > end:  # slots behind the end may hold NaN, and 0 * NaN is NaN
             mine = v.index(stage)
             inside = start + gl.arange(0, TILE, gl.SliceLayout(1, LOADED)) < end
             mine.store(gl.where(inside[:, None], mine.load(LOADED), 0.0))
@@ -199,6 +180,13 @@ def _hopper_decode(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, MERGED: gl.constexpr, HAS_NORM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    """One split of one KV head. What its warps are handed:
+
+    descs    (K, V), tensor maps
+    buffers  (k, v [STAGES, TILE, D], arrived, free [STAGES]): the copying warp fills a stage, the others free it
+    task     (kv_head, first key fetched, first and one past the last key that count, whether the new token is here)
+    new      (the new token's q, k and v; its cos and signed_sin; qk_weight; eps; its slots in K and V)
+    """
     gdc_launch_dependents()
     PIECE: gl.constexpr = k_desc.block_shape[0]
     D: gl.constexpr = k_desc.block_shape[1]
@@ -216,13 +204,13 @@ def _hopper_decode(
     first_item = gl.load(fields + 6)
     num_splits = gl.load(fields + 7)
     has_work = begin < end
-    index = gl.load(fields + 2, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
+    token = gl.load(fields + 2, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
     holds_new = has_work & (end == seq_len)
     end = gl.where(holds_new, end - 1, end)
     first = gl.where(has_work, begin // PIECE * PIECE, end)
     block = gl.load(table + (seq_len - 1) // BLOCK_SIZE, holds_new, 0).to(gl.int64)
     slot = ((block * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D
-    token = qkv + index * (NUM_KV_HEADS * (GROUP + 2) * D)
+    qkv_at = qkv + token * (NUM_KV_HEADS * (GROUP + 2) * D)
 
     k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
@@ -233,9 +221,9 @@ def _hopper_decode(
         hopper.mbarrier.init(free.index(i), count=1)
     descs, buffers = (k_desc, v_desc), (k, v, arrived, free)
     task = (kv_head, first, begin, end, holds_new)
-    step = (token, cos + index * D, signed_sin + index * D, qk_weight, eps, k_cache + slot, v_cache + slot)
+    new = (qkv_at, cos + token * D, signed_sin + token * D, qk_weight, eps, k_cache + slot, v_cache + slot)
     acc, total, highest = gl.warp_specialize([
-        (_attend, (buffers, task, step, scale_log2, NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED)),
+        (_attend, (buffers, task, new, scale_log2, NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED)),
         (_copy, (descs, buffers, task, table, D, STAGES, BLOCK_SIZE)),
     ], [1], [56])  # fmt: skip
     for i in gl.static_range(STAGES):
@@ -247,9 +235,10 @@ def _hopper_decode(
     is_mine = (member < GROUP) & has_work
     normalised = acc / total[None, :]
     at = member[None, :] * D + channel[:, None]
-    out_at = out + (index * NUM_KV_HEADS + kv_head) * GROUP * D
+    out_at = out + (token * NUM_KV_HEADS + kv_head) * GROUP * D
     if num_splits == 1:
-        gl.store(out_at + at, normalised.to(out.dtype.element_ty), is_mine[None, :], eviction_policy="evict_last")
+        y = normalised.to(out.dtype.element_ty)
+        gl.store(out_at + at, y, is_mine[None, :], eviction_policy="evict_last")  # see `rms_norm.py`
     elif has_work:
         part = (item * NUM_KV_HEADS + kv_head) * GROUP
         gl.store(partial + (part * D + at), normalised, is_mine[None, :])
@@ -278,11 +267,11 @@ def hopper_decode(
     num_seqs, group = qkv.shape[0], qkv.shape[1] // num_kv_heads - 2
     out = qkv.new_empty((num_seqs, num_kv_heads * group, head_size))
     assert plan.filled_for == (num_seqs, HOPPER_SHAPE)
-    slots = (tiles(cache.view(num_blocks * block_size, -1), [_PIECE, head_size]) for cache in (k_cache, v_cache))
+    slots = (tile_map(cache.view(num_blocks * block_size, -1), [PIECE, head_size]) for cache in (k_cache, v_cache))
     _hopper_decode[(max_splits(num_seqs, num_kv_heads, HOPPER_SHAPE) * num_kv_heads,)](
         *(qkv, cos, signed_sin, qkv if qk_weight is None else qk_weight, eps),
         *(*slots, k_cache, v_cache, out, block_tables),
-        *(plan.items, plan.partial, plan.lse, plan.arrived, scale * LOG2_E, block_tables.stride(0)),
+        *(plan.items, plan.partial, plan.lse, plan.finished, scale * LOG2_E, block_tables.stride(0)),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEADS=max(8, triton.next_power_of_2(group)),
@@ -304,5 +293,5 @@ def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int,
     Args:
         group: query heads of a KV head.
     """
-    fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 16 and block_size % _PIECE == 0
+    fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 16 and block_size % PIECE == 0
     return fits and has_hopper(device)

@@ -1,4 +1,4 @@
-"""Matrix products of 2 to 256 rows on Hopper: decode batches, still bound by reading the weight.
+"""Matrix products of 2 to 256 rows on Hopper: decode batches. Up to about 160 rows, reading the weight bounds them.
 
 What a chain of such products waits for is not arithmetic but the start of each: launch, first bytes, then the sum. So
 
@@ -8,13 +8,13 @@ What a chain of such products waits for is not arithmetic but the start of each:
     roles          one warp does nothing but start copies. Each of 1 to 3 groups of four warps multiplies 64 rows of the
                    weight, the left operand, by x^T, the right one. They meet at barriers, a tile at a time, so no group
                    waits for another, and three of them share what is copied of x
-    epilogue       SiLU-and-multiply before the result is written: the copy engine lays 8 rows of gate and the 8 of up
-                   side by side, as the tensor cores deal out rows, so a thread holds both
+    epilogue       SiLU-and-multiply before the result is written: gate and up of an output meet in one thread, see
+                   `gate_up_map`
     parts          a result with few columns would leave most multiprocessors idle, so several programs share its
                    columns. They leave their parts side by side: the norm that follows reads them all anyway
 
-Written in Gluon, Triton's lower level, where buffers, barriers and copies have names. `few_rows_linear` is the
-portable kernel for as many as 16 rows.
+The definition is `linear_reference`. Written in Gluon, Triton's lower level, where buffers, barriers and copies have
+names. `few_rows_linear` is the portable kernel for as many as 16 rows.
 
 Sources: CUDA C++ Programming Guide, "Asynchronous Data Copies using the Tensor Memory Accelerator" and "Programmatic
 Dependent Launch and Synchronization"; PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"; CUTLASS,
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm_kernels._hopper import gate_up_tiles, has_hopper, tiles
+from teachllm_kernels._hopper import gate_up_map, has_hopper, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.linear import cost
 
@@ -35,11 +35,16 @@ __all__ = ["MAX_ROWS", "cost", "has_hopper", "hopper_linear"]
 
 MAX_ROWS = 256
 _STRIPE = 64  # weight rows of a group of warps: as many as the tensor cores take at once
-_PLACES = 132  # multiprocessors
+_PLACES = 132  # multiprocessors of an H100 or H200
 _SHARED = 226 * 1024  # bytes of shared memory for a program
 _SHARED_OF_TWO = 112 * 1024  # if there are more programs than places: two on a multiprocessor
 _MAX_STAGES = 12
-_SHORT = 1024  # inputs of a product whose programs' start and end tell
+_SHORT = 1024  # inputs; a product so short is mostly start and end of its programs
+# Up to so many rows of x: rows of a program, further ones. 193 rows and more are two blocks of 128.
+_SIZES = (
+    *((8, 8, 0), (16, 16, 0), (32, 32, 0), (64, 64, 0), (96, 64, 32)),
+    *((128, 128, 0), (160, 128, 32), (192, 128, 64), (MAX_ROWS, 128, 0)),
+)
 
 
 @gluon.jit
@@ -253,16 +258,12 @@ class _Tiling:
 
 
 def _rows_of_a_program(num_rows: int, all_stripes: int, parts: bool) -> tuple[int, int]:
-    """(a power of two, further ones)."""
+    """Rows of x that a program takes: (a power of two, further ones, which are a second product)."""
     if parts and num_rows > 32 and 4 * all_stripes <= _PLACES:  # not as many parts: the next norm must read them all
         return 32 if num_rows <= 64 else 64 if num_rows <= 192 else 128, 0
     if not parts and 64 < num_rows <= 128 and 2 * all_stripes <= _PLACES:  # or half of the places would be idle
         return 64, 0
-    if num_rows <= 64:
-        return max(8, 1 << (num_rows - 1).bit_length()), 0
-    if num_rows <= 96:
-        return 64, 32
-    return 128, 0 if num_rows <= 128 else 32 if num_rows <= 160 else 64 if num_rows <= 192 else 0
+    return next((rows, rest) for most, rows, rest in _SIZES if num_rows <= most)
 
 
 def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts: bool) -> _Tiling:
@@ -318,10 +319,10 @@ def hopper_linear(
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
     blocks = -(-weight.shape[0] // (_STRIPE * tiling.stripes))
     _hopper_linear[(-(-num_rows // (tiling.rows + tiling.rest)), blocks, tiling.splits)](
-        (gate_up_tiles(weight, _STRIPE, tiling.block_k) if gated else tiles(weight, [_STRIPE, tiling.block_k])),
-        tiles(x, [tiling.box, tiling.block_k]),
+        (gate_up_map(weight, _STRIPE, tiling.block_k) if gated else tile_map(weight, [_STRIPE, tiling.block_k])),
+        tile_map(x, [tiling.box, tiling.block_k]),
         bias,
-        None if tiling.direct else tiles(out, [tiling.box, 32 if gated else 64]),
+        None if tiling.direct else tile_map(out, [tiling.box, 32 if gated else 64]),
         *(out, num_rows, num_out),
         ROWS=tiling.rows,
         REST=tiling.rest,
@@ -341,6 +342,6 @@ def hopper_linear(
 
 def _registers(tiling: _Tiling) -> dict[str, int]:
     """At most so many a thread that programs of the next kernel find room beside the last ones of this one."""
-    if tiling.stripes > 1 or tiling.rows > 128:
+    if tiling.stripes > 1:
         return {}
     return {"maxnreg": 96 if tiling.rows <= 32 else 128 if tiling.rows + tiling.rest <= 128 else 168}

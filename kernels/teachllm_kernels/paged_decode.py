@@ -58,7 +58,7 @@ def _side_by_side(a, b):
 
 @triton.jit
 def _paged_decode(
-    q, k_cache, v_cache, out, block_tables, tree_mask, items, partial, lse, arrived,
+    q, k_cache, v_cache, out, block_tables, tree_mask, items, partial, lse, finished,
     cos, signed_sin, qk_weight, eps, scale_log2, soft_cap, q_stride, table_stride, query_start,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -194,15 +194,15 @@ def _paged_decode(
             )
             tl.store(lse + part_row, highest + tl.log2(total), mask=is_part)
             tl.debug_barrier()  # every thread's part is written before the arrival is counted
-            count = tl.atomic_add(arrived + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
+            count = tl.atomic_add(finished + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
             if count == num_splits - 1:
-                tl.store(arrived + seq * NUM_KV_HEADS + kv_head, 0)
+                tl.store(finished + seq * NUM_KV_HEADS + kv_head, 0)
                 _merge(
                     partial, lse, out, first, num_splits, kv_head, token, num_queries, channel, is_channel,
                     NUM_KV_HEADS, GROUP, MAX_Q, D, MERGE, MERGE_ROWS,
                 )  # fmt: skip
     elif PDL:
-        gdc_wait()  # or a batch of padding alone would end before the kernel in front, whom the next then not waits for
+        gdc_wait()  # a batch of padding alone must wait too, see `_triton.py`
 
 
 @triton.jit
@@ -339,15 +339,16 @@ def _launch(
     num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
     cos, signed_sin, qk_weight, eps = turn
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
-    is_common = rows <= 16 and half_padded <= 64 and k_cache.element_size() <= 2  # other shapes fit only such
+    fits_any_shape = rows <= 16 and half_padded <= 64 and k_cache.element_size() <= 2  # others fit COMMON_SHAPE only
     planned = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
     assert plan.filled_for == (num_seqs, planned)
-    shape = planned if is_common and planned is not HOPPER_SHAPE else COMMON_SHAPE
-    # It reads the plan before it waits for the kernel in front of it. That is safe because `plan_decode`, which is not
-    # launched early itself, is never the kernel in front: others that wait for it lie between.
+    shape = planned if fits_any_shape and planned is not HOPPER_SHAPE else COMMON_SHAPE
+    tile = 32 if half_padded > 64 and k_cache.element_size() > 2 else shape.tile  # for want of shared memory
+    # The plan is read before the wait, see `_triton.py`. What is launched the ordinary way behind the plan of a last
+    # layer's wanted tokens is the selection of their queries.
     _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads,)](
         *tensors,
-        *(plan.items, plan.partial, plan.lse, plan.arrived),
+        *(plan.items, plan.partial, plan.lse, plan.finished),
         *(cos, signed_sin, qk_weight, eps, scale * LOG2_E, (soft_cap or 0.0) * LOG2_E),
         *(q.stride(0), block_tables.stride(0), query_start),
         NUM_KV_HEADS=num_kv_heads,
@@ -357,7 +358,7 @@ def _launch(
         HALF=half,
         HALF_PADDED=half_padded,
         BLOCK_SIZE=block_size,
-        TILE=shape.tile,
+        TILE=tile,
         WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_TREE=tree_mask is not None,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.paged_attention import cost
 
 __all__ = ["cost", "paged_prefill_triton", "tile_options"]
@@ -144,11 +144,14 @@ def _paged_prefill(
     tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row)
 
 
-def tile_options(head_size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options, the best measured on an H200.
+def tile_options(head_size: int, dtype: torch.dtype, most_bytes: int) -> dict[str, int]:
+    """Tile sizes and launch options, the best measured on an H200 of those that fit.
 
     Many rows, because they share a load of K and V. Two programs on a processor, because the products of one then hide
     the softmax of the other: `maxnreg` makes room for the second, at the price of a few registers spilled.
+
+    Args:
+        most_bytes: of shared memory.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 32, "BLOCK_N": 32 if head_size <= 128 else 16, "num_warps": 4, "num_stages": 2}
@@ -156,7 +159,8 @@ def tile_options(head_size: int, dtype: torch.dtype) -> dict[str, int]:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
     if head_size <= 128:
         return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
-    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    fits = most_bytes >= 144 << 10
+    return {"BLOCK_M": 128, "BLOCK_N": 64 if fits else 32, "num_warps": 8, "num_stages": 2 if fits else 1}
 
 
 def paged_prefill_triton(
@@ -199,7 +203,7 @@ def paged_prefill_triton(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens is None:
         num_tokens = q.shape[0]
-    options = tile_options(head_size, q.dtype)
+    options = tile_options(head_size, q.dtype, shared_memory(q.device))
     group = num_heads // num_kv_heads
     queries = options["BLOCK_M"] // group
     _paged_prefill[(num_kv_heads, num_tokens // queries + num_seqs)](

@@ -4,8 +4,9 @@ Every sub-layer of a Llama-family model ends in `x = residual + y` and the next 
 two belong in one operation: done apart, each row travels to memory and back several times. Memory-bound: its speed
 is bytes over bandwidth, see `cost`.
 
-Between two norms of a decode step hundreds of megabytes of weights pass through the second-level cache, and push out
-what was written there: it goes to memory, though the next layer will overwrite it. `evict_last` keeps it in the cache.
+Between two norms a decode step reads more weights, keys and values than the second-level cache holds (50 MB on an
+H200). They push out what was written there, and it goes to memory, though the next layer is going to overwrite it.
+`evict_last` keeps it in the cache.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """

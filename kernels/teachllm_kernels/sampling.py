@@ -4,7 +4,7 @@ Adding independent Gumbel noise to log-probabilities and taking the argmax draws
 cumulative sum, no normalisation, one pass. Here as two kernels, without a word to the host between the logits and
 the token, so that a CUDA graph can hold both:
 
-    _scan   cuts each row into chunks, since one program alone would take 20 us for a row. Of each chunk: the best
+    _scan   cuts each row into chunks, since one program alone would take long for a row. Of each chunk: the best
             token with its noise, or, for rows with filters, what `filtered_draw.py` wants to know
     _pick   per row: the best of the chunks' best; or the draw among what the filters leave
 
@@ -50,7 +50,8 @@ def gumbel_sample_reference(
     Args:
         logits: [num_rows, vocab_size] float32; minus infinity is never drawn while a row has a finite logit.
         temperature: [num_rows] float32, above 0.
-        seeds, output_indices, child_indices: [num_rows] int64, see the module.
+        seeds, output_indices, child_indices: [num_rows] int64, see `philox.py`.
+        stream: what the noise is for, see there.
 
     Returns:
         [num_rows] int64 token ids.
@@ -157,9 +158,9 @@ def sample_triton(
     Args:
         logits: [R, vocab_size] float32, bfloat16 or float16, any stride between rows; left as they are.
         rows: [R] int32, the request row of each; -1 is padding, whose token is 0.
-        temperature, top_p, min_p: [num_rows] float32, columns of one tensor or each contiguous. 0 is greedy, the
+        temperature, top_p, min_p: [max_rows] float32, columns of one tensor or each contiguous. 0 is greedy, the
             lowest id of equal logits; 1 and 0 cut nothing.
-        top_k, seed, child_index: [num_rows] int64, likewise; the vocabulary's size cuts nothing.
+        top_k, seed, child_index: [max_rows] int64, likewise; the vocabulary's size cuts nothing.
         output_index: [R] int64.
         any_random: False promises that every temperature is 0: nothing is then read but `rows` and the logits.
         any_filtered: False promises that no random row has a filter.

@@ -2,7 +2,7 @@
 
     activations   what a step keeps alive at once, at most: either the widest point of the forward pass, of
                   `max_num_batched_tokens` tokens, or the logits of `max_num_seqs` of them with the sampler's workspaces
-    step buffers  rows, block tables, the header, attention's partial results: made without memory, and counted
+    step buffers  rows, block tables, the header, attention's partial results: made on the meta device, and counted
     CUDA graphs   one pool for the tensors of all recordings, as large as the largest, and what a recorded kernel costs
     libraries     cuBLAS's workspace for each stream, and code that is loaded as it is needed
 
@@ -76,9 +76,9 @@ def activation_bytes(config: EngineConfig, model: ModelConfig, device: torch.dev
 
 
 def ungated_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
-    """What a step keeps alive that has gate and up in memory, for want of tokens, where the one of most tokens has not.
+    """The peak of a step one token short of being gated (`hopper_gated_linear`), if the largest step is; else 0.
 
-    0 where all are alike.
+    It has gate and up in memory, which the largest one never has, and may need more than that one.
     """
     is_gated = _is_gated(config, model, device)
     return (FROM_ROWS - 1) * model.peak_width * dtype_bytes(model.dtype) if is_gated else 0

@@ -52,7 +52,7 @@ def test_a_kernel_is_known_by_its_name(name: str, group: str) -> None:
 
 KERNELS = {
     "attention": [
-        *("_hopper_decode", "_paged_decode", "_paged_prefill", "_plan_decode"),
+        *("_hopper_decode", "_hopper_prefill", "_paged_decode", "_paged_prefill", "_plan_decode", "_plan_prefill"),
     ],
     "matrix products": ["_few_rows_linear", "_fixed_linear", "_gemv", "_hopper_gated_linear", "_hopper_linear"],
     "sampling": ["_append_tokens", "_pick", "_scan"],

@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from teachllm_kernels import few_rows_linear, paged_prefill
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
@@ -25,6 +26,7 @@ from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.hopper_linear import hopper_linear
+from teachllm_kernels.hopper_prefill import hopper_prefill, plan_prefill
 from teachllm_kernels.kv_write import kv_write_triton
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton
@@ -34,7 +36,7 @@ from teachllm_kernels.sampling import sample_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_triton
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 
-ARCHITECTURES = (80, 90)
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # bytes that a program may have, by architecture
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -43,6 +45,7 @@ TYPES = {
     torch.int64: "i64",
 }
 compiled: dict[str, int] = {}
+architectures = list(SHARED_MEMORY)
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -57,12 +60,13 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
     }
     aligned = {at: value for at, value in aligned.items() if self.params[at[0]].name not in constants}
     options = {name: value for name, value in kwargs.items() if name not in self.arg_names or name == "num_warps"}
-    for architecture in (90,) if self.is_gluon() else ARCHITECTURES:  # Gluon's are Hopper's alone
+    for architecture in (90,) if self.is_gluon() else architectures:  # Gluon's are Hopper's alone
         if "PDL" in constants:  # Hopper's own variant for Hopper
             constants["PDL"] = architecture >= 90
         source = (GluonASTSource if self.is_gluon() else ASTSource)(self, signature, constants, aligned)
         done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert done.asm["cubin"]
+        assert done.metadata.shared <= SHARED_MEMORY[architecture], (self.__name__, done.metadata.shared)
         compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
 
 
@@ -91,20 +95,37 @@ def compile_small(dtype: torch.dtype) -> None:
     few_rows_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype))
     fixed_linear_triton(x, weight, bias)
     fixed_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype))
-    hopper_linear(x, weight, gated=True)
-    hopper_linear(x, weight, bias)
-    hopper_linear(x, weight, parts=True)
-    hopper_linear(torch.zeros(96, 512, dtype=dtype), torch.zeros(24576, 512, dtype=dtype), gated=True)
-    hopper_linear(torch.zeros(160, 512, dtype=dtype), torch.zeros(24576, 512, dtype=dtype), gated=True)
-    hopper_linear(torch.zeros(160, 512, dtype=dtype), torch.zeros(6144, 512, dtype=dtype))
-    hopper_linear(torch.zeros(256, 512, dtype=dtype), torch.zeros(4096, 512, dtype=dtype), parts=True)
-    hopper_gated_linear(torch.zeros(300, 512, dtype=dtype), torch.zeros(6144, 512, dtype=dtype))
     rms_norm_triton(torch.zeros(8, 2, 4096), x, x[0], 1e-6)
     cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
     kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))
     qkv, angle = torch.zeros(2, 32, 128, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
     for weight_of_norm in (torch.zeros(24, 128, dtype=dtype), None):
         rope_kv_write_triton(qkv, angle, angle, weight_of_norm, 1e-6, cache, cache, ints(2, dtype=torch.int64))
+
+
+def compile_hopper_products(dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(2, 4096, dtype=dtype), torch.zeros(32, 4096, dtype=dtype)
+    hopper_linear(x, weight, gated=True)
+    hopper_linear(x, weight, torch.zeros(32, dtype=dtype))
+    hopper_linear(x, weight, parts=True)
+    hopper_linear(torch.zeros(96, 512, dtype=dtype), torch.zeros(24576, 512, dtype=dtype), gated=True)
+    hopper_linear(torch.zeros(160, 512, dtype=dtype), torch.zeros(24576, 512, dtype=dtype), gated=True)
+    hopper_linear(torch.zeros(160, 512, dtype=dtype), torch.zeros(6144, 512, dtype=dtype))
+    hopper_linear(torch.zeros(256, 512, dtype=dtype), torch.zeros(4096, 512, dtype=dtype), parts=True)
+    hopper_gated_linear(torch.zeros(300, 512, dtype=dtype), torch.zeros(6144, 512, dtype=dtype))
+
+
+def compile_large_tiles() -> None:
+    """Those that need more shared memory than the smallest cards have."""
+    architectures.remove(86)
+    for module in (few_rows_linear, paged_prefill):
+        module.shared_memory = lambda device: SHARED_MEMORY[80]
+    x, weight = torch.zeros(2, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
+    few_rows_linear_triton(x, weight, gated=True)
+    few_rows_linear_triton(x, weight)
+    cache, lens = torch.zeros(4, 16, 2, 256, dtype=torch.bfloat16), ints(4)
+    q = torch.zeros(4, 4, 256, dtype=torch.bfloat16)
+    paged_prefill_triton(q, cache, cache, ints(4, 4), lens, ints(5), lens, 1.0)
 
 
 def compile_attention(
@@ -127,6 +148,8 @@ def compile_attention(
         plan_decode(plan, lens, starts, rows, 2, window, fused=True)
         for weight in (norm, None):
             hopper_decode(qkv, angle, angle, weight, 1e-6, cache, cache, tables, plan, 1.0)
+        prompts = plan_prefill(starts, lens, rows, 4, num_heads // 2)
+        hopper_prefill(q, cache, cache, tables, prompts, 1.0, window)
     if dtype != torch.float32 or head_size < 128:  # spills there, and takes a minute to
         for is_fixed in (False, True):
             where = (cache, cache, tables, rows, starts, lens)
@@ -147,17 +170,21 @@ def compile_sampling() -> None:
 
 def main() -> None:
     JITFunction.run = compile_instead  # type: ignore[method-assign]
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         compile_small(dtype)
+        if dtype != torch.float32:
+            compile_hopper_products(dtype)
     compile_attention(torch.bfloat16, 4, 128, None, None)
     compile_attention(torch.float16, 8, 64, 100, 20.0)
     compile_attention(torch.bfloat16, 2, 256, None, None)
     compile_attention(torch.float32, 4, 32, None, None)
+    compile_attention(torch.float32, 2, 256, None, None)
     compile_sampling()
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
     step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)
     append_tokens(int32s, longs, ints(4, 64), int32s, ints(4, 16), ints(1))
     write_runs(ints(16), ints(40), 4, 10)
+    compile_large_tiles()
     for name, count in sorted(compiled.items()):
         print(f"{name} {count}")
 

@@ -125,7 +125,7 @@ def test_one_token_a_sequence(lens: list[int], kind: Kind) -> None:
         out = torch.full(expected.shape, float("nan"), dtype=kind.dtype, device=DEVICE)
         paged_decode_triton(*where, kind.window, kind.cap, out=out)
         assert_near(out, expected)
-        assert not plan.arrived.any()
+        assert not plan.finished.any()
 
 
 @examples
@@ -230,7 +230,7 @@ def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = F
     out = fused_paged_decode(
         *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window)
     )
-    assert torch.equal(qkv, before) and not plan.arrived.any()
+    assert torch.equal(qkv, before) and not plan.finished.any()
     written = batch._replace(q=turned[:, :num_heads], k_cache=caches[0], v_cache=caches[1])
     assert_near(out, reference(written, query_lens, 0.3, window, None))
     for cache, expected in zip((batch.k_cache, batch.v_cache), caches, strict=True):

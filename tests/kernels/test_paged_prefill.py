@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill, plan_prefill
 from teachllm_kernels.paged_attention import paged_attention_reference
 from teachllm_kernels.paged_prefill import paged_prefill_triton
 
@@ -92,16 +96,44 @@ def expected(shape: Shape, inputs: dict[str, Any]) -> torch.Tensor:
     )
 
 
-def check(shape: Shape, seed: int = 0, is_fixed: bool = False) -> None:
+def prefill_on_hopper(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: None,
+    out: torch.Tensor | None,
+    num_tokens: int | None = None,
+) -> torch.Tensor:
+    """`hopper_prefill` with the arguments of `paged_prefill_triton`."""
+    most = q.shape[0] if num_tokens is None else num_tokens
+    plan = plan_prefill(query_start, seq_lens, rows, most, q.shape[1] // k_cache.shape[2])
+    return hopper_prefill(q, k_cache, v_cache, block_tables, plan, scale, window, out)
+
+
+def check(shape: Shape, seed: int = 0, prefill: Callable[..., torch.Tensor] = paged_prefill_triton) -> None:
     inputs = draw_inputs(shape, seed)
-    result = paged_prefill_triton(**inputs, is_fixed=is_fixed)
+    result = prefill(**inputs)
     assert result is inputs["out"]
     reference = expected(shape, inputs)
     assert (result.double() - reference).norm() <= TOLERANCE[shape.dtype] * reference.norm()
 
 
 @st.composite
-def shapes(draw: st.DrawFn, dtypes: list[torch.dtype], longest: int) -> Shape:
+def shapes(
+    draw: st.DrawFn,
+    dtypes: list[torch.dtype],
+    longest: int,
+    head_sizes: Sequence[int] = (32, 64, 80, 128),
+    groups: Sequence[int] = (1, 2, 3, 4),
+    soft_caps: Sequence[float | None] = (None, 0.5, 30.0),
+) -> Shape:
     num_seqs = draw(st.integers(1, 4))
     lengths = st.lists(st.integers(1, longest), min_size=num_seqs, max_size=num_seqs)
     contexts = st.lists(st.integers(0, longest), min_size=num_seqs, max_size=num_seqs)
@@ -110,18 +142,73 @@ def shapes(draw: st.DrawFn, dtypes: list[torch.dtype], longest: int) -> Shape:
         context_lens=draw(contexts),
         block_size=draw(st.sampled_from([16, 32, 48])),
         num_kv_heads=draw(st.integers(1, 2)),
-        group=draw(st.sampled_from([1, 2, 3, 4])),
-        head_size=draw(st.sampled_from([32, 64, 80, 128])),
+        group=draw(st.sampled_from(groups)),
+        head_size=draw(st.sampled_from(head_sizes)),
         dtype=draw(st.sampled_from(dtypes)),
         window=draw(st.none() | st.integers(1, 2 * longest)),
-        soft_cap=draw(st.none() | st.sampled_from([0.5, 30.0])),
+        soft_cap=draw(st.sampled_from(soft_caps)),
     )
+
+
+HAS_HOPPER = fits_hopper_prefill(torch.device(DEVICE), torch.float16, 128, 1, 16)
+PREFILLS = [
+    paged_prefill_triton,
+    pytest.param(prefill_on_hopper, marks=pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_any_ragged_batch_equals_the_reference_on_hopper(head_size: int, dtype: torch.dtype) -> None:
+    @settings(max_examples=25)
+    @given(
+        shapes([dtype], longest=700, head_sizes=[head_size], groups=[1, 2, 4, 8, 64], soft_caps=[None]),
+        st.integers(0, 2**32 - 1),
+    )
+    def run(shape: Shape, seed: int) -> None:
+        check(shape, seed, prefill_on_hopper)
+
+    run()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("window", [None, 100])
+def test_many_tiles_to_a_program(window: int | None) -> None:
+    rng = random.Random(window)
+    lens = [rng.randint(1, 700) for _ in range(60)]
+    contexts = [rng.choice([0, rng.randint(1, 500)]) for _ in lens]
+    heads = {"num_kv_heads": 8, "group": 4, "head_size": 128}
+    check(Shape(lens, contexts, dtype=torch.bfloat16, window=window, **heads), prefill=prefill_on_hopper)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 60), st.booleans()), min_size=1, max_size=9))
+def test_a_plan_lists_every_tile_once_and_the_longest_first(sequences: list[tuple[int, int, bool]]) -> None:
+    query_lens, contexts, is_padding = zip(*sequences, strict=True)
+    rows = [-1 if padding else 3 * i for i, padding in enumerate(is_padding)]
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    lens = [query + context for query, context in zip(query_lens, contexts, strict=True)]
+    on_device = (torch.as_tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lens, rows))
+    plan = plan_prefill(*on_device, num_tokens=int(starts[-1]), group=8)
+    items = plan.items[: plan.count.item()].tolist()
+    wanted = [
+        [start + first, min(query - first, 16), context + first, row]
+        for start, query, context, row in zip(starts.tolist(), query_lens, contexts, rows, strict=False)
+        for first in range(0, query, 16)
+        if row >= 0
+    ]
+    assert sorted(items) == sorted(wanted)
+    if not any(contexts):
+        assert [position for _, _, position, _ in items] == sorted((w[2] for w in wanted), reverse=True)
 
 
 @settings(max_examples=25)
 @given(shapes([torch.float32, torch.float16], longest=90), st.integers(0, 2**32 - 1), st.booleans())
 def test_any_ragged_batch_equals_the_reference(shape: Shape, seed: int, is_fixed: bool) -> None:
-    check(shape, seed, is_fixed)
+    check(shape, seed, partial(paged_prefill_triton, is_fixed=is_fixed))
 
 
 @pytest.mark.gpu
@@ -130,7 +217,7 @@ def test_any_long_ragged_batch_equals_the_reference_on_the_gpu(dtype: torch.dtyp
     @settings(max_examples=15)
     @given(shapes([dtype], longest=700), st.integers(0, 2**32 - 1), st.booleans())
     def run(shape: Shape, seed: int, is_fixed: bool) -> None:
-        check(shape, seed, is_fixed)
+        check(shape, seed, partial(paged_prefill_triton, is_fixed=is_fixed))
 
     run()
 
@@ -195,10 +282,11 @@ def test_with_a_fixed_order_neither_chunks_nor_neighbours_change_a_bit(
         begin = end
 
 
-def test_padding_sequences_and_surplus_tiles_are_harmless() -> None:
-    shape = Shape([40, 3], [20, 30])
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_padding_sequences_and_surplus_tiles_are_harmless(prefill: Callable[..., torch.Tensor]) -> None:
+    shape = Shape([40, 3], [20, 30], head_size=64, dtype=torch.float16)
     inputs = draw_inputs(shape, seed=2)
-    alone = paged_prefill_triton(**inputs).clone()
+    alone = prefill(**inputs).clone()
     num_tokens, num_padding = len(alone), 29
 
     def pad(tensor: torch.Tensor, *values: int) -> torch.Tensor:
@@ -212,38 +300,42 @@ def test_padding_sequences_and_surplus_tiles_are_harmless() -> None:
     padded["rows"] = pad(inputs["rows"], -1, -1)
     padded["query_start"] = pad(inputs["query_start"], num_tokens + num_padding, num_tokens + num_padding)
     padded["seq_lens"] = pad(inputs["seq_lens"], num_padding, 0)
-    result = paged_prefill_triton(**padded)
+    result = prefill(**padded)
     assert torch.equal(result[:num_tokens], alone)
     assert (result[num_tokens:] == 7).all()
 
     # A grid for more tokens than the sequences have: nothing is written past theirs.
     surplus = inputs | {"q": padded["q"], "out": torch.full_like(padded["out"], torch.nan)}
-    result = paged_prefill_triton(**surplus)
+    result = prefill(**surplus)
     assert torch.equal(result[:num_tokens], alone)
     assert result[num_tokens:].isnan().all()
 
 
-def test_num_tokens_bounds_the_grid_and_leaves_the_rest_alone() -> None:
-    inputs = draw_inputs(Shape([40, 3], [20, 30]), seed=3)
-    whole = paged_prefill_triton(**inputs).clone()
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_num_tokens_bounds_the_grid_and_leaves_the_rest_alone(prefill: Callable[..., torch.Tensor]) -> None:
+    inputs = draw_inputs(Shape([40, 3], [20, 30], head_size=64, dtype=torch.float16), seed=3)
+    whole = prefill(**inputs).clone()
     wider = inputs | {"q": inputs["q"].repeat(3, 1, 1), "out": inputs["out"].repeat(3, 1, 1).fill_(torch.nan)}
-    result = paged_prefill_triton(**wider, num_tokens=len(whole))
+    result = prefill(**wider, num_tokens=len(whole))
     assert torch.equal(result[: len(whole)], whole)
     assert result[len(whole) :].isnan().all()
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_replays_another_batch() -> None:
-    first, second = Shape([60, 4, 36], [0, 10, 300]), Shape([20, 50, 30], [280, 0, 31])
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_a_captured_graph_replays_another_batch(prefill: Callable[..., torch.Tensor]) -> None:
+    kind = Shape([], [], head_size=64, dtype=torch.float16)
+    first = replace(kind, query_lens=[60, 4, 36], context_lens=[0, 10, 300])
+    second = replace(kind, query_lens=[20, 50, 30], context_lens=[280, 0, 31])
     inputs = draw_inputs(first, seed=4)
     later = draw_inputs(second, seed=5)
     for name in ("k_cache", "v_cache", "block_tables"):  # room for either batch
         big = torch.zeros([max(a, b) for a, b in zip(inputs[name].shape, later[name].shape, strict=True)])
         inputs[name] = big.to(inputs[name]).contiguous()
-    paged_prefill_triton(**inputs | {"rows": torch.full_like(inputs["rows"], -1)})  # compiles
+    prefill(**inputs | {"rows": torch.full_like(inputs["rows"], -1)})  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_prefill_triton(**inputs)
+        prefill(**inputs)
     for name in ("k_cache", "v_cache", "block_tables"):
         region = tuple(slice(size) for size in later[name].shape)
         inputs[name][region] = later[name]
@@ -252,4 +344,4 @@ def test_a_captured_graph_replays_another_batch() -> None:
     inputs["out"].fill_(torch.nan)
     graph.replay()
     reference = expected(second, later)
-    assert (inputs["out"].double() - reference).norm() <= TOLERANCE[torch.float32] * reference.norm()
+    assert (inputs["out"].double() - reference).norm() <= TOLERANCE[kind.dtype] * reference.norm()

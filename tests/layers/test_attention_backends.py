@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.attention_backends import sdpa
+from teachllm.layers.attention_backends import sdpa, triton
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionNeeds, AttentionSettings
 from teachllm.layers.attention_backends.flash_attn import FlashAttnBackend
 from teachllm.layers.attention_backends.flashinfer import FlashInferBackend
@@ -391,3 +391,18 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     absent(monkeypatch, "flash_attn_interface", "flash_attn", "flashinfer")
     with pytest.raises(ValueError, match=f"{name}' needs .* not installed: pip install .*, or use .*=triton"):
         select_backend(name, NEEDS, "cuda")
+
+
+def test_prompts_side_by_side_have_a_plan_that_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    used: list[tuple[int, int]] = []
+    monkeypatch.setattr(triton, "fits_hopper_prefill", lambda *where: True)
+    monkeypatch.setattr(triton, "plan_prefill", lambda starts, *rest: made.append(len(starts) - 1) or made[-1])
+    monkeypatch.setattr(triton, "hopper_prefill", lambda q, k, v, tables, plan, *rest: used.append((len(q), plan)))
+    batch = Batch([(7, 0), (40, 0), (5, 0)])
+    starts = batch.metadata.query_start
+    for _ in range(2):  # layers; some see a long prompt apart, others, with a window, all of them at once
+        for requests, end in ((slice(0, 1), 7), (slice(0, 3), 52)):
+            where = (batch.kv_cache, batch.metadata, FULL, requests, starts[: requests.stop + 1])
+            triton.attend_prompts(batch.q[:end], *where, torch.empty_like(batch.q[:end]))
+    assert made == [1, 3] and used == [(7, 1), (52, 3)] * 2

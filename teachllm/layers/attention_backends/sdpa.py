@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
-from teachllm.layers.attention_backends.triton import TritonBackend, attend_decodes
-from teachllm_kernels.paged_prefill import paged_prefill_triton
+from teachllm.layers.attention_backends.triton import TritonBackend, attend_decodes, attend_prompts
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
@@ -87,16 +86,12 @@ class SDPABackend(TritonBackend):
             return _attend_long(q, k, v, kv_cache, parts[0], settings)
         out = q.new_empty(q.shape) if out is None else out
         attend_decodes(q, kv_cache, metadata, settings, out)
-        assert metadata.rows is not None
         for part in parts:
             at = part.tokens
             if part.is_long:
                 out[at] = _attend_long(q[at], k[at], v[at], kv_cache, part, settings)
                 continue
-            paged_prefill_triton(
-                *(q[at], *kv_cache, metadata.block_tables, metadata.rows[part.requests], part.query_start),
-                *(metadata.seq_lens[part.requests], settings.scale, None, None, out[at]),
-            )
+            attend_prompts(q[at], kv_cache, metadata, settings, part.requests, part.query_start, out[at])
         return out
 
 

@@ -1,4 +1,4 @@
-"""Attention by this project's kernels: `paged_decode` and `paged_prefill`."""
+"""Attention by this project's kernels: `paged_decode`, and `paged_prefill` or, on Hopper, `hopper_prefill`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
+from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill, plan_prefill
 from teachllm_kernels.paged_decode import paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton, tile_options
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TritonBackend:
-    """Decodes, which lead the batch, by `paged_decode`, what follows them by `paged_prefill`."""
+    """Decodes, which lead the batch, by one kernel, what follows them by another."""
 
     name = "triton"
     in_graphs = True
@@ -42,10 +43,8 @@ class TritonBackend:
         attend_decodes(q, kv_cache, metadata, settings, out)
         if count < rows.shape[0]:
             assert metadata.prefill_start is not None
-            paged_prefill_triton(
-                *(q[count:], *kv_cache, metadata.block_tables, rows[count:], metadata.prefill_start),
-                *(metadata.seq_lens[count:], settings.scale, settings.window, settings.soft_cap, out[count:]),
-            )
+            requests = slice(count, rows.shape[0])
+            attend_prompts(q[count:], kv_cache, metadata, settings, requests, metadata.prefill_start, out[count:])
         return out
 
 
@@ -61,13 +60,45 @@ def attend_decodes(
         paged_decode_triton(q[:count], *where, scale, window, soft_cap, out=out[:count])
 
 
+def attend_prompts(
+    q: torch.Tensor,
+    kv_cache: KVCache,
+    metadata: AttentionMetadata,
+    settings: AttentionSettings,
+    requests: slice,
+    query_start: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Some of the batch's requests, neighbours.
+
+    Args:
+        q: [num_tokens, num_heads, head_size], theirs.
+        requests: which they are.
+        query_start: [num_requests + 1] int32, of each the first token in `q`.
+        out: like `q`, contiguous.
+    """
+    assert metadata.rows is not None
+    rows, seq_lens = metadata.rows[requests], metadata.seq_lens[requests]
+    _, block_size, num_kv_heads, head_size = kv_cache[0].shape
+    group, scale, window = q.shape[1] // num_kv_heads, settings.scale, settings.window
+    if settings.soft_cap is None and fits_hopper_prefill(q.device, q.dtype, head_size, group, block_size):
+        key = ("prompts", requests.start, requests.stop)
+        plan = metadata.plans.get(key)
+        if plan is None:  # the first layer's
+            plan = metadata.plans[key] = plan_prefill(query_start, seq_lens, rows, q.shape[0], group)
+        hopper_prefill(q, *kv_cache, metadata.block_tables, plan, scale, window, out)
+        return
+    where = (*kv_cache, metadata.block_tables, rows, query_start, seq_lens)
+    paged_prefill_triton(q, *where, scale, window, settings.soft_cap, out)
+
+
 def check_heads(num_heads: int, num_kv_heads: int, head_size: int, dtype: str) -> None:
     """Refuses what the kernels of a GPU cannot take.
 
     Raises:
         ValueError: in one line, with what they can.
     """
-    group, most = num_heads // num_kv_heads, tile_options(head_size, getattr(torch, dtype))["BLOCK_M"]
+    group, most = num_heads // num_kv_heads, tile_options(head_size, getattr(torch, dtype), 0)["BLOCK_M"]
     if head_size % 2 or not 16 <= head_size <= 256:
         raise ValueError(f"heads of {head_size}: the GPU's attention takes even sizes from 16 to 256; use device=cpu")
     if group > most:

@@ -1,0 +1,304 @@
+"""Prefill attention on Hopper: `paged_prefill.py`'s loop, with a group of warps for each thing that takes time.
+
+There all warps ask for keys, turn block numbers into addresses, multiply, and weigh, and the tensor cores wait while
+the others happen. With the short prompts of a busy server a program has hardly begun when it ends. Here are
+
+    roles         one warp does nothing but start copies (TMA), 16 tokens of a block at a time. Two groups of four
+                  warps take 64 rows of a tile of queries each: while one weighs its scores, the other one multiplies
+    persistent    one program to a multiprocessor, which takes one tile of queries after the other: the copying warp is
+                  at the next one's keys while this one's last are multiplied
+    plan          which tiles there are, the longest first, is the same for all layers and written down once a step
+
+The definition is `paged_attention_reference`. The rows of a tile are, as there, the query heads that share a KV head,
+for a few tokens. In memory they lie side by side, a token's heads next to the next token's, and the copy engine lays
+them out as rows.
+
+Sources: those of `paged_prefill.py` and `hopper_decode.py`; Shah et al., "FlashAttention-3", 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from teachllm_kernels._hopper import PIECE, fetch_keys, has_hopper, head_map, num_multiprocessors, tile_map
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper, tl, triton
+from teachllm_kernels.decode_plan import LOG2_E
+from teachllm_kernels.paged_attention import cost
+
+__all__ = ["PrefillPlan", "cost", "fits_hopper_prefill", "hopper_prefill", "plan_prefill"]
+
+_ROWS = 128  # of a tile of queries: tokens times the query heads of a KV head
+_TILE = 64  # keys
+_STAGES = 4  # of keys and values, 32 KiB each for heads of 128; two tiles of queries take as much as two stages
+_FIELDS = 4  # of an item, see `PrefillPlan`
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """A step's tiles of queries, on the device.
+
+    Attributes:
+        items: [max_items, 4] int32, a tile each: its first token in the batch, how many it has, the position of the
+            first in its sequence, the sequence's row of the block tables.
+        count: [1] int32, how many there are.
+        group: query heads of a KV head, for which it was made.
+    """
+
+    items: torch.Tensor
+    count: torch.Tensor
+    group: int
+
+
+@triton.jit(do_not_specialize=["num_seqs"])  # which differs
+def _plan_prefill(
+    items, count, query_start, seq_lens, rows, num_seqs, QUERIES: tl.constexpr, SEQS: tl.constexpr, FIELDS: tl.constexpr
+):
+    seq = tl.arange(0, SEQS)
+    is_seq = seq < num_seqs
+    token = tl.load(query_start + seq, mask=is_seq, other=0)
+    num_tokens = tl.load(query_start + seq + 1, mask=is_seq, other=0) - token
+    row = tl.load(rows + seq, mask=is_seq, other=-1)
+    context = tl.load(seq_lens + seq, mask=is_seq, other=0) - num_tokens
+    num_tiles = tl.where(row >= 0, tl.cdiv(num_tokens, QUERIES), 0)
+    most = tl.max(num_tiles)
+    end = 0
+    for i in range(most):  # a prompt's last tile sees the most keys: all sequences' last ones come first
+        tile = most - 1 - i
+        has_tile = num_tiles > tile
+        at = items + (end + tl.cumsum(has_tile.to(tl.int32), 0) - 1) * FIELDS
+        first = tile * QUERIES
+        tl.store(at, token + first, mask=has_tile)
+        tl.store(at + 1, tl.minimum(num_tokens - first, QUERIES), mask=has_tile)
+        tl.store(at + 2, context + first, mask=has_tile)
+        tl.store(at + 3, row, mask=has_tile)
+        end += tl.sum(has_tile.to(tl.int32))
+    tl.store(count, end)
+
+
+def plan_prefill(
+    query_start: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, num_tokens: int, group: int
+) -> PrefillPlan:
+    """Lists the tiles of a batch's queries; one launch, nothing crosses to the host.
+
+    Args:
+        query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
+        seq_lens: [num_seqs] int32, this step's tokens included.
+        rows: [num_seqs] int32, each sequence's row of the block tables; -1 is padding, which has no tiles.
+        num_tokens: no sequence ends later than this.
+        group: query heads of a KV head, a power of two.
+    """
+    num_seqs, queries = rows.shape[0], _ROWS // group
+    items = torch.empty((num_tokens // queries + num_seqs, _FIELDS), dtype=torch.int32, device=rows.device)
+    count = torch.empty(1, dtype=torch.int32, device=rows.device)
+    seqs = max(triton.next_power_of_2(num_seqs), 16)
+    where = (items, count, query_start, seq_lens, rows, num_seqs)
+    _plan_prefill[(1,)](*where, QUERIES=queries, SEQS=seqs, FIELDS=_FIELDS)
+    return PrefillPlan(items, count, group)
+
+
+@gluon.jit
+def _task(work, index, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """The `index`-th: (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
+    fields = work[0] + index // NUM_KV_HEADS * 4
+    kv_head, token, num_queries = index % NUM_KV_HEADS, gl.load(fields), gl.load(fields + 1)
+    position, row = gl.load(fields + 2), gl.load(fields + 3)
+    begin = 0
+    if WINDOW is not None:
+        begin = gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
+    return kv_head, token, num_queries, position, row, begin, position + num_queries
+
+
+@gluon.jit
+def _copy(
+    descs, buffers, work, block_tables, table_stride,
+    NUM_KV_HEADS: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: queries, keys and values of one tile after the other, each as soon as there is room."""
+    q_desc, k_desc, v_desc = descs
+    q, k, v, q_arrived, q_free, arrived, free, _clean = buffers
+    TILE: gl.constexpr = k.shape[1]
+    D: gl.constexpr = k.shape[2]
+    GROUP: gl.constexpr = q.shape[2]
+    Q_BYTES: gl.constexpr = q.shape[1] * GROUP * D * q.dtype.primitive_bitwidth // 8
+    num_tiles = 0  # of queries, so far
+    count = 0  # of keys
+    gdc_wait()
+    for index in range(gl.program_id(0), gl.load(work[1]) * NUM_KV_HEADS, gl.num_programs(0)):
+        kv_head, token, _, _, row, begin, end = _task(work, index, NUM_KV_HEADS, TILE, WINDOW)
+        table = block_tables + row.to(gl.int64) * table_stride
+        here = num_tiles % 2
+        hopper.mbarrier.wait(q_free.index(here), (num_tiles // 2 - 1) & 1, num_tiles >= 2)
+        hopper.mbarrier.expect(q_arrived.index(here), Q_BYTES)
+        at = [token, kv_head * GROUP, 0]
+        hopper.tma.async_copy_global_to_shared(q_desc, at, q_arrived.index(here), q.index(here))
+        for key in range(begin, end, TILE):
+            stage = count % STAGES
+            hopper.mbarrier.wait(free.index(stage), (count // STAGES - 1) & 1, count >= STAGES)
+            fetch_keys((k_desc, v_desc), k, v, arrived, stage, table, kv_head * D, key, end, BLOCK_SIZE)
+            count += 1
+        num_tiles += 1  # noqa: SIM113 - there is no enumerate on a GPU
+
+
+@gluon.jit
+def _attend(
+    buffers, work, out, scale_log2,
+    HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Four warps: attention of half of the rows of each tile."""
+    q, k, v, q_arrived, q_free, arrived, free, clean = buffers
+    QUERIES: gl.constexpr = q.shape[1]
+    GROUP: gl.constexpr = q.shape[2]
+    TILE: gl.constexpr = k.shape[1]
+    D: gl.constexpr = k.shape[2]
+    dtype: gl.constexpr = k.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    key_of_tile = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([64, TILE], gl.float32, SCORES)
+    num_tiles = 0
+    count = 0
+    num_cleaned = 0
+    gdc_wait()  # for the plan, which may have been written by the kernel in front
+    for index in range(gl.program_id(0), gl.load(work[1]) * NUM_KV_HEADS, gl.num_programs(0)):
+        kv_head, token, num_queries, first_position, _, begin, end = _task(work, index, NUM_KV_HEADS, TILE, WINDOW)
+        position = first_position + row // GROUP
+        here = num_tiles % 2
+        hopper.mbarrier.wait(q_arrived.index(here), num_tiles // 2 & 1)
+        queries = q.index(here).reshape([QUERIES * GROUP, D]).slice(HALF * 64, 64)
+        top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: a row may see nothing of a tile
+        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        acc = hopper.warpgroup_mma_init(gl.zeros([64, D], gl.float32, SUMS))
+        for first_key in range(begin, end, TILE):
+            stage = count % STAGES
+            hopper.mbarrier.wait(arrived.index(stage), count // STAGES & 1)
+            keys = k.index(stage).permute((1, 0))
+            score = hopper.warpgroup_mma(queries, keys, nothing, use_acc=False, is_async=True)
+            score, sums = hopper.warpgroup_mma_wait(0, [score, acc])  # of this tile and of the one before
+            hopper.mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=first_key > begin)
+            if WINDOW is not None:
+                key = (first_key + key_of_tile)[None, :]
+                is_seen = (key <= position[:, None]) & (key > position[:, None] - WINDOW)
+                score = gl.where(is_seen, score, float("-inf"))
+            elif first_key + TILE > first_position:  # the diagonal
+                score = gl.where((first_key + key_of_tile)[None, :] <= position[:, None], score, float("-inf"))
+            higher = gl.maximum(top, gl.max(score, axis=1) * scale_log2)
+            weight = gl.exp2(score * scale_log2 - higher[:, None])
+            shrink = gl.exp2(top - higher)
+            total = total * shrink + gl.sum(weight, axis=1)
+            top = higher
+            if first_key + TILE > end:  # slots behind the end may hold NaN, and 0 * NaN is NaN
+                values = v.index(stage).slice(HALF * (TILE // 2), TILE // 2)
+                at = first_key + HALF * (TILE // 2) + gl.arange(0, TILE // 2, gl.SliceLayout(1, MOVED))
+                values.store(gl.where((at < end)[:, None], values.load(MOVED), 0.0))
+                hopper.fence_async_shared()
+                hopper.mbarrier.arrive(clean)
+                hopper.mbarrier.wait(clean, num_cleaned & 1)
+                num_cleaned += 1
+            sums *= gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+            weight = gl.convert_layout(weight.to(dtype), WEIGHTS)
+            acc = hopper.warpgroup_mma(weight, v.index(stage), sums, is_async=True)
+            count += 1
+        hopper.mbarrier.arrive(q_free.index(here))
+        sums = hopper.warpgroup_mma_wait(0, [acc])
+        hopper.mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
+        sums = sums / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
+        moved = gl.convert_layout(sums.to(dtype), MOVED)
+        out_row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, MOVED))
+        head = kv_head * GROUP + out_row % GROUP
+        at = ((token + out_row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * D
+        at = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]
+        gl.store(out + at, moved, (out_row // GROUP < num_queries)[:, None])
+        num_tiles += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _hopper_prefill(
+    q_desc, k_desc, v_desc, out, block_tables, items, num_items, scale_log2, table_stride,
+    NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    PIECE: gl.constexpr = k_desc.block_shape[0]
+    D: gl.constexpr = k_desc.block_shape[1]
+    dtype: gl.constexpr = k_desc.dtype
+    q = gl.allocate_shared_memory(dtype, [2] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
+    k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
+    q_arrived = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    clean = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        hopper.mbarrier.init(q_arrived.index(i), count=1)
+        hopper.mbarrier.init(q_free.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(arrived.index(i), count=TILE // PIECE)
+        hopper.mbarrier.init(free.index(i), count=2)
+    hopper.mbarrier.init(clean, count=2)
+    buffers, work = (q, k, v, q_arrived, q_free, arrived, free, clean), (items, num_items)
+    descs = (q_desc, k_desc, v_desc)
+    gl.warp_specialize([
+        (_attend, (buffers, work, out, scale_log2, 0, NUM_KV_HEADS, STAGES, WINDOW)),
+        (_attend, (buffers, work, out, scale_log2, 1, NUM_KV_HEADS, STAGES, WINDOW)),
+        (_copy, (descs, buffers, work, block_tables, table_stride, NUM_KV_HEADS, STAGES, BLOCK_SIZE, WINDOW)),
+    ], [4, 1], [216, 56])  # fmt: skip
+    for i in gl.static_range(2):
+        hopper.mbarrier.invalidate(q_arrived.index(i))
+        hopper.mbarrier.invalidate(q_free.index(i))
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.invalidate(arrived.index(i))
+        hopper.mbarrier.invalidate(free.index(i))
+    hopper.mbarrier.invalidate(clean)
+
+
+def hopper_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    plan: PrefillPlan,
+    scale: float,
+    window: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `paged_prefill_triton`, without a soft cap; who computes what is the plan's. For what `fits_hopper_prefill`.
+
+    Args:
+        q: [num_tokens, num_heads, head_size], heads contiguous, tokens at any stride of a multiple of 8.
+        out: [num_tokens, num_heads, head_size] contiguous.
+    """
+    num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
+    group = q.shape[1] // num_kv_heads
+    assert plan.group == group
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    slots = (tile_map(cache.view(num_blocks * block_size, -1), [PIECE, head_size]) for cache in (k_cache, v_cache))
+    num_programs = min(plan.items.shape[0] * num_kv_heads, num_multiprocessors(q.device))
+    _hopper_prefill[(num_programs,)](
+        *(head_map(q, [_ROWS // group, group, head_size]), *slots, out, block_tables),
+        *(plan.items, plan.count, scale * LOG2_E, block_tables.stride(0)),
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        TILE=_TILE,
+        STAGES=_STAGES,
+        WINDOW=window,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    return out
+
+
+def fits_hopper_prefill(device: torch.device, dtype: torch.dtype, head_size: int, group: int, block_size: int) -> bool:
+    """Whether `hopper_prefill` takes such heads there, from blocks of such a size.
+
+    Args:
+        group: query heads of a KV head.
+    """
+    fits = dtype.itemsize == 2 and head_size in (64, 128) and group in (1, 2, 4, 8, 16, 32, 64)
+    return fits and block_size % PIECE == 0 and has_hopper(device)
