@@ -282,7 +282,7 @@ def paged_decode_triton(
     if out is None:
         out = q.new_empty(q.shape)
     tensors = (q, k_cache, v_cache, out, block_tables, tree_mask)
-    _launch(tensors, plan, (None, None, None, 0.0), scale, window, soft_cap, query_start, max_query_len, fused=False)
+    _launch(tensors, plan, None, scale, window, soft_cap, query_start, max_query_len)
     return out
 
 
@@ -317,30 +317,30 @@ def fused_paged_decode(
         return hopper_decode(qkv, cos, signed_sin, qk_weight, eps, k_cache, v_cache, block_tables, plan, scale)
     out = qkv.new_empty((qkv.shape[0], num_heads, qkv.shape[2]))
     tensors = (qkv, k_cache, v_cache, out, block_tables, None)
-    _launch(tensors, plan, (cos, signed_sin, qk_weight, eps), scale, window, soft_cap, None, 1, fused=True)
+    _launch(tensors, plan, (cos, signed_sin, qk_weight, eps), scale, window, soft_cap, None, 1)
     return out
 
 
 def _launch(
     tensors: tuple[torch.Tensor | None, ...],
     plan: DecodePlan,
-    turn: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float],
+    prologue: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float] | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
     query_start: torch.Tensor | None,
     max_query_len: int,
-    fused: bool,
 ) -> None:
+    """`tensors`: q or qkv, K and V, out, block tables, tree mask. `prologue`: what comes before, of the fused form."""
     q, k_cache, _, out, block_tables, tree_mask = tensors
     assert q is not None and k_cache is not None and block_tables is not None and out is not None
     _, block_size, num_kv_heads, head_size = k_cache.shape
     group, half = out.shape[1] // num_kv_heads, head_size // 2
     num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
-    cos, signed_sin, qk_weight, eps = turn
+    cos, signed_sin, qk_weight, eps = (None, None, None, 0.0) if prologue is None else prologue
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
     fits_any_shape = rows <= 16 and half_padded <= 64 and k_cache.element_size() <= 2  # others fit COMMON_SHAPE only
-    planned = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
+    planned = decode_shape(num_seqs, num_kv_heads, prologue is not None, plan.on_hopper)
     assert plan.filled_for == (num_seqs, planned)
     shape = planned if fits_any_shape and planned is not HOPPER_SHAPE else COMMON_SHAPE
     tile = 32 if half_padded > 64 and k_cache.element_size() > 2 else shape.tile  # for want of shared memory
@@ -362,7 +362,7 @@ def _launch(
         WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_TREE=tree_mask is not None,
-        FUSED=fused,
+        FUSED=prologue is not None,
         HAS_NORM=qk_weight is not None,
         MERGE=max(_MERGED // (min(rows, 8) * 2 * half_padded), 1),
         MERGE_ROWS=min(rows, 8),

@@ -221,7 +221,7 @@ def workspace_bytes(num_rows: int, vocab_size: int) -> int:
     return num_rows * (8 * num_tiles + 12 * num_groups + 4 * _FEW + 8)
 
 
-def cost(num_rows: int, vocab_size: int) -> tuple[int, int]:
-    """(bytes, FLOPs): float32 logits in, one int64 id out; 70 integer operations per four ids, 6 float ones per id."""
+def cost(num_rows: int, vocab_size: int, dtype_bytes: int = 4) -> tuple[int, int]:
+    """(bytes, FLOPs): logits in, one int64 id out; 70 integer operations per four ids, 6 float ones per id."""
     ids = num_rows * vocab_size
-    return 4 * ids + 8 * num_rows, ids * 70 // 4 + 6 * ids
+    return dtype_bytes * ids + 8 * num_rows, ids * 70 // 4 + 6 * ids

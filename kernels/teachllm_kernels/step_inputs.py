@@ -1,10 +1,12 @@
-"""From rows to a step's flat tensors, on the device: which token, at which position, in which slot.
+"""From rows to a step's flat tensors, on the device: which token, at which position, in which slot of the paged cache.
 
 The device keeps a row for every running request: its token ids, its block table, how many tokens it knows. The host
 sends only who computes how many tokens, so a step can be prepared before the one in front of it has sampled: what
 that one samples is in the row by the time `step_inputs` reads it. Before it, `write_runs` brings what the host adds to
 the rows, read from pinned memory; at the end of the step `append_tokens` puts sampled ids into the rows for the next
 one, and into the host's memory for the host, which may read them when the step's event is done.
+
+Source of slots and block tables: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023.
 """
 
 from __future__ import annotations
@@ -154,3 +156,8 @@ def write_runs(to: torch.Tensor, packed: torch.Tensor, num_runs: int, longest: i
     """
     programs = min(triton.cdiv(longest, _RUN_BLOCK), _MAX_RUN_PROGRAMS)
     _write_runs[(num_runs, programs)](to, packed, BLOCK=_RUN_BLOCK, **launch_options(to.device))
+
+
+def cost(num_tokens: int) -> tuple[int, int]:
+    """(bytes, FLOPs) of `step_inputs`: a token's id and block in, its id, position and slot out. It is latency."""
+    return num_tokens * (4 + 4 + 3 * 8), 0
