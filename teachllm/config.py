@@ -56,9 +56,9 @@ class EngineConfig:
         enforce_eager: no CUDA graphs; a CPU has none anyway.
         attention_backend: who computes attention. "reference" (CPU): PyTorch's products of matrices. "triton": this
             project's kernels, keys split among processors for decodes, tiles of queries for prompts. "sdpa": the
-            same, but prompts of 4096 tokens or more in a step by PyTorch's attention (cuDNN). "flash_attn",
-            "flashinfer": everything by the package of that name, without CUDA graphs. None is "sdpa" where the model
-            has unwindowed layers in half precision, else "triton".
+            same, but whole prompts of round lengths from 4096 tokens on by PyTorch's attention (cuDNN). "flash_attn",
+            "flashinfer": everything by the package of that name, without CUDA graphs. None is "triton" on a Hopper GPU
+            with heads of 64 or 128, elsewhere "sdpa" if the model has unwindowed layers in half precision.
         batch_invariant: a request's logits do not change by one bit with what runs beside it or how its prompt is
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for.

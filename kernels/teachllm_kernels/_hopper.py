@@ -8,7 +8,7 @@ import torch
 
 from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl, gluon, hopper
 
-__all__ = ["PIECE", "fetch_keys", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors", "tile_map"]
+__all__ = ["PIECE", "fetch", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors", "pieces", "tile_map"]
 
 PIECE = 16  # keys of a copy, which lie in one block
 
@@ -53,22 +53,28 @@ def head_map(heads: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @gluon.jit
-def fetch_keys(descs, k, v, arrived, stage, table, column, key, end, BLOCK_SIZE: gl.constexpr):
-    """Starts copying the keys and values from `key` on to a stage, piece by piece."""
-    k_desc, v_desc = descs
-    PIECE: gl.constexpr = k_desc.block_shape[0]
-    BYTES: gl.constexpr = 2 * PIECE * k_desc.block_shape[1] * k.dtype.primitive_bitwidth // 8
-    for piece in gl.static_range(k.shape[1] // PIECE):
+def pieces(desc, table, key, end, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The slots where the pieces of a tile begin, for `fetch`: all are asked for before the first is needed."""
+    PIECE: gl.constexpr = desc.block_shape[0]
+    slots = ()
+    for piece in gl.static_range(TILE // PIECE):
         at = key + piece * PIECE
-        inside = at < end
-        block = gl.load(table + at // BLOCK_SIZE, mask=inside, other=0)
-        slot = block * BLOCK_SIZE + at % BLOCK_SIZE
-        hopper.mbarrier.expect(arrived.index(stage), BYTES, inside)
-        hopper.mbarrier.arrive(arrived.index(stage), pred=at >= end)
-        to = k.index(stage).slice(piece * PIECE, PIECE)
-        hopper.tma.async_copy_global_to_shared(k_desc, [slot, column], arrived.index(stage), to, inside)
-        to = v.index(stage).slice(piece * PIECE, PIECE)
-        hopper.tma.async_copy_global_to_shared(v_desc, [slot, column], arrived.index(stage), to, inside)
+        block = gl.load(table + at // BLOCK_SIZE, mask=at < end, other=0)
+        slots = slots + (block * BLOCK_SIZE + at % BLOCK_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
+    return slots
+
+
+@gluon.jit
+def fetch(desc, to, arrived, slots, column, key, end):
+    """Starts copying a tile of keys, or of values, piece by piece; each one is an arrival, those behind `end` too."""
+    PIECE: gl.constexpr = desc.block_shape[0]
+    BYTES: gl.constexpr = PIECE * desc.block_shape[1] * to.dtype.primitive_bitwidth // 8
+    for piece in gl.static_range(to.shape[0] // PIECE):
+        at = key + piece * PIECE
+        hopper.mbarrier.expect(arrived, BYTES, at < end)
+        hopper.mbarrier.arrive(arrived, pred=at >= end)
+        place = to.slice(piece * PIECE, PIECE)
+        hopper.tma.async_copy_global_to_shared(desc, [slots[piece], column], arrived, place, at < end)
 
 
 @cache

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._hopper import PIECE, fetch_keys, has_hopper, tile_map
+from teachllm_kernels._hopper import PIECE, fetch, has_hopper, pieces, tile_map
 from teachllm_kernels._triton import barrier, gdc_launch_dependents, gdc_wait, gl, gluon, hopper, triton
 from teachllm_kernels.decode_plan import HOPPER_SHAPE, LOG2_E, DecodePlan, max_splits
 from teachllm_kernels.paged_attention import cost
@@ -34,13 +34,16 @@ __all__ = ["cost", "fits_hopper_decode", "hopper_decode"]
 @gluon.jit
 def _copy(descs, buffers, task, table, D: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """The copying warp. Earlier steps wrote what it asks for: there is nothing to wait for but room."""
+    k_desc, v_desc = descs
     k, v, arrived, free = buffers
     kv_head, first, _, end, _ = task
     TILE: gl.constexpr = k.shape[1]
     for tile in range(gl.cdiv(end - first, TILE)):
-        stage = tile % STAGES
+        stage, key = tile % STAGES, first + tile * TILE
+        slots = pieces(k_desc, table, key, end, TILE, BLOCK_SIZE)
         hopper.mbarrier.wait(free.index(stage), (tile // STAGES - 1) & 1, tile >= STAGES)
-        fetch_keys(descs, k, v, arrived, stage, table, kv_head * D, first + tile * TILE, end, BLOCK_SIZE)
+        fetch(k_desc, k.index(stage), arrived.index(stage), slots, kv_head * D, key, end)
+        fetch(v_desc, v.index(stage), arrived.index(stage), slots, kv_head * D, key, end)
 
 
 @gluon.jit
@@ -217,7 +220,7 @@ def _hopper_decode(
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(arrived.index(i), count=TILE // PIECE)
+        hopper.mbarrier.init(arrived.index(i), count=2 * (TILE // PIECE))
         hopper.mbarrier.init(free.index(i), count=1)
     descs, buffers = (k_desc, v_desc), (k, v, arrived, free)
     task = (kv_head, first, begin, end, holds_new)

@@ -3,11 +3,13 @@
 There all warps ask for keys, turn block numbers into addresses, multiply, and weigh, and the tensor cores wait while
 the others happen. With the short prompts of a busy server a program has hardly begun when it ends. Here are
 
-    roles         one warp does nothing but start copies (TMA), 16 tokens of a block at a time. Two groups of four
-                  warps take 64 rows of a tile of queries each: while one weighs its scores, the other one multiplies
-    persistent    one program to a multiprocessor, which takes one tile of queries after the other: the copying warp is
-                  at the next one's keys while this one's last are multiplied
-    plan          which tiles there are, the longest first, is the same for all layers and written down once a step
+    roles        one warp does nothing but start copies (TMA), 16 tokens of a block at a time. Two groups of four
+                 warps take 64 rows of a tile of queries each: while one weighs its scores, the other one multiplies
+    one behind   in each group, too: the values of one tile are multiplied while the scores of the next are weighed.
+                 So values come later than their keys, and each have their own queue
+    persistent   one program to a multiprocessor, which takes one tile of queries after the other: the copying warp is
+                 at the next one's keys while this one's last are multiplied
+    plan         which tiles there are, the longest first, is the same for all layers and written down once a step
 
 The definition is `paged_attention_reference`. The rows of a tile are, as there, the query heads that share a KV head,
 for a few tokens. In memory they lie side by side, a token's heads next to the next token's, and the copy engine lays
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm_kernels._hopper import PIECE, fetch_keys, has_hopper, head_map, num_multiprocessors, tile_map
+from teachllm_kernels._hopper import PIECE, fetch, has_hopper, head_map, num_multiprocessors, pieces, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper, tl, triton
 from teachllm_kernels.decode_plan import LOG2_E
 from teachllm_kernels.paged_attention import cost
@@ -30,8 +32,8 @@ from teachllm_kernels.paged_attention import cost
 __all__ = ["PrefillPlan", "cost", "fits_hopper_prefill", "hopper_prefill", "plan_prefill"]
 
 _ROWS = 128  # of a tile of queries: tokens times the query heads of a KV head
-_TILE = 64  # keys
-_STAGES = 4  # of keys and values, 32 KiB each for heads of 128; two tiles of queries take as much as two stages
+_SHORT = 2048  # tokens of a sequence, up to which less beyond the diagonal is worth more than longer products
+_STAGES = {64: 4, 128: 2}  # by the keys of a tile; 128 KiB with heads of 128, and two tiles of queries take 64
 _FIELDS = 4  # of an item, see `PrefillPlan`
 
 
@@ -44,11 +46,13 @@ class PrefillPlan:
             first in its sequence, the sequence's row of the block tables.
         count: [1] int32, how many there are.
         group: query heads of a KV head, for which it was made.
+        tile: keys of a step of the loop, 64 or 128.
     """
 
     items: torch.Tensor
     count: torch.Tensor
     group: int
+    tile: int
 
 
 @triton.jit(do_not_specialize=["num_seqs"])  # which differs
@@ -78,7 +82,12 @@ def _plan_prefill(
 
 
 def plan_prefill(
-    query_start: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, num_tokens: int, group: int
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    num_tokens: int,
+    group: int,
+    longest: int = 0,
 ) -> PrefillPlan:
     """Lists the tiles of a batch's queries; one launch, nothing crosses to the host.
 
@@ -88,6 +97,7 @@ def plan_prefill(
         rows: [num_seqs] int32, each sequence's row of the block tables; -1 is padding, which has no tiles.
         num_tokens: no sequence ends later than this.
         group: query heads of a KV head, a power of two.
+        longest: about how many tokens the longest sequence has, this step's included, if the host knows it.
     """
     num_seqs, queries = rows.shape[0], _ROWS // group
     items = torch.empty((num_tokens // queries + num_seqs, _FIELDS), dtype=torch.int32, device=rows.device)
@@ -95,7 +105,7 @@ def plan_prefill(
     seqs = max(triton.next_power_of_2(num_seqs), 16)
     where = (items, count, query_start, seq_lens, rows, num_seqs)
     _plan_prefill[(1,)](*where, QUERIES=queries, SEQS=seqs, FIELDS=_FIELDS)
-    return PrefillPlan(items, count, group)
+    return PrefillPlan(items, count, group, tile=64 if longest <= _SHORT else 128)
 
 
 @gluon.jit
@@ -112,12 +122,14 @@ def _task(work, index, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: g
 
 @gluon.jit
 def _copy(
-    descs, buffers, work, block_tables, table_stride,
-    NUM_KV_HEADS: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    descs, buffers, barriers, work, block_tables, table_stride,
+    NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: queries, keys and values of one tile after the other, each as soon as there is room."""
     q_desc, k_desc, v_desc = descs
-    q, k, v, q_arrived, q_free, arrived, free, _clean = buffers
+    q, k, v = buffers
+    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, _clean = barriers
+    STAGES: gl.constexpr = k.shape[0]
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
     GROUP: gl.constexpr = q.shape[2]
@@ -134,22 +146,55 @@ def _copy(
         at = [token, kv_head * GROUP, 0]
         hopper.tma.async_copy_global_to_shared(q_desc, at, q_arrived.index(here), q.index(here))
         for key in range(begin, end, TILE):
-            stage = count % STAGES
-            hopper.mbarrier.wait(free.index(stage), (count // STAGES - 1) & 1, count >= STAGES)
-            fetch_keys((k_desc, v_desc), k, v, arrived, stage, table, kv_head * D, key, end, BLOCK_SIZE)
+            stage, parity = count % STAGES, (count // STAGES - 1) & 1
+            slots = pieces(k_desc, table, key, end, TILE, BLOCK_SIZE)
+            hopper.mbarrier.wait(k_free.index(stage), parity, count >= STAGES)
+            fetch(k_desc, k.index(stage), k_arrived.index(stage), slots, kv_head * D, key, end)
+            hopper.mbarrier.wait(v_free.index(stage), parity, count >= STAGES)
+            fetch(v_desc, v.index(stage), v_arrived.index(stage), slots, kv_head * D, key, end)
             count += 1
         num_tiles += 1  # noqa: SIM113 - there is no enumerate on a GPU
 
 
 @gluon.jit
+def _weigh(
+    score, first_key, first_position, position, top, total, scale_log2, TILE: gl.constexpr, WINDOW: gl.constexpr
+):
+    """From a tile's scores: its weights, the shrinkage of what came before, and each row's new highest and total."""
+    key = (first_key + gl.arange(0, TILE, gl.SliceLayout(0, score.type.layout)))[None, :]
+    if WINDOW is not None:
+        is_seen = (key <= position[:, None]) & (key > position[:, None] - WINDOW)
+        score = gl.where(is_seen, score, float("-inf"))
+    elif first_key + TILE > first_position:  # the diagonal
+        score = gl.where(key <= position[:, None], score, float("-inf"))
+    higher = gl.maximum(top, gl.max(score, axis=1) * scale_log2)
+    weight = gl.exp2(score * scale_log2 - higher[:, None])
+    shrink = gl.exp2(top - higher)
+    return weight, shrink, higher, total * shrink + gl.sum(weight, axis=1)
+
+
+@gluon.jit
+def _clean_slots(values, clean, num_cleaned, first_key, end, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """Zeros behind a sequence's end, half of the tile by each group: slots there may hold NaN, and 0 * NaN is NaN."""
+    ROWS: gl.constexpr = values.shape[0] // 2
+    mine = values.slice(HALF * ROWS, ROWS)
+    key = first_key + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    mine.store(gl.where((key < end)[:, None], mine.load(LAYOUT), 0.0))
+    hopper.fence_async_shared()
+    hopper.mbarrier.arrive(clean)
+    hopper.mbarrier.wait(clean, num_cleaned & 1)
+
+
+@gluon.jit
 def _attend(
-    buffers, work, out, scale_log2,
-    HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
+    buffers, barriers, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr
+):
     """Four warps: attention of half of the rows of each tile."""
-    q, k, v, q_arrived, q_free, arrived, free, clean = buffers
+    q, k, v = buffers
+    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, clean = barriers
     QUERIES: gl.constexpr = q.shape[1]
     GROUP: gl.constexpr = q.shape[2]
+    STAGES: gl.constexpr = k.shape[0]
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
     dtype: gl.constexpr = k.dtype
@@ -158,7 +203,6 @@ def _attend(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    key_of_tile = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([64, TILE], gl.float32, SCORES)
     num_tiles = 0
     count = 0
@@ -172,40 +216,45 @@ def _attend(
         queries = q.index(here).reshape([QUERIES * GROUP, D]).slice(HALF * 64, 64)
         top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: a row may see nothing of a tile
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-        acc = hopper.warpgroup_mma_init(gl.zeros([64, D], gl.float32, SUMS))
-        for first_key in range(begin, end, TILE):
-            stage = count % STAGES
-            hopper.mbarrier.wait(arrived.index(stage), count // STAGES & 1)
-            keys = k.index(stage).permute((1, 0))
-            score = hopper.warpgroup_mma(queries, keys, nothing, use_acc=False, is_async=True)
-            score, sums = hopper.warpgroup_mma_wait(0, [score, acc])  # of this tile and of the one before
-            hopper.mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=first_key > begin)
-            if WINDOW is not None:
-                key = (first_key + key_of_tile)[None, :]
-                is_seen = (key <= position[:, None]) & (key > position[:, None] - WINDOW)
-                score = gl.where(is_seen, score, float("-inf"))
-            elif first_key + TILE > first_position:  # the diagonal
-                score = gl.where((first_key + key_of_tile)[None, :] <= position[:, None], score, float("-inf"))
-            higher = gl.maximum(top, gl.max(score, axis=1) * scale_log2)
-            weight = gl.exp2(score * scale_log2 - higher[:, None])
-            shrink = gl.exp2(top - higher)
-            total = total * shrink + gl.sum(weight, axis=1)
-            top = higher
-            if first_key + TILE > end:  # slots behind the end may hold NaN, and 0 * NaN is NaN
-                values = v.index(stage).slice(HALF * (TILE // 2), TILE // 2)
-                at = first_key + HALF * (TILE // 2) + gl.arange(0, TILE // 2, gl.SliceLayout(1, MOVED))
-                values.store(gl.where((at < end)[:, None], values.load(MOVED), 0.0))
-                hopper.fence_async_shared()
-                hopper.mbarrier.arrive(clean)
-                hopper.mbarrier.wait(clean, num_cleaned & 1)
-                num_cleaned += 1
-            sums *= gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            weight = gl.convert_layout(weight.to(dtype), WEIGHTS)
-            acc = hopper.warpgroup_mma(weight, v.index(stage), sums, is_async=True)
+        acc = gl.zeros([64, D], gl.float32, SUMS)
+
+        stage, parity = count % STAGES, count // STAGES & 1
+        hopper.mbarrier.wait(k_arrived.index(stage), parity)
+        score = hopper.warpgroup_mma(queries, k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        score = hopper.warpgroup_mma_wait(0, [score])
+        hopper.mbarrier.arrive(k_free.index(stage))
+        weight, _, top, total = _weigh(score, begin, first_position, position, top, total, scale_log2, TILE, WINDOW)
+        weight = gl.convert_layout(weight.to(dtype), WEIGHTS)
+        count += 1
+        hopper.mbarrier.wait(k_arrived.index(count % STAGES), count // STAGES & 1, begin + TILE < end)
+        for first_key in range(begin + TILE, end, TILE):
+            before, v_parity, stage = stage, parity, count % STAGES
+            score = hopper.warpgroup_mma(queries, k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            hopper.mbarrier.wait(v_arrived.index(before), v_parity)
+            sums = hopper.warpgroup_mma(weight, v.index(before), acc, is_async=True)
+            score = hopper.warpgroup_mma_wait(1, [score])  # and no longer: the sums go on
+            hopper.mbarrier.arrive(k_free.index(stage))
+            next_weight, shrink, top, total = _weigh(
+                score, first_key, first_position, position, top, total, scale_log2, TILE, WINDOW
+            )
+            parity = count // STAGES & 1
             count += 1
+            # Not at the loop's head: without a wait for a barrier between the two, the compiler puts the one for the
+            # sums in front of the weighing.
+            hopper.mbarrier.wait(k_arrived.index(count % STAGES), count // STAGES & 1, first_key + TILE < end)
+            acc = hopper.warpgroup_mma_wait(0, [sums])
+            hopper.mbarrier.arrive(v_free.index(before))
+            acc *= gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+            weight = gl.convert_layout(next_weight.to(dtype), WEIGHTS)  # the old ones were in use until now
         hopper.mbarrier.arrive(q_free.index(here))
-        sums = hopper.warpgroup_mma_wait(0, [acc])
-        hopper.mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
+        hopper.mbarrier.wait(v_arrived.index(stage), parity)
+        last_key = begin + (end - 1 - begin) // TILE * TILE
+        if last_key + TILE > end:
+            _clean_slots(v.index(stage), clean.index(0), num_cleaned, last_key, end, HALF, MOVED)
+            num_cleaned += 1
+        sums = hopper.warpgroup_mma_wait(0, [hopper.warpgroup_mma(weight, v.index(stage), acc, is_async=True)])
+        hopper.mbarrier.arrive(v_free.index(stage))
+
         sums = sums / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
         moved = gl.convert_layout(sums.to(dtype), MOVED)
         out_row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, MOVED))
@@ -217,44 +266,37 @@ def _attend(
 
 
 @gluon.jit
+def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
+    """[NUM, 1], each complete when so many have arrived."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        hopper.mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def _hopper_prefill(
     q_desc, k_desc, v_desc, out, block_tables, items, num_items, scale_log2, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
-    PIECE: gl.constexpr = k_desc.block_shape[0]
+    PIECES: gl.constexpr = TILE // k_desc.block_shape[0]
     D: gl.constexpr = k_desc.block_shape[1]
     dtype: gl.constexpr = k_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
     k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
-    q_arrived = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    clean = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        hopper.mbarrier.init(q_arrived.index(i), count=1)
-        hopper.mbarrier.init(q_free.index(i), count=2)
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(arrived.index(i), count=TILE // PIECE)
-        hopper.mbarrier.init(free.index(i), count=2)
-    hopper.mbarrier.init(clean, count=2)
-    buffers, work = (q, k, v, q_arrived, q_free, arrived, free, clean), (items, num_items)
-    descs = (q_desc, k_desc, v_desc)
+    q_arrived, q_free = _barriers(2, 1), _barriers(2, 2)
+    k_arrived, k_free = _barriers(STAGES, PIECES), _barriers(STAGES, 2)
+    v_arrived, v_free = _barriers(STAGES, PIECES), _barriers(STAGES, 2)
+    barriers = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, _barriers(1, 2))
+    descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items, num_items)
     gl.warp_specialize([
-        (_attend, (buffers, work, out, scale_log2, 0, NUM_KV_HEADS, STAGES, WINDOW)),
-        (_attend, (buffers, work, out, scale_log2, 1, NUM_KV_HEADS, STAGES, WINDOW)),
-        (_copy, (descs, buffers, work, block_tables, table_stride, NUM_KV_HEADS, STAGES, BLOCK_SIZE, WINDOW)),
-    ], [4, 1], [216, 56])  # fmt: skip
-    for i in gl.static_range(2):
-        hopper.mbarrier.invalidate(q_arrived.index(i))
-        hopper.mbarrier.invalidate(q_free.index(i))
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.invalidate(arrived.index(i))
-        hopper.mbarrier.invalidate(free.index(i))
-    hopper.mbarrier.invalidate(clean)
+        (_attend, (buffers, barriers, work, out, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
+        (_attend, (buffers, barriers, work, out, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
+        (_copy, (descs, buffers, barriers, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
+    ], [4, 1], [224, 56])  # fmt: skip
 
 
 def hopper_prefill(
@@ -285,8 +327,8 @@ def hopper_prefill(
         *(plan.items, plan.count, scale * LOG2_E, block_tables.stride(0)),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
-        TILE=_TILE,
-        STAGES=_STAGES,
+        TILE=plan.tile,
+        STAGES=_STAGES[plan.tile],
         WINDOW=window,
         num_warps=4,
         launch_pdl=True,

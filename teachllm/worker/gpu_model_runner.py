@@ -58,7 +58,7 @@ class GPUModelRunner:
         self.times_steps = False
         self._last: PendingStep | None = None
         needs = attention_needs(config, model_config)
-        self._backend = select_backend(config.attention_backend, needs, "cuda", config.batch_invariant)
+        self._backend = select_backend(config.attention_backend, needs, device, config.batch_invariant)
         self._eager = config.enforce_eager or not self._backend.in_graphs
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config

@@ -8,7 +8,7 @@
 
 The step that measures them has the tokens and the sequences of the largest one, but no attention is computed: it reads
 and writes tensors that are there all the same. vLLM's `profile_run` does it so. Not counted is what a backend allocates
-beside them: copies of K and V for a long prompt behind a cached one (`sdpa`), FlashInfer's workspace.
+beside them: FlashInfer's workspace.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ModelRunner:
     ) -> None:
         assert config.max_model_len and config.max_num_seqs
         if device.type == "cpu":
-            select_backend(config.attention_backend, attention_needs(config, model_config), "cpu")  # or refuses
+            select_backend(config.attention_backend, attention_needs(config, model_config), device)  # or refuses
             keep_freed_memory()
         self.memory = plan_memory(config, model_config, device)  # before any weight is read
         self.model: Any = load_model(model_config, config, device, progress)

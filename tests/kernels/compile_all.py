@@ -148,8 +148,9 @@ def compile_attention(
         plan_decode(plan, lens, starts, rows, 2, window, fused=True)
         for weight in (norm, None):
             hopper_decode(qkv, angle, angle, weight, 1e-6, cache, cache, tables, plan, 1.0)
-        prompts = plan_prefill(starts, lens, rows, 4, num_heads // 2)
-        hopper_prefill(q, cache, cache, tables, prompts, 1.0, window)
+        for longest in (0, 10_000):
+            prompts = plan_prefill(starts, lens, rows, 4, num_heads // 2, longest)
+            hopper_prefill(q, cache, cache, tables, prompts, 1.0, window)
     if dtype != torch.float32 or head_size < 128:  # spills there, and takes a minute to
         for is_fixed in (False, True):
             where = (cache, cache, tables, rows, starts, lens)

@@ -110,10 +110,11 @@ def prefill_on_hopper(
     soft_cap: None,
     out: torch.Tensor | None,
     num_tokens: int | None = None,
+    longest: int = 0,
 ) -> torch.Tensor:
     """`hopper_prefill` with the arguments of `paged_prefill_triton`."""
     most = q.shape[0] if num_tokens is None else num_tokens
-    plan = plan_prefill(query_start, seq_lens, rows, most, q.shape[1] // k_cache.shape[2])
+    plan = plan_prefill(query_start, seq_lens, rows, most, q.shape[1] // k_cache.shape[2], longest)
     return hopper_prefill(q, k_cache, v_cache, block_tables, plan, scale, window, out)
 
 
@@ -151,37 +152,40 @@ def shapes(
 
 
 HAS_HOPPER = fits_hopper_prefill(torch.device(DEVICE), torch.float16, 128, 1, 16)
-PREFILLS = [
-    paged_prefill_triton,
-    pytest.param(prefill_on_hopper, marks=pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")),
-]
+ON_HOPPER = [prefill_on_hopper, partial(prefill_on_hopper, longest=10_000)]  # tiles of 64 and of 128 keys
+needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+PREFILLS = [paged_prefill_triton, *(pytest.param(prefill, marks=needs_hopper) for prefill in ON_HOPPER)]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@needs_hopper
+@pytest.mark.parametrize("prefill", ON_HOPPER)
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_any_ragged_batch_equals_the_reference_on_hopper(head_size: int, dtype: torch.dtype) -> None:
-    @settings(max_examples=25)
+def test_any_ragged_batch_equals_the_reference_on_hopper(
+    prefill: Callable[..., torch.Tensor], head_size: int, dtype: torch.dtype
+) -> None:
+    @settings(max_examples=20)
     @given(
         shapes([dtype], longest=700, head_sizes=[head_size], groups=[1, 2, 4, 8, 64], soft_caps=[None]),
         st.integers(0, 2**32 - 1),
     )
     def run(shape: Shape, seed: int) -> None:
-        check(shape, seed, prefill_on_hopper)
+        check(shape, seed, prefill)
 
     run()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@needs_hopper
+@pytest.mark.parametrize("prefill", ON_HOPPER)
 @pytest.mark.parametrize("window", [None, 100])
-def test_many_tiles_to_a_program(window: int | None) -> None:
+def test_many_tiles_to_a_program(prefill: Callable[..., torch.Tensor], window: int | None) -> None:
     rng = random.Random(window)
     lens = [rng.randint(1, 700) for _ in range(60)]
     contexts = [rng.choice([0, rng.randint(1, 500)]) for _ in lens]
     heads = {"num_kv_heads": 8, "group": 4, "head_size": 128}
-    check(Shape(lens, contexts, dtype=torch.bfloat16, window=window, **heads), prefill=prefill_on_hopper)
+    check(Shape(lens, contexts, dtype=torch.bfloat16, window=window, **heads), prefill=prefill)
 
 
 @settings(max_examples=20)

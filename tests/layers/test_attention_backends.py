@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.attention_backends import sdpa, triton
+from teachllm.layers.attention_backends import sdpa, selection, triton
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionNeeds, AttentionSettings
 from teachllm.layers.attention_backends.flash_attn import FlashAttnBackend
 from teachllm.layers.attention_backends.flashinfer import FlashInferBackend
@@ -119,13 +119,12 @@ def test_this_projects_kernels(sizes: list[tuple[int, int]], window: int | None)
 
 
 LONG_STEPS = {
-    "alone": [(40, 0)],
-    "behind decodes": [(1, 20), (1, 3), (40, 0)],
-    "behind a short prompt": [(1, 20), (7, 5), (40, 0)],
-    "before a short prompt": [(40, 0), (7, 5), (9, 0)],
-    "several": [(1, 20), (40, 0), (3, 0), (33, 0), (44, 0)],
-    "after a prefix": [(48, 16)],
-    "after a prefix that ends within a block": [(1, 20), (5, 2), (50, 13), (6, 0)],
+    "alone": [(48, 0)],
+    "behind decodes": [(1, 20), (1, 3), (48, 0)],
+    "behind a short prompt": [(1, 20), (7, 5), (48, 0)],
+    "before a short prompt": [(48, 0), (7, 5), (9, 0)],
+    "several": [(1, 20), (48, 0), (3, 0), (32, 0), (64, 0)],
+    "beside others as long": [(1, 20), (33, 0), (48, 0), (48, 16), (48, 0)],
 }
 
 
@@ -134,6 +133,7 @@ def test_long_prompts_go_to_pytorch_wherever_they_stand(
     sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "_LONG_PROMPT", 32)
+    monkeypatch.setattr(sdpa, "_ROUND", 16)
     calls: list[int] = []
     real = sdpa._attend_long
 
@@ -143,18 +143,25 @@ def test_long_prompts_go_to_pytorch_wherever_they_stand(
 
     monkeypatch.setattr(sdpa, "_attend_long", counted)
     Batch(sizes).plan_decodes().check(sdpa.SDPABackend(), FULL)
-    assert calls == 2 * [n for n, _ in sizes if n >= 32]
+    assert calls == 2 * [n for n, context in sizes if n in (32, 48, 64) and not context]
 
 
 @pytest.mark.parametrize(
     ("sizes", "settings"),
-    [([(1, 9), (40, 30)], FULL), ([(40, 0)], replace(FULL, window=20)), ([(40, 0)], replace(FULL, soft_cap=5.0))],
-    ids=["long context", "window", "soft cap"],
+    [
+        ([(1, 9), (48, 16)], FULL),
+        ([(40, 0)], FULL),
+        ([(16, 0)], FULL),
+        ([(48, 0)], replace(FULL, window=20)),
+        ([(48, 0)], replace(FULL, soft_cap=5.0)),
+    ],
+    ids=["context", "a length of its own", "short", "window", "soft cap"],
 )
-def test_a_long_prompt_that_pytorch_is_no_faster_for_stays_with_the_kernels(
+def test_a_prompt_that_pytorch_is_no_faster_for_stays_with_the_kernels(
     sizes: list[tuple[int, int]], settings: AttentionSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "_LONG_PROMPT", 32)
+    monkeypatch.setattr(sdpa, "_ROUND", 16)
     monkeypatch.setattr(sdpa, "_attend_long", lambda *_: pytest.fail("PyTorch's attention was asked"))
     Batch(sizes, window=settings.window).plan_decodes().check(sdpa.SDPABackend(), settings)
 
@@ -342,20 +349,26 @@ def test_installed_packages_agree(package: str, make: Any, block_size: int, sett
 # -- who is chosen -----------------------------------------------------------------------------------------
 
 
-def test_the_fastest_that_suits_is_chosen_by_itself() -> None:
-    assert select_backend(None, NEEDS, "cpu").name == "reference"
-    assert select_backend(None, NEEDS, "cuda").name == "sdpa"
-    assert select_backend(None, replace(NEEDS, windows=frozenset({None, 100})), "cuda").name == "sdpa"
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_the_fastest_that_suits_is_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "fits_hopper_prefill", lambda *where: True)
+    assert type(select_backend(None, NEEDS, GPU)) is TritonBackend
+    monkeypatch.setattr(selection, "fits_hopper_prefill", lambda *where: False)
+    assert select_backend(None, NEEDS, CPU).name == "reference"
+    assert select_backend(None, NEEDS, GPU).name == "sdpa"
+    assert select_backend(None, replace(NEEDS, windows=frozenset({None, 100})), GPU).name == "sdpa"
     for odd in ({"dtype": "float32"}, {"windows": frozenset({100})}, {"has_soft_cap": True}):
-        assert select_backend(None, replace(NEEDS, **odd), "cuda").name == "triton"
-    assert isinstance(select_backend(None, NEEDS, "cuda", batch_invariant=True), InvariantBackend)
-    assert type(select_backend("triton", NEEDS, "cuda")) is TritonBackend
+        assert select_backend(None, replace(NEEDS, **odd), GPU).name == "triton"
+    assert isinstance(select_backend(None, NEEDS, GPU, batch_invariant=True), InvariantBackend)
+    assert type(select_backend("triton", NEEDS, GPU)) is TritonBackend
 
 
 def test_a_package_that_is_chosen_says_that_there_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=flash_attn_3_with_kvcache)
     with pytest.warns(UserWarning, match="^attention_backend='flash_attn' .* running without CUDA graphs$"):
-        assert not select_backend("flash_attn", NEEDS, "cuda").in_graphs
+        assert not select_backend("flash_attn", NEEDS, GPU).in_graphs
 
 
 @pytest.mark.parametrize(
@@ -382,7 +395,7 @@ def test_what_a_backend_cannot_do_is_refused_with_what_would_work(
     stand_in(monkeypatch, "flash_attn")
     stand_in(monkeypatch, "flashinfer")
     with pytest.raises(ValueError, match=says) as refused:
-        select_backend(name, replace(NEEDS, **changes), device)
+        select_backend(name, replace(NEEDS, **changes), torch.device(device))
     assert "\n" not in str(refused.value)
 
 
@@ -390,12 +403,13 @@ def test_what_a_backend_cannot_do_is_refused_with_what_would_work(
 def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "flash_attn_interface", "flash_attn", "flashinfer")
     with pytest.raises(ValueError, match=f"{name}' needs .* not installed: pip install .*, or use .*=triton"):
-        select_backend(name, NEEDS, "cuda")
+        select_backend(name, NEEDS, GPU)
 
 
 def test_prompts_side_by_side_have_a_plan_that_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     used: list[tuple[int, int]] = []
+    monkeypatch.setattr(triton, "_FEW_QUERIES", 0)
     monkeypatch.setattr(triton, "fits_hopper_prefill", lambda *where: True)
     monkeypatch.setattr(triton, "plan_prefill", lambda starts, *rest: made.append(len(starts) - 1) or made[-1])
     monkeypatch.setattr(triton, "hopper_prefill", lambda q, k, v, tables, plan, *rest: used.append((len(q), plan)))
@@ -406,3 +420,32 @@ def test_prompts_side_by_side_have_a_plan_that_all_layers_share(monkeypatch: pyt
             where = (batch.kv_cache, batch.metadata, FULL, requests, starts[: requests.stop + 1])
             triton.attend_prompts(batch.q[:end], *where, torch.empty_like(batch.q[:end]))
     assert made == [1, 3] and used == [(7, 1), (52, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "in_graph", "settings", "on_hopper"),
+    [
+        ([(512, 0)], False, FULL, False),
+        ([(512, 0)], True, FULL, True),
+        ([(512, 0)], True, replace(FULL, soft_cap=5.0), False),
+        ([(200, 0), (313, 0)], False, FULL, True),
+        ([(9, 0), (7, 2042)], False, FULL, True),
+        ([(9, 0), (7, 2041)], False, FULL, False),
+    ],
+    ids=["quick", "in a graph", "soft cap", "many queries", "many keys", "quick too"],
+)
+def test_what_is_quick_takes_the_kernel_that_is_launched_quickly(
+    sizes: list[tuple[int, int]], in_graph: bool, settings: AttentionSettings, on_hopper: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    used: list[str] = []
+    monkeypatch.setattr(triton, "fits_hopper_prefill", lambda *where: True)
+    monkeypatch.setattr(triton, "plan_prefill", lambda *where: "plan")
+    monkeypatch.setattr(triton, "hopper_prefill", lambda *where: used.append("hopper"))
+    monkeypatch.setattr(triton, "paged_prefill_triton", lambda *where: used.append("portable"))
+    batch = Batch(sizes)
+    if in_graph:
+        batch.metadata.query_lens = batch.metadata.kv_lens = []
+    for _ in range(2):
+        TritonBackend().attend(batch.q, batch.k, batch.v, batch.kv_cache, batch.metadata, settings)
+    assert used == 2 * ["hopper" if on_hopper else "portable"]

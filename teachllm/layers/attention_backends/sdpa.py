@@ -1,11 +1,10 @@
 """Long prompts by PyTorch's attention, which takes cuDNN's kernel; everything else by this project's.
 
-cuDNN's is 1.2 times as fast (one prompt of 16,384 tokens on an H200: 580 against 475 TFLOP/s), but through PyTorch it
-reads no block tables and its causal mask is a square one. A prompt from its first token on has both: K and V lie in the
-batch. A prompt that goes on after a short context (a prefix hit) gets them: its K and V are gathered from the cache,
-and rows of zeros stand for the queries that were computed before. With a longer context those rows cost more than
-the faster kernel saves; the mask that needs none (`causal_lower_right`) makes PyTorch take FlashAttention 2 instead,
-which is no faster than this project's kernel on a Hopper.
+cuDNN's is 1.2 times as fast as `paged_prefill.py` (and as fast as `hopper_prefill.py`, where that one runs), but
+through PyTorch it reads no block tables, and its causal mask is a square one: it can only take a prompt from its first
+token on, whose K and V lie in the batch. And cuDNN makes a plan for every length that it meets, which takes longer than
+the faster kernel saves in a whole prompt (benchmarks/NOTES.md). So it gets the lengths that come again: round ones, of
+which there are few, and which prompts have that fill a step's budget.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
 
 _LONG_PROMPT = 4096  # tokens of a step from which on a call of its own for each layer is worth it
-_QUERIES_TO_KEYS = 0.75  # at least: of a square of keys a sixteenth is then computed in vain
+_ROUND = 1024  # a length is, if this divides it
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
@@ -37,16 +36,12 @@ class _Part:
         tokens: where they lie in the flat batch.
         requests: which they are.
         query_start: [num_requests + 1] int32, from their own first token on.
-        blocks: [num_blocks] int32, a long prompt's part of the cache; None: K and V lie in the batch.
-        context_len: of a long prompt.
         is_long: one long prompt, for PyTorch.
     """
 
     tokens: slice
     requests: slice
     query_start: torch.Tensor
-    blocks: torch.Tensor | None = None
-    context_len: int = 0
     is_long: bool = False
 
 
@@ -79,27 +74,27 @@ class SDPABackend(TritonBackend):
         settings: AttentionSettings,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        parts = _parts(metadata, kv_cache[0].shape[1])
+        parts = _parts(metadata)
         if settings.window is not None or settings.soft_cap is not None or not parts:
             return super().attend(q, k, v, kv_cache, metadata, settings, out)
         if len(parts) == 1 and metadata.num_decodes == 0 and out is None:
-            return _attend_long(q, k, v, kv_cache, parts[0], settings)
+            return _attend_long(q, k, v, settings.scale)
         out = q.new_empty(q.shape) if out is None else out
         attend_decodes(q, kv_cache, metadata, settings, out)
         for part in parts:
             at = part.tokens
             if part.is_long:
-                out[at] = _attend_long(q[at], k[at], v[at], kv_cache, part, settings)
+                out[at] = _attend_long(q[at], k[at], v[at], settings.scale)
                 continue
             attend_prompts(q[at], kv_cache, metadata, settings, part.requests, part.query_start, out[at])
         return out
 
 
 def _is_long(query_len: int, kv_len: int) -> bool:
-    return query_len >= _LONG_PROMPT and query_len >= _QUERIES_TO_KEYS * kv_len
+    return query_len == kv_len >= _LONG_PROMPT and query_len % _ROUND == 0
 
 
-def _parts(metadata: AttentionMetadata, block_size: int) -> list[_Part]:
+def _parts(metadata: AttentionMetadata) -> list[_Part]:
     """The requests behind the decodes, cut at each long prompt; made once a step, by its first layer.
 
     No parts without a long prompt, nor where the host does not know the lengths: what a graph holds has none either.
@@ -107,13 +102,12 @@ def _parts(metadata: AttentionMetadata, block_size: int) -> list[_Part]:
     parts: list[_Part] | None = metadata.plans.get("parts")
     if parts is None:
         any_long = any(map(_is_long, metadata.query_lens, metadata.kv_lens))
-        parts = metadata.plans["parts"] = list(_cut(metadata, block_size)) if any_long else []
+        parts = metadata.plans["parts"] = list(_cut(metadata)) if any_long else []
     return parts
 
 
-def _cut(metadata: AttentionMetadata, block_size: int) -> Iterator[_Part]:
-    query_lens, kv_lens, rows = metadata.query_lens, metadata.kv_lens, metadata.rows
-    assert rows is not None
+def _cut(metadata: AttentionMetadata) -> Iterator[_Part]:
+    query_lens, kv_lens = metadata.query_lens, metadata.kv_lens
     first_request = first_token = token = metadata.num_decodes
 
     def others(request: int) -> _Part:
@@ -121,36 +115,20 @@ def _cut(metadata: AttentionMetadata, block_size: int) -> Iterator[_Part]:
         return _Part(slice(first_token, token), slice(first_request, request), starts - starts[0])
 
     for i in range(metadata.num_decodes, len(query_lens)):
-        query_len, kv_len = query_lens[i], kv_lens[i]
-        if _is_long(query_len, kv_len):
+        if _is_long(query_lens[i], kv_lens[i]):
             if first_request < i:
                 yield others(i)
-            blocks = None
-            if query_len < kv_len:
-                row = metadata.block_tables.index_select(0, rows[i : i + 1])[0]
-                blocks = row[: -(-kv_len // block_size)]
-            starts = metadata.query_start[i : i + 2]
-            tokens = slice(token, token + query_len)
-            yield _Part(tokens, slice(i, i + 1), starts, blocks, kv_len - query_len, is_long=True)
-            first_request, first_token = i + 1, token + query_len
-        token += query_len
+            starts, tokens = metadata.query_start[i : i + 2], slice(token, token + query_lens[i])
+            yield _Part(tokens, slice(i, i + 1), starts, is_long=True)
+            first_request, first_token = i + 1, tokens.stop
+        token += query_lens[i]
     if first_request < len(query_lens):
         yield others(len(query_lens))
 
 
-def _attend_long(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, part: _Part, settings: AttentionSettings
-) -> torch.Tensor:
-    """One prompt's attention, [num_tokens, num_heads, head_size]."""
-    if part.blocks is not None:
-        kv_len = part.context_len + q.shape[0]
-        k, v = (cache.index_select(0, part.blocks).flatten(0, 1)[:kv_len] for cache in kv_cache)
-        padded = q.new_zeros((kv_len, *q.shape[1:]))
-        padded[part.context_len :] = q
-        q = padded
+def _attend_long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One prompt's attention from its first token on, [num_tokens, num_heads, head_size]."""
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, head_size]
     with sdpa_kernel(_KERNELS, set_priority=True):
-        result = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=settings.scale, enable_gqa=True
-        )
-    return result.squeeze(0).transpose(0, 1)[part.context_len :]
+        result = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return result.squeeze(0).transpose(0, 1)

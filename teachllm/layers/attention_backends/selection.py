@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionNeeds
 from teachllm.layers.attention_backends.flash_attn import FlashAttnBackend
 from teachllm.layers.attention_backends.flashinfer import FlashInferBackend
@@ -11,6 +13,7 @@ from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.sdpa import SDPABackend
 from teachllm.layers.attention_backends.triton import TritonBackend
+from teachllm_kernels.hopper_prefill import fits_hopper_prefill
 
 _ON_A_GPU: dict[str, type[AttentionBackend]] = {
     "triton": TritonBackend,
@@ -21,19 +24,18 @@ _ON_A_GPU: dict[str, type[AttentionBackend]] = {
 
 
 def select_backend(
-    name: str | None, needs: AttentionNeeds, device_type: str, batch_invariant: bool = False
+    name: str | None, needs: AttentionNeeds, device: torch.device, batch_invariant: bool = False
 ) -> AttentionBackend:
     """The backend for a model.
 
     Args:
-        name: as `EngineConfig.attention_backend`; None takes `sdpa` where it suits, else `triton`, and on a CPU
-            `reference`.
-        device_type: "cpu" or "cuda".
+        name: as `EngineConfig.attention_backend`; None takes `triton` on a Hopper GPU whose kernels take the model's
+            heads, elsewhere `sdpa` where it suits, else `triton`, and on a CPU `reference`.
 
     Raises:
         ValueError: it cannot compute what the model asks for, or not on this device; one line says what would work.
     """
-    if device_type == "cpu":
+    if device.type == "cpu":
         if name not in (None, REFERENCE.name):
             raise ValueError(f"attention_backend={name!r} needs a GPU: use attention_backend=reference on a CPU")
         return REFERENCE
@@ -44,6 +46,9 @@ def select_backend(
         return InvariantBackend()
     if name is None:
         TritonBackend.check(needs)
+        group = needs.num_heads // needs.num_kv_heads
+        if fits_hopper_prefill(device, getattr(torch, needs.dtype), needs.head_size, group, needs.block_size):
+            return TritonBackend()
         try:
             SDPABackend.check(needs)
         except ValueError:

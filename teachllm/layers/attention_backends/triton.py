@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
-from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill, plan_prefill
+from teachllm_kernels.hopper_prefill import PrefillPlan, fits_hopper_prefill, hopper_prefill, plan_prefill
 from teachllm_kernels.paged_decode import paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton, tile_options
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
+
+# Up to so many tokens of a step, and of a sequence, launching takes longer than attention: on the host, which encodes
+# what the copy engine needs at every launch, `hopper_prefill` costs 53 us where `paged_prefill_triton` costs 31.
+_FEW_QUERIES, _FEW_KEYS = 512, 2048
 
 
 class TritonBackend:
@@ -79,17 +83,34 @@ def attend_prompts(
     """
     assert metadata.rows is not None
     rows, seq_lens = metadata.rows[requests], metadata.seq_lens[requests]
-    _, block_size, num_kv_heads, head_size = kv_cache[0].shape
-    group, scale, window = q.shape[1] // num_kv_heads, settings.scale, settings.window
-    if settings.soft_cap is None and fits_hopper_prefill(q.device, q.dtype, head_size, group, block_size):
-        key = ("prompts", requests.start, requests.stop)
-        plan = metadata.plans.get(key)
-        if plan is None:  # the first layer's
-            plan = metadata.plans[key] = plan_prefill(query_start, seq_lens, rows, q.shape[0], group)
+    scale, window, soft_cap = settings.scale, settings.window, settings.soft_cap
+    key = ("prompts", requests.start, requests.stop)
+    if key not in metadata.plans:  # the first layer
+        metadata.plans[key] = _plan(q, kv_cache[0], rows, query_start, seq_lens, metadata.kv_lens[requests])
+    plan = metadata.plans[key]
+    if plan is not None and soft_cap is None:
         hopper_prefill(q, *kv_cache, metadata.block_tables, plan, scale, window, out)
         return
     where = (*kv_cache, metadata.block_tables, rows, query_start, seq_lens)
-    paged_prefill_triton(q, *where, scale, window, settings.soft_cap, out)
+    paged_prefill_triton(q, *where, scale, window, soft_cap, out)
+
+
+def _plan(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    rows: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_lens: list[int],
+) -> PrefillPlan | None:
+    """For `hopper_prefill`, where it is the faster one. No `kv_lens`: it is for a graph, and few short prompts."""
+    _, block_size, num_kv_heads, head_size = k_cache.shape
+    group, longest = q.shape[1] // num_kv_heads, max(kv_lens, default=0)
+    if not fits_hopper_prefill(q.device, q.dtype, head_size, group, block_size):
+        return None
+    if kv_lens and q.shape[0] <= _FEW_QUERIES and longest <= _FEW_KEYS:
+        return None
+    return plan_prefill(query_start, seq_lens, rows, q.shape[0], group, longest)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_size: int, dtype: str) -> None:
