@@ -9,7 +9,6 @@ the exit code is 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
-from h200 import SHAPES, benchmark, engine_settings, give_back, provenance, write_shape  # noqa: E402
+from h200 import benchmark, engine_settings, give_back, provenance, script_parser, write_shape  # noqa: E402
 
 from teachllm.bench.workloads import WORKLOADS, is_rate  # noqa: E402
 from teachllm.engine.ceilings import device_name  # noqa: E402
@@ -29,15 +28,11 @@ _WORKLOADS = {name: WORKLOADS[name] for name in ("single", "batch64", "mixed")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(SHAPES), help=f"of {','.join(SHAPES)}")
-    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
-    parser.add_argument("--output", type=Path, help="write the result to this file, as JSON")
-    options = parser.parse_args(arguments)
+    options = script_parser(__doc__).parse_args(arguments)
     found: dict[str, Any] = provenance("batch_invariant.py", arguments, device_name("cuda"), options.commit)
     found["workloads"] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for model in options.models.split(","):
+        for model in options.models:
             settings = engine_settings(write_shape(model, Path(folder)), "cuda")
             pairs = [measured(settings | {"batch_invariant": is_fixed}) for is_fixed in (False, True)]
             found["workloads"][model] = pair_up(*pairs)

@@ -179,27 +179,41 @@ def provenance(script: str, arguments: Sequence[str] | None, device: str, commit
     }
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that lists some of these, with commas between them."""
 
-    def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-        def split(text: str) -> list[str]:
-            if unknown := [name for name in text.split(",") if name not in known]:
-                raise argparse.ArgumentTypeError(f"no {unknown[0]!r} here: choose from {','.join(known)}")
-            return text.split(",")
+    def split(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"no {unknown[0]!r} here: choose from {','.join(known)}")
+        return text.split(",")
 
-        return split
+    return split
 
-    every = [*WORKLOADS, "cold"]
+
+def script_parser(
+    description: str | None, output: str = "write the result to this file, as JSON"
+) -> argparse.ArgumentParser:
+    """What every script takes that measures the models of `SHAPES`.
+
+    Args:
+        output: help for `--output`.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=names(list(SHAPES)), default=list(SHAPES), help=f"of {','.join(SHAPES)}")
+    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
+    parser.add_argument("--output", type=Path, help=output)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = script_parser(__doc__, "default: benchmarks/results/<date>-<device>-<commit>.json")
+    every = [*WORKLOADS, "cold"]
     parser.add_argument(
         "--workloads", type=names(every), help=f"of {','.join(every)}; default: what peers.json has of the model"
     )
     parser.add_argument(
         "--quick", action="store_true", help="one warm-up and one run of everything: not for the record"
     )
-    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/<date>-<device>-<commit>.json")
     return parser.parse_args(arguments)
 
 

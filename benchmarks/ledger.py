@@ -15,7 +15,6 @@ prediction, or the number of requests is wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -28,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from h200 import SHAPES, engine_settings, give_back, provenance, write_shape  # noqa: E402
+from h200 import SHAPES, engine_settings, give_back, provenance, script_parser, write_shape  # noqa: E402
 
 from teachllm import LLM, EngineConfig  # noqa: E402
 from teachllm.bench.batch import Batch, random_ids, run_batch  # noqa: E402
@@ -158,19 +157,14 @@ def check_model(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(SHAPES), help=f"of {','.join(SHAPES)}")
-    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
-    parser.add_argument("--output", type=Path, help="write the result to this file, as JSON")
+    parser = script_parser(__doc__)
     args = parser.parse_args(arguments)
-    if unknown := [name for name in args.models.split(",") if name not in SHAPES]:
-        parser.error(f"no {unknown[0]!r} here: choose from {','.join(SHAPES)}")
     if not torch.cuda.is_available():
         parser.error("the ledger is a GPU's: torch sees none")
     torch.zeros(1, device="cuda")  # the context, which is no engine's
     result = provenance("ledger.py", arguments, torch.cuda.get_device_name(), args.commit) | {"models": {}}
     with tempfile.TemporaryDirectory(prefix="teachllm-shapes-") as folder:
-        for name in args.models.split(","):
+        for name in args.models:
             result["models"][name] = check_model(name, Path(folder))
             if args.output is not None:
                 args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -8,7 +8,10 @@ import torch
 
 from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl, gluon, hopper
 
-__all__ = ["PIECE", "fetch", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors", "pieces", "tile_map"]
+__all__ = [
+    *("PIECE", "copy_or_arrive", "fetch", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors", "pieces"),
+    "tile_map",
+]
 
 PIECE = 16  # keys of a copy, which lie in one block
 
@@ -68,13 +71,18 @@ def pieces(desc, table, key, end, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
 def fetch(desc, to, arrived, slots, column, key, end):
     """Starts copying a tile of keys, or of values, piece by piece; each one is an arrival, those behind `end` too."""
     PIECE: gl.constexpr = desc.block_shape[0]
-    BYTES: gl.constexpr = PIECE * desc.block_shape[1] * to.dtype.primitive_bitwidth // 8
     for piece in gl.static_range(to.shape[0] // PIECE):
-        at = key + piece * PIECE
-        hopper.mbarrier.expect(arrived, BYTES, at < end)
-        hopper.mbarrier.arrive(arrived, pred=at >= end)
         place = to.slice(piece * PIECE, PIECE)
-        hopper.tma.async_copy_global_to_shared(desc, [slots[piece], column], arrived, place, at < end)
+        copy_or_arrive(desc, slots[piece], column, arrived, place, key + piece * PIECE, end)
+
+
+@gluon.jit
+def copy_or_arrive(desc, row, column, arrived, to, index, end):
+    """Starts copying a tile of a matrix, which arrives with its bytes; one behind the end arrives without any."""
+    BYTES: gl.constexpr = desc.block_shape[0] * desc.block_shape[1] * to.dtype.primitive_bitwidth // 8
+    hopper.mbarrier.expect(arrived, BYTES, index < end)
+    hopper.mbarrier.arrive(arrived, pred=index >= end)
+    hopper.tma.async_copy_global_to_shared(desc, [row, column], arrived, to, index < end)
 
 
 @cache

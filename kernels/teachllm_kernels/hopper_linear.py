@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm_kernels._hopper import gate_up_map, has_hopper, tile_map
+from teachllm_kernels._hopper import copy_or_arrive, gate_up_map, has_hopper, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.linear import cost
 
@@ -65,13 +65,10 @@ def _fetch_weight(w_desc, w, arrived, stage, block, k, STRIPES: gl.constexpr, GA
 def _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
     """Starts copying x's columns from k on. In boxes, and only those with rows: to fill in others takes longer."""
     BOX: gl.constexpr = x_desc.block_shape[0]
-    BYTES: gl.constexpr = BOX * x_desc.block_shape[1] * x.dtype.primitive_bitwidth // 8
     for box in gl.static_range(x.shape[1] // BOX):
         row = first_row + box * BOX
-        hopper.mbarrier.expect(arrived.index(stage), BYTES, row < num_rows)
-        hopper.mbarrier.arrive(arrived.index(stage), pred=row >= num_rows)
         to = x.index(stage).slice(box * BOX, BOX)
-        hopper.tma.async_copy_global_to_shared(x_desc, [row, k], arrived.index(stage), to, row < num_rows)
+        copy_or_arrive(x_desc, row, k, arrived.index(stage), to, row, num_rows)
 
 
 @gluon.jit

@@ -164,6 +164,7 @@ class SamplingState:
     def _selection(self, rows: list[int]) -> Selection:
         random = [i for i, row in enumerate(rows) if row in self._random]
         filtered = [i for i, index in enumerate(random) if rows[index] in self._top_k]
+        logprobs = [(i, self._num_logprobs[row]) for i, row in enumerate(rows) if row in self._num_logprobs]
         constrained = [(i, self._constraints[row]) for i, row in enumerate(rows) if row in self._constraints]
         return Selection(
             rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
@@ -172,8 +173,8 @@ class SamplingState:
             filtered=self._indices(filtered),
             num_candidates=max((self._top_k[rows[random[i]]] for i in filtered), default=0),
             constraints=join_constraints(constrained, self.device) if constrained else None,
-            logprobs=[(i, self._num_logprobs[row]) for i, row in enumerate(rows) if row in self._num_logprobs],
-            asked=self._indices(i for i, row in enumerate(rows) if row in self._num_logprobs),
+            logprobs=logprobs,
+            asked=self._indices(i for i, _ in logprobs),
         )
 
     def parameters(self, rows: torch.Tensor) -> Parameters:
