@@ -55,7 +55,7 @@ class PrefillPlan:
     tile: int
 
 
-@triton.jit(do_not_specialize=["num_seqs"])  # which differs
+@triton.jit(do_not_specialize=["seq_lens", "rows", "num_seqs"])  # which differ from batch to batch
 def _plan_prefill(
     items, count, query_start, seq_lens, rows, num_seqs, QUERIES: tl.constexpr, SEQS: tl.constexpr, FIELDS: tl.constexpr
 ):
@@ -102,7 +102,7 @@ def plan_prefill(
     num_seqs, queries = rows.shape[0], _ROWS // group
     items = torch.empty((num_tokens // queries + num_seqs, _FIELDS), dtype=torch.int32, device=rows.device)
     count = torch.empty(1, dtype=torch.int32, device=rows.device)
-    seqs = max(triton.next_power_of_2(num_seqs), 16)
+    seqs = max(triton.next_power_of_2(num_seqs), 64)  # or every few a kernel of their own would be compiled for
     where = (items, count, query_start, seq_lens, rows, num_seqs)
     _plan_prefill[(1,)](*where, QUERIES=queries, SEQS=seqs, FIELDS=_FIELDS)
     return PrefillPlan(items, count, group, tile=64 if longest <= _SHORT else 128)

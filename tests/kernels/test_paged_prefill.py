@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm_kernels._triton import triton
 from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill, plan_prefill
 from teachllm_kernels.paged_attention import paged_attention_reference
 from teachllm_kernels.paged_prefill import paged_prefill_triton
@@ -209,6 +210,23 @@ def test_a_plan_lists_every_tile_once_and_the_longest_first(sequences: list[tupl
     assert sorted(items) == sorted(wanted)
     if not any(contexts):
         assert [position for _, _, position, _ in items] == sorted((w[2] for w in wanted), reverse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_another_batch_compiles_nothing(prefill: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts stand behind any number of decodes, so what is the step's may begin at any address."""
+    compiled: list[str] = []
+    hook = "jit_post_compile_hook"
+    for first, num_seqs in ((0, 3), (1, 1), (2, 16), (3, 17), (4, 33)):
+        lens = [1] * first + [20] * num_seqs
+        inputs = draw_inputs(Shape(lens, [0] * len(lens), dtype=torch.float16, head_size=64, group=2), seed=0)
+        tokens = slice(first, None)
+        inputs |= {name: inputs[name][tokens] for name in ("q", "out", "rows", "seq_lens")}
+        inputs["query_start"] = inputs["query_start"][first:] - first
+        prefill(**inputs)
+        monkeypatch.setattr(triton.knobs.runtime, hook, lambda **what: compiled.append(what["repr"]))
+    assert not compiled
 
 
 @settings(max_examples=25)
