@@ -4,12 +4,14 @@ There all warps ask for keys, turn block numbers into addresses, multiply, and w
 the others happen. With the short prompts of a busy server a program has hardly begun when it ends. Here are
 
     roles        one warp does nothing but start copies (TMA), 16 tokens of a block at a time. Two groups of four
-                 warps take 64 rows of a tile of queries each: while one weighs its scores, the other one multiplies
+                 warps take 64 rows of a tile of queries each: while one weighs its scores, the other one can multiply
     one behind   in each group, too: the values of one tile are multiplied while the scores of the next are weighed.
                  So values come later than their keys, and each have their own queue
     persistent   one program to a multiprocessor, which takes one tile of queries after the other: the copying warp is
                  at the next one's keys while this one's last are multiplied
-    plan         which tiles there are, the longest first, is the same for all layers and written down once a step
+    plan         which tiles there are is the same for all layers and written down once a step, those with the most
+                 keys first. They are dealt to the programs in rounds, every other one from the last program to the
+                 first: who has had the longest of a round has the shortest of the next
 
 The definition is `paged_attention_reference`. The rows of a tile are, as there, the query heads that share a KV head,
 for a few tokens. In memory they lie side by side, a token's heads next to the next token's, and the copy engine lays
@@ -32,7 +34,8 @@ from teachllm_kernels.paged_attention import cost
 __all__ = ["PrefillPlan", "cost", "fits_hopper_prefill", "hopper_prefill", "plan_prefill"]
 
 _ROWS = 128  # of a tile of queries: tokens times the query heads of a KV head
-_SHORT = 2048  # tokens of a sequence, up to which less beyond the diagonal is worth more than longer products
+# Tiles of 64 keys compute less beyond the diagonal, those of 128 make longer products, which wins from here on.
+_SHORT = 2048  # tokens of the longest sequence
 _STAGES = {64: 4, 128: 2}  # by the keys of a tile; 128 KiB with heads of 128, and two tiles of queries take 64
 _FIELDS = 4  # of an item, see `PrefillPlan`
 
@@ -66,11 +69,14 @@ def _plan_prefill(
     row = tl.load(rows + seq, mask=is_seq, other=-1)
     context = tl.load(seq_lens + seq, mask=is_seq, other=0) - num_tokens
     num_tiles = tl.where(row >= 0, tl.cdiv(num_tokens, QUERIES), 0)
-    most = tl.max(num_tiles)
+    # A level: the tiles, of any sequence, that see about the same number of keys. From the highest one down.
+    lowest = context // QUERIES
+    highest = lowest + num_tiles - 1
+    level = tl.max(tl.where(num_tiles > 0, highest, -1))
     end = 0
-    for i in range(most):  # a prompt's last tile sees the most keys: all sequences' last ones come first
-        tile = most - 1 - i
-        has_tile = num_tiles > tile
+    while level >= 0:
+        tile = level - lowest
+        has_tile = (tile >= 0) & (tile < num_tiles)
         at = items + (end + tl.cumsum(has_tile.to(tl.int32), 0) - 1) * FIELDS
         first = tile * QUERIES
         tl.store(at, token + first, mask=has_tile)
@@ -78,6 +84,7 @@ def _plan_prefill(
         tl.store(at + 2, context + first, mask=has_tile)
         tl.store(at + 3, row, mask=has_tile)
         end += tl.sum(has_tile.to(tl.int32))
+        level = tl.max(tl.where((tile > 0) & (num_tiles > 0), tl.minimum(level - 1, highest), -1))
     tl.store(count, end)
 
 
@@ -109,9 +116,25 @@ def plan_prefill(
 
 
 @gluon.jit
-def _task(work, index, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """The `index`-th: (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
-    fields = work[0] + index // NUM_KV_HEADS * 4
+def _num_tasks(work, NUM_KV_HEADS: gl.constexpr):
+    """This program's: a whole round has one for each program, the last round may not reach it."""
+    total = gl.load(work[1]) * NUM_KV_HEADS
+    rounds, left = total // gl.num_programs(0), total % gl.num_programs(0)
+    return rounds + (_place(rounds) < left).to(gl.int32)
+
+
+@gluon.jit
+def _place(round_):
+    """This program's in a round: every other one goes backwards."""
+    return gl.where(round_ % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def _task(work, round_, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """A round's: (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
+    items, _, FIELDS = work
+    index = round_ * gl.num_programs(0) + _place(round_)
+    fields = items + index // NUM_KV_HEADS * FIELDS
     kv_head, token, num_queries = index % NUM_KV_HEADS, gl.load(fields), gl.load(fields + 1)
     position, row = gl.load(fields + 2), gl.load(fields + 3)
     begin = 0
@@ -134,14 +157,13 @@ def _copy(
     D: gl.constexpr = k.shape[2]
     GROUP: gl.constexpr = q.shape[2]
     Q_BYTES: gl.constexpr = q.shape[1] * GROUP * D * q.dtype.primitive_bitwidth // 8
-    num_tiles = 0  # of queries, so far
-    count = 0  # of keys
+    count = 0  # tiles of keys, so far
     gdc_wait()
-    for index in range(gl.program_id(0), gl.load(work[1]) * NUM_KV_HEADS, gl.num_programs(0)):
-        kv_head, token, _, _, row, begin, end = _task(work, index, NUM_KV_HEADS, TILE, WINDOW)
+    for task in range(_num_tasks(work, NUM_KV_HEADS)):
+        kv_head, token, _, _, row, begin, end = _task(work, task, NUM_KV_HEADS, TILE, WINDOW)
         table = block_tables + row.to(gl.int64) * table_stride
-        here = num_tiles % 2
-        hopper.mbarrier.wait(q_free.index(here), (num_tiles // 2 - 1) & 1, num_tiles >= 2)
+        here = task % 2
+        hopper.mbarrier.wait(q_free.index(here), (task // 2 - 1) & 1, task >= 2)
         hopper.mbarrier.expect(q_arrived.index(here), Q_BYTES)
         at = [token, kv_head * GROUP, 0]
         hopper.tma.async_copy_global_to_shared(q_desc, at, q_arrived.index(here), q.index(here))
@@ -153,7 +175,6 @@ def _copy(
             hopper.mbarrier.wait(v_free.index(stage), parity, count >= STAGES)
             fetch(v_desc, v.index(stage), v_arrived.index(stage), slots, kv_head * D, key, end)
             count += 1
-        num_tiles += 1  # noqa: SIM113 - there is no enumerate on a GPU
 
 
 @gluon.jit
@@ -175,7 +196,10 @@ def _weigh(
 
 @gluon.jit
 def _clean_slots(values, clean, num_cleaned, first_key, end, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zeros behind a sequence's end, half of the tile by each group: slots there may hold NaN, and 0 * NaN is NaN."""
+    """Zeros behind the last key that any row sees, half of the tile by each group.
+
+    What was not fetched, and slots that nobody wrote, may be NaN, and 0 * NaN is NaN.
+    """
     ROWS: gl.constexpr = values.shape[0] // 2
     mine = values.slice(HALF * ROWS, ROWS)
     key = first_key + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -204,15 +228,14 @@ def _attend(
     MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     nothing = gl.zeros([64, TILE], gl.float32, SCORES)
-    num_tiles = 0
     count = 0
     num_cleaned = 0
-    gdc_wait()  # for the plan, which may have been written by the kernel in front
-    for index in range(gl.program_id(0), gl.load(work[1]) * NUM_KV_HEADS, gl.num_programs(0)):
-        kv_head, token, num_queries, first_position, _, begin, end = _task(work, index, NUM_KV_HEADS, TILE, WINDOW)
+    gdc_wait()  # each group for itself: the plan may be the kernel's in front, and `out` be read by one before it
+    for task in range(_num_tasks(work, NUM_KV_HEADS)):
+        kv_head, token, num_queries, first_position, _, begin, end = _task(work, task, NUM_KV_HEADS, TILE, WINDOW)
         position = first_position + row // GROUP
-        here = num_tiles % 2
-        hopper.mbarrier.wait(q_arrived.index(here), num_tiles // 2 & 1)
+        here = task % 2
+        hopper.mbarrier.wait(q_arrived.index(here), task // 2 & 1)
         queries = q.index(here).reshape([QUERIES * GROUP, D]).slice(HALF * 64, 64)
         top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: a row may see nothing of a tile
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
@@ -262,7 +285,6 @@ def _attend(
         at = ((token + out_row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * D
         at = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]
         gl.store(out + at, moved, (out_row // GROUP < num_queries)[:, None])
-        num_tiles += 1  # noqa: SIM113
 
 
 @gluon.jit
@@ -278,8 +300,22 @@ def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 def _hopper_prefill(
     q_desc, k_desc, v_desc, out, block_tables, items, num_items, scale_log2, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr, num_warps: gl.constexpr,
+    WINDOW: gl.constexpr, FIELDS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    """What is filled by whom, and freed by whom, told to the other side by a barrier each way:
+
+    ```
+    buffer                          filled by the copying warp          freed by both groups, when
+    q [2] tiles of queries          one copy, one arrival               their last scores are there
+    k [STAGES] tiles of keys        PIECES copies, an arrival each      the tile's scores are there
+    v [STAGES] tiles of values      PIECES copies, an arrival each      its sums are: one tile after its keys
+    clean                           the two groups wait for each other before they read what both have cleaned
+    ```
+
+    The groups wait for the keys of tile n + 2 before they free the values of tile n. With two stages that is no
+    deadlock, since the copying warp asks for these keys before it waits for room for their values, and the keys of
+    tile n, in whose place they go, are free by then.
+    """
     gdc_launch_dependents()
     PIECES: gl.constexpr = TILE // k_desc.block_shape[0]
     D: gl.constexpr = k_desc.block_shape[1]
@@ -291,12 +327,16 @@ def _hopper_prefill(
     k_arrived, k_free = _barriers(STAGES, PIECES), _barriers(STAGES, 2)
     v_arrived, v_free = _barriers(STAGES, PIECES), _barriers(STAGES, 2)
     barriers = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, _barriers(1, 2))
-    descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items, num_items)
-    gl.warp_specialize([
-        (_attend, (buffers, barriers, work, out, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
-        (_attend, (buffers, barriers, work, out, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
-        (_copy, (descs, buffers, barriers, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
-    ], [4, 1], [224, 56])  # fmt: skip
+    descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items, num_items, FIELDS)
+    gl.warp_specialize(
+        [
+            (_attend, (buffers, barriers, work, out, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
+            (_attend, (buffers, barriers, work, out, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
+            (_copy, (descs, buffers, barriers, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
+        ],
+        [4, 1],
+        [224, 56],
+    )  # fmt: skip - warps and registers of the second and third; 224 are left to the first
 
 
 def hopper_prefill(
@@ -309,10 +349,13 @@ def hopper_prefill(
     window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `paged_prefill_triton`, without a soft cap; who computes what is the plan's. For what `fits_hopper_prefill`.
+    """As `paged_prefill_triton`, without a soft cap; who computes what is the plan's.
+
+    Only for heads and blocks that `fits_hopper_prefill` accepts. With a window every tile is masked, and heads of 64
+    leave half of the shared memory unused: neither has been tuned.
 
     Args:
-        q: [num_tokens, num_heads, head_size], heads contiguous, tokens at any stride of a multiple of 8.
+        q: [num_tokens, num_heads, head_size], heads contiguous; from token to token any multiple of 8 numbers.
         out: [num_tokens, num_heads, head_size] contiguous.
     """
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
@@ -330,8 +373,9 @@ def hopper_prefill(
         TILE=plan.tile,
         STAGES=_STAGES[plan.tile],
         WINDOW=window,
+        FIELDS=_FIELDS,
         num_warps=4,
-        launch_pdl=True,
+        launch_pdl=True,  # the programs of the kernel in front, `rope_kv_write`, are small: there is room beside them
     )
     return out
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_ids
 
 _ANY = -1  # in a bad word's padded beginning: matches whatever stands there
@@ -126,7 +127,7 @@ def join_constraints(constrained: Sequence[tuple[int, RowConstraints]], device: 
     """Joins the constraints of (logits row, its constraints) pairs into tensors on the device."""
 
     def ids(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return to_device(values, torch.int64, device)
 
     allowed = [(i, c.allowed) for i, c in constrained if c.allowed is not None]
     words = [(i, word) for i, c in constrained for word in c.bad_words]
@@ -139,11 +140,11 @@ def join_constraints(constrained: Sequence[tuple[int, RowConstraints]], device: 
         allowed_entries=ids([entry for entry, (_, listed) in enumerate(allowed) for _ in listed]),
         allowed_ids=ids([token_id for _, listed in allowed for token_id in listed]),
         word_rows=ids([i for i, _ in words]),
-        word_beginnings=torch.tensor(beginnings, dtype=torch.int64, device=device).view(len(words), width),
+        word_beginnings=to_device(beginnings, torch.int64, device).view(len(words), width),
         word_ends=ids([word[-1] for _, word in words]),
         bias_rows=ids([i for i, _, _ in biases]),
         bias_ids=ids([token_id for _, token_id, _ in biases]),
-        bias_values=torch.tensor([value for _, _, value in biases], dtype=torch.float32, device=device),
+        bias_values=to_device([value for _, _, value in biases], torch.float32, device),
         stop_rows=ids([i for i, _ in stops]),
         stop_ids=ids([token_id for _, token_id in stops]),
     )

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from teachllm.core.scheduler_output import TokenLogprobs
+from teachllm.sampling.transfers import to_host
 
 
 class PendingLogprobs:
@@ -26,20 +27,23 @@ class PendingLogprobs:
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> None:
         chosen, ranks, top_ids, top_values = _rank(logits, token_ids, max(num_top, default=0))
         self._num_top = num_top
-        self._columns = [_on_its_way(column) for column in (token_ids, chosen, ranks, top_ids, top_values)]
+        self._columns = [to_host(column) for column in (token_ids, chosen, ranks, top_ids, top_values)]
+        self._arrived: torch.cuda.Event | None = None
+        if logits.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(logits.device))
 
     def result(self) -> list[TokenLogprobs]:
-        """One entry per row. To be asked for when the device is done with what was launched."""
+        """One entry per row; waits for them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         rows = zip(*(column.tolist() for column in self._columns), self._num_top, strict=True)
         return [TokenLogprobs(id_, value, rank, ids[:n], values[:n]) for id_, value, rank, ids, values, n in rows]
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """The result of `PendingLogprobs`; waits for the device."""
-    pending = PendingLogprobs(logits, token_ids, num_top)
-    if logits.is_cuda:
-        torch.cuda.current_stream(logits.device).synchronize()
-    return pending.result()
+    return PendingLogprobs(logits, token_ids, num_top).result()
 
 
 def _rank(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
@@ -52,10 +56,3 @@ def _rank(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
     return chosen[:, 0], ranks, top.indices, top.values
-
-
-def _on_its_way(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, which nobody waits for."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -44,7 +44,7 @@ class SamplerOutput:
 
     @property
     def logprobs(self) -> list[TokenLogprobs | None] | None:
-        """One entry per logits row, None for rows that did not ask; None if no row did. As `PendingLogprobs.result`."""
+        """One entry per logits row, None for rows that did not ask; None if no row did. Waits for them."""
         if self.pending is None:
             return None
         entries = dict(zip(self.asked, self.pending.result(), strict=True))

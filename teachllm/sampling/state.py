@@ -19,6 +19,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.constraints import BatchConstraints, RowConstraints, join_constraints
+from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_some_token_allowed
 from teachllm_kernels.sampling import sample_triton
 
@@ -167,7 +168,7 @@ class SamplingState:
         logprobs = [(i, self._num_logprobs[row]) for i, row in enumerate(rows) if row in self._num_logprobs]
         constrained = [(i, self._constraints[row]) for i, row in enumerate(rows) if row in self._constraints]
         return Selection(
-            rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
+            rows=to_device(rows, torch.int64, self.device),
             random=self._indices(random),
             penalized=self._indices(i for i, row in enumerate(rows) if row in self._penalized),
             filtered=self._indices(filtered),
@@ -183,4 +184,4 @@ class SamplingState:
 
     def _indices(self, indices: Iterable[int]) -> torch.Tensor | None:
         listed = list(indices)
-        return torch.tensor(listed, dtype=torch.int64, device=self.device) if listed else None
+        return to_device(listed, torch.int64, self.device) if listed else None

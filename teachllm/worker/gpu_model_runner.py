@@ -4,9 +4,9 @@
     sample(step)   ids stay on the device for the step after this one, and cross to the host through pinned memory, as
                    do the logprobs that were asked for
 
-Neither waits for the device. A batch of decodes, or of a few short prompts, is one graph from row to sampled token, a
-mixed batch runs in pieces; rows that ask for more than temperature and filters (logprobs, penalties, constraints) are
-sampled outside.
+Neither waits for the device, but for log-probabilities of prompts, where they are asked for. A batch of decodes, or of
+a few short prompts, is one graph from row to sampled token, a mixed batch runs in pieces; rows that ask for more than
+temperature and filters (logprobs, penalties, constraints) are sampled outside.
 """
 
 from __future__ import annotations

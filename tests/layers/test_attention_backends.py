@@ -24,6 +24,7 @@ from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.hopper_prefill import fits_hopper_prefill
 from teachllm_kernels.paged_attention import paged_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,6 +111,16 @@ class Batch:
                 assert error < TOLERANCE, float(error)
 
 
+@pytest.fixture(params=[True, False], ids=["quick launches", "hopper_prefill"])
+def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of prompts: the one for as few as there are here, or, on a Hopper, the one for many."""
+    if not request.param:
+        if not fits_hopper_prefill(DEVICE, DTYPE, HEAD_SIZE, HEADS // KV_HEADS, BLOCK_SIZE):
+            pytest.skip("needs a Hopper GPU")
+        monkeypatch.setattr(triton, "_FEW_QUERIES", 0)
+
+
+@pytest.mark.usefixtures("prompts")
 @pytest.mark.parametrize("sizes", [MIXED, DECODES, PROMPTS], ids=["mixed", "decodes", "prompts"])
 @pytest.mark.parametrize("window", [None, 30])
 def test_this_projects_kernels(sizes: list[tuple[int, int]], window: int | None) -> None:
@@ -128,6 +139,7 @@ LONG_STEPS = {
 }
 
 
+@pytest.mark.usefixtures("prompts")
 @pytest.mark.parametrize("sizes", LONG_STEPS.values(), ids=LONG_STEPS.keys())
 def test_long_prompts_go_to_pytorch_wherever_they_stand(
     sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
@@ -420,6 +432,14 @@ def test_prompts_side_by_side_have_a_plan_that_all_layers_share(monkeypatch: pyt
             where = (batch.kv_cache, batch.metadata, FULL, requests, starts[: requests.stop + 1])
             triton.attend_prompts(batch.q[:end], *where, torch.empty_like(batch.q[:end]))
     assert made == [1, 3] and used == [(7, 1), (52, 3)] * 2
+
+
+def test_padding_alone_behind_decodes_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launch in ("plan_prefill", "hopper_prefill", "paged_prefill_triton"):
+        monkeypatch.setattr(triton, launch, lambda *where: pytest.fail("there are no prompts"))
+    batch = Batch([(1, 20), (1, 3), (5, 0)]).plan_decodes()
+    batch.metadata.query_lens, batch.metadata.kv_lens = [1, 1], [21, 4]  # the third one is padding
+    TritonBackend().attend(batch.q, batch.k, batch.v, batch.kv_cache, batch.metadata, FULL)
 
 
 @pytest.mark.parametrize(

@@ -356,3 +356,31 @@ def test_a_step_with_only_greedy_rows_is_one_argmax(monkeypatch: pytest.MonkeyPa
 def test_a_row_that_cannot_be_sampled_is_refused_when_it_opens(ask: Ask, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampler(1, VOCAB, CPU).open_rows([(0, ask.new_row())])
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_the_device_whatever_a_request_asks_for() -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}, "min_tokens": 2},
+        {"allowed_token_ids": [1, 2, 3]},
+    ]
+    device = torch.device("cuda")
+    sampler = Sampler(len(kinds) + 1, VOCAB, device)
+    for row, params in enumerate([*kinds, {}]):
+        ask = Ask(params, bad_words=((4, 6),), stop_token_ids=frozenset({0}))
+        sampler.open_rows([(row, ask.new_row())])
+    token_ids = torch.ones(len(kinds) + 1, 40, dtype=torch.int32, device=device)
+    lengths = torch.full((len(kinds),), 2, device=device)
+    logits = torch.randn(len(kinds), VOCAB, device=device)
+    rows = list(range(len(kinds)))
+    sampler.sample(logits.clone(), rows, lengths, token_ids)  # what is made once and kept
+    sampler.close_row(len(kinds))  # another batch now, of which all has to be told anew
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = sampler.sample(logits.clone(), rows, lengths, token_ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output.logprobs is not None and output.logprobs[0] is not None
+    assert output.logprobs[0].token_id == output.token_ids[0] == logits[0].argmax()

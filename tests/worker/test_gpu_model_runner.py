@@ -14,6 +14,7 @@ import teachllm
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.engine.engine import Engine
+from teachllm.layers.attention_backends import triton
 from teachllm.models.model_config import load_model_config
 from teachllm.worker.executor import Executor, PendingOutput
 from teachllm.worker.gpu_model_runner import GPUModelRunner
@@ -103,6 +104,14 @@ def replayed(plans: list[SchedulerOutput], num_ahead: int, **changes: Any) -> li
     return results + [late.result() for late in pending]
 
 
+@pytest.fixture(params=[True, False], ids=["quick launches", "hopper_prefill"])
+def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of prompts beside decodes: the one for as few as there are here, or the one for many."""
+    if not request.param:
+        monkeypatch.setattr(triton, "_FEW_QUERIES", 0)
+
+
+@pytest.mark.usefixtures("prompts")
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("plain", [True, False])
 def test_graphs_and_running_ahead_equal_eager_bit_for_bit(async_scheduling: bool, plain: bool) -> None:
@@ -126,6 +135,7 @@ def test_float32_tokens_are_the_cpus_whatever_a_request_asks_for() -> None:
     assert tokens("cuda", "float32", requests) == tokens("cpu", "float32", requests)
 
 
+@pytest.mark.usefixtures("prompts")
 def test_bfloat16_differs_from_float32_only_where_two_logits_are_within_rounding() -> None:
     from transformers import AutoModelForCausalLM
 

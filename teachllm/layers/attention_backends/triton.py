@@ -14,8 +14,9 @@ from teachllm_kernels.paged_prefill import paged_prefill_triton, tile_options
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
 
-# Up to so many tokens of a step, and of a sequence, launching takes longer than attention: on the host, which encodes
-# what the copy engine needs at every launch, `hopper_prefill` costs 53 us where `paged_prefill_triton` costs 31.
+# Up to so many tokens of prompts in a step, and so many of the longest sequence, launching takes longer than attention:
+# on the host, which encodes what the copy engine needs at every launch, `hopper_prefill` costs 53 us and
+# `paged_prefill_triton` 31.
 _FEW_QUERIES, _FEW_KEYS = 512, 2048
 
 
@@ -82,11 +83,14 @@ def attend_prompts(
         out: like `q`, contiguous.
     """
     assert metadata.rows is not None
+    kv_lens = metadata.kv_lens[requests]
+    if metadata.kv_lens and not kv_lens:
+        return  # padding alone
     rows, seq_lens = metadata.rows[requests], metadata.seq_lens[requests]
     scale, window, soft_cap = settings.scale, settings.window, settings.soft_cap
     key = ("prompts", requests.start, requests.stop)
     if key not in metadata.plans:  # the first layer
-        metadata.plans[key] = _plan(q, kv_cache[0], rows, query_start, seq_lens, metadata.kv_lens[requests])
+        metadata.plans[key] = _plan(q, kv_cache[0], rows, query_start, seq_lens, kv_lens)
     plan = metadata.plans[key]
     if plan is not None and soft_cap is None:
         hopper_prefill(q, *kv_cache, metadata.block_tables, plan, scale, window, out)
@@ -103,7 +107,11 @@ def _plan(
     seq_lens: torch.Tensor,
     kv_lens: list[int],
 ) -> PrefillPlan | None:
-    """For `hopper_prefill`, where it is the faster one. No `kv_lens`: it is for a graph, and few short prompts."""
+    """For `hopper_prefill`, where it is the faster one.
+
+    No `kv_lens`: it is for a graph, which is launched in no time, or for the same step without one, which takes the
+    same kernels for the same bits. How long its few sequences are nobody knows.
+    """
     _, block_size, num_kv_heads, head_size = k_cache.shape
     group, longest = q.shape[1] // num_kv_heads, max(kv_lens, default=0)
     if not fits_hopper_prefill(q.device, q.dtype, head_size, group, block_size):
