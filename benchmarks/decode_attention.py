@@ -39,13 +39,18 @@ SHAPES = {
 }
 
 
+def paged_cache(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block tables, [num_seqs, max_blocks], and K and V, [2, num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE]."""
+    counts = [-(-length // BLOCK_SIZE) for length in lens]
+    blocks = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
+    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).cuda()
+    return tables, torch.randn(2, sum(counts), BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, device="cuda").bfloat16()
+
+
 def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
     """Attention over a freshly filled cache, alone and with what comes before it."""
     num_seqs, device = len(lens), torch.device("cuda")
-    counts = [-(-length // BLOCK_SIZE) for length in lens]
-    blocks = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
-    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).to(device)
-    caches = torch.randn(2, sum(counts), BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, device=device).bfloat16()
+    tables, caches = paged_cache(lens)
     qkv = torch.randn(num_seqs, num_heads + 2 * NUM_KV_HEADS, HEAD_SIZE, device=device).bfloat16()
     norm = torch.ones(num_heads + NUM_KV_HEADS, HEAD_SIZE, device=device).bfloat16()
     angles = torch.rand(2, num_seqs, 1, HEAD_SIZE, device=device).bfloat16()
