@@ -25,6 +25,7 @@ from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_opt
 from teachllm_kernels.decode_plan import COMMON_SHAPE, HOPPER_SHAPE, LOG2_E, DecodePlan, decode_shape, max_splits
 from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.paged_attention import cost
+from teachllm_kernels.rotary import normed_and_turned
 
 __all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
@@ -32,22 +33,22 @@ _MERGED = 4096  # numbers that merging holds at once
 
 
 @triton.jit
-def _normed_and_turned(token, head, weight, cos, signed_sin, eps, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-                       HAS_NORM: tl.constexpr):  # fmt: skip
+def _new_heads(token, head, weight, cos, signed_sin, eps, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+               HAS_NORM: tl.constexpr):  # fmt: skip
     """Heads `head` [rows] of the token at `token` through norm and rotation -> two halves [rows, HALF_PADDED]."""
     lane = tl.arange(0, HALF_PADDED)
     inside = (head >= 0)[:, None] & (lane < HALF)[None, :]
     at = token + head[:, None] * 2 * HALF + lane[None, :]
     a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    weight_a, weight_b = a, b
     if HAS_NORM:
-        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
         weight_at = weight + head[:, None] * 2 * HALF + lane[None, :]
-        a = a * scale * tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
-        b = b * scale * tl.load(weight_at + HALF, mask=inside, other=0.0).to(tl.float32)
+        weight_a = tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight_at + HALF, mask=inside, other=0.0).to(tl.float32)
     turn_a = tl.load(cos + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
     turn_b = tl.load(signed_sin + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    return a * turn_a - b * turn_b, b * turn_a + a * turn_b
+    return normed_and_turned(a, b, weight_a, weight_b, turn_a, turn_b, eps, HALF, HAS_NORM)
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def _paged_decode(
         if FUSED:
             at = q + token.to(tl.int64) * q_stride
             q_head = tl.where(is_row, head, -1)
-            a, b = _normed_and_turned(
+            a, b = _new_heads(
                 at, q_head, qk_weight, cos + token * D, signed_sin + token * D, eps, HALF, HALF_PADDED, HAS_NORM
             )
             queries = _side_by_side(a, b).to(dtype)
@@ -156,7 +157,7 @@ def _paged_decode(
         if FUSED:  # noqa: SIM102 (settled when the kernel is compiled)
             if holds_new:  # write the new token's K and V, and attend to it from here
                 k_head = NUM_HEADS + kv_head + tl.zeros([1], tl.int32)
-                k_a, k_b = _normed_and_turned(
+                k_a, k_b = _new_heads(
                     at, k_head, qk_weight, cos + token * D, signed_sin + token * D, eps, HALF, HALF_PADDED, HAS_NORM
                 )
                 new_k = _side_by_side(k_a, k_b).to(dtype)  # [1, D_PADDED]

@@ -13,7 +13,7 @@ import torch
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 from teachllm_kernels.kv_write import kv_write_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
-from teachllm_kernels.rotary import rotary_reference
+from teachllm_kernels.rotary import normed_and_turned, rotary_reference
 
 _HEADS = 8  # of one token, taken by one program
 
@@ -60,6 +60,7 @@ def _rope_kv_write(
     lane = tl.arange(0, HALF_PADDED)
     is_turned = head < NUM_HEADS + NUM_KV_HEADS
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (lane < HALF)[None, :]
+    weight_a, weight_b = 0.0, 0.0
     if HAS_NORM:
         weight = qk_weight + head[:, None] * 2 * HALF + lane[None, :]
         normed = is_turned[:, None] & inside
@@ -75,13 +76,9 @@ def _rope_kv_write(
     at = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * 2 * HALF + lane[None, :]
     a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    qk_a, qk_b = a, b
-    if HAS_NORM:
-        mean_square = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
-        scale = tl.rsqrt(mean_square + eps)[:, None]
-        qk_a, qk_b = a * scale * weight_a, b * scale * weight_b
-    a = tl.where(is_turned[:, None], qk_a * turn_a - qk_b * turn_b, a)
-    b = tl.where(is_turned[:, None], qk_b * turn_a + qk_a * turn_b, b)
+    turned_a, turned_b = normed_and_turned(a, b, weight_a, weight_b, turn_a, turn_b, eps, HALF, HAS_NORM)
+    a = tl.where(is_turned[:, None], turned_a, a)
+    b = tl.where(is_turned[:, None], turned_b, b)
 
     dtype = qkv.dtype.element_ty
     tl.store(at, a.to(dtype), mask=inside & is_turned[:, None])

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from teachllm_kernels._triton import tl, triton
+
 
 def rotary_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Turns every head of every token: (a, b) -> (a cos - b sin, b cos + a sin) over the two halves of a head.
@@ -22,6 +24,22 @@ def rotary_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tenso
     """
     half = x.shape[-1] // 2
     return torch.addcmul(x * cos, x.roll(half, dims=-1), signed_sin)
+
+
+@triton.jit
+def normed_and_turned(a, b, weight_a, weight_b, cos, signed_sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """RMS norm of heads, if they have one, and rotation, inside of a kernel. All float32.
+
+    Args:
+        a, b: [rows, at least HALF], the halves of each row's head, 0 behind their ends.
+        weight_a, weight_b: likewise, of the norm; without one they are not read.
+        cos, signed_sin: [1, at least HALF], the second half of `rotary_reference`'s.
+    """
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
+        a = a * scale * weight_a
+        b = b * scale * weight_b
+    return a * cos - b * signed_sin, b * cos + a * signed_sin
 
 
 def cost(num_tokens: int, num_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:
