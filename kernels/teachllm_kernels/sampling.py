@@ -186,7 +186,8 @@ def sample_triton(
     best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
     group_max = group_mass = listed = few = None
     if filtered:
-        group_max, group_mass = torch.empty((2, num_rows, num_groups), dtype=torch.float32, device=logits.device)
+        group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
+        group_mass = torch.empty_like(group_max)  # by itself: aligned, however many rows, so the same kernel takes it
         listed = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
         few = torch.empty((num_rows, _FEW), dtype=torch.float32, device=logits.device)
     inputs = (logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index)

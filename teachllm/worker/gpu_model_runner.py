@@ -4,9 +4,10 @@
     sample(step)   ids stay on the device for the step after this one, and cross to the host through pinned memory, as
                    do the logprobs that were asked for
 
-Neither waits for the device, but for log-probabilities of prompts, where they are asked for. A batch of decodes, or of
-a few short prompts, is one graph from row to sampled token, a mixed batch runs in pieces; rows that ask for more than
-temperature and filters (logprobs, penalties, constraints) are sampled outside.
+Neither waits for the device, but for log-probabilities of prompts, where they are asked for, and to record a size of
+batch when it comes for the second time. A batch of decodes, or of a few short prompts, is one graph from row to sampled
+token, a mixed batch runs in pieces; rows that ask for more than temperature and filters (logprobs, penalties,
+constraints) are sampled outside.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, attention_needs
 from teachllm.worker.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes, ungated_bytes
 from teachllm.worker.prompt_scores import PromptScores
+from teachllm_kernels.compile_ahead import compiling_ahead
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.hopper_decode import fits_hopper_decode
+
+# Tokens of prompts none of which has its products in common with another one; batches of decodes have them too.
+_PROMPTS = (8, 16, 32, 64)
 
 
 class GPUModelRunner:
@@ -72,10 +77,6 @@ class GPUModelRunner:
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
         self._graphs: Graphs[Any] = Graphs(device)
-        self._plans: dict[int | None, DecodePlan] = {}
-        self.memory = self._measured(predicted, config, weights, free, total)
-        num_blocks = self.memory.num_blocks
-        self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         num_heads, num_kv_heads = model_config.num_attention_heads, model_config.num_kv_heads
         head_size, dtype = model_config.head_size, getattr(torch, model_config.dtype)
         on_hopper = fits_hopper_decode(device, dtype, head_size, num_heads // num_kv_heads, config.block_size)
@@ -85,6 +86,10 @@ class GPUModelRunner:
             )
             for window in (set(model_config.windows) if self._backend.splits_decodes else ())
         }
+        self._kv_caches = allocate_kv_cache(model_config, 1, config.block_size, device)  # to measure with
+        self.memory = self._measured(predicted, config, weights, free, total)
+        self._kv_caches = []  # a block may be as long as the longest sequence
+        self._kv_caches = allocate_kv_cache(model_config, self.memory.num_blocks, config.block_size, device)
         self._prompt_scores = PromptScores(self.model, self._sampler)
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
         gc.collect()
@@ -123,14 +128,32 @@ class GPUModelRunner:
 
     def _measured(self, predicted: MemoryPlan, config: EngineConfig, weights: int, free: int, total: int) -> MemoryPlan:
         """The plan with what the largest step takes, measured by running it; `free` and `total` are from the start."""
-        caches = allocate_kv_cache(self._model_config, 1, config.block_size, self._device)
         num_bytes = sampling_bytes(config, self._model_config)
-        run = partial(self._largest_step, caches, num_bytes)
-        needs = measure_needs(predicted, run, self._device, total - free, config.enforce_eager)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            self._compile_ahead(num_bytes)
+            return self._largest_step(self._kv_caches, num_bytes)
+
+        needs = measure_needs(predicted, run, self._device, total - free, self._eager)
         needs["activations"] = max(needs["activations"], ungated_bytes(config, self._model_config, self._device))
         measured = {"weights": weights, **needs}
         compare(predicted, measured)
         return measured_plan(predicted, config, free, measured)
+
+    @torch.inference_mode()
+    def _compile_ahead(self, num_sampling_bytes: int) -> None:
+        """Compiles what an engine meets first, side by side: sampling, short prompts, a decode, the largest step."""
+        batch = self._batch
+        with compiling_ahead(self._device):
+            logits = self._largest_step(self._kv_caches, num_sampling_bytes)[1]
+            for variant in ((True, True), (True, False)):  # the first takes the longest of all
+                self._sampler.sample_plain(logits[:1], batch.sample_rows[:1], batch.num_known, variant)
+            for num_tokens, num_decodes in (*((n, 0) for n in _PROMPTS), (1, 1)):
+                step = DeviceStep([0], [num_tokens], [0], num_decodes, sampling=[0])
+                shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
+                if shape is not None and self._backend.in_graphs:
+                    batch.send(step, *shape)
+                    self._full_step(*shape, step.is_decode, variant=(False, False))
 
     @torch.inference_mode()
     def _largest_step(self, kv_caches: KVCache, num_sampling_bytes: int) -> tuple[torch.Tensor, ...]:
@@ -177,6 +200,7 @@ class GPUModelRunner:
         else:
             sampled, outputs = self._sample_any(logits, rows)
         batch.append(sampled)
+        launched.logits = None  # the next step may have the memory
         return PendingStep(launched, outputs)
 
     def _sample_any(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, list[SamplerOutput]]:

@@ -1,0 +1,89 @@
+"""Kernels compiled side by side: a pass through a model in which every launch compiles, and nothing is launched.
+
+Triton compiles a kernel when it is launched for the first time, for the types, the alignment and the constants of its
+arguments. A model's first step meets its kernels one after the other, and while one is compiled the other cores rest.
+To make the same launches once before, each of them handed to a pool of threads, says what to compile without a list
+that would have to be kept: what is not compiled before a step meets it is compiled then, as ever.
+
+Threads suffice: most of a compilation is native code, or another program's (the assembler, and, up to Triton 3.6, the C
+compiler, which builds each signature's launcher), and meanwhile other threads run Python.
+
+Source: Triton's `AsyncCompileMode`, which compiles so what is launched with `warmup`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Event, Lock
+from typing import Any
+
+import torch
+
+from teachllm_kernels._triton import triton
+
+__all__ = ["compiling_ahead"]
+
+_is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)  # of this thread: the others launch
+_one_at_a_time = Lock()
+_THREADS = 8  # more would take turns at running Python: a fifth of a compilation
+
+
+class _Pool(ThreadPoolExecutor):
+    """Makes kernels ready to be launched."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(_THREADS, **settings)
+        self._building: defaultdict[str, Lock] = defaultdict(Lock)
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        def make_ready() -> Any:
+            kernel = compile_kernel()
+            with self._building[kernel.name]:  # a kernel's variants have launchers in common: one builds for all
+                kernel.run  # noqa: B018 - asked for it, Triton builds the launcher and loads the kernel
+            return kernel
+
+        return super().submit(make_ready)
+
+
+@contextmanager
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """Inside, this thread's launches only compile. What they would have written is not; PyTorch's own work is done.
+
+    Compiling begins when the block ends, and then all of it is waited for. A kernel that does not compile raises
+    nothing here, but where it is launched. Other threads' launches go on; one of a kernel that was met here waits, so
+    the block must not wait for those threads.
+
+    Args:
+        device: the GPU on which they will be launched, with its index; this thread's current one.
+
+    Raises:
+        RuntimeError: inside of itself.
+    """
+    if _is_ahead.get():
+        raise RuntimeError("this thread is compiling ahead already")
+    jit = triton.JITFunction
+    passed = Event()
+
+    def begin() -> None:
+        torch.cuda.set_device(device)
+        passed.wait()  # the pass is Python, too, and what it meets last may take the longest
+
+    pool = _Pool(initializer=begin)
+    with _one_at_a_time, pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        launch = jit.run
+
+        def launch_or_compile(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            return launch(self, *args, warmup=warmup or _is_ahead.get(), **options)
+
+        jit.run = launch_or_compile
+        token = _is_ahead.set(True)
+        try:
+            yield
+        finally:
+            _is_ahead.reset(token)
+            jit.run = launch
+            passed.set()
