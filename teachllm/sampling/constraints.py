@@ -100,7 +100,8 @@ class BatchConstraints:
         """
         if self.allowed_rows.numel():
             allowed = torch.zeros((self.allowed_rows.numel(), logits.shape[1]), dtype=torch.bool, device=logits.device)
-            allowed[self.allowed_entries, self.allowed_ids] = True
+            # `allowed[...] = True` would copy a True from the host, and wait.
+            allowed.index_put_((self.allowed_entries, self.allowed_ids), allowed.new_ones(()))
             logits[self.allowed_rows] = logits[self.allowed_rows].masked_fill(~allowed, _MINUS_INFINITY)
         if self.word_rows.numel():
             complete = self._about_to_complete(rows, lengths, token_ids, num_prompt_tokens)

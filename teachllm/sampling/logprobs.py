@@ -1,7 +1,7 @@
 """Log-probabilities of sampled and prompt tokens, from the model's own logits.
 
 They are taken before constraints, penalties and temperature: what the model believes, not what it was made to
-say. A token's rank counts the tokens strictly more likely than it, so equals share a rank.
+say. A token's rank is its place among all, the most likely first and of equals the lowest id.
 """
 
 from __future__ import annotations
@@ -52,7 +52,18 @@ def _rank(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[
     missing = -logits.shape[1] % 4
     even = F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
     logprobs = even.log_softmax(dim=-1)[:, : logits.shape[1]]
+    ids = torch.arange(logits.shape[1], device=logits.device)
     chosen = logprobs.gather(1, token_ids[:, None])  # [L, 1]
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    return chosen[:, 0], ranks, top.indices, top.values
+    is_before = (logprobs > chosen) | ((logprobs == chosen) & (ids < token_ids[:, None]))
+    top_ids = _most_likely(logprobs, ids, min(num_top, logits.shape[1]))
+    return chosen[:, 0], is_before.sum(dim=-1) + 1, top_ids, logprobs.gather(1, top_ids)
+
+
+def _most_likely(logprobs: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """[L, count] int64. Of equals `topk` takes which it likes, and others for another count: so none are equal."""
+    if count == 0:
+        return ids.new_empty((len(logprobs), 0))
+    bits = (logprobs + 0.0).view(torch.int32)  # no -0, whose bits are another number's
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers, in the order of the floats
+    keys = (ordered.long() << 32) | (0x7FFFFFFF - ids)
+    return 0x7FFFFFFF - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)

@@ -10,7 +10,8 @@ The order is vLLM's, so that the same parameters mean the same:
     min_p, top_k, top_p               filters.py
     Gumbel noise, argmax              teachllm_kernels/sampling.py
 
-Each stage gathers only the rows that ask for it: a plain request pays one argmax, whatever runs beside it.
+Each stage gathers only the rows that ask for it: a plain request pays one argmax, whatever runs beside it. On a GPU one
+kernel does what comes after the penalties, for all rows.
 """
 
 from __future__ import annotations
@@ -161,6 +162,10 @@ class Sampler:
         self, logits: torch.Tensor, selection: Selection, parameters: Parameters, lengths: torch.Tensor
     ) -> torch.Tensor:
         """[R] int64: the best token of greedy rows, a random one of the others."""
+        output_indices = lengths - parameters.num_prompt_tokens
+        if logits.is_cuda:  # as where nobody asks for more: what a neighbour asks for changes no row's token
+            variant = selection.random is not None, selection.filtered is not None
+            return self._state.draw(logits, selection.rows.int(), output_indices, *variant)
         chosen = selection.random
         if chosen is None:
             return logits.argmax(dim=-1)
@@ -176,7 +181,6 @@ class Sampler:
                 parameters.min_p[among],
                 selection.num_candidates,
             )
-        output_indices = lengths - parameters.num_prompt_tokens
         ids = gumbel_sample_reference(
             drawn,
             parameters.temperature[chosen],

@@ -103,7 +103,8 @@ class SamplingState:
         check_some_token_allowed(params, vocab_size, new_row.stop_token_ids, new_row.bad_word_token_ids)
         top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self._host_floats.numpy()[row] = (params.temperature, params.top_p, params.min_p, *penalties)
+        temperature = 0.0 if params.greedy else params.temperature  # what is all but 0 is greedy beside others, too
+        self._host_floats.numpy()[row] = (temperature, params.top_p, params.min_p, *penalties)
         seed = (new_row.seed + _SIGN) % (2 * _SIGN) - _SIGN  # the same 64 bits, read as signed
         ints = (seed, new_row.child_index, new_row.num_prompt_tokens, top_k, params.min_tokens)
         self._host_ints.numpy()[row] = ints
@@ -143,10 +144,21 @@ class SamplingState:
         self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, any_random: bool, any_filtered: bool
     ) -> torch.Tensor:
         """As `Sampler.sample_plain`."""
-        floats, ints = self._floats, self._ints
         output_index = rows  # nothing reads it where nothing is random
         if any_random:
-            output_index = (num_known - ints[:, 2]).index_select(0, rows.clamp(min=0))
+            output_index = (num_known - self._ints[:, 2]).index_select(0, rows.clamp(min=0))
+        return self.draw(logits, rows, output_index, any_random, any_filtered)
+
+    def draw(
+        self, logits: torch.Tensor, rows: torch.Tensor, output_index: torch.Tensor, any_random: bool, any_filtered: bool
+    ) -> torch.Tensor:
+        """[R] int64, by the kernel, from logits that nothing but temperature and filters is still to change.
+
+        Args:
+            output_index: [R] int64, how many tokens the request of each row has sampled before.
+            The others as in `Sampler.sample_plain`.
+        """
+        floats, ints = self._floats, self._ints
         return sample_triton(
             *(logits, rows, floats[:, 0], ints[:, 3], floats[:, 1], floats[:, 2], ints[:, 0], ints[:, 1], output_index),
             any_random=any_random,

@@ -308,6 +308,16 @@ def test_logprobs_are_those_of_the_untouched_logits() -> None:
     assert plain.token_id == output.token_ids[2] and (plain.top_ids, plain.top_logprobs) == ([], [])
 
 
+def test_of_equals_the_lowest_ids_are_listed_and_ranked_first_however_many_are_asked_for() -> None:
+    logits = torch.tensor([[1.0, 3.0, 0.0, 3.0, -1.0, 3.0, 1.0, 3.0, -0.0, 1.0, 3.0]])
+    order = [1, 3, 5, 7, 10, 0, 6, 9, 2, 8, 4]
+    for num_top in range(VOCAB + 1):
+        for target in range(VOCAB):
+            (entry,) = Sampler(1, VOCAB, CPU).prompt_logprobs(logits, [target], num_top)
+            assert entry.top_ids == order[:num_top]
+            assert entry.rank == 1 + order.index(target)
+
+
 def test_prompt_logprobs_score_the_given_tokens() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     entries = Sampler(1, VOCAB, CPU).prompt_logprobs(logits, [4, 0, 9], num_top=2)
@@ -356,6 +366,37 @@ def test_a_step_with_only_greedy_rows_is_one_argmax(monkeypatch: pytest.MonkeyPa
 def test_a_row_that_cannot_be_sampled_is_refused_when_it_opens(ask: Ask, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampler(1, VOCAB, CPU).open_rows([(0, ask.new_row())])
+
+
+def test_a_temperature_of_next_to_nothing_is_greedy_beside_a_random_request_too() -> None:
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # interpreted there
+    sampler = Sampler(2, VOCAB, device)
+    sampler.open_rows([(0, Ask({"temperature": 5e-6}).new_row()), (1, Ask({"temperature": 1.0}).new_row())])
+    logits = torch.zeros(2, VOCAB, device=device)
+    logits[0, [4, 7, 9]] = 1.0  # noise would choose among them
+    rows, both = torch.arange(2, dtype=torch.int32, device=device), (True, False)
+    for num_known in range(2, 20):
+        lengths = torch.full((2,), num_known, dtype=torch.int32, device=device)
+        assert sampler.sample_plain(logits, rows, lengths, both)[0] == 4
+
+
+@pytest.mark.gpu
+def test_a_neighbour_that_asks_for_logprobs_or_penalties_changes_no_token() -> None:
+    device, seeds = torch.device("cuda"), range(200)
+    logits = torch.zeros(len(seeds) + 2, 64, device=device)
+    logits[:, 10:20] = 2.0  # the fraction of the mass that is kept falls between equals
+    sampler = Sampler(len(logits), 64, device)
+    for row in seeds:
+        sampler.open_rows([(row, Ask({"temperature": 1.0, "top_p": 0.6}, seed=row).new_row())])
+    for row, asked in enumerate(({"logprobs": 0}, {"presence_penalty": 0.5}), start=len(seeds)):
+        sampler.open_rows([(row, Ask(asked).new_row())])
+    lengths = torch.full((len(logits),), 2, device=device)
+    rows = torch.arange(len(seeds), dtype=torch.int32, device=device)
+    alone = sampler.sample_plain(logits[: len(seeds)], rows, lengths.int(), (True, True))
+    token_ids = torch.ones(len(logits), 40, dtype=torch.int32, device=device)
+    together = sampler.sample(logits.clone(), list(range(len(logits))), lengths, token_ids).token_ids
+    assert together[: len(seeds)].equal(alone) and len(alone.unique()) > 3
 
 
 @pytest.mark.gpu

@@ -18,15 +18,25 @@ ROOM = {"num_gpu_blocks_override": 400, "enable_prefix_caching": False}
 Answer = tuple[list[int], list[dict[int, float]], list[dict[int, float]]]
 
 
-def scored() -> Workload:
-    """Greedy requests that ask for their tokens' log-probabilities, every third for its prompt's as well.
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.0, "seed": 2, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 5, "presence_penalty": 0.5},
+)
 
-    For those alone: which of several tokens with one logit are listed beside them is `torch.topk`'s choice.
+
+def scored() -> Workload:
+    """Requests of every kind; most ask for log-probabilities, of some tokens or none beside their own, or the prompt's.
+
+    So nearly every batch has rows that could be sampled inside of a graph, beside others that could not.
     """
     made: Workload = []
     for i, (prompt, params) in enumerate(workload(plain=True)):
-        asked: dict[str, Any] = {"logprobs": 0} | ({"prompt_logprobs": 0} if i % 3 == 0 else {})
-        made.append((prompt, SamplingParams(temperature=0.0, max_tokens=params.max_tokens, ignore_eos=True, **asked)))
+        asked: dict[str, Any] = {"logprobs": i % 5 - 1} if i % 5 else {}
+        asked |= {"prompt_logprobs": i % 2 * 3} if i % 3 == 0 else {}
+        kind = KINDS[i % len(KINDS)]
+        made.append((prompt, SamplingParams(max_tokens=params.max_tokens, ignore_eos=True, **kind, **asked)))
     return made
 
 
@@ -55,7 +65,8 @@ def test_alone_together_and_in_small_chunks_are_bit_for_bit_the_same() -> None:
     assert answers(requests, enforce_eager=True, async_scheduling=False, **ROOM) == alone
     assert answers(requests) == alone  # preempted and computed again, some of it found in the prefix cache
     plain = answers(workload(plain=True))  # sampled inside of the graphs
-    assert [tokens for tokens, _, _ in plain] == [tokens for tokens, _, _ in alone]
+    greedy = slice(0, None, len(KINDS))
+    assert [tokens for tokens, _, _ in plain[greedy]] == [tokens for tokens, _, _ in alone[greedy]]
 
 
 def test_without_it_they_are_not() -> None:
