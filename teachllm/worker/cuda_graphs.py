@@ -31,7 +31,7 @@ AttentionCall = Callable[[AttentionMetadata], None]
 
 
 class Graphs(Generic[T]):
-    """Recordings by key; all share one pool of memory, so a result is there until the next replay of any of them."""
+    """Recordings by key; they share one pool of memory, so a result is there until the next replay of any of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -67,7 +67,10 @@ class Graphs(Generic[T]):
         return True
 
     def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> bool:
-        """Records `run`, which hands every attention call to its argument (None: call it at once). As `capture`."""
+        """Records `run`, which hands every attention call to its argument (None: there is nothing to attend to yet).
+
+        As `capture`.
+        """
         self._warm_up(lambda: run(None))
         graphs: list[torch.cuda.CUDAGraph] = []
         calls: list[AttentionCall] = []
@@ -97,6 +100,8 @@ class Graphs(Generic[T]):
 
     def _give_up(self, key: Hashable, error: RuntimeError) -> bool:
         self._failed.add(key)
+        # PyTorch before 2.12 takes the old pool for one that is still recorded to (pytorch/pytorch#180395).
+        self._pool = torch.cuda.graph_pool_handle()
         reason = str(error).splitlines()[0]
         warnings.warn(f"running without a CUDA graph for {key}, which could not be recorded: {reason}", stacklevel=4)
         return False
