@@ -8,6 +8,9 @@
 Activations are left out: a fused step need not write them. So the kernels' own `cost()`, each counting what goes in
 and out of that kernel, add up to more than this.
 
+Of a mixture of experts the layers are those that one token meets: a router may send all tokens of a step to the same
+experts, so no more of them need be read. What tokens spread over many experts take lies far above that floor.
+
 Source: Williams, Waterman, Patterson, "Roofline", CACM 2009.
 """
 
@@ -82,7 +85,7 @@ class Work:
         """What a step that took so long was bound by.
 
         "bandwidth" or "compute", whichever takes longer at its ceiling, if that is at least half of the time; else
-        "overhead": launches, gaps, the host, or kernels that are far from any ceiling.
+        "overhead": launches, gaps, the host, kernels that are far from any ceiling, or experts beyond one token's.
         """
         if self.seconds(ceilings) < _LEAST_SHARE * seconds:
             return "overhead"
@@ -96,43 +99,23 @@ class Work:
         return self.matrix_flops / ceilings.gemm_flops + self.attention_flops / ceilings.attention_flops
 
 
-def weights_read(model: ModelConfig) -> int:
-    """Bytes of weights that a step reads: all but an embedding that is looked up by rows and is not the head too."""
-    body, head = _parameters(model)
-    return (body + head) * _DTYPE_BYTES[model.dtype]
-
-
-def kv_bytes_per_token(model: ModelConfig) -> int:
-    """K and V of one token in all layers."""
-    return model.num_layers * _layer_kv_bytes(model)
-
-
 def step_work(model: ModelConfig, step: Step) -> Work:
     """Bytes and FLOPs of one step."""
-    body, head = _parameters(model)
+    body, head = model.num_active_parameters, model.vocab_size * model.hidden_size
     num_tokens = sum(step.query_lens)
-    num_bytes = (body + (head if step.num_sampled else 0)) * _DTYPE_BYTES[model.dtype]
+    size = _DTYPE_BYTES[model.dtype]
+    num_bytes = (body + (head if step.num_sampled else 0)) * size
     # Of the last layer, tokens that sample nothing need no more than K and V.
     spared = 1 - step.num_sampled / num_tokens if num_tokens else 0.0
     attention_flops = 0.0
     for window, num_layers in Counter(model.windows).items():
         keys_read = _keys_read(step, window)
         keys = num_tokens + (keys_read if step.num_held is None else min(keys_read, step.num_held))
-        num_bytes += num_layers * keys * _layer_kv_bytes(model)
+        num_bytes += num_layers * keys * 2 * model.num_kv_heads * model.head_size * size
         num_whole = num_layers - (spared if window == model.windows[-1] else 0)
         attention_flops += num_whole * 4 * _pairs_of(step, window) * model.num_attention_heads * model.head_size
     matrix_flops = 2 * (body * num_tokens * (1 - spared / model.num_layers) + head * step.num_sampled)
     return Work(num_bytes, round(matrix_flops), round(attention_flops))
-
-
-def _parameters(model: ModelConfig) -> tuple[int, int]:
-    """(those of the layers, those of the output head)."""
-    head = model.vocab_size * model.hidden_size
-    return model.num_parameters - head * (1 if model.raw.get("tie_word_embeddings") else 2), head
-
-
-def _layer_kv_bytes(model: ModelConfig) -> int:
-    return 2 * model.num_kv_heads * model.head_size * _DTYPE_BYTES[model.dtype]
 
 
 def _keys_read(step: Step, window: int | None) -> int:

@@ -21,12 +21,23 @@ from teachllm.roofline import Ceilings
 # The best that `measure_ceilings` has found on several cards, rounded up: no floor may exceed what one of them takes.
 _KNOWN = [Ceilings("NVIDIA H200", "bfloat16", 4.42e12, 4.26e12, 792e12, 651e12)]
 
+_CPUINFO = Path("/proc/cpuinfo")
+
 
 def device_name(device: str) -> str:
-    """What a device is called: "NVIDIA H200", or a CPU's architecture and threads."""
+    """What a device is called: "NVIDIA H200", or a CPU's model (or architecture) and threads."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{_cpu_model() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_model() -> str:
+    """As its maker calls it; "" where that is not told."""
+    try:
+        lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def known_ceilings(device: str, dtype: str) -> Ceilings | None:

@@ -259,7 +259,9 @@ def shape(raw: dict[str, Any]) -> Shape:
         num_kv_heads=config.num_kv_heads,
         head_size=config.head_size,
         windows=config.windows,
+        tied=config.tied,
         num_parameters=config.num_parameters,
+        num_active_parameters=config.num_active_parameters,
         peak_width=peak_width(config),
         gated_peak_width=peak_width(config, is_gated=not config.mlp_bias and config.intermediate_size % 8 == 0),
     )

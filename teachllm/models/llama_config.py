@@ -59,13 +59,17 @@ class LlamaConfig:
     @property
     def num_parameters(self) -> int:
         """As a checkpoint holds them; a tied output head is not counted again."""
+        return self.num_active_parameters + (1 if self.tied else 2) * self.vocab_size * self.hidden_size
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those between embedding and output head."""
         hidden, q_size, kv_size = self.hidden_size, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         qkv_size, gate_up_size = q_size + 2 * kv_size, 2 * self.intermediate_size
         attention = hidden * qkv_size + q_size * hidden + self.qkv_bias * qkv_size + self.o_bias * hidden
         mlp = hidden * gate_up_size + self.intermediate_size * hidden + self.mlp_bias * (gate_up_size + hidden)
         norms = 2 * hidden + self.qk_norm * 2 * self.head_size
-        embeddings = (1 if self.tied else 2) * self.vocab_size * hidden
-        return embeddings + self.num_layers * (attention + mlp + norms) + hidden
+        return self.num_layers * (attention + mlp + norms) + hidden
 
 
 def parse(raw: dict[str, Any]) -> LlamaConfig:

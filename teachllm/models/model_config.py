@@ -72,7 +72,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
     generation = folder / "generation_config.json"
     defaults = read_json(generation) if generation.exists() else {}
     num_parameters = sum(t.num_elements for t in stored.values()) or shape.num_parameters
-    if stored and raw.get("tie_word_embeddings") and "lm_head.weight" in stored:
+    if stored and shape.tied and "lm_head.weight" in stored:
         num_parameters -= stored["lm_head.weight"].num_elements
     return ModelConfig(
         **(asdict(shape) | {"num_parameters": num_parameters}),

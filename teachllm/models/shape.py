@@ -13,7 +13,10 @@ class Shape:
         context_len: the longest sequence the model is meant for.
         num_kv_heads, head_size: of the KV cache; the same in all layers.
         windows: per layer, how many tokens back it looks, itself included; None looks at all.
+        tied: the output head is the embedding.
         num_parameters: tied ones counted once.
+        num_active_parameters: of them, those that a token meets between embeddings and output head. Where a router
+            picks experts these are as many of them as one token is sent to, or fewer if that is not known.
         peak_width: numbers that a token keeps alive at the widest point of the forward pass on a GPU; exact for our
             own models, an estimate for others.
         gated_peak_width: the same where a product gates its result before it is written.
@@ -27,6 +30,8 @@ class Shape:
     num_kv_heads: int
     head_size: int
     windows: tuple[int | None, ...]
+    tied: bool
     num_parameters: int
+    num_active_parameters: int
     peak_width: int
     gated_peak_width: int

@@ -56,7 +56,9 @@ def shape(folder: Path, trust_remote_code: bool) -> Shape:
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         windows=_windows(config),
+        tied=_is_tied(model),
         num_parameters=sum(p.numel() for p in model.parameters()),
+        num_active_parameters=_num_active(model, config),
         peak_width=_peak_width(config),
         gated_peak_width=_peak_width(config),
     )
@@ -246,6 +248,30 @@ def _create(config: Any, trust_remote_code: bool) -> Any:
         # Older model code looks the name up in a table of its own.
         reason = _NO_INTERFACE if isinstance(error, KeyError) else str(error).splitlines()[0]
         raise ModelError(f"{config.architectures[0]} is not supported: {reason}; {SUPPORTED}") from error
+
+
+def _is_tied(model: Any) -> bool:
+    """Asked of the model: a key that config.json lacks means another thing to each architecture."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _num_active(model: Any, config: Any) -> int:
+    """As `Shape.num_active_parameters`.
+
+    Experts lie stacked in tensors of three dimensions, or below a module called `experts`. What is not stacked there
+    (a list of modules) is divided by its rows, which are more than the experts, so it counts for less than it is.
+    """
+    per_token = getattr(config, "num_experts_per_tok", None) or 1
+    looked_up = (m for m in model.modules() if isinstance(m, nn.Embedding) or m is model.get_output_embeddings())
+    apart = {id(p) for module in looked_up for p in module.parameters()}
+    count = 0
+    for name, p in model.named_parameters():
+        if id(p) not in apart:
+            is_expert = p.dim() > 2 or "experts" in name.split(".")
+            num_experts = p.shape[:1].numel() if is_expert else 1
+            count += min(per_token, num_experts) * (p.numel() // num_experts)
+    return count
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

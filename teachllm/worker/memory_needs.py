@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
+from teachllm.layers.attention_backends.flash_attn import FlashAttnBackend
+from teachllm.layers.attention_backends.flashinfer import FlashInferBackend
 from teachllm.models.model_config import ModelConfig
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
-from teachllm.worker.device_batch import DeviceBatch
+from teachllm.worker.device_batch import DeviceBatch, DeviceStep
 from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from teachllm_kernels.hopper_linear import has_hopper
@@ -56,8 +59,8 @@ def predict_needs(config: EngineConfig, model: ModelConfig, device: torch.device
     return {
         "activations": activation_bytes(config, model, device),
         "buffers": buffer_bytes(config, model),
-        "graphs": 0 if config.enforce_eager else graph_bytes(config, model),
-        "libraries": _CODE + (1 if config.enforce_eager else 2) * _workspace_bytes(device),
+        "graphs": graph_bytes(config, model) if has_graphs(config) else 0,
+        "libraries": _CODE + (2 if has_graphs(config) else 1) * _workspace_bytes(device),
     }
 
 
@@ -113,16 +116,43 @@ def buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.device == nowhere)
 
 
+def has_graphs(config: EngineConfig) -> bool:
+    """Whether steps are recorded: not where the backend needs the host in each, as some do that are chosen by name."""
+    without = [backend.name for backend in (FlashAttnBackend, FlashInferBackend) if not backend.in_graphs]
+    return not config.enforce_eager and config.attention_backend not in without
+
+
 def graph_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What recordings hold when every size has been met, each with one way of sampling."""
+    """What all of `num_recordings` hold."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
     size, largest = dtype_bytes(model.dtype), min(LARGEST_MIXED_GRAPH, num_tokens)
     logits = num_seqs * (model.hidden_size + model.vocab_size) * size + workspace_bytes(num_seqs, model.vocab_size)
-    decodes = {padded_size(count, num_seqs) for count in range(1, num_seqs + 1)}
-    mixed = {padded_size(count, num_tokens) for count in range(1, largest + 1)}
-    num_kernels = (len(decodes) + len(mixed)) * _KERNELS_A_LAYER * model.num_layers
+    num_kernels = num_recordings(config) * _KERNELS_A_LAYER * model.num_layers
     return largest * model.peak_width * size + logits + num_kernels * _BYTES_A_KERNEL
+
+
+def num_recordings(config: EngineConfig) -> int:
+    """How many there are when every size has been met: decodes, prompts alone, mixed steps.
+
+    Each of the first two with one way of sampling, though every further one (greedy, random, filtered, outside of the
+    graph) is recorded beside it. The sizes of prompts are asked of `DeviceStep`, step by step.
+    """
+    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    assert num_seqs and num_tokens
+    largest = min(LARGEST_MIXED_GRAPH, num_tokens)
+    full: set[tuple[bool, tuple[int, int]]] = set()
+    for count in range(1, num_seqs + 1):
+        each = list(range(count))
+        decodes = DeviceStep(each, [1] * count, each, num_decodes=count, sampling=each)
+        prompts = (DeviceStep(each, [1] * (count - 1) + [n], each, 0, each) for n in range(1, largest + 1))
+        for step in chain([decodes], prompts):
+            shape = step.full_graph_shape(num_seqs, num_tokens)
+            if shape is None:  # nor is there one for longer prompts
+                break
+            full.add((step.is_decode, shape))
+    mixed = {padded_size(count, num_tokens) for count in range(1, largest + 1)}
+    return len(full) + len(mixed)
 
 
 def measure_needs(
@@ -134,6 +164,7 @@ def measure_needs(
         plan: as predicted.
         run: the step; what it returns was alive at its end.
         taken_before: bytes that were in use on the device before anything was loaded.
+        is_eager: no step is recorded.
 
     Raises:
         NotEnoughMemoryError: the step does not fit.

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from teachllm.bench.batch import Batch, run_batch
 from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.bench.workloads import WORKLOADS
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.roofline import Ceilings, Step, Work, kv_bytes_per_token, step_work, weights_read
+from teachllm.roofline import Ceilings, Step, Work, step_work
 from teachllm_kernels import linear, paged_attention
 from tests.bench.h200_script import h200
 
@@ -40,9 +41,14 @@ def model(tmp_path: Path):
     return load
 
 
-def test_a_token_keeps_k_and_v_of_every_layer(model) -> None:
-    assert kv_bytes_per_token(model("qwen3-0.6b")) == 114_688
-    assert kv_bytes_per_token(model("qwen3-8b")) == 147_456
+def weights_read(model: ModelConfig) -> int:
+    """Bytes that a step reads before its first token."""
+    return step_work(model, Step([], [], num_sampled=1)).num_bytes
+
+
+def test_a_token_writes_k_and_v_of_every_layer(model) -> None:
+    for name, num_bytes in (("qwen3-0.6b", 114_688), ("qwen3-8b", 147_456)):
+        assert step_work(model(name), Step([1], [1], num_sampled=1)).num_bytes - weights_read(model(name)) == num_bytes
 
 
 def test_decode_at_batch_1_reads_every_weight_but_the_looked_up_embedding(model) -> None:
@@ -53,6 +59,53 @@ def test_decode_at_batch_1_reads_every_weight_but_the_looked_up_embedding(model)
     assert work.seconds(H200) == pytest.approx(3.62e-3, abs=0.005e-3)
     small = model("qwen3-0.6b")
     assert weights_read(small) == 2 * small.num_parameters == 1_192_099_840  # tied: the embedding is the head
+
+
+# Between embedding and head of a GPT-2 with two layers of 64 features: attention and MLP with biases, norms.
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 5000}
+GPT2 |= {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+GPT2_BODY = 2 * (12 * 64 * 64 + (3 + 1 + 4 + 1) * 64 + 4 * 64) + 2 * 64
+# Three layers with eight experts; their attention without norms of heads.
+SPARSE = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3}
+SPARSE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None}
+SPARSE_ATTENTION, EXPERT = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64, 3 * 64 * 32
+QWEN3_MOE = SPARSE | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 32}
+QWEN3_MOE |= {"num_experts": 8, "num_experts_per_tok": 2}
+ARIA = SPARSE | {"architectures": ["AriaTextForCausalLM"], "model_type": "aria_text", "moe_num_experts": 8}
+ARIA |= {"moe_topk": 2, "moe_num_shared_experts": 1}
+
+
+def describe(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    """A model by its config.json, in bfloat16."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    return load_model_config(EngineConfig(model=str(folder), load_format="dummy", dtype="bfloat16"), "cuda")
+
+
+@pytest.mark.parametrize(("key", "tied"), [({}, True), ({"tie_word_embeddings": False}, False)])
+def test_through_transformers_a_key_that_is_absent_means_what_it_means_there(
+    tmp_path: Path, key: dict[str, Any], tied: bool
+) -> None:
+    found = describe(tmp_path, GPT2 | key)
+    assert (found.tied, found.num_active_parameters) == (tied, GPT2_BODY)
+    assert found.num_parameters == GPT2_BODY + (5000 * (1 if tied else 2) + 128) * 64
+    work = step_work(found, Step([1], [1], num_sampled=1))
+    assert work.num_bytes == 2 * (GPT2_BODY + 5000 * 64 + 2 * 2 * 64)  # positions are looked up by rows too
+    assert work.matrix_flops == 2 * (GPT2_BODY + 5000 * 64)
+
+
+def test_of_a_mixture_of_experts_a_step_reads_and_computes_no_more_than_one_token_meets(tmp_path: Path) -> None:
+    body = 3 * (SPARSE_ATTENTION + 2 * 16 + 2 * 64 + 8 * 64 + 2 * EXPERT) + 64  # with norms and the router
+    found = describe(tmp_path, QWEN3_MOE)
+    assert found.num_parameters == body + 3 * 6 * EXPERT + 2 * 500 * 64
+    for num_tokens in (1, 40):
+        work = step_work(found, Step([1] * num_tokens, [1] * num_tokens, num_tokens))
+        assert work.num_bytes == 2 * (body + 500 * 64) + num_tokens * 3 * 2 * 2 * 16 * 2
+        assert work.matrix_flops == 2 * num_tokens * (body + 500 * 64)
+
+
+def test_one_expert_counts_where_a_config_has_its_own_word_for_how_many_a_token_gets(tmp_path: Path) -> None:
+    body = 3 * (SPARSE_ATTENTION + 2 * 64 + 8 * 64 + EXPERT + EXPERT) + 64  # one of eight, and the one all share
+    assert describe(tmp_path, ARIA).num_active_parameters == body
 
 
 def test_a_step_that_samples_nothing_leaves_the_head_alone(model) -> None:

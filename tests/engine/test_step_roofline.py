@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,22 @@ def test_the_best_of_every_measurement_is_kept_and_comes_before_a_known_card(cac
     assert known_ceilings(HERE.device, "float32") == HERE
     assert known_ceilings(HERE.device, "bfloat16") is known_ceilings("other", "float32") is None
     assert len(json.loads(cache.read_text())) == 2
+
+
+def test_a_cpu_is_called_by_its_model_so_that_none_is_judged_by_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(known, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    threads = f"{torch.get_num_threads()} threads"
+    assert device_name("cpu") == f"riscv64, {threads}"
+    monkeypatch.setattr(platform, "processor", lambda: "Processor of a Mac")
+    assert device_name("cpu") == f"Processor of a Mac, {threads}"
+    (tmp_path / "cpuinfo").write_text("model\t\t: 17\nmodel name\t: Some CPU @ 2: fast\n\nmodel name\t: other\n")
+    assert device_name("cpu") == f"Some CPU @ 2: fast, {threads}"
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert device_name("cpu") == f"riscv64, {threads}"
 
 
 @pytest.mark.parametrize("text", ["", "[{", "[3]", '{"a": 1}', '[{"device": "NVIDIA H200"}]'])

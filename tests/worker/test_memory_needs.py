@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
 from teachllm.core.scheduler_output import NewRow
 from teachllm.layers import attention
+from teachllm.layers.attention_backends import selection
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.models.loader import _build
 from teachllm.models.model_config import ModelConfig, load_model_config
@@ -30,6 +32,8 @@ from teachllm.worker.memory_needs import (
     buffer_bytes,
     compare,
     graph_bytes,
+    has_graphs,
+    num_recordings,
     sampling_bytes,
     ungated_bytes,
 )
@@ -192,11 +196,28 @@ def test_recordings_are_counted_by_the_largest_and_not_at_all_when_there_are_non
     config, model = describe("qwen3-8b", tmp_path)
     tensors = 512 * (2 * 128 + 2 * 4096 + 3 * 12288) * 2 + 256 * (4096 + 151936) * 2
     assert tensors < graph_bytes(config, model) < tensors + 400 * (1 << 20)
-    eager, _ = describe("qwen3-0.6b", tmp_path, enforce_eager=True)
     monkeypatch.setattr(memory_needs, "_workspace_bytes", lambda device: 1000)
-    without, needed = (memory_needs.predict_needs(each, model, NOWHERE) for each in (eager, config))
-    assert without["graphs"] == 0 < needed["graphs"]
-    assert without["libraries"] == needed["libraries"] - 1000
+    needed = memory_needs.predict_needs(config, model, NOWHERE)
+    for setting in ({"enforce_eager": True}, {"attention_backend": "flashinfer"}):
+        without = memory_needs.predict_needs(replace(config, **setting), model, NOWHERE)
+        assert without["graphs"] == 0 < needed["graphs"]
+        assert without["libraries"] == needed["libraries"] - 1000
+
+
+def test_every_size_of_every_kind_of_graph_is_counted() -> None:
+    config = EngineConfig(device="cuda").resolve(4096)
+    # Decodes of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... 256 sequences; 1 to 512 tokens, in 23 sizes, of 2, 4 or 8
+    # sequences, of which at least 1, 2 or 4 are no padding and have a token each; and as many tokens of any.
+    assert num_recordings(config) == 15 + (23 + 22 + 21) + 23
+    small = replace(config, max_num_seqs=4, max_num_batched_tokens=4)
+    assert num_recordings(small) == 3 + (3 + 2) + 3  # four prompts leave no room for a padding sequence
+
+
+def test_only_backends_that_can_be_recorded_have_graphs() -> None:
+    for name, backend in selection._ON_A_GPU.items():
+        assert has_graphs(EngineConfig(attention_backend=name)) == backend.in_graphs
+    assert has_graphs(EngineConfig()) and has_graphs(EngineConfig(batch_invariant=True))
+    assert not has_graphs(EngineConfig(enforce_eager=True))
 
 
 def test_a_prediction_that_fails_is_said_in_one_line_and_a_good_one_is_not(tmp_path: Path) -> None:

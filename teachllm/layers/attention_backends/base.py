@@ -51,6 +51,7 @@ class AttentionBackend(Protocol):
     """Computes attention over the paged cache.
 
     Attributes:
+        name: as the package's docstring lists it.
         in_graphs: its launches can be recorded in a CUDA graph, as lengths stay on the device.
         splits_decodes: it computes decodes from `AttentionMetadata.decode_plans`, and may leave them to a model that
             fuses them.

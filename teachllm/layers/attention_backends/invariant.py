@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class InvariantBackend:
     """Everything by `paged_prefill` with its order of additions fixed."""
 
-    name = "triton"
+    name = "invariant"
     in_graphs = True
     splits_decodes = False
 
