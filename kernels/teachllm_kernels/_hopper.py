@@ -1,4 +1,4 @@
-"""What the kernels for Hopper share: which cards they run on, and how the copy engine (TMA) is told of a tile."""
+"""What the kernels for Hopper share: which cards they run on, how the copy engine (TMA) is told of a tile, barriers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl, gluon, hopper
 
 __all__ = [
-    *("PIECE", "copy_or_arrive", "fetch", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors", "pieces"),
-    "tile_map",
+    *("PIECE", "barriers", "copy_or_arrive", "fetch", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors"),
+    *("pieces", "tile_map"),
 ]
 
 PIECE = 16  # keys of a copy, which lie in one block
@@ -83,6 +83,18 @@ def copy_or_arrive(desc, row, column, arrived, to, index, end):
     hopper.mbarrier.expect(arrived, BYTES, index < end)
     hopper.mbarrier.arrive(arrived, pred=index >= end)
     hopper.tma.async_copy_global_to_shared(desc, [row, column], arrived, to, index < end)
+
+
+@gluon.jit
+def barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
+    """[NUM, 1], each complete when so many have arrived.
+
+    A kernel that goes on when nobody waits for them any more invalidates them: their memory may then hold other things.
+    """
+    made = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        hopper.mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
 
 
 @cache

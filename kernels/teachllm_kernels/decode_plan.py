@@ -130,7 +130,12 @@ class DecodePlan:
         max_query_len: int = 1,
         on_hopper: bool = False,
     ) -> DecodePlan:
-        """Room for any batch of up to `max_seqs` sequences."""
+        """Room for any batch of up to `max_seqs` sequences.
+
+        Args:
+            max_query_len: the most tokens of one sequence that a launch may be for; each has results of its own.
+            on_hopper: `fits_hopper_decode` is true of such heads, so the fused form is to be planned for it.
+        """
         most_at_once = max(_SHAPES[-1].places // num_kv_heads, 1)
         max_items, rows = most_at_once + max_seqs, num_heads * max_query_len
         return DecodePlan(

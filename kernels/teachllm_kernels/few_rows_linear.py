@@ -94,11 +94,12 @@ def few_rows_linear_triton(
     bias: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """As `gemv_reference` without a norm, for up to 16 rows of contiguous tensors; accumulates in float32.
+    """As `gemv_reference` without a norm, for up to `MAX_ROWS` rows of contiguous tensors; accumulates in float32.
 
     Launches on one device must follow each other: they share the counters of arrivals.
     """
     (num_rows, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
+    assert num_rows <= MAX_ROWS
     out = x.new_empty((num_rows, num_out))
     blocks, splits = _grid(num_in, num_out)
     block_k, stages = _tile(num_in, x.dtype.itemsize, gated, shared_memory(x.device))

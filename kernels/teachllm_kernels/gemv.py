@@ -3,11 +3,10 @@
 One request alone decodes one row at a time: every weight of the model is read for two FLOPs a number, so the time is
 bytes over bandwidth, if nothing stands between the products. Here nothing does:
 
-    one shot    a program asks for all of its few rows of the weight at once, so no loop waits for memory
-    weights     with programmatic dependent launch it asks before the kernel in front has ended; only x must wait
-    first
-    fused       the norm before the product is computed by every program for itself from x, which is a few kilobytes;
-                SiLU, bias and residual are applied to the result on its way out
+    one shot       a program asks for all of its few rows of the weight at once, so no loop waits for memory
+    weights first  with programmatic dependent launch it asks before the kernel in front has ended; only x must wait
+    fused          the norm before the product is computed by every program for itself from x, which is a few
+                   kilobytes; SiLU, bias and residual are applied to the result on its way out
 
 A layer is then five kernels: QKV, attention, output, gate and up, down.
 
@@ -100,7 +99,8 @@ def gemv_triton(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """As `gemv_reference` for contiguous tensors, computed in float32 between reading x and writing the result."""
+    """As `gemv_reference` for one row and contiguous tensors, in float32 between reading x and writing the result."""
+    assert x.shape[0] == 1
     num_in, num_out = weight.shape[1], weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((1, num_out))
     norm_weight, eps = norm or (None, 0.0)

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._hopper import PIECE, fetch, has_hopper, pieces, tile_map
+from teachllm_kernels import paged_attention, rope_kv_write
+from teachllm_kernels._hopper import PIECE, barriers, fetch, has_hopper, pieces, tile_map
 from teachllm_kernels._triton import barrier, gdc_launch_dependents, gdc_wait, gl, gluon, hopper, triton
 from teachllm_kernels.decode_plan import HOPPER_SHAPE, LOG2_E, DecodePlan, max_splits
-from teachllm_kernels.paged_attention import cost
 
 __all__ = ["cost", "fits_hopper_decode", "hopper_decode"]
 
@@ -48,7 +48,10 @@ def _copy(descs, buffers, task, table, D: gl.constexpr, STAGES: gl.constexpr, BL
 
 @gluon.jit
 def _normed_and_turned(x, y, weight_x, weight_y, cos, signed_sin, eps, AXIS: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Heads through norm and rotation, float32. y: of each channel of x the one that the rotation pairs with it."""
+    """As `rotary.normed_and_turned`, but of whole heads, each of which lies in the threads of one warp. Float32.
+
+    y: of each channel of x the one that the rotation pairs with it.
+    """
     x, y = x.to(gl.float32), y.to(gl.float32)
     scale = 1.0
     if HAS_NORM:
@@ -217,11 +220,7 @@ def _hopper_decode(
 
     k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(arrived.index(i), count=2 * (TILE // PIECE))
-        hopper.mbarrier.init(free.index(i), count=1)
+    arrived, free = barriers(STAGES, 2 * (TILE // PIECE)), barriers(STAGES, 1)
     descs, buffers = (k_desc, v_desc), (k, v, arrived, free)
     task = (kv_head, first, begin, end, holds_new)
     new = (qkv_at, cos + token * D, signed_sin + token * D, qk_weight, eps, k_cache + slot, v_cache + slot)
@@ -265,7 +264,7 @@ def hopper_decode(
     plan: DecodePlan,
     scale: float,
 ) -> torch.Tensor:
-    """As `fused_paged_decode`, without a soft cap; a window is the plan's. For what `fits_hopper_decode`."""
+    """As `fused_paged_decode`, without a soft cap; a window is the plan's. For what `fits_hopper_decode` takes."""
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     num_seqs, group = qkv.shape[0], qkv.shape[1] // num_kv_heads - 2
     out = qkv.new_empty((num_seqs, num_kv_heads * group, head_size))
@@ -298,3 +297,16 @@ def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int,
     """
     fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 16 and block_size % PIECE == 0
     return fits and has_hopper(device)
+
+
+def cost(
+    kv_lens: list[int], num_heads: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2
+) -> tuple[int, int]:
+    """(bytes, FLOPs) that any implementation must spend on a token a sequence, without a window.
+
+    Attention's own, the new tokens' K and V to the cache, and of cos and sin what `rotary.cost` counts.
+    """
+    num_seqs = len(kv_lens)
+    num_bytes, flops = paged_attention.cost([1] * num_seqs, kv_lens, num_heads, num_kv_heads, head_size, dtype_bytes)
+    num_bytes += num_seqs * (2 * num_kv_heads + 1) * head_size * dtype_bytes
+    return num_bytes, flops + rope_kv_write.cost(num_seqs, num_heads, num_kv_heads, head_size)[1]

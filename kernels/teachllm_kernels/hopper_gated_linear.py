@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._hopper import gate_up_map, num_multiprocessors, tile_map
+from teachllm_kernels._hopper import barriers, gate_up_map, num_multiprocessors, tile_map
 from teachllm_kernels._triton import gl, gluon, hopper
 from teachllm_kernels.linear import cost
 
@@ -116,20 +116,13 @@ def _hopper_gated_linear(
     x = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_shape, x_desc.layout)  # noqa: RUF005
     w = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
     staged = gl.allocate_shared_memory(dtype, [2] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(arrived.index(i), count=1)
-        hopper.mbarrier.init(free.index(i), count=2)
+    arrived, free = barriers(STAGES, 1), barriers(STAGES, 2)
     buffers, grid = (x, w, arrived, free), (num_row_blocks, num_column_blocks)
     gl.warp_specialize([
         (_multiply, (out_desc, buffers, staged, grid, num_tiles, 0, STAGES, AT_ONCE)),
         (_multiply, (out_desc, buffers, staged, grid, num_tiles, 1, STAGES, AT_ONCE)),
         (_copy, (x_desc, w_desc, buffers, grid, num_tiles, STAGES, AT_ONCE)),
     ], [4, 1], [232, 40])  # fmt: skip
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.invalidate(arrived.index(i))
-        hopper.mbarrier.invalidate(free.index(i))
 
 
 def hopper_gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

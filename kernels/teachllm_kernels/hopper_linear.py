@@ -10,8 +10,9 @@ What a chain of such products waits for is not arithmetic but the start of each:
                    waits for another, and three of them share what is copied of x
     epilogue       SiLU-and-multiply before the result is written: gate and up of an output meet in one thread, see
                    `gate_up_map`
-    parts          a result with few columns would leave most multiprocessors idle, so several programs share its
-                   columns. They leave their parts side by side: the norm that follows reads them all anyway
+    parts          (split K) a result with few columns would leave most multiprocessors idle, so several programs each
+                   multiply a slice of the inputs for the same columns. They leave their partial sums side by side:
+                   the norm that follows reads them all anyway
 
 The definition is `linear_reference`. Written in Gluon, Triton's lower level, where buffers, barriers and copies have
 names. `few_rows_linear` is the portable kernel for as many as 16 rows.
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm_kernels._hopper import copy_or_arrive, gate_up_map, has_hopper, tile_map
+from teachllm_kernels._hopper import barriers, copy_or_arrive, gate_up_map, has_hopper, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.linear import cost
 
@@ -35,16 +36,20 @@ __all__ = ["MAX_ROWS", "cost", "has_hopper", "hopper_linear"]
 
 MAX_ROWS = 256
 _STRIPE = 64  # weight rows of a group of warps: as many as the tensor cores take at once
-_PLACES = 132  # multiprocessors of an H100 or H200
+_PLACES = 132  # multiprocessors of an H200, or of the larger H100
 _SHARED = 226 * 1024  # bytes of shared memory for a program
 _SHARED_OF_TWO = 112 * 1024  # if there are more programs than places: two on a multiprocessor
 _MAX_STAGES = 12
 _SHORT = 1024  # inputs; a product so short is mostly start and end of its programs
-# Up to so many rows of x: rows of a program, further ones. 193 rows and more are two blocks of 128.
-_SIZES = (
-    *((8, 8, 0), (16, 16, 0), (32, 32, 0), (64, 64, 0), (96, 64, 32)),
-    *((128, 128, 0), (160, 128, 32), (192, 128, 64), (MAX_ROWS, 128, 0)),
-)
+_PARTS_WANTED = 128  # programs of a product in parts: nearly as many as there are places
+_ONE_BLOCK = 192  # rows of x that one program can take; more are two blocks of 128
+# Up to so many rows of x: rows of a program, further ones. Fewer of a narrow weight: where half of the places would be
+# idle, and instead of more parts, all of which the next norm must read.
+_FEW = ((8, 8, 0), (16, 16, 0), (32, 32, 0))
+_MANY = ((160, 128, 32), (_ONE_BLOCK, 128, 64), (MAX_ROWS, 128, 0))
+_SIZES = (*_FEW, (64, 64, 0), (96, 64, 32), (128, 128, 0), *_MANY)
+_SIZES_OF_NARROW = (*_FEW, (64, 64, 0), (128, 64, 0), *_MANY)
+_SIZES_OF_NARROW_PARTS = (*_FEW, (64, 32, 0), (_ONE_BLOCK, 64, 0), (MAX_ROWS, 128, 0))
 
 
 @gluon.jit
@@ -75,17 +80,19 @@ def _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
 def _copy(
     w_desc, x_desc, buffers, task,
     TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, REST: gl.constexpr, GATED: gl.constexpr,
-    PDL: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: fills stages, each as soon as all groups are done with what it held."""
+    """The copying warp: fills stages, each as soon as all groups are done with what it held.
+
+    It alone waits for the kernel in front. The groups, which write the result, need no wait of their own: what they
+    compute with was fetched behind this one.
+    """
     w, x, rest, arrived, free = buffers
     first_row, num_rows, _, block, _, first_k = task
     ROWS: gl.constexpr = x.shape[1]
     BLOCK_K: gl.constexpr = x.shape[2]
     for i in gl.static_range(STAGES):
         _fetch_weight(w_desc, w, arrived, i, block, first_k + i * BLOCK_K, STRIPES, GATED)
-    if PDL:
-        gdc_wait()
+    gdc_wait()
     for i in gl.static_range(STAGES):
         _fetch_x(x_desc, x, arrived, i, first_row, num_rows, first_k + i * BLOCK_K)
         if REST > 0:
@@ -180,10 +187,9 @@ def _finish(
 def _hopper_linear(
     w_desc, x_desc, bias, out_desc, out, num_rows, num_out,
     ROWS: gl.constexpr, REST: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents()
     first_row, block, split = gl.program_id(0) * (ROWS + REST), gl.program_id(1), gl.program_id(2)
     dtype: gl.constexpr = x_desc.dtype
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
@@ -193,38 +199,31 @@ def _hopper_linear(
     rest = x
     if REST > 0:  # a buffer's rows are a power of two
         rest = gl.allocate_shared_memory(dtype, [STAGES, REST, BLOCK_K], x_desc.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    arrived, free = barriers(STAGES, 1 + (ROWS + REST) // BOX), barriers(STAGES, STRIPES)
     staged = w  # not used
     if not DIRECT:
         staged = gl.allocate_shared_memory(dtype, [STRIPES, ROWS, out_desc.block_shape[1]], out_desc.layout)
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(arrived.index(i), count=1 + (ROWS + REST) // BOX)
-        hopper.mbarrier.init(free.index(i), count=STRIPES)
     buffers = (w, x, rest, arrived, free)
     task = (first_row, num_rows, num_out, block, split, split * TILES * BLOCK_K)
     result = (bias, staged, out_desc, out)
     if STRIPES == 1:
         gl.warp_specialize([
             (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED, PDL)),
+            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED)),
         ], [1], [72])  # fmt: skip
     elif STRIPES == 2:
         gl.warp_specialize([
             (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
             (_multiply, (buffers, task, result, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED, PDL)),
+            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED)),
         ], [4, 1], [168, 72])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
             (_multiply, (buffers, task, result, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
             (_multiply, (buffers, task, result, 2, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED, PDL)),
+            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED)),
         ], [4, 4, 1], [144, 144, 72])  # fmt: skip
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.invalidate(arrived.index(i))
-        hopper.mbarrier.invalidate(free.index(i))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +235,7 @@ class _Tiling:
         rest: further ones.
         box: rows that are copied at once.
         stripes: of 64 weight rows, of a program.
-        splits: programs that share a result.
+        splits: slices of the inputs (split K), a program each, whose partial sums make the result.
         block_k: columns of a tile.
         tiles: of a program.
         stages: tiles that are under way or in use.
@@ -254,17 +253,27 @@ class _Tiling:
     direct: bool
 
 
+def _columns(gated: bool) -> int:
+    """Of the result, that a stripe of the weight makes."""
+    return _STRIPE // 2 if gated else _STRIPE
+
+
 def _rows_of_a_program(num_rows: int, all_stripes: int, parts: bool) -> tuple[int, int]:
     """Rows of x that a program takes: (a power of two, further ones, which are a second product)."""
-    if parts and num_rows > 32 and 4 * all_stripes <= _PLACES:  # not as many parts: the next norm must read them all
-        return 32 if num_rows <= 64 else 64 if num_rows <= 192 else 128, 0
-    if not parts and 64 < num_rows <= 128 and 2 * all_stripes <= _PLACES:  # or half of the places would be idle
-        return 64, 0
-    return next((rows, rest) for most, rows, rest in _SIZES if num_rows <= most)
+    sizes: tuple[tuple[int, int, int], ...] = _SIZES
+    if parts and 4 * all_stripes <= _PLACES:
+        sizes = _SIZES_OF_NARROW_PARTS
+    elif not parts and 2 * all_stripes <= _PLACES:
+        sizes = _SIZES_OF_NARROW
+    return next((rows, rest) for most, rows, rest in sizes if num_rows <= most)
 
 
 def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts: bool) -> _Tiling:
-    """Measured, see benchmarks/NOTES.md."""
+    """A program takes all rows of x that it can, fewer where places would be idle, and the stripes that end first.
+
+    Of parts it takes one stripe, or two of a wide weight for two blocks of rows, in as many slices as fill the places.
+    Stages take what shared memory is left, or of half of it where two programs fit. Measured, see benchmarks/NOTES.md.
+    """
     all_stripes = -(-num_weight_rows // _STRIPE)
     rows, rest = _rows_of_a_program(num_rows, all_stripes, parts)
     row_blocks = -(-num_rows // (rows + rest))
@@ -274,17 +283,17 @@ def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts
         return -(-(-(-all_stripes // stripes) * row_blocks) // _PLACES)
 
     if parts:
-        stripes = 2 if num_rows > 192 and 4 * all_stripes > _PLACES else 1
+        stripes = 2 if num_rows > _ONE_BLOCK and 4 * all_stripes > _PLACES else 1
     else:  # of those that take as long, few long programs; or if they are short, many: their starts and ends overlap
         overlap = -1 if num_in <= _SHORT else 1
         stripes = min((1, 2, 3), key=lambda count: (waves(count) * count, waves(count) * overlap))
     blocks = -(-all_stripes // stripes) * row_blocks
     tiles = -(-num_in // block_k)
-    splits = max(min(128 // blocks, tiles), 1) if parts else 1
+    splits = max(min(_PARTS_WANTED // blocks, tiles), 1) if parts else 1
     tiles = -(-tiles // splits)
     splits = -(-num_in // (block_k * tiles))
     direct = parts or (gated and rest > 0)  # parts are too large to be staged, the other leaves no room
-    staged = 0 if direct else stripes * rows * (32 if gated else 64) * 2
+    staged = 0 if direct else stripes * rows * _columns(gated) * 2
     stage = (_STRIPE * stripes + rows + rest) * block_k * 2
     room = _SHARED
     if blocks * splits > _PLACES and _SHARED_OF_TWO - staged >= 3 * stage:
@@ -305,12 +314,13 @@ def hopper_linear(
             of 8.
         bias: [num_out], or [2 * num_out].
         gated: the result is silu(gate) * up.
-        parts: the result may be left as parts to be added, float32.
+        parts: the result may be left as parts to be added, float32; not of a gated one, which needs its sums whole.
 
     Returns:
         [num_rows, num_out]; with `parts`, [num_parts, num_rows, num_out] float32.
     """
     (num_rows, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
+    assert num_rows <= MAX_ROWS and not (gated and parts)
     tiling = _tiling(num_rows, num_in, weight.shape[0], gated, parts)
     shape = (tiling.splits, num_rows, num_out) if parts else (num_rows, num_out)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
@@ -319,7 +329,7 @@ def hopper_linear(
         (gate_up_map(weight, _STRIPE, tiling.block_k) if gated else tile_map(weight, [_STRIPE, tiling.block_k])),
         tile_map(x, [tiling.box, tiling.block_k]),
         bias,
-        None if tiling.direct else tile_map(out, [tiling.box, 32 if gated else 64]),
+        None if tiling.direct else tile_map(out, [tiling.box, _columns(gated)]),
         *(out, num_rows, num_out),
         ROWS=tiling.rows,
         REST=tiling.rest,
@@ -329,7 +339,6 @@ def hopper_linear(
         GATED=gated,
         DIRECT=tiling.direct,
         HAS_BIAS=bias is not None,
-        PDL=True,
         launch_pdl=True,
         num_warps=4,
         **_registers(tiling),

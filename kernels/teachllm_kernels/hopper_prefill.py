@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm_kernels._hopper import PIECE, fetch, has_hopper, head_map, num_multiprocessors, pieces, tile_map
+from teachllm_kernels._hopper import PIECE, barriers, fetch, has_hopper, head_map, num_multiprocessors, pieces, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper, tl, triton
 from teachllm_kernels.decode_plan import LOG2_E
 from teachllm_kernels.paged_attention import cost
@@ -145,13 +145,13 @@ def _task(work, round_, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: 
 
 @gluon.jit
 def _copy(
-    descs, buffers, barriers, work, block_tables, table_stride,
+    descs, buffers, told, work, block_tables, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: queries, keys and values of one tile after the other, each as soon as there is room."""
     q_desc, k_desc, v_desc = descs
     q, k, v = buffers
-    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, _clean = barriers
+    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, _clean = told
     STAGES: gl.constexpr = k.shape[0]
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
@@ -210,12 +210,10 @@ def _clean_slots(values, clean, num_cleaned, first_key, end, HALF: gl.constexpr,
 
 
 @gluon.jit
-def _attend(
-    buffers, barriers, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr
-):
+def _attend(buffers, told, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr):
     """Four warps: attention of half of the rows of each tile."""
     q, k, v = buffers
-    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, clean = barriers
+    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, clean = told
     QUERIES: gl.constexpr = q.shape[1]
     GROUP: gl.constexpr = q.shape[2]
     STAGES: gl.constexpr = k.shape[0]
@@ -288,15 +286,6 @@ def _attend(
 
 
 @gluon.jit
-def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
-    """[NUM, 1], each complete when so many have arrived."""
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        hopper.mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
 def _hopper_prefill(
     q_desc, k_desc, v_desc, out, block_tables, items, num_items, scale_log2, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
@@ -323,16 +312,16 @@ def _hopper_prefill(
     q = gl.allocate_shared_memory(dtype, [2] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
     k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
-    q_arrived, q_free = _barriers(2, 1), _barriers(2, 2)
-    k_arrived, k_free = _barriers(STAGES, PIECES), _barriers(STAGES, 2)
-    v_arrived, v_free = _barriers(STAGES, PIECES), _barriers(STAGES, 2)
-    barriers = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, _barriers(1, 2))
+    q_arrived, q_free = barriers(2, 1), barriers(2, 2)
+    k_arrived, k_free = barriers(STAGES, PIECES), barriers(STAGES, 2)
+    v_arrived, v_free = barriers(STAGES, PIECES), barriers(STAGES, 2)
+    told = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, barriers(1, 2))
     descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items, num_items, FIELDS)
     gl.warp_specialize(
         [
-            (_attend, (buffers, barriers, work, out, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
-            (_attend, (buffers, barriers, work, out, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
-            (_copy, (descs, buffers, barriers, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
+            (_attend, (buffers, told, work, out, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
+            (_attend, (buffers, told, work, out, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
+            (_copy, (descs, buffers, told, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
         ],
         [4, 1],
         [224, 56],

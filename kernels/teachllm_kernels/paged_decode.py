@@ -9,6 +9,8 @@ all the work goes into keeping every multiprocessor reading until the end, howev
     merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's
               last split merges them, so there is no second kernel.
 
+More than one query token a sequence, and a tree mask, are for verifying drafts; the engine asks for neither yet.
+
 `fused_paged_decode` does also what comes before attention (q/k norm, rotary embedding, KV write) for one new token a
 sequence: at small batches a kernel less a layer is worth more than the few numbers each split computes again. On Hopper
 it is `hopper_decode.py`, for any number of sequences but one.
@@ -21,8 +23,16 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.decode_plan import COMMON_SHAPE, HOPPER_SHAPE, LOG2_E, DecodePlan, decode_shape, max_splits
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
+from teachllm_kernels.decode_plan import (
+    COMMON_SHAPE,
+    HOPPER_SHAPE,
+    LOG2_E,
+    DecodePlan,
+    DecodeShape,
+    decode_shape,
+    max_splits,
+)
 from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.paged_attention import cost
 from teachllm_kernels.rotary import normed_and_turned
@@ -30,6 +40,7 @@ from teachllm_kernels.rotary import normed_and_turned
 __all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
 _MERGED = 4096  # numbers that merging holds at once
+_SHORTEST = 16  # keys of a tile: the tensor cores multiply so many at once
 
 
 @triton.jit
@@ -46,9 +57,9 @@ def _new_heads(token, head, weight, cos, signed_sin, eps, HALF: tl.constexpr, HA
         weight_at = weight + head[:, None] * 2 * HALF + lane[None, :]
         weight_a = tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
         weight_b = tl.load(weight_at + HALF, mask=inside, other=0.0).to(tl.float32)
-    turn_a = tl.load(cos + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    turn_b = tl.load(signed_sin + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    return normed_and_turned(a, b, weight_a, weight_b, turn_a, turn_b, eps, HALF, HAS_NORM)
+    pair_cos = tl.load(cos + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+    pair_sin = tl.load(signed_sin + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+    return normed_and_turned(a, b, weight_a, weight_b, pair_cos, pair_sin, eps, HALF, HAS_NORM)
 
 
 @triton.jit
@@ -272,7 +283,7 @@ def paged_decode_triton(
         query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
         plan: filled by `plan_decode` for this batch and window. Padding gets no output.
         scale, window, soft_cap: as in `paged_attention_reference`.
-        max_query_len: the most tokens of one sequence.
+        max_query_len: the most tokens of one sequence, and no more than `plan` was allocated for.
         tree_mask: [num_tokens] int64, bit j says that a token sees its sequence's j-th token of this step; without
             it a token sees itself and those before it.
         out: [num_tokens, num_heads, head_size], contiguous, to write to.
@@ -340,11 +351,11 @@ def _launch(
     num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
     cos, signed_sin, qk_weight, eps = (None, None, None, 0.0) if prologue is None else prologue
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
-    fits_any_shape = rows <= 16 and half_padded <= 64 and k_cache.element_size() <= 2  # others fit COMMON_SHAPE only
+    dtype_bytes, rows_padded = k_cache.element_size(), max(rows, 16)
+    fits_any_shape = rows <= 16 and half_padded <= 64 and dtype_bytes <= 2  # others fit COMMON_SHAPE only
     planned = decode_shape(num_seqs, num_kv_heads, prologue is not None, plan.on_hopper)
-    assert plan.filled_for == (num_seqs, planned)
+    assert plan.filled_for == (num_seqs, planned) and out.shape[1] * max_query_len <= plan.partial.shape[1]
     shape = planned if fits_any_shape and planned is not HOPPER_SHAPE else COMMON_SHAPE
-    tile = 32 if half_padded > 64 and k_cache.element_size() > 2 else shape.tile  # for want of shared memory
     # The plan is read before the wait, see `_triton.py`. What is launched the ordinary way behind the plan of a last
     # layer's wanted tokens is the selection of their queries.
     _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads,)](
@@ -355,11 +366,11 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         MAX_Q=max_query_len,
-        ROWS=max(16, rows),
+        ROWS=rows_padded,
         HALF=half,
         HALF_PADDED=half_padded,
         BLOCK_SIZE=block_size,
-        TILE=tile,
+        TILE=_tile(shape, rows_padded, 2 * half_padded, dtype_bytes, shared_memory(q.device)),
         WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_TREE=tree_mask is not None,
@@ -372,3 +383,19 @@ def _launch(
         maxnreg=shape.maxnreg,
         **launch_options(q.device),
     )
+
+
+def _tile(shape: DecodeShape, rows: int, head_padded: int, dtype_bytes: int, most_bytes: int) -> int:
+    """Keys of a tile: those of the shape, or what fits in shared memory of as many rows of such heads.
+
+    There lie the queries, K and V of all stages but one, a tile's weights, and a number for each row. Hopper's products
+    of 64 rows and more need the last stage as well, but no weights: it has the room.
+    """
+
+    def num_bytes(tile: int) -> int:
+        return ((rows + 2 * (shape.stages - 1) * tile) * head_padded + rows * tile) * dtype_bytes + 4 * rows
+
+    tile = 32 if head_padded > 128 and dtype_bytes > 2 else shape.tile  # room for two programs on a Hopper processor
+    while num_bytes(tile) > most_bytes and tile > _SHORTEST:
+        tile //= 2
+    return tile

@@ -92,8 +92,9 @@ def rms_norm_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `rms_norm_reference` for contiguous y and residual, [num_tokens, size]. One program a row.
 
-    Or y in parts that are to be added up, [num_parts, num_tokens, size] float32, if there is a residual.
+    Or y in parts that are to be added up, [num_parts, num_tokens, size] float32; then there must be a residual.
     """
+    assert y.dim() == 2 or residual is not None
     num_tokens, size = y.shape[-2:]
     like = y if residual is None else residual
     normed = torch.empty_like(like)

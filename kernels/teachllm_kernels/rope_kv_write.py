@@ -67,8 +67,8 @@ def _rope_kv_write(
         weight_a = tl.load(weight, mask=normed, other=0.0).to(tl.float32)
         weight_b = tl.load(weight + HALF, mask=normed, other=0.0).to(tl.float32)
     slot = tl.load(slot_mapping + token)
-    turn_a = tl.load(cos + token * 2 * HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    turn_b = tl.load(signed_sin + token * 2 * HALF + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+    pair_cos = tl.load(cos + token * 2 * HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+    pair_sin = tl.load(signed_sin + token * 2 * HALF + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
     if PDL:
         gdc_wait()
 
@@ -76,7 +76,7 @@ def _rope_kv_write(
     at = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * 2 * HALF + lane[None, :]
     a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    turned_a, turned_b = normed_and_turned(a, b, weight_a, weight_b, turn_a, turn_b, eps, HALF, HAS_NORM)
+    turned_a, turned_b = normed_and_turned(a, b, weight_a, weight_b, pair_cos, pair_sin, eps, HALF, HAS_NORM)
     a = tl.where(is_turned[:, None], turned_a, a)
     b = tl.where(is_turned[:, None], turned_b, b)
 
@@ -120,7 +120,10 @@ def rope_kv_write_triton(
 
 
 def cost(num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: q, k and v in and out once, cos and sin, the slots."""
-    per_token = 2 * (num_heads + 2 * num_kv_heads) + 2
+    """(bytes, FLOPs) that any implementation must spend: q, k and v in and out once, the slots in.
+
+    And of cos and sin what `rotary.cost` counts: one of their two halves, which hold the same angles.
+    """
+    per_token = 2 * (num_heads + 2 * num_kv_heads) + 1
     flops = num_tokens * (num_heads + num_kv_heads) * head_size * 7
     return num_tokens * (per_token * head_size * dtype_bytes + 8), flops

@@ -27,22 +27,22 @@ def rotary_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tenso
 
 
 @triton.jit
-def normed_and_turned(a, b, weight_a, weight_b, cos, signed_sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+def normed_and_turned(a, b, weight_a, weight_b, cos, sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
     """RMS norm of heads, if they have one, and rotation, inside of a kernel. All float32.
 
     Args:
         a, b: [rows, at least HALF], the halves of each row's head, 0 behind their ends.
         weight_a, weight_b: likewise, of the norm; without one they are not read.
-        cos, signed_sin: [1, at least HALF], the second half of `rotary_reference`'s.
+        cos, sin: [1, at least HALF], of each pair's angle: the second half of `rotary_reference`'s two.
     """
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
         a = a * scale * weight_a
         b = b * scale * weight_b
-    return a * cos - b * signed_sin, b * cos + a * signed_sin
+    return a * cos - b * sin, b * cos + a * sin
 
 
 def cost(num_tokens: int, num_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: x in and out, one row of cos and sin a token."""
+    """(bytes, FLOPs) that any implementation must spend: x in and out, cos and sin of each pair's angle in."""
     elements = num_tokens * num_heads * head_size
     return (2 * elements + num_tokens * head_size) * dtype_bytes, 3 * elements

@@ -157,6 +157,14 @@ def compile_attention(
             paged_prefill_triton(q, *where, 1.0, window, cap, is_fixed=is_fixed)
 
 
+def compile_wide_decode(dtype: torch.dtype, group: int, head_size: int) -> None:
+    """The most query heads on a KV head, of the largest size: a tile of keys must leave room for them."""
+    cache, lens, starts = torch.zeros(4, 16, 1, head_size, dtype=dtype), ints(4), ints(5)
+    plan = DecodePlan.allocate(4, group, 1, head_size, torch.device("cpu"))
+    plan_decode(plan, lens, starts, lens, 1)
+    paged_decode_triton(torch.zeros(4, group, head_size, dtype=dtype), cache, cache, ints(4, 4), starts, plan, 1.0)
+
+
 def compile_sampling() -> None:
     rows, longs, floats = ints(16), ints(16, dtype=torch.int64), torch.zeros(16)
     for dtype, any_random, any_filtered in (
@@ -180,6 +188,9 @@ def main() -> None:
     compile_attention(torch.bfloat16, 2, 256, None, None)
     compile_attention(torch.float32, 4, 32, None, None)
     compile_attention(torch.float32, 2, 256, None, None)
+    compile_wide_decode(torch.bfloat16, 64, 256)
+    compile_wide_decode(torch.bfloat16, 128, 256)
+    compile_wide_decode(torch.float32, 32, 256)
     compile_sampling()
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
     step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)

@@ -38,7 +38,8 @@ def test_products(num_rows: int, shape: tuple[int, int], has_bias: bool, kind: s
     else:
         assert y.dtype == dtype and y.shape == (num_rows, num_out)
     expected = gemv_reference(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
-    assert (y.double() - expected).norm() / expected.norm() < (1e-5 if kind == "parts" else 5e-3)
+    error = (y.double() - expected).norm(dim=-1) / expected.norm(dim=-1)  # of each row
+    assert error.max() < (3e-5 if kind == "parts" else 5e-3), f"{float(error.max()):.1e}"  # half a bfloat16 is 4e-3
 
 
 @settings(max_examples=30)

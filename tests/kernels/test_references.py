@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm.layers.linear import Linear
-from teachllm_kernels import kv_write, linear, paged_attention, rms_norm, rotary, silu_and_mul
+from teachllm_kernels import (
+    hopper_decode,
+    kv_write,
+    linear,
+    paged_attention,
+    rms_norm,
+    rope_kv_write,
+    rotary,
+    silu_and_mul,
+    step_inputs,
+)
 from teachllm_kernels.kv_write import kv_write_reference
 from teachllm_kernels.paged_attention import paged_attention_cpu, paged_attention_reference
 from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference
@@ -151,11 +161,20 @@ def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
     torch.testing.assert_close(silu_and_mul_reference(gate_up), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_costs_count_what_goes_in_and_out() -> None:
-    assert rms_norm.cost(10, 64, 4) == ((4 * 640 + 64) * 4, 3200)
-    assert rotary.cost(10, 2, 8, 4) == ((2 * 160 + 80) * 4, 480)
-    assert kv_write.cost(10, 2, 8, 4) == (4 * 160 * 4 + 80, 0)
-    assert silu_and_mul.cost(10, 64, 4) == (3 * 640 * 4, 3200)
+def test_costs_count_each_number_once() -> None:
+    assert linear.cost(2, 3, 5, 4) == ((2 * 3 + 2 * 5 + 15) * 4, 2 * 2 * 15)
+    assert linear.cost(2, 3, 5, 4, gated=True) == ((2 * 3 + 2 * 5 + 30) * 4, 2 * 2 * 30)
+    assert rms_norm.cost(10, 64, 4) == ((4 * 640 + 64) * 4, 3200)  # y and residual in, both out, the weight
+    assert silu_and_mul.cost(10, 64, 4) == (3 * 640 * 4, 3200)  # gate and up in, the product out
+    assert kv_write.cost(10, 2, 8, 4) == (4 * 160 * 4 + 80, 0)  # k and v in and out, the slots
+    assert rotary.cost(10, 2, 8, 4) == (10 * (16 + 16 + 4 + 4) * 4, 480)  # x in and out, cos and sin of four angles
+    # q of four heads, k and v of two: 64 numbers a token.
+    assert rope_kv_write.cost(10, 4, 2, 8, 4) == (10 * ((64 + 64 + 4 + 4) * 4 + 8), 10 * 6 * 8 * 7)
+    # A token: those in, the angles in, k and v out, the result out. And K and V of 2 + 4 older ones in.
+    num_bytes, flops = hopper_decode.cost([3, 5], 4, 2, 8, 4)
+    assert num_bytes == (2 * (64 + 8 + 32 + 32) + 6 * 32) * 4
+    assert flops == 2 * 6 * 8 * 7 + (3 + 5) * 4 * (2 * 8 + 2 * 8)
+    assert step_inputs.cost(10) == (320, 0)  # a token: id and block in, 4 bytes each; id, position and slot out, 8 each
 
 
 def test_references_and_models_import_where_triton_is_not_installed() -> None:
@@ -177,10 +196,3 @@ def test_a_packed_layer_equals_the_plain_one(rows: int, num_in: int, num_out: in
     layer.pack()
     assert (layer.packed is not None) == linear.can_pack(torch.float32)
     torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
-
-
-def test_costs_count_each_tensor_once() -> None:
-    assert linear.cost(2, 3, 5, dtype_bytes=4) == ((2 * 3 + 2 * 5 + 3 * 5) * 4, 2 * 2 * 3 * 5)
-    assert rms_norm.cost(2, 8, dtype_bytes=4)[0] == (4 * 16 + 8) * 4  # y and residual in, both out, the weight
-    assert silu_and_mul.cost(2, 8, dtype_bytes=4)[0] == 3 * 16 * 4  # gate and up in, the product out
-    assert kv_write.cost(2, 1, 8, dtype_bytes=4)[0] == 4 * 16 * 4 + 16  # k and v in and out, the slots

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from teachllm_kernels import few_rows_linear
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.gemv import gemv_reference, gemv_triton
+from teachllm_kernels.hopper_linear import hopper_linear
 from teachllm_kernels.kv_write import kv_write_reference, kv_write_triton
 from teachllm_kernels.rms_norm import rms_norm_reference, rms_norm_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_reference, rope_kv_write_triton
@@ -169,6 +170,20 @@ def test_columns_are_shared_only_where_arrivals_are_counted(num_in: int, num_out
     blocks, splits = few_rows_linear._grid(num_in, num_out)
     assert blocks * few_rows_linear._BLOCK_N >= num_out
     assert splits == 1 or blocks <= few_rows_linear._arrivals(DEVICE).numel()
+
+
+def test_launchers_refuse_what_they_would_compute_wrongly() -> None:
+    x, weight = torch.zeros(17, 16, device=DEVICE), torch.zeros(32, 16, device=DEVICE)
+    with pytest.raises(AssertionError):
+        few_rows_linear_triton(x, weight)
+    with pytest.raises(AssertionError):
+        gemv_triton(x[:2], weight)
+    with pytest.raises(AssertionError):
+        rms_norm_triton(torch.zeros(2, 3, 16, device=DEVICE), None, weight[0], 1e-6)
+    with pytest.raises(AssertionError):
+        hopper_linear(x.new_zeros(257, 16), weight)
+    with pytest.raises(AssertionError):
+        hopper_linear(x, weight, gated=True, parts=True)
 
 
 def test_step_inputs_start_at_a_known_token_and_give_padding_no_slot() -> None:
