@@ -2,8 +2,9 @@
 
     python3 benchmarks/decode_attention.py [--output FILE]
 
-Each figure is the median of replays of a CUDA graph that holds the kernel many times over, as a model does. Blocks of
-16 tokens lie in random order; lengths are read from the device, as in a step.
+Each figure is the median of replays of a CUDA graph that holds the kernel many times over, each time with another
+layer's cache, as a model does: what one has left in the second-level cache, the next must not find. Blocks of 16 tokens
+lie in random order; lengths are read from the device, as in a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ import torch  # noqa: E402
 from h200 import provenance  # noqa: E402
 
 from teachllm.bench.ceilings import measure_ceilings, median_seconds  # noqa: E402
+from teachllm.roofline import Ceilings  # noqa: E402
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode  # noqa: E402
 from teachllm_kernels.hopper_decode import fits_hopper_decode  # noqa: E402
 from teachllm_kernels.paged_decode import cost, fused_paged_decode, paged_decode_triton  # noqa: E402
 
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
-CALLS, REPLAYS = 10, 15
+CALLS, LAYERS, REPLAYS = 12, 6, 15
 _ragged = random.Random(1)
 SHAPES = {
     "8 x 16,448": [16448] * 8,
@@ -48,24 +51,25 @@ def paged_cache(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
-    """Attention over a freshly filled cache, alone and with what comes before it."""
+    """Attention over one layer's cache after the other's, alone and with what comes before it."""
     num_seqs, device = len(lens), torch.device("cuda")
-    tables, caches = paged_cache(lens)
+    tables, cache = paged_cache(lens)
+    layers = cycle([cache, *(cache.clone() for _ in range(LAYERS - 1))])
     qkv = torch.randn(num_seqs, num_heads + 2 * NUM_KV_HEADS, HEAD_SIZE, device=device).bfloat16()
     norm = torch.ones(num_heads + NUM_KV_HEADS, HEAD_SIZE, device=device).bfloat16()
     angles = torch.rand(2, num_seqs, 1, HEAD_SIZE, device=device).bfloat16()
     rows = torch.arange(num_seqs, dtype=torch.int32, device=device)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    on_hopper = fits_hopper_decode(device, caches.dtype, HEAD_SIZE, num_heads // NUM_KV_HEADS, BLOCK_SIZE)
+    on_hopper = fits_hopper_decode(device, cache.dtype, HEAD_SIZE, num_heads // NUM_KV_HEADS, BLOCK_SIZE)
     sizes = (num_seqs, num_heads, NUM_KV_HEADS, HEAD_SIZE, device)
     plan, plan_fused = (DecodePlan.allocate(*sizes, on_hopper=on_hopper) for _ in range(2))
     plan_decode(plan, seq_lens, starts, rows, NUM_KV_HEADS)
     plan_decode(plan_fused, seq_lens, starts, rows, NUM_KV_HEADS, fused=True)
     scale = HEAD_SIZE**-0.5
     return {
-        "attention": lambda: paged_decode_triton(qkv[:, :num_heads], *caches, tables, starts, plan, scale),
-        "fused": lambda: fused_paged_decode(qkv, *angles, norm, 1e-6, *caches, tables, plan_fused, scale),
+        "attention": lambda: paged_decode_triton(qkv[:, :num_heads], *next(layers), tables, starts, plan, scale),
+        "fused": lambda: fused_paged_decode(qkv, *angles, norm, 1e-6, *next(layers), tables, plan_fused, scale),
     }
 
 
@@ -80,37 +84,37 @@ def seconds(call: Callable[[], Any]) -> float:
     return median_seconds(graph.replay, torch.device("cuda"), REPLAYS) / CALLS
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this measures a GPU, and torch sees none")
-    ceilings = measure_ceilings("cuda", "bfloat16")
+def measure(ceilings: Ceilings) -> list[dict[str, Any]]:
+    """One entry for each shape and kernel; prints them as they come."""
     print(f"{ceilings.device}: reads {ceilings.read_bandwidth / 1e12:.2f} TB/s")
     found: list[dict[str, Any]] = []
     for num_heads in (16, 32):
         for name, lens in SHAPES.items():
             num_bytes, _ = cost([1] * len(lens), lens, num_heads, NUM_KV_HEADS, HEAD_SIZE)
             floor_s = num_bytes / ceilings.read_bandwidth
-            for kind, call in calls_of(lens, num_heads).items():
+            for kernel, call in calls_of(lens, num_heads).items():
                 took = seconds(call)
-                found.append(
-                    {
-                        "shape": name,
-                        "num_heads": num_heads,
-                        "kernel": kind,
-                        "us": took * 1e6,
-                        "of_ceiling": floor_s / took,
-                    }
-                )
-                print(f"{num_heads:3} heads  {name:<26} {kind:<10} {took * 1e6:8.1f} us  {floor_s / took:6.1%}")
+                result = {"shape": name, "num_heads": num_heads, "kernel": kernel}
+                found.append(result | {"us": took * 1e6, "of_ceiling": floor_s / took})
+                print(f"{num_heads:3} heads  {name:<26} {kernel:<10} {took * 1e6:8.1f} us  {floor_s / took:6.1%}")
             torch.cuda.empty_cache()
+    return found
+
+
+def run_script(name: str, description: str | None, measure: Callable[[Ceilings], list[dict[str, Any]]]) -> None:
+    """A script that measures kernels on this machine's GPU and, told `--output`, records what it found."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU, and torch sees none")
+    ceilings = measure_ceilings("cuda", "bfloat16")
+    found = measure(ceilings)
     if args.output:
-        result = provenance("decode_attention.py", None, ceilings.device, args.commit) | {"results": found}
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
+        record = provenance(name, None, ceilings.device, args.commit) | {"results": found}
+        args.output.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_script("decode_attention.py", __doc__, measure)

@@ -78,12 +78,11 @@ def write_shape(name: str, folder: Path) -> Path:
 
 
 def engine_settings(path: Path, device: str) -> dict[str, Any]:
-    """The settings that the peers were given; defaults otherwise, but running ahead as they do."""
-    settings: dict[str, Any] = {
+    """The settings that the peers were given; defaults otherwise."""
+    return {
         **{"model": str(path), "load_format": "dummy", "skip_tokenizer_init": True, "device": device},
         **{"max_model_len": 20480, "gpu_memory_utilization": 0.85},
     }
-    return settings
 
 
 def model_limits(settings: Mapping[str, Any], ceilings: Ceilings, workloads: Mapping[str, Workload]) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
     python3 benchmarks/prefill_attention.py [--output FILE]
 
-Each figure is that of a CUDA graph that holds the kernel ten times over: from a rest, and at the end of 0.2 seconds in
-which nothing else runs, when power bounds what a card can do. The fraction is of the ceiling for products of matrices.
-A plan is made once a step and serves all layers; it is timed apart. Blocks of 16 tokens lie in random order.
+Each figure is that of a CUDA graph that holds the kernel many times over: from a rest, and, after 0.2 seconds in which
+nothing else runs, the mean of another 0.2, when power bounds what a card can do. The fraction is of the ceiling for
+products of matrices. A plan is made once a step and serves all layers; it is timed apart. Blocks of 16 tokens lie in
+random order.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -24,11 +23,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from decode_attention import BLOCK_SIZE, CALLS, HEAD_SIZE, NUM_KV_HEADS, paged_cache  # noqa: E402
-from h200 import provenance  # noqa: E402
+from decode_attention import BLOCK_SIZE, CALLS, HEAD_SIZE, NUM_KV_HEADS, paged_cache, run_script  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from teachllm.bench.ceilings import measure_ceilings  # noqa: E402
+from teachllm.roofline import Ceilings  # noqa: E402
 from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill, plan_prefill  # noqa: E402
 from teachllm_kernels.paged_prefill import cost, paged_prefill_triton  # noqa: E402
 
@@ -75,7 +73,7 @@ def calls_of(lens: list[int], contexts: list[int], num_heads: int) -> dict[str, 
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, float]:
-    """Of one call: from a rest, and after 0.2 seconds."""
+    """Of one call: from a rest, and in the 0.2 seconds after the first 0.2."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         call()
         torch.cuda.synchronize()
@@ -101,14 +99,8 @@ def seconds(call: Callable[[], Any]) -> tuple[float, float]:
     return from_rest, timed(enough)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this measures a GPU, and torch sees none")
-    ceilings = measure_ceilings("cuda", "bfloat16")
+def measure(ceilings: Ceilings) -> list[dict[str, Any]]:
+    """One entry for each shape and kernel; prints them as they come."""
     print(f"{ceilings.device}: products {ceilings.gemm_flops / 1e12:.0f} TFLOP/s")
     found: list[dict[str, Any]] = []
     for num_heads in (16, 32):
@@ -126,10 +118,8 @@ def main() -> None:
                 found.append(result)
                 print(text, flush=True)
             torch.cuda.empty_cache()
-    if args.output:
-        record = provenance("prefill_attention.py", None, ceilings.device, args.commit) | {"results": found}
-        args.output.write_text(json.dumps(record, indent=2) + "\n")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    run_script("prefill_attention.py", __doc__, measure)

@@ -1,10 +1,11 @@
 """Long prompts by PyTorch's attention, which takes cuDNN's kernel; everything else by this project's.
 
-On an H200 cuDNN's is 1.2 times as fast as `paged_prefill.py` (and as fast as `hopper_prefill.py`, which takes the place
-of both there, see `selection.py`; on other cards nobody has measured it). But through PyTorch it reads no block tables,
-and its causal mask is a square one: it can only take a prompt from its first token on, whose K and V lie in the batch.
-And cuDNN makes a plan for every length that it meets, which takes longer than the faster kernel saves in a whole prompt
-(benchmarks/NOTES.md). So it gets round lengths alone, of which there are few, so that they come again.
+On an H200 cuDNN's is 1.2 times as fast as `paged_prefill.py` (and, for one long prompt, as fast as `hopper_prefill.py`,
+which takes the place of both there, see `selection.py`; on other cards nobody has measured it). But through PyTorch it
+reads no block tables, and its causal mask is a square one: it can only take a prompt from its first token on, whose K
+and V lie in the batch. And cuDNN makes a plan for every length that it meets, which takes longer than the faster kernel
+saves in a whole prompt (benchmarks/NOTES.md). So it gets round lengths alone, of which there are few, so that they come
+again.
 """
 
 from __future__ import annotations
