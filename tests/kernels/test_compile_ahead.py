@@ -141,7 +141,7 @@ def test_of_two_threads_one_waits_for_the_other(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("length", "asked"),
-    [(7, {"temperature": 0.0}), (25, {"temperature": 0.7}), (64, {"temperature": 0.7, "top_p": 0.9})],
+    [(7, {"temperature": 0.0}), (25, {"temperature": 0.7}), (32, {"temperature": 0.7, "top_p": 0.9})],
 )
 def test_the_first_prompt_and_its_decodes_compile_nothing(length: int, asked: dict[str, Any], tmp_path: Path) -> None:
     paths = os.pathsep.join(str(ROOT / name) for name in (".", "kernels"))
