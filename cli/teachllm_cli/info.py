@@ -55,7 +55,9 @@ def devices() -> dict[str, str]:
     """{"cpu": …, "cuda:0": …}: what `--device` can name here."""
     import torch
 
-    found = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    from teachllm.engine.ceilings import device_name
+
+    found = {"cpu": device_name("cpu")}
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = f"{card.name}, {card.total_memory / 2**30:.1f} GiB, sm_{card.major}{card.minor}"
