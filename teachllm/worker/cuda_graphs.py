@@ -59,7 +59,8 @@ class Graphs(Generic[T]):
         self._warm_up(run)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # The outer one leaves the stream also if the recording fails; PyTorch's own does not.
+            with torch.cuda.stream(self._stream), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 result = run()
         except RuntimeError as error:
             return self._give_up(key, error)
