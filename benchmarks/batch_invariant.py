@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
-from h200 import benchmark, engine_settings, give_back, provenance, script_parser, write_shape  # noqa: E402
+from h200 import add_models, benchmark, engine_settings, give_back, provenance, script_parser, write_shape  # noqa: E402
 
 from teachllm.bench.workloads import WORKLOADS, is_rate  # noqa: E402
 from teachllm.engine.ceilings import device_name  # noqa: E402
@@ -28,7 +28,9 @@ _WORKLOADS = {name: WORKLOADS[name] for name in ("single", "batch64", "mixed")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = script_parser(__doc__).parse_args(arguments)
+    parser = script_parser(__doc__)
+    add_models(parser)
+    options = parser.parse_args(arguments)
     found: dict[str, Any] = provenance("batch_invariant.py", arguments, device_name("cuda"), options.commit)
     found["workloads"] = {}
     with tempfile.TemporaryDirectory() as folder:

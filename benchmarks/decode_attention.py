@@ -9,7 +9,6 @@ lie in random order; lengths are read from the device, as in a step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from h200 import provenance  # noqa: E402
+from h200 import provenance, script_parser  # noqa: E402
 
 from teachllm.bench.ceilings import measure_ceilings, median_seconds  # noqa: E402
 from teachllm.roofline import Ceilings  # noqa: E402
@@ -73,15 +72,20 @@ def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Of one call, among many."""
+def recorded(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """`CALLS` of them, one after the other."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()
-    return median_seconds(graph.replay, torch.device("cuda"), REPLAYS) / CALLS
+    return graph
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Of one call, among many."""
+    return median_seconds(recorded(call).replay, torch.device("cuda"), REPLAYS) / CALLS
 
 
 def measure(ceilings: Ceilings) -> list[dict[str, Any]]:
@@ -103,9 +107,7 @@ def measure(ceilings: Ceilings) -> list[dict[str, Any]]:
 
 def run_script(name: str, description: str | None, measure: Callable[[Ceilings], list[dict[str, Any]]]) -> None:
     """A script that measures kernels on this machine's GPU and, told `--output`, records what it found."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
+    parser = script_parser(description)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and torch sees none")

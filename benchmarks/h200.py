@@ -192,20 +192,25 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
 def script_parser(
     description: str | None, output: str = "write the result to this file, as JSON"
 ) -> argparse.ArgumentParser:
-    """What every script takes that measures the models of `SHAPES`.
+    """What every script takes that records what it measures.
 
     Args:
         output: help for `--output`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names(list(SHAPES)), default=list(SHAPES), help=f"of {','.join(SHAPES)}")
     parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
     parser.add_argument("--output", type=Path, help=output)
     return parser
 
 
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """What it takes beside that if it measures the models of `SHAPES`."""
+    parser.add_argument("--models", type=names(list(SHAPES)), default=list(SHAPES), help=f"of {','.join(SHAPES)}")
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = script_parser(__doc__, "default: benchmarks/results/<date>-<device>-<commit>.json")
+    add_models(parser)
     every = [*WORKLOADS, "cold"]
     parser.add_argument(
         "--workloads", type=names(every), help=f"of {','.join(every)}; default: what peers.json has of the model"

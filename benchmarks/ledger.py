@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from h200 import SHAPES, engine_settings, give_back, provenance, script_parser, write_shape  # noqa: E402
+from h200 import SHAPES, add_models, engine_settings, give_back, provenance, script_parser, write_shape  # noqa: E402
 
 from teachllm import LLM, EngineConfig  # noqa: E402
 from teachllm.bench.batch import Batch, random_ids, run_batch  # noqa: E402
@@ -158,6 +158,7 @@ def check_model(name: str, folder: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = script_parser(__doc__)
+    add_models(parser)
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("the ledger is a GPU's: torch sees none")

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from decode_attention import BLOCK_SIZE, CALLS, HEAD_SIZE, NUM_KV_HEADS, paged_cache, run_script  # noqa: E402
+from decode_attention import BLOCK_SIZE, CALLS, HEAD_SIZE, NUM_KV_HEADS, paged_cache, recorded, run_script  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from teachllm.roofline import Ceilings  # noqa: E402
@@ -75,12 +75,7 @@ def calls_of(lens: list[int], contexts: list[int], num_heads: int) -> dict[str, 
 def seconds(call: Callable[[], Any]) -> tuple[float, float]:
     """Of one call: from a rest, and in the 0.2 seconds after the first 0.2."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(CALLS):
-                call()
+        graph = recorded(call)
 
     def timed(replays: int) -> float:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

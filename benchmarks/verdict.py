@@ -13,7 +13,6 @@ Exit code 1 where a verdict is wrong or a floor lies above a measured time. Rand
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -29,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from h200 import SHAPES, engine_settings, give_back, provenance, write_shape  # noqa: E402
+from h200 import SHAPES, engine_settings, give_back, provenance, script_parser, write_shape  # noqa: E402
 
 from teachllm import EngineConfig, SamplingParams  # noqa: E402
 from teachllm.bench.batch import random_ids  # noqa: E402
@@ -83,9 +82,7 @@ def steps_of(path: Path, prompt_len: int, output_len: int, skipped: int, **setti
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", help="recorded with the result; default: git rev-parse HEAD")
-    parser.add_argument("--output", type=Path, help="write the result to this file, as JSON")
+    parser = script_parser(__doc__)
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("the verdicts are a GPU's: torch sees none")

@@ -21,8 +21,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
-from teachllm.layers.attention_backends.flash_attn import FlashAttnBackend
-from teachllm.layers.attention_backends.flashinfer import FlashInferBackend
+from teachllm.layers.attention_backends.selection import is_recordable
 from teachllm.models.model_config import ModelConfig
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
@@ -118,8 +117,7 @@ def buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 def has_graphs(config: EngineConfig) -> bool:
     """Whether steps are recorded: not where the backend needs the host in each, as some do that are chosen by name."""
-    without = [backend.name for backend in (FlashAttnBackend, FlashInferBackend) if not backend.in_graphs]
-    return not config.enforce_eager and config.attention_backend not in without
+    return not config.enforce_eager and is_recordable(config.attention_backend)
 
 
 def graph_bytes(config: EngineConfig, model: ModelConfig) -> int:

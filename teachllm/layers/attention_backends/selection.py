@@ -23,6 +23,11 @@ _ON_A_GPU: dict[str, type[AttentionBackend]] = {
 }
 
 
+def is_recordable(name: str | None) -> bool:
+    """Whether CUDA graphs can hold what the backend of this name launches; None chooses among those where they can."""
+    return name not in _ON_A_GPU or _ON_A_GPU[name].in_graphs
+
+
 def select_backend(
     name: str | None, needs: AttentionNeeds, device: torch.device, batch_invariant: bool = False
 ) -> AttentionBackend:
