@@ -1,6 +1,6 @@
 """`teachllm bench`: how fast a model runs here, and how fast anything could run it here.
 
-The flags are spelled as `vllm bench` spells them, so that a command line moves between the two unchanged.
+Flags that `vllm bench` has, too, are spelled as it spells them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,7 @@ from teachllm_cli.terminal import answers, notes
 if TYPE_CHECKING:
     from teachllm import LLM
     from teachllm.bench.figures import Figure
-    from teachllm.bench.step_profile import StepProfile
+    from teachllm.bench.step_profile import Floor, StepProfile
     from teachllm.roofline import Ceilings
 
 bench = typer.Typer(
@@ -51,18 +51,25 @@ def latency(
     ] = None,
 ) -> None:
     """Time one batch of equal requests with random prompts, from its arrival to its last token."""
-    from teachllm.bench.latency import LatencyOptions, run_latency, run_profile
+    from teachllm.bench.latency import LatencyOptions, latency_batch, run_latency
+    from teachllm.bench.step_profile import check_profile, profile_decode
 
     options = LatencyOptions(input_len, output_len, batch_size, num_iters_warmup, num_iters)
-    with _measured(engine, output_json) as (llm, ceilings), _bar("iterations") as progress:
-        result = run_latency(llm, options, ceilings, progress)
-        trace = profile_trace or (_TRACE if profile else None)
-        steps = run_profile(llm, options, ceilings, trace) if trace else None
+    trace = profile_trace or (_TRACE if profile else None)
+    _check_folder("--profile-trace", trace)
     title = f"{engine.model}: {batch_size} x ({input_len} tokens in, {output_len} out)"
-    _report(title, result.figures, ceilings, result.json, output_json)
-    if steps is not None:
-        _report_profile(steps)
-        notes().print(f"The same steps for https://ui.perfetto.dev: {trace}", markup=False, soft_wrap=True)
+    with _measured(engine, output_json) as (llm, ceilings):
+        profiled = latency_batch(llm, options)
+        if trace is not None:
+            check_profile(llm, profiled)
+        with _bar("iterations") as progress:
+            result = run_latency(llm, options, ceilings, progress)
+        _report(title, result.figures, ceilings, result.json, output_json)
+        if trace is not None:
+            steps = profile_decode(llm, profiled, ceilings, trace_path=trace)
+            _report_profile(steps)
+            _write(output_json, result.json | {"profile": asdict(steps)})
+            notes().print(f"The same steps for https://ui.perfetto.dev: {trace}", markup=False, soft_wrap=True)
 
 
 @bench.command()
@@ -94,14 +101,23 @@ def throughput(
 @contextlib.contextmanager
 def _measured(engine: EngineConfig, output_json: Path | None) -> Iterator[tuple[LLM, Ceilings]]:
     """The model, and the ceilings of where it runs: measured first, since an engine takes what memory there is."""
-    if output_json is not None and not output_json.absolute().parent.is_dir():
-        raise ValueError(f"--output-json {output_json}: there is no folder {output_json.absolute().parent}")
+    _check_folder("--output-json", output_json)
     from teachllm.bench.ceilings import ceilings_of
 
     ceilings = ceilings_of(engine)
     llm = engine_door.make_llm(replace(engine, skip_tokenizer_init=True))
     with contextlib.closing(llm):
         yield llm, ceilings
+
+
+def _check_folder(flag: str, path: Path | None) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.absolute().parent}")
+
+
+def _write(output_json: Path | None, found: dict[str, Any]) -> None:
+    if output_json is not None:
+        output_json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -119,8 +135,7 @@ def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
 def _report(
     title: str, figures: Sequence[Figure], ceilings: Ceilings, found: dict[str, Any], output_json: Path | None
 ) -> None:
-    if output_json is not None:
-        output_json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    _write(output_json, found)
     from rich.table import Table
     from rich.text import Text
 
@@ -151,22 +166,27 @@ def _report_profile(steps: StepProfile) -> None:
     console = answers()
     console.print(Text(f"A decode step, mean of {steps.num_steps}: {_number(steps.wall_ms)} ms", style="bold"))
     table = Table(box=None, padding=(0, 1, 0, 2))
-    table.add_column("where it goes")
-    for column in ("ms", "of the step", "at the ceilings", "calls"):
+    table.add_column("where it goes", no_wrap=True)
+    for column in ("ms", "of the step", "floor ms", "of it", "calls"):
         table.add_column(column, justify="right")
 
-    def add(name: str, ms: float, floor_ms: float | None = None, calls: float | None = None, style: str = "") -> None:
-        floor = "" if floor_ms is None else f"{_number(floor_ms)} ms"
+    def add(name: str, ms: float, floor: Floor | None = None, calls: float | None = None, style: str = "") -> None:
+        best = ("", "") if floor is None else (_number(floor.ms), f"{floor.ms / ms:.1%}")
         number = "" if calls is None else f"{calls:.4g}"
-        table.add_row(Text(name), _number(ms), f"{ms / steps.wall_ms:.1%}", floor, number, style=style)
+        table.add_row(Text(name), _number(ms), f"{ms / steps.wall_ms:.1%}", *best, number, style=style)
 
     for group, ms in steps.groups().items():
-        add(group, ms, steps.floor_ms.get(group))
+        add(group, ms, steps.floors.get(group))
         for row in [row for row in steps.rows if row.group == group][:_KERNELS_SHOWN]:
-            add(f"  {row.name.removeprefix('void ')[:40]}", row.ms, calls=row.calls, style="dim")
+            add(f"  {row.name.removeprefix('void ')[:28]}", row.ms, calls=row.calls, style="dim")
     add("gaps between kernels", steps.gaps_ms)
-    add("(host at work meanwhile)", steps.host_ms, style="dim")
     console.print(table)
+    floors = ", ".join(f"{group}: {floor.bound}" for group, floor in steps.floors.items())
+    console.print(f"Floors are set by the ceilings ({floors}); what has none, nobody needs.", style="dim", markup=False)
+    console.print(
+        f"Without the profiler a step takes {_number(steps.unprofiled_ms)} ms, "
+        f"and the host is at work for {_number(steps.host_ms)} ms of it."
+    )
 
 
 def _number(value: float) -> str:

@@ -6,13 +6,11 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, Timing, check_length, random_ids, run_batch
 from teachllm.bench.figures import Figure, as_json
 from teachllm.bench.floor import floor_seconds, schedule
-from teachllm.bench.step_profile import StepProfile, profile_decode
 from teachllm.roofline import Ceilings
 
 if TYPE_CHECKING:
@@ -58,10 +56,12 @@ class LatencyResult:
     json: dict[str, Any]
 
 
-def latency_batch(options: LatencyOptions, vocab_size: int, rng: random.Random, temperature: float = 0.0) -> Batch:
-    """Equal requests with random prompts."""
+def latency_batch(llm: LLM, options: LatencyOptions) -> Batch:
+    """Equal requests with random prompts, which sample; no two batches have a prompt in common."""
+    rng = random.Random()  # seeded by the system: no run repeats a prompt of another
+    vocab_size = llm.engine.model_config.vocab_size
     prompts = [random_ids(rng, options.input_len, vocab_size) for _ in range(options.batch_size)]
-    return Batch(prompts, [options.output_len] * options.batch_size, temperature)
+    return Batch(prompts, [options.output_len] * options.batch_size, temperature=1.0)
 
 
 def run_latency(
@@ -76,12 +76,10 @@ def run_latency(
         ValueError: a request is longer than `max_model_len`.
     """
     check_length(llm, options.input_len + options.output_len)
-    rng = random.Random()  # seeded by the system: no run repeats a prompt of another
-    vocab_size = llm.engine.model_config.vocab_size
     num_all = options.num_iters_warmup + options.num_iters
     timings = []
     for done in range(1, num_all + 1):
-        batch = latency_batch(options, vocab_size, rng, temperature=1.0)
+        batch = latency_batch(llm, options)
         timings.append(run_batch(llm, batch))
         if progress is not None:
             progress(done, num_all)
@@ -94,16 +92,6 @@ def run_latency(
         "percentiles": {str(percent): _percentile(seconds, percent) for percent in _PERCENTILES},
     }
     return LatencyResult(timings, figures, as_json(llm, options, results, figures, ceilings))
-
-
-def run_profile(llm: LLM, options: LatencyOptions, ceilings: Ceilings, trace_path: Path | None = None) -> StepProfile:
-    """Where a decode step of such a batch goes; `trace_path` as in `profile_decode`.
-
-    Raises:
-        ValueError: prompt and profiled steps are longer than `max_model_len`.
-    """
-    rng, vocab_size = random.Random(), llm.engine.model_config.vocab_size
-    return profile_decode(llm, latency_batch(options, vocab_size, rng), ceilings, 16, trace_path)
 
 
 def _figures(

@@ -1,9 +1,9 @@
 """Where a decode step goes: its kernels, the gaps between them, and the host beside them.
 
-A batch is brought past its prompts, then a few steps run under PyTorch's profiler. Kernels are gathered by what they
-are for, so that each group stands beside its own part of the floor: weights for the matrix products, K and V for
-attention. What has no floor is cost that a better engine need not have. On a CPU operations stand for kernels, and
-attention, made of products, counts among those.
+A batch is brought past its prompts, then a few steps are timed, and as many more run under PyTorch's profiler, which
+slows the host down. Kernels are gathered by what they are for, so that each group stands beside its own part of the
+floor: weights for the matrix products, K and V for attention. What has no floor is cost that a better engine need not
+have. On a CPU operations stand for kernels, and attention, made of products, counts among those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from teachllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from teachllm import LLM
+    from teachllm.engine.engine import Engine
 
+_NUM_STEPS = 16
 # A kernel belongs to the first group that has a word of its name. The libraries' names are theirs to change.
 _GROUPS = {
     "attention": ("paged_", "decode", "prefill", "sdpa", "flash", "fmha", "attention"),
@@ -51,24 +53,34 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """The least time for a group's work, and what sets it: "bandwidth" or "compute"."""
+
+    ms: float
+    bound: str
+
+
+@dataclass(frozen=True)
 class StepProfile:
     """A step in the mean.
 
     Attributes:
         num_steps: how many were looked at.
-        wall_ms: from step to step.
-        host_ms: of it, the host was at work: planning, launching, updating. Waiting for the device is not work.
+        wall_ms: from step to step, profiled.
         busy_ms: of it, at least one kernel ran.
         rows: kernels, the longest first.
-        floor_ms: by group, what bytes and FLOPs allow at the ceilings; groups without any are missing.
+        floors: by group, what bytes and FLOPs allow at the ceilings; groups without any are missing.
+        host_ms: the host at work on a step, not profiled: planning, launching, updating. Waiting is not work.
+        unprofiled_ms: from step to step meanwhile.
     """
 
     num_steps: int
     wall_ms: float
-    host_ms: float
     busy_ms: float
     rows: list[Row]
-    floor_ms: dict[str, float]
+    floors: dict[str, Floor]
+    host_ms: float
+    unprofiled_ms: float
 
     @property
     def gaps_ms(self) -> float:
@@ -83,8 +95,23 @@ class StepProfile:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
+def check_profile(llm: LLM, batch: Batch, num_steps: int = _NUM_STEPS) -> None:
+    """Whether `profile_decode` can do it.
+
+    Raises:
+        ValueError: a prompt and the steps are longer than `max_model_len`, or the batch does not run all at once.
+    """
+    check_length(llm, max(batch.prompt_lens) + 4 * num_steps + 4)
+    num_requests, max_num_seqs = len(batch.prompts), llm.config.max_num_seqs or 0
+    if num_requests > max_num_seqs:
+        raise ValueError(
+            f"{num_requests} requests do not run all at once with max_num_seqs={max_num_seqs}, so no step to profile "
+            "has them all: profile fewer, or raise max_num_seqs"
+        )
+
+
 def profile_decode(
-    llm: LLM, batch: Batch, ceilings: Ceilings, num_steps: int = 16, trace_path: Path | None = None
+    llm: LLM, batch: Batch, ceilings: Ceilings, num_steps: int = _NUM_STEPS, trace_path: Path | None = None
 ) -> StepProfile:
     """Profiles `num_steps` decode steps of a batch, which all of its requests are in, after some not looked at.
 
@@ -92,21 +119,15 @@ def profile_decode(
         trace_path: a trace for Perfetto or chrome://tracing is written there.
 
     Raises:
-        ValueError: a prompt and the steps are longer than `max_model_len`, or the batch does not run all at once.
+        ValueError: as `check_profile`; or requests ended meanwhile.
     """
     from torch.profiler import ProfilerActivity, profile
 
-    check_length(llm, max(batch.prompt_lens) + 3 * num_steps + 4)
+    check_profile(llm, batch, num_steps)
     engine, names = llm.engine, [f"profile {i}" for i in range(len(batch.prompts))]
-    max_num_seqs, max_model_len = llm.config.max_num_seqs, llm.config.max_model_len
-    assert max_num_seqs and max_model_len
-    if len(names) > max_num_seqs:
-        raise ValueError(
-            f"{len(names)} requests do not run all at once with max_num_seqs={max_num_seqs}, so no step to profile has "
-            "them all: profile fewer, or raise max_num_seqs"
-        )
+    assert llm.config.max_model_len
     # As many tokens as there is room for: the first request goes on while the last ones' prompts are read.
-    most = [max_model_len - length for length in batch.prompt_lens]
+    most = [llm.config.max_model_len - length for length in batch.prompt_lens]
     params = [
         SamplingParams(temperature=batch.temperature, max_tokens=n, ignore_eos=True, detokenize=False) for n in most
     ]
@@ -118,16 +139,14 @@ def profile_decode(
         ]
         while not all(len(output.outputs[0].token_ids) > num_steps for output in outputs):
             engine.step()
+        unprofiled_s, host_s = _time_steps(engine, num_steps)
         activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
         with profile(activities=activities) as profiler:
-            waited = _Waiting(engine.core)
-            engine.step()  # takes the result of the step in front, whose wait nobody counts
-            waited.seconds = 0.0
+            engine.step()  # whose wait is for the step in front
             start = time.perf_counter()
             for _ in range(num_steps):
                 engine.step()
             wall_s = time.perf_counter() - start
-            host_s = wall_s - waited.stop()
         if any(output.finished for output in outputs):
             raise ValueError("requests ended while steps were profiled: profile fewer, or raise max_model_len")
         lens = [len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) for output in outputs]
@@ -138,11 +157,21 @@ def profile_decode(
             engine.step()
     if trace_path is not None:
         profiler.export_chrome_trace(str(trace_path))
-    events = _events(profiler, on_gpu)
-    rows, busy_ms = summarize(events, num_steps + 1)
+    rows, busy_ms = summarize(_events(profiler, on_gpu), num_steps + 1)
     step = Step([1] * len(lens), [length - num_steps // 2 for length in lens], len(lens))
     floors = _floors(step_work(engine.model_config, step), step, llm, ceilings)
-    return StepProfile(num_steps, 1000 * wall_s / num_steps, 1000 * host_s / num_steps, busy_ms, rows, floors)
+    times_ms = [1000 * seconds / num_steps for seconds in (wall_s, host_s, unprofiled_s)]
+    return StepProfile(num_steps, times_ms[0], busy_ms, rows, floors, *times_ms[1:])
+
+
+def _time_steps(engine: Engine, num_steps: int) -> tuple[float, float]:
+    """(seconds, seconds that the host was at work) of so many steps."""
+    waited = _Waiting(engine.core)
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    wall_s = time.perf_counter() - start
+    return wall_s, wall_s - waited.stop()
 
 
 def summarize(events: Iterable[Event], num_steps: int) -> tuple[list[Row], float]:
@@ -218,13 +247,13 @@ def _events(profiler: Any, on_gpu: bool) -> list[Event]:
     return [Event(e.name, e.time_range.start, e.time_range.end) for e in found]
 
 
-def _floors(work: Work, step: Step, llm: LLM, ceilings: Ceilings) -> dict[str, float]:
+def _floors(work: Work, step: Step, llm: LLM, ceilings: Ceilings) -> dict[str, Floor]:
     """The floor of a step, divided between weights and KV."""
     model = llm.engine.model_config
     weights = step_work(model, Step([0] * len(step.query_lens), [0] * len(step.kv_lens), step.num_sampled))
-    products = Work(weights.num_bytes, work.matrix_flops, 0)
-    attention = Work(work.num_bytes - weights.num_bytes, 0, work.attention_flops)
-    return {
-        "matrix products": 1000 * products.seconds(ceilings),
-        "attention": 1000 * attention.seconds(ceilings),
+    parts = {
+        "matrix products": Work(weights.num_bytes, work.matrix_flops, 0),
+        "attention": Work(work.num_bytes - weights.num_bytes, 0, work.attention_flops),
     }
+    least = {group: part.seconds(ceilings) for group, part in parts.items()}
+    return {group: Floor(1000 * least[group], part.bound(ceilings, least[group])) for group, part in parts.items()}

@@ -79,12 +79,12 @@ def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     steps = profile_decode(llm, Batch([[5] * 9, [6] * 20], [1, 1]), CEILINGS, num_steps=4, trace_path=trace)
     assert steps.num_steps == 4 and not llm.engine.has_unfinished_requests
-    assert 0 < steps.busy_ms <= steps.wall_ms and 0 < steps.host_ms <= steps.wall_ms
+    assert 0 < steps.busy_ms <= steps.wall_ms and 0 < steps.host_ms <= steps.unprofiled_ms
     assert "matrix products" in steps.groups()
     assert json.loads(trace.read_text())["traceEvents"]
-    # Two requests, 5 tokens and 4 / 2 after the fifth of their outputs: the floors are the step's bytes, divided.
-    total = sum(steps.floor_ms.values()) / 1000 * CEILINGS.read_bandwidth
-    lens = [9 + 10 - 2, 20 + 10 - 2]
+    # Two requests with 5 + 4 + 5 tokens, 4 / 2 of them after the middle: the floors are the step's bytes, divided.
+    total = sum(floor.ms for floor in steps.floors.values()) / 1000 * CEILINGS.read_bandwidth
+    lens = [9 + 14 - 2, 20 + 14 - 2]
     assert total == pytest.approx(step_work(llm.engine.model_config, Step([1, 1], lens, 2)).num_bytes)
     llm.engine.close()
 

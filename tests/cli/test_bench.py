@@ -49,12 +49,26 @@ def test_latency_writes_and_shows_every_figure_with_its_limit(teachllm, tmp_path
 
 
 def test_a_profile_shows_where_a_step_goes_and_writes_a_trace(teachllm, tmp_path) -> None:
-    trace = tmp_path / "trace.json"
-    result = teachllm("bench", "latency", *LATENCY, *ENGINE, "--profile-trace", str(trace))
+    trace, output = tmp_path / "trace.json", tmp_path / "latency.json"
+    files = ("--profile-trace", str(trace), "--output-json", str(output))
+    result = teachllm("bench", "latency", *LATENCY, *ENGINE, *files)
     assert result.exit_code == 0, result.stderr
     assert json.loads(trace.read_text())["traceEvents"]
-    for text in ("A decode step, mean of 16", "matrix products", "gaps between kernels", "host at work"):
+    for text in ("A decode step, mean of 16", "matrix products", "gaps between kernels", "the host is at work"):
         assert text in result.stdout
+    found = json.loads(output.read_text())
+    assert len(found["latencies"]) == 3
+    assert 0 < found["profile"]["host_ms"] <= found["profile"]["unprofiled_ms"]
+    assert found["profile"]["floors"]["matrix products"]["bound"] in ("bandwidth", "compute")
+
+
+def test_a_profile_that_cannot_be_made_is_refused_before_anything_runs(teachllm, tmp_path) -> None:
+    nowhere = str(tmp_path / "none" / "trace.json")
+    result = teachllm("bench", "latency", *LATENCY, *ENGINE, "--profile-trace", nowhere)
+    assert result.exit_code == 1 and f"--profile-trace {nowhere}: there is no folder" in result.stderr
+    result = teachllm("bench", "latency", *LATENCY, *ENGINE, "--profile", "--max-model-len", "40")
+    assert result.exit_code == 1 and "more than max_model_len=40" in result.stderr
+    assert "ttft" not in result.stdout
 
 
 def test_one_output_token_has_no_time_per_output_token(teachllm, tmp_path) -> None:
