@@ -69,6 +69,15 @@ def _side_by_side(a, b):
 
 
 @triton.jit
+def _depth(bits, MAX_Q: tl.constexpr):
+    """How many of a tree's tokens lie before one that sees `bits`: it sees them, and itself."""
+    depth = tl.full(bits.shape, -1, tl.int32)
+    for j in tl.static_range(MAX_Q):
+        depth += ((bits >> j) & 1).to(tl.int32)
+    return depth
+
+
+@triton.jit
 def _paged_decode(
     q, k_cache, v_cache, out, block_tables, tree_mask, items, partial, lse, finished,
     cos, signed_sin, qk_weight, eps, scale_log2, soft_cap, q_stride, table_stride, query_start,
@@ -144,15 +153,20 @@ def _paged_decode(
                 score = _capped(score, soft_cap)
             visible = is_key[None, :]
             if MAX_Q > 1:
-                ahead = key[None, :] - (seq_len - num_queries)  # index among the new tokens; negative: before them
+                ahead = key - (seq_len - num_queries)  # index among the new tokens; negative: before them
+                key_position, query_position = ahead, query  # from the first new token's
                 if HAS_TREE:
                     bits = tl.load(tree_mask + token + query, mask=is_row, other=0)
-                    sees = ((bits[:, None] >> tl.maximum(ahead, 0)) & 1) != 0
-                    visible = visible & ((ahead < 0) | sees)
+                    sees = ((bits[:, None] >> tl.maximum(ahead, 0)[None, :]) & 1) != 0
+                    visible = visible & ((ahead < 0)[None, :] | sees)
+                    if WINDOW > 0:
+                        query_position = _depth(bits, MAX_Q)
+                        key_bits = tl.load(tree_mask + token + ahead, mask=is_key & (ahead >= 0), other=0)
+                        key_position = tl.where(ahead < 0, ahead, _depth(key_bits, MAX_Q))
                 else:
-                    visible = visible & (ahead <= query[:, None])
+                    visible = visible & (ahead[None, :] <= query[:, None])
                 if WINDOW > 0:
-                    visible = visible & (key[None, :] > (seq_len - num_queries + query)[:, None] - WINDOW)
+                    visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
             score = tl.where(visible, score, -float("inf"))
             higher = tl.maximum(highest, tl.max(score, axis=1))
             base = tl.where(higher == -float("inf"), 0.0, higher)
@@ -284,8 +298,9 @@ def paged_decode_triton(
         plan: filled by `plan_decode` for this batch and window. Padding gets no output.
         scale, window, soft_cap: as in `paged_attention_reference`.
         max_query_len: the most tokens of one sequence, and no more than `plan` was allocated for.
-        tree_mask: [num_tokens] int64, bit j says that a token sees its sequence's j-th token of this step; without
-            it a token sees itself and those before it.
+        tree_mask: [num_tokens] int64, bit j says that a token sees its sequence's j-th token of this step: those before
+            it in a tree of drafts, of which there are as many as it is deep, and itself. Without it a token sees itself
+            and those before it.
         out: [num_tokens, num_heads, head_size], contiguous, to write to.
 
     Returns:

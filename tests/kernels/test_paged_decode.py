@@ -152,24 +152,56 @@ def test_no_more_tokens_a_sequence_than_the_plan_has_room_for() -> None:
         paged_decode_triton(*where, max_query_len=2)
 
 
-def test_a_tree_mask_decides_which_new_tokens_are_seen() -> None:
-    # Two drafts after one root, and a child of the second: each sees its ancestors and itself.
-    sees = [[0], [0, 1], [0, 2], [0, 2, 3]]
-    batch = make_batch([70], [4], (4, 2), 64, 16, torch.float32)
-    mask = torch.tensor([sum(1 << j for j in who) for who in sees], device=DEVICE)
+@st.composite
+def trees(draw: st.DrawFn) -> list[list[int]]:
+    """What each node of a tree of drafts sees: its ancestors, the root first, and itself."""
+    sees = [[0]]
+    for node in range(1, draw(st.integers(1, 8))):
+        sees.append([*sees[draw(st.integers(0, node - 1))], node])
+    return sees
+
+
+@examples
+@given(
+    st.lists(st.tuples(st.integers(0, LONGEST), trees()), min_size=1, max_size=3),
+    st.sampled_from([KINDS[1], Kind((4, 1), 80, torch.float32, window=20), Kind((2, 2), 64, HALF, 48, window=2)]),
+)
+def test_a_tree_of_drafts(sizes: list[tuple[int, list[list[int]]]], kind: Kind) -> None:
+    befores, forest = zip(*sizes, strict=True)
+    query_lens = [len(tree) for tree in forest]
+    lens = [before + count for before, count in zip(befores, query_lens, strict=True)]
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype)
+    mask = torch.tensor([sum(1 << j for j in who) for tree in forest for who in tree], device=DEVICE)
     out = paged_decode_triton(
-        *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan_for(batch, 4, 4, None), 0.3),
-        max_query_len=4,
+        *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start),
+        *(plan_for(batch, kind.heads[0], 8, kind.window), 0.3, kind.window),
+        max_query_len=8,
         tree_mask=mask,
+        out=torch.full_like(batch.q, float("nan"), memory_format=torch.contiguous_format),
     )
-    block_size = batch.k_cache.shape[1]
-    table = batch.tables[batch.rows[0].long()].long()
-    slots = [int(table[i // block_size]) * block_size + i % block_size for i in range(70)]
-    k, v = (cache.flatten(0, 1)[slots].double().repeat_interleave(2, dim=1) for cache in batch[1:3])
-    for token, who in enumerate(sees):
-        seen = [*range(66), *(66 + j for j in who)]
-        weights = (torch.einsum("hd,khd->hk", batch.q[token].double(), k[seen]) * 0.3).softmax(dim=-1)
-        assert_near(out[token], torch.einsum("hk,khd->hd", weights, v[seen]))
+    expected = [
+        attend_to(batch, kind, seq, token, seen(before, who, kind.window))
+        for token, (seq, before, who) in enumerate(
+            (seq, before, who) for seq, (before, tree) in enumerate(sizes) for who in tree
+        )
+    ]
+    assert_near(out, torch.stack(expected))
+
+
+def seen(before: int, who: list[int], window: int | None) -> list[int]:
+    """Indices of the keys that a node sees: a path's tokens have positions one after the other, wherever they lie."""
+    path = [*range(before), *(before + node for node in who)]
+    return path if window is None else path[-window:]
+
+
+def attend_to(batch: Batch, kind: Kind, seq: int, token: int, keys: list[int]) -> torch.Tensor:
+    """[num_heads, head_size] in float64: one token's attention to some of its sequence's keys."""
+    table = batch.tables[batch.rows[seq].long()].tolist()
+    slots = [table[i // kind.block_size] * kind.block_size + i % kind.block_size for i in keys]
+    group = kind.heads[0] // kind.heads[1]
+    k, v = (cache.flatten(0, 1)[slots].double().repeat_interleave(group, dim=1) for cache in batch[1:3])
+    weights = (torch.einsum("hd,khd->hk", batch.q[token].double(), k) * 0.3).softmax(dim=-1)
+    return torch.einsum("hk,khd->hd", weights, v)
 
 
 @examples
