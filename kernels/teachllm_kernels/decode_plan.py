@@ -231,3 +231,8 @@ def plan_decode(
         TILE=TILE,
         FIELDS=_FIELDS,
     )
+
+
+def cost(num_seqs: int, num_splits: int) -> tuple[int, int]:
+    """(bytes, FLOPs): of each sequence length, first token and row in, of each split its item out. It is latency."""
+    return num_seqs * 3 * 4 + num_splits * _FIELDS * 4, 0

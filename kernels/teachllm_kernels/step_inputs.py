@@ -158,6 +158,10 @@ def write_runs(to: torch.Tensor, packed: torch.Tensor, num_runs: int, longest: i
     _write_runs[(num_runs, programs)](to, packed, BLOCK=_RUN_BLOCK, **launch_options(to.device))
 
 
-def cost(num_tokens: int) -> tuple[int, int]:
-    """(bytes, FLOPs) of `step_inputs`: a token's id and block in, its id, position and slot out. It is latency."""
-    return num_tokens * (4 + 4 + 3 * 8), 0
+def cost(num_tokens: int, num_sampled: int = 0, num_written: int = 0) -> tuple[int, int]:
+    """(bytes, FLOPs) of a step's three kernels. It is latency.
+
+    A token's id and block in, its id, position and slot out; of each sampled one its row, id and place in, its id into
+    the row and to the host, the row's length in and out; of each value written the value in and out.
+    """
+    return num_tokens * (4 + 4 + 3 * 8) + num_sampled * (4 + 8 + 2 * 4 + 2 * 4) + num_written * 2 * 4, 0

@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from teachllm_kernels import few_rows_linear, paged_prefill
+from teachllm_kernels import few_rows_linear, paged_decode, paged_prefill
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
@@ -118,7 +118,7 @@ def compile_hopper_products(dtype: torch.dtype) -> None:
 def compile_large_tiles() -> None:
     """Those that need more shared memory than the smallest cards have."""
     architectures.remove(86)
-    for module in (few_rows_linear, paged_prefill):
+    for module in (few_rows_linear, paged_decode, paged_prefill):
         module.shared_memory = lambda device: SHARED_MEMORY[80]
     x, weight = torch.zeros(2, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
     few_rows_linear_triton(x, weight, gated=True)

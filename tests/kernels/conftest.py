@@ -9,6 +9,14 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """What is allocated holds NaN, or the largest integer, until somebody writes to it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # of which filling new memory is a part
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="module")
 def products_in_order() -> Iterator[None]:
     """Interpreted, `tl.dot` adds up in one order for every row.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from teachllm.layers.linear import Linear
 from teachllm_kernels import (
+    decode_plan,
     hopper_decode,
     kv_write,
     linear,
@@ -175,6 +176,8 @@ def test_costs_count_each_number_once() -> None:
     assert num_bytes == (2 * (64 + 8 + 32 + 32) + 6 * 32) * 4
     assert flops == 2 * 6 * 8 * 7 + (3 + 5) * 4 * (2 * 8 + 2 * 8)
     assert step_inputs.cost(10) == (320, 0)  # a token: id and block in, 4 bytes each; id, position and slot out, 8 each
+    assert decode_plan.cost(3, 5) == (3 * 12 + 5 * 32, 0)
+    assert step_inputs.cost(10, 2, 5) == (320 + 2 * 28 + 5 * 8, 0)
 
 
 def test_references_and_models_import_where_triton_is_not_installed() -> None:
