@@ -20,7 +20,6 @@ from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
-_FEW_ROWS = 8  # up to which the portable kernel is faster than the library's
 _ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
 
 
@@ -102,7 +101,7 @@ class Linear(nn.Module):
         num_rows = x.shape[0]
         if num_rows <= hopper_linear.MAX_ROWS and self._on_hopper(x):
             return "hopper"
-        return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= _FEW_ROWS else "library"
+        return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= few_rows_linear.MAX_ROWS else "library"
 
     def _on_hopper(self, x: torch.Tensor) -> bool:
         """Whether Hopper's own products take such rows."""
