@@ -8,6 +8,13 @@ that would have to be kept: what is not compiled before a step meets it is compi
 Threads suffice: most of a compilation is native code, or another program's (the assembler, and, up to Triton 3.6, the C
 compiler, which builds each signature's launcher), and meanwhile other threads run Python.
 
+In the order of time, with what is Triton's own in brackets:
+
+    launch    a kernel's arguments say what to compile; nothing is on its way to the device
+    submit    [once for each that is not compiled already] its compilation waits for the pass to be over
+    compile   a thread: [source to machine code], then the launcher is built and the machine code loaded
+    finish    this thread waits for all: [the next such launch finds the kernel]
+
 Source: Triton's `AsyncCompileMode`, which compiles so what is launched with `warmup`.
 """
 
@@ -42,11 +49,27 @@ class _Pool(ThreadPoolExecutor):
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         def make_ready() -> Any:
             kernel = compile_kernel()
-            with self._building[kernel.name]:  # a kernel's variants have launchers in common: one builds for all
-                kernel.run  # noqa: B018 - asked for it, Triton builds the launcher and loads the kernel
+            self._build_launcher(kernel)
             return kernel
 
         return super().submit(make_ready)
+
+    def _build_launcher(self, kernel: Any) -> None:
+        """And loads the kernel: Triton does both when it is asked for `run`."""
+        with self._building[kernel.name]:  # a kernel's variants have launchers in common: one builds for all
+            _ = kernel.run
+
+
+@contextmanager
+def _ending(mode: Any, pool: _Pool) -> Iterator[None]:
+    """Ends Triton's mode also if somebody interrupts the wait for kernels, who then waits for those under way alone."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        mode.raw_futures.clear()  # which it would wait for
+        mode.__exit__(None, None, None)
+        raise
 
 
 @contextmanager
@@ -73,7 +96,8 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
         passed.wait()  # the pass is Python, too, and what it meets last may take the longest
 
     pool = _Pool(initializer=begin)
-    with _one_at_a_time, pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    mode = triton.AsyncCompileMode(pool, ignore_errors=True)
+    with _one_at_a_time, pool, _ending(mode, pool), mode:
         launch = jit.run
 
         def launch_or_compile(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from triton.runtime import _async_compile  # noqa: E402
 from triton.runtime._async_compile import active_mode  # noqa: E402
 
 from teachllm_kernels.compile_ahead import compiling_ahead  # noqa: E402
@@ -117,6 +118,34 @@ def test_kernels_are_ready_when_it_ends_and_one_that_fails_does_so_where_it_is_l
         launch("bad")
 
 
+def test_who_interrupts_the_wait_can_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: Any, name: str, *, grid: Any, warmup: bool) -> None:
+        mode = active_mode.get()
+        assert mode is not None
+        mode.submit(name, lambda: started.append(name), lambda made: None)
+
+    def interrupt(futures: Any) -> Any:
+        if futures:
+            raise KeyboardInterrupt
+        return futures
+
+    started: list[str] = []
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: sleep(0.05))
+    monkeypatch.setattr(_async_compile, "as_completed", interrupt)
+
+    def _kernel(name): ...
+
+    with pytest.raises(KeyboardInterrupt), compiling_ahead(torch.device("cuda", 0)):
+        for i in range(100):
+            triton.JITFunction(_kernel)[(1,)](str(i))
+    assert active_mode.get() is None and triton.JITFunction.run is run
+    assert len(started) < 20  # what no thread had begun is given up
+    monkeypatch.undo()
+    with compiling_ahead(torch.device("cuda", 0)):
+        pass
+
+
 def test_of_two_threads_one_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self: Any, *args: Any, grid: Any, warmup: bool) -> None: ...
 
@@ -141,9 +170,16 @@ def test_of_two_threads_one_waits_for_the_other(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("length", "asked"),
-    [(7, {"temperature": 0.0}), (25, {"temperature": 0.7}), (32, {"temperature": 0.7, "top_p": 0.9})],
+    [
+        (7, {"temperature": 0.0}),
+        (25, {"temperature": 0.7}),
+        (32, {"temperature": 0.7, "top_p": 0.9}),
+        (8, {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5, "logprobs": 2}),
+    ],
 )
-def test_the_first_prompt_and_its_decodes_compile_nothing(length: int, asked: dict[str, Any], tmp_path: Path) -> None:
+def test_a_first_short_prompt_and_its_decodes_compile_nothing(
+    length: int, asked: dict[str, Any], tmp_path: Path
+) -> None:
     paths = os.pathsep.join(str(ROOT / name) for name in (".", "kernels"))
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
     command = [sys.executable, "-c", FIRST_STEPS % (asked, length)]
