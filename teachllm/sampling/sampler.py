@@ -164,8 +164,7 @@ class Sampler:
         """[R] int64: the best token of greedy rows, a random one of the others."""
         output_indices = lengths - parameters.num_prompt_tokens
         if logits.is_cuda:  # as where nobody asks for more: what a neighbour asks for changes no row's token
-            variant = selection.random is not None, selection.filtered is not None
-            return self._state.draw(logits, selection.rows.int(), output_indices, *variant)
+            return self._state.draw(logits, selection.rows.int(), output_indices, any_random=True, any_filtered=True)
         chosen = selection.random
         if chosen is None:
             return logits.argmax(dim=-1)

@@ -158,9 +158,17 @@ class SamplingState:
             output_index: [R] int64, how many tokens the request of each row has sampled before.
             The others as in `Sampler.sample_plain`.
         """
-        floats, ints = self._floats, self._ints
+        every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
         return sample_triton(
-            *(logits, rows, floats[:, 0], ints[:, 3], floats[:, 1], floats[:, 2], ints[:, 0], ints[:, 1], output_index),
+            logits,
+            rows,
+            temperature=every.temperature,
+            top_k=every.top_k,
+            top_p=every.top_p,
+            min_p=every.min_p,
+            seed=every.seed,
+            child_index=every.child_index,
+            output_index=output_index,
             any_random=any_random,
             any_filtered=any_filtered,
         )

@@ -44,8 +44,8 @@ class Graphs(Generic[T]):
     def has(self, key: Hashable) -> bool:
         return key in self._full or key in self._pieces
 
-    def comes_again(self, key: Hashable) -> bool:
-        """Whether a key was asked for before: what happens once is not worth a recording."""
+    def is_due(self, key: Hashable) -> bool:
+        """Notes a key; true if it was noted before: what happens once is not worth a recording."""
         seen = key in self._seen
         self._seen.add(key)
         return seen and key not in self._failed

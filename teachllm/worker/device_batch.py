@@ -63,8 +63,8 @@ class DeviceStep:
         if self.is_decode:
             size = padded_size(count, max_num_seqs)
             return size, size
-        num_seqs = padded_size(count + 1, max_num_seqs)
-        if self.num_decodes or not count < num_seqs <= _LARGEST_PROMPT_GRAPH:
+        num_seqs = padded_size(count + 1, max_num_seqs + 1)
+        if self.num_decodes or num_seqs > _LARGEST_PROMPT_GRAPH:
             return None
         if self.num_tokens > min(max_num_tokens, LARGEST_MIXED_GRAPH):
             return None
@@ -88,12 +88,14 @@ class DeviceBatch(Rows):
         token_ids: [max_num_seqs, max_model_len] int32.
         num_known: [max_num_seqs] int32, tokens of prompt and outputs.
         block_tables: [max_num_seqs, max_blocks] int32.
-        rows, query_start, planned_start: this step's header: [max_num_seqs] int32, query_start one more; of each
-            sequence its row (-1: padding), its first flat token, and its first token's index in the sequence.
-        sample_rows, logit_index: [max_num_seqs] int32, further: the rows that sample (-1: padding), and which flat
+        rows, query_start, planned_start: this step's header: [max_num_seqs + 1] int32, with room for a sequence of
+            padding beside those that run, query_start one more; of each sequence its row (-1: padding), its first flat
+            token, and its first token's index in the sequence.
+        sample_rows, logit_index: [max_num_seqs + 1] int32, further: the rows that sample (-1: padding), and which flat
             token each samples from.
         output_row: [1] int32, further: which of the host's outputs is this step's.
-        input_ids, positions, slot_mapping: [max_num_batched_tokens] int64, seq_lens: [max_num_seqs] int32; made of it.
+        input_ids, positions, slot_mapping: [max_num_batched_tokens] int64, seq_lens: [max_num_seqs + 1] int32; made of
+            it.
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class DeviceBatch(Rows):
         #     block_tables | token_ids | num_known   the rows, to which a plan adds
         #     rows | query_start | planned_start | sample_rows | logit_index | output_row   the header, new each step
         row_sizes = [max_num_seqs * width for width in (-(-max_model_len // block_size), max_model_len, 1)]
-        sizes = [max_num_seqs, max_num_seqs + 1, max_num_seqs, max_num_seqs, max_num_seqs, 1]
+        most = max_num_seqs + 1  # sequences of a step, with one of padding
+        sizes = [most, most + 1, most, most, most, 1]
         self._memory = torch.zeros(sum(row_sizes) + sum(sizes), dtype=torch.int32, device=device)
         tables, tokens, self.num_known, *header = self._memory.split(row_sizes + sizes)
         self.block_tables, self.token_ids = tables.view(max_num_seqs, -1), tokens.view(max_num_seqs, -1)
@@ -120,7 +123,7 @@ class DeviceBatch(Rows):
         self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
 
     def prepare(self, plan: SchedulerOutput) -> DeviceStep:
         """Notes a plan's new tokens and blocks and returns the rest, for `send`."""

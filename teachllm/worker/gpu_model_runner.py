@@ -141,13 +141,16 @@ class GPUModelRunner:
 
     @torch.inference_mode()
     def _compile_ahead(self, num_sampling_bytes: int) -> None:
-        """Compiles what an engine meets first, side by side: sampling, short prompts, a decode, the largest step."""
+        """Compiles what an engine meets first, side by side: the largest step, sampling, a decode, short prompts."""
         batch = self._batch
         with compiling_ahead(self._device):
             logits = self._largest_step(self._kv_caches, num_sampling_bytes)[1]
+            rows, known = batch.sample_rows[:1], batch.num_known
             for variant in ((True, True), (True, False)):  # the first takes the longest of all
-                self._sampler.sample_plain(logits[:1], batch.sample_rows[:1], batch.num_known, variant)
-            for num_tokens, num_decodes in (*((n, 0) for n in _PROMPTS), (1, 1)):
+                self._sampler.sample_plain(logits[:1], rows, known, variant)
+            # What a request's penalties or bias have changed is in float32, and its rows are gathered.
+            self._sampler.sample_plain(logits[:1].float(), rows.clone(), known, (True, True))
+            for num_tokens, num_decodes in ((1, 1), *((n, 0) for n in _PROMPTS)):
                 step = DeviceStep([0], [num_tokens], [0], num_decodes, sampling=[0])
                 shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
                 if shape is not None and self._backend.in_graphs:
@@ -162,7 +165,7 @@ class GPUModelRunner:
         metadata = self._metadata(1, size, 0)
         metadata.outside = lambda call: None
         hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
-        logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index))
+        logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index[:-1]))  # none of padding
         return hidden, logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
@@ -225,7 +228,7 @@ class GPUModelRunner:
         is_decode = step.is_decode
         key = ("full", num_seqs, num_tokens, is_decode, variant)
         has_graph = self._graphs.has(key)
-        if not has_graph and not self._eager and self._graphs.comes_again(key):
+        if not has_graph and not self._eager and self._graphs.is_due(key):
             self._batch.clear(num_seqs, num_tokens)  # what is captured also runs once: on padding alone
             has_graph = self._graphs.capture(key, lambda: self._full_step(num_seqs, num_tokens, is_decode, variant))
         self._batch.send(step, num_seqs, num_tokens)
@@ -259,12 +262,12 @@ class GPUModelRunner:
         """Hidden states of any batch, [num_wanted, hidden_size]; None: of all tokens and the padding behind them."""
         batch, num_seqs, num_tokens = self._batch, len(step.rows), step.num_tokens
         # Padded without graphs too: the same kernels then give the same bits.
-        is_padded = self._backend.in_graphs and num_tokens <= LARGEST_MIXED_GRAPH and num_seqs < self._max_num_seqs
+        is_padded = self._backend.in_graphs and num_tokens <= LARGEST_MIXED_GRAPH
         size = padded_size(num_tokens, batch.input_ids.shape[0]) if is_padded else num_tokens
         padded_seqs = num_seqs + (size > num_tokens)
         key = ("mixed", size)
         in_pieces = is_padded and self._graphs.has(key)
-        if is_padded and not in_pieces and not self._eager and self._graphs.comes_again(key):
+        if is_padded and not in_pieces and not self._eager and self._graphs.is_due(key):
             in_pieces = self._capture_mixed(key, size)
         batch.send(step, padded_seqs, size)
         batch.build(padded_seqs)

@@ -2,13 +2,13 @@
 
     activations   what a step keeps alive at once, at most: either the widest point of the forward pass, of
                   `max_num_batched_tokens` tokens, or the logits of `max_num_seqs` of them with the sampler's workspaces
-    step buffers  rows, block tables, the header, attention's partial results: made on the meta device, and counted
+    step buffers  rows, block tables, the header, attention's partial results: made on the meta device, and counted; and
+                  what a backend keeps
     CUDA graphs   one pool for the tensors of all recordings, as large as the largest, and what a recorded kernel costs
     libraries     cuBLAS's workspace for each stream, and code that is loaded as it is needed
 
 The step that measures them has the tokens and the sequences of the largest one, but no attention is computed: it reads
-and writes tensors that are there all the same. vLLM's `profile_run` does it so. Not counted is what a backend allocates
-beside them: FlashInfer's workspace.
+and writes tensors that are there all the same. vLLM's `profile_run` does it so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
-from teachllm.layers.attention_backends.selection import is_recordable
+from teachllm.layers.attention_backends import selection
 from teachllm.models.model_config import ModelConfig
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
@@ -30,9 +30,9 @@ from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from teachllm_kernels.hopper_linear import has_hopper
 from teachllm_kernels.sampling import workspace_bytes
 
-# Rows that are sampled together where the sampler's general way is taken, which holds so many copies of their logits
-# in float32 at once, and so many bytes for each token of their sequences: a bound, with every parameter in use. A row
-# takes 9 MiB for a vocabulary of 150,000: with twice as many, a small model would need more to sample than to compute.
+# Rows that are scored, or sampled where the sampler's general way is taken, together: it holds so many copies of their
+# logits in float32 at once, and so many bytes for each token of their sequences, at most. A row takes 9 MiB for a
+# vocabulary of 150,000: with twice as many, a small model would need more to sample than to compute.
 SAMPLED_AT_ONCE = 16
 _LOGITS_COPIES = 14
 _BYTES_OF_HISTORY = 24
@@ -112,12 +112,13 @@ def buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
     found = [getattr(plan, name) for plan in plans for name in plan.__slots__]
     found += vars(batch).values()
     tensors = [each for each in found if isinstance(each, torch.Tensor) and not each._is_view()]
-    return sum(tensor.nbytes for tensor in tensors if tensor.device == nowhere)
+    kept = selection.workspace_bytes(config.attention_backend)
+    return kept + sum(tensor.nbytes for tensor in tensors if tensor.device == nowhere)
 
 
 def has_graphs(config: EngineConfig) -> bool:
     """Whether steps are recorded: not where the backend needs the host in each, as some do that are chosen by name."""
-    return not config.enforce_eager and is_recordable(config.attention_backend)
+    return not config.enforce_eager and selection.is_recordable(config.attention_backend)
 
 
 def graph_bytes(config: EngineConfig, model: ModelConfig) -> int:
@@ -125,7 +126,8 @@ def graph_bytes(config: EngineConfig, model: ModelConfig) -> int:
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
     size, largest = dtype_bytes(model.dtype), min(LARGEST_MIXED_GRAPH, num_tokens)
-    logits = num_seqs * (model.hidden_size + model.vocab_size) * size + workspace_bytes(num_seqs, model.vocab_size)
+    most = num_seqs + 1  # with one of padding
+    logits = most * (model.hidden_size + model.vocab_size) * size + workspace_bytes(most, model.vocab_size)
     num_kernels = num_recordings(config) * _KERNELS_A_LAYER * model.num_layers
     return largest * model.peak_width * size + logits + num_kernels * _BYTES_A_KERNEL
 

@@ -13,8 +13,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, TokenLogprobs
 from teachllm.sampling.sampler import Sampler
-
-_ROWS_AT_ONCE = 64
+from teachllm.worker.memory_needs import SAMPLED_AT_ONCE
 
 
 class PromptScores:
@@ -65,9 +64,9 @@ class PromptScores:
             entries: list[TokenLogprobs] = []
             if count > 0:
                 targets = token_ids[row, start + 1 : start + 1 + count].tolist()
-                for i in range(0, count, _ROWS_AT_ONCE):
-                    logits = self._model.compute_logits(hidden[first + i : first + min(i + _ROWS_AT_ONCE, count)])
-                    entries += self._sampler.prompt_logprobs(logits, targets[i : i + _ROWS_AT_ONCE], num_top)
+                for i in range(0, count, SAMPLED_AT_ONCE):
+                    logits = self._model.compute_logits(hidden[first + i : first + min(i + SAMPLED_AT_ONCE, count)])
+                    entries += self._sampler.prompt_logprobs(logits, targets[i : i + SAMPLED_AT_ONCE], num_top)
             scored.append(entries or None)
             first += share.num_tokens
         return scored

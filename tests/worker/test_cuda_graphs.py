@@ -25,10 +25,10 @@ def test_what_waits_for_the_device_is_not_recorded_and_not_tried_again(in_pieces
         return y
 
     record = graphs.capture_pieces if in_pieces else graphs.capture
-    assert not graphs.comes_again("bad") and graphs.comes_again("bad")
+    assert not graphs.is_due("bad") and graphs.is_due("bad")
     with pytest.warns(UserWarning, match="running without a CUDA graph for bad"):
         assert not record("bad", run)
-    assert not graphs.has("bad") and not graphs.comes_again("bad")
+    assert not graphs.has("bad") and not graphs.is_due("bad")
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert run().tolist() == [2.0] * 4
     assert graphs.capture("good", lambda: x * 3)

@@ -79,15 +79,16 @@ def test_a_request_that_starts_now_is_no_decode_even_with_one_token() -> None:
     assert alone.num_decodes == 0 and alone.full_graph_shape(5, 40) == (2, 1)
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.integers(1, 900), st.integers(1, 20))
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.integers(1, 900), st.integers(0, 20))
 def test_a_graph_of_prompts_fits_the_buffers_and_has_a_sequence_for_its_padding(
-    query_lens: list[int], max_num_tokens: int, max_num_seqs: int
+    query_lens: list[int], max_num_tokens: int, more: int
 ) -> None:
+    max_num_seqs = len(query_lens) + more
     step = DeviceStep(list(range(len(query_lens))), query_lens, [0] * len(query_lens), 0, [])
     shape = step.full_graph_shape(max_num_seqs, max_num_tokens)
     if shape is not None:
         num_seqs, num_tokens = shape
-        assert len(query_lens) < num_seqs <= max_num_seqs and sum(query_lens) <= num_tokens <= max_num_tokens
+        assert len(query_lens) < num_seqs <= max_num_seqs + 1 and sum(query_lens) <= num_tokens <= max_num_tokens
 
 
 def test_padding_sequences_without_tokens_have_none() -> None:
@@ -102,6 +103,19 @@ def test_padding_sequences_without_tokens_have_none() -> None:
     assert batch.query_start[:5].tolist() == [0, 3, 4, 4, 4] and batch.seq_lens[:4].tolist() == [3, 0, 0, 0]
     batch.clear(4, 2)
     assert batch.query_start[:5].tolist() == [0, 1, 2, 2, 2]
+
+
+def test_a_full_batch_has_room_for_padding() -> None:
+    batch = make_batch(max_num_seqs=1)
+    step = launch(batch, share("a", 0, 3, True, [1], prompt=3))
+    shape = step.full_graph_shape(1, 40)
+    assert shape == (2, 4)
+    batch.send(step, *shape)
+    batch.build(2)
+    assert batch.rows.tolist() == [0, -1] and batch.query_start.tolist() == [0, 3, 4]
+    assert batch.slot_mapping[:4].tolist() == [4, 5, 6, -1] and batch.seq_lens.tolist() == [3, 0]
+    batch.append(torch.tensor([55, 56], device=DEVICE))
+    assert batch.token_ids[0, :4].tolist() == [100, 101, 102, 55] and batch.num_known.tolist() == [4]
 
 
 def test_new_blocks_go_to_their_rows_and_a_closed_row_is_used_again() -> None:

@@ -51,27 +51,42 @@ def workload(plain: bool = False) -> Workload:
     return made
 
 
+class _Kept:
+    """A pending output that can be asked for its result again, when its place on the host is long used again."""
+
+    def __init__(self, pending: PendingOutput) -> None:
+        self._pending = pending
+        self._result: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        if self._result is None:
+            self._result = copy.deepcopy(self._pending.result())
+        return self._result
+
+
 class Recording:
-    """An executor that keeps every plan, as it was made, and what came of it."""
+    """An executor that keeps every plan, as it was made, and its result."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.num_blocks, self.max_in_flight = inner.num_blocks, inner.max_in_flight
         self.plans: list[SchedulerOutput] = []
+        self.pending: list[PendingOutput] = []
 
     def execute(self, plan: SchedulerOutput) -> Any:
         self.plans.append(copy.deepcopy(plan))
         return self.inner.execute(plan)
 
     def sample(self, handle: Any) -> PendingOutput:
-        return self.inner.sample(handle)
+        self.pending.append(_Kept(self.inner.sample(handle)))
+        return self.pending[-1]
 
     def close(self) -> None:
         self.inner.close()
 
 
-def recorded(requests: Workload, **changes: Any) -> list[SchedulerOutput]:
-    """The plans that an engine makes for some requests."""
+def recorded(requests: Workload, **changes: Any) -> tuple[list[SchedulerOutput], list[ModelRunnerOutput]]:
+    """The plans that an engine makes for some requests, and their results."""
     recording: list[Recording] = []
 
     def make(config: EngineConfig, inner: Executor) -> Executor:
@@ -86,12 +101,16 @@ def recorded(requests: Workload, **changes: Any) -> list[SchedulerOutput]:
     while engine.has_unfinished_requests:
         engine.step()
     assert engine.core.scheduler.num_preemptions > 0
+    results = [pending.result() for pending in recording[0].pending]
     engine.close()
-    return recording[0].plans
+    return recording[0].plans, results
 
 
 def replayed(plans: list[SchedulerOutput], num_ahead: int, **changes: Any) -> list[ModelRunnerOutput]:
-    """What a fresh runner makes of recorded plans, each result asked for `num_ahead` plans later."""
+    """What a fresh runner makes of recorded plans, each result asked for `num_ahead` plans later.
+
+    Unless it is eager, most of them come from recordings of both kinds.
+    """
     config = EngineConfig(**SETTINGS | {"device": "cuda"} | changes)
     model_config = load_model_config(config, "cuda")
     runner = GPUModelRunner(config.resolve(model_config.max_model_len), model_config, torch.device("cuda"))
@@ -101,7 +120,10 @@ def replayed(plans: list[SchedulerOutput], num_ahead: int, **changes: Any) -> li
         pending.append(runner.sample(runner.execute(copy.deepcopy(plan))))
         if len(pending) > num_ahead:
             results.append(pending.pop(0).result())
-    return results + [late.result() for late in pending]
+    results += [late.result() for late in pending]
+    graphs = runner._graphs
+    assert bool(graphs._full and graphs._pieces) != config.enforce_eager and not graphs._failed
+    return results
 
 
 @pytest.fixture(params=[True, False], ids=["quick launches", "hopper_prefill"])
@@ -115,10 +137,21 @@ def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("plain", [True, False])
 def test_graphs_and_running_ahead_equal_eager_bit_for_bit(async_scheduling: bool, plain: bool) -> None:
-    plans = recorded(workload(plain), async_scheduling=async_scheduling, dtype="bfloat16")
+    plans, made = recorded(workload(plain), async_scheduling=async_scheduling, dtype="bfloat16")
     eager = replayed(plans, 0, enforce_eager=True, dtype="bfloat16")
+    assert made == eager
     assert replayed(plans, 0, dtype="bfloat16") == eager
     assert replayed(plans, 1, dtype="bfloat16") == eager
+
+
+def test_large_graphs_equal_eager_bit_for_bit() -> None:
+    """Of more rows than Hopper's own products take, and of batches that leave no row to spare."""
+    large = {"dtype": "bfloat16", "max_num_seqs": 28, "max_num_batched_tokens": 400, "num_gpu_blocks_override": 105}
+    plans, made = recorded(workload() * 2, **large)
+    assert sum(sum(share.num_tokens for share in plan.scheduled) == 400 for plan in plans) > 2  # so it is recorded
+    assert any(len(plan.scheduled) == 28 for plan in plans)
+    eager = replayed(plans, 0, enforce_eager=True, **large)
+    assert made == eager and replayed(plans, 1, **large) == eager
 
 
 def tokens(device: str, dtype: str, requests: Workload, **changes: Any) -> list[list[int]]:

@@ -28,7 +28,7 @@ def make_runner(recorded: set[int]) -> Any:
     )
     runner._graphs = SimpleNamespace(
         has=lambda key: key[1] in recorded,
-        comes_again=lambda key: False,
+        is_due=lambda key: False,
         replay_pieces=lambda key, metadata: torch.arange(key[1])[:, None],
     )
     runner._backend = SimpleNamespace(in_graphs=True, splits_decodes=False)

@@ -55,11 +55,13 @@ class AttentionBackend(Protocol):
         in_graphs: its launches can be recorded in a CUDA graph, as lengths stay on the device.
         splits_decodes: it computes decodes from `AttentionMetadata.decode_plans`, and may leave them to a model that
             fuses them.
+        workspace_bytes: it allocates when it is used first, and keeps.
     """
 
     name: str
     in_graphs: bool
     splits_decodes: bool
+    workspace_bytes: int
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:

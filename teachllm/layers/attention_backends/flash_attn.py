@@ -27,6 +27,7 @@ class FlashAttnBackend:
     name = "flash_attn"
     in_graphs = False
     splits_decodes = False
+    workspace_bytes = 0
 
     def __init__(self) -> None:
         if _has_version_3():

@@ -29,6 +29,7 @@ class FlashInferBackend:
     name = "flashinfer"
     in_graphs = False
     splits_decodes = False
+    workspace_bytes = _WORKSPACE_BYTES
 
     def __init__(self) -> None:
         self._workspace: torch.Tensor | None = None

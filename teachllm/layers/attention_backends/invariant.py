@@ -27,6 +27,7 @@ class InvariantBackend:
     name = "invariant"
     in_graphs = True
     splits_decodes = False
+    workspace_bytes = 0
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:

@@ -19,6 +19,7 @@ class ReferenceBackend:
     name = "reference"
     in_graphs = False
     splits_decodes = False
+    workspace_bytes = 0
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:

@@ -28,6 +28,11 @@ def is_recordable(name: str | None) -> bool:
     return name not in _ON_A_GPU or _ON_A_GPU[name].in_graphs
 
 
+def workspace_bytes(name: str | None) -> int:
+    """What the backend of this name keeps on a GPU; None chooses among those that keep nothing."""
+    return _ON_A_GPU[name].workspace_bytes if name in _ON_A_GPU else 0
+
+
 def select_backend(
     name: str | None, needs: AttentionNeeds, device: torch.device, batch_invariant: bool = False
 ) -> AttentionBackend:

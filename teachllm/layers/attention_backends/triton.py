@@ -26,6 +26,7 @@ class TritonBackend:
     name = "triton"
     in_graphs = True
     splits_decodes = True
+    workspace_bytes = 0
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:
