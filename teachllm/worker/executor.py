@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,9 @@ import torch
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
+
+_NO_CUDA = "this PyTorch is a build for CPUs: install one with CUDA, see https://pytorch.org/get-started"
+_DRIVER = Path("/dev/nvidiactl")  # there where NVIDIA's driver is
 
 
 class PendingOutput(Protocol):
@@ -57,6 +61,8 @@ def select_device(name: str) -> torch.device:
         raise ValueError(f"device={name!r}: use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={name!r}: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.backends.cuda.is_built():
+        raise ValueError(f"device={name!r}: {_NO_CUDA}, or use device=cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; use device=cpu")
     if device.type == "cuda" and (missing := _what_a_gpu_lacks(device)):
@@ -67,6 +73,8 @@ def select_device(name: str) -> torch.device:
 def _best_device() -> torch.device:
     """A GPU that can be used, or the CPU; a GPU that cannot is not passed over in silence."""
     if torch.cuda.device_count() == 0:
+        if _DRIVER.exists() and not torch.backends.cuda.is_built():
+            warnings.warn(f"running on the CPU, though there is a GPU: {_NO_CUDA}", stacklevel=3)
         return torch.device("cpu")
     device = torch.device("cuda")
     missing = _what_a_gpu_lacks(device)

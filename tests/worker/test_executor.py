@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from tests.worker.doors import make_engine
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
@@ -60,6 +64,22 @@ def test_a_gpu_that_cannot_be_used_is_refused_or_passed_over_aloud(
         assert select_device("auto") == torch.device("cpu")
 
 
+def test_a_pytorch_for_cpus_does_not_pass_a_gpu_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"^device='cuda': this PyTorch is a build for CPUs"):
+        select_device("cuda")
+    monkeypatch.setattr(executor, "_DRIVER", tmp_path)
+    with pytest.warns(UserWarning, match="though there is a GPU: this PyTorch is a build for CPUs"):
+        assert select_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(executor, "_DRIVER", tmp_path / "none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select_device("auto") == torch.device("cpu")
+
+
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "mps", "meta", "cuda:-1"])
 def test_an_unknown_device_lists_those_there_are(name: str) -> None:
     with pytest.raises(ValueError, match=f"^device='{name}': use auto, cpu, cuda or cuda:N$"):
@@ -68,6 +88,7 @@ def test_an_unknown_device_lists_those_there_are(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
 def test_a_gpu_that_is_not_there_says_how_many_are(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(ValueError, match=f"^device='{name}': this machine has {count} CUDA devices; use device=cpu$"):
         select_device(name)
