@@ -3,8 +3,9 @@
     python3 benchmarks/decode_attention.py [--output FILE]
 
 Each figure is the median of replays of a CUDA graph that holds the kernel many times over, each time with another
-layer's cache, as a model does: what one has left in the second-level cache, the next must not find. Blocks of 16 tokens
-lie in random order; lengths are read from the device, as in a step.
+layer's cache, as a model does: what one has left in the second-level cache, the next must not find (all layers' caches
+of 300 tokens fit there together, also in a model). Blocks of 16 tokens lie in random order; lengths are read from the
+device, as in a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -114,7 +116,8 @@ def run_script(name: str, description: str | None, measure: Callable[[Ceilings],
     ceilings = measure_ceilings("cuda", "bfloat16")
     found = measure(ceilings)
     if args.output:
-        record = provenance(name, None, ceilings.device, args.commit) | {"results": found}
+        begins = provenance(name, None, ceilings.device, args.commit)
+        record = begins | {"ceilings": asdict(ceilings), "results": found}
         args.output.write_text(json.dumps(record, indent=2) + "\n")
 
 

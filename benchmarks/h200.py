@@ -4,8 +4,8 @@
 
 Random weights of the real shapes: speed does not depend on their values. What each workload sends and how it is
 timed is in `teachllm/bench/workloads.py` and `cold.py`; the peers' figures, with where they come from, in
-`peers.json`. After two warm-up runs, the median of five (`mixed`: three); `cold`: the median of three processes with
-empty caches, and of the three that follow each in the caches it left.
+`peers.json`. After two warm-up runs, the median of five (`mixed`: three); `cold`: the median of five processes with
+empty caches, and of the five that follow each in the caches it left.
 
 Nothing needs to be installed but torch, triton, transformers, typer and rich:
 
@@ -118,7 +118,7 @@ def benchmark(
         on_result(name, result)
 
     if with_cold:  # before this process holds the memory that the new ones need
-        attempt("cold", lambda: cold(settings, num_runs or 3))
+        attempt("cold", lambda: cold(settings, num_runs or 5))
     if not workloads:
         return
     try:
@@ -149,6 +149,10 @@ def versions() -> dict[str, str]:
     import torch
 
     found = {"teachllm": __version__, "python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        number = re.search(r"\d+\.[\d.]+", driver.read_text(encoding="utf-8"))
+        found["driver"] = number.group() if number else "unknown"
     for package in ("torch", "triton", "transformers"):
         try:
             found[package] = metadata.version(package)
@@ -250,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             benchmark(settings, workloads, keep, with_cold="cold" in wanted, **runs)
             best[model] = model_limits(settings, ceilings, workloads)
             give_back()
-    print_table(result["workloads"], best, PEERS)
+    print_table(result["workloads"], best, PEERS, result["ceilings"])
     print(f"written to {output}", file=sys.stderr)
     return int(any("error" in figures for cells in result["workloads"].values() for figures in cells.values()))
 

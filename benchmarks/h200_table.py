@@ -11,7 +11,6 @@ from rich.text import Text
 from teachllm.bench.workloads import is_rate
 
 Peer = float | list[float] | None  # a figure, the range of its runs, or nothing
-COLUMNS = {"vllm": "vLLM", "nano-vllm": "nano-vllm", "hf": "HF"}
 
 
 def best_of(peer: Peer, figure: str) -> float | None:
@@ -36,20 +35,36 @@ def is_reached(ours: float, target: float | None, figure: str) -> bool | None:
     return ours >= target if is_rate(figure) else ours <= target
 
 
-def print_table(found: dict[str, Any], limits: dict[str, Any], peers: dict[str, Any]) -> None:
-    """One table a model.
+def print_table(found: dict[str, Any], limits: dict[str, Any], peers: dict[str, Any], ceilings: dict[str, Any]) -> None:
+    """One table a model. Each figure stands beside the limit of the card that it was measured on.
+
+    Cards of one name differ, and so does one by its temperature: what of two speeds is the engine's, "of it" tells. On
+    a card of another name than the peers' no speeds are compared.
 
     Args:
         found: {model: {workload: {figure: value} or {"error": text}}}.
-        limits: {model: {workload: {figure: value}}}, at the ceilings measured beside `found`.
+        limits: {model: {workload: {figure: value}}}, at `ceilings`.
         peers: what peers.json holds.
+        ceilings: measured beside `found`, as peers.json has the peers'.
     """
     console = Console(width=None if Console().is_terminal else 140)
+    is_same = ceilings["device"] == peers["ceilings"]["device"]
     failed = []
     for model, cells in found.items():
         table = Table(title=model, title_justify="left", title_style="bold")
         table.add_column("figure")
-        for column in ("teachllm", "limit", *COLUMNS.values(), "to reach", "of vLLM's speed"):
+        for column in (
+            "teachllm",
+            "limit",
+            "of it",
+            "vLLM",
+            "its limit",
+            "of it",
+            "nano-vllm",
+            "HF",
+            "to reach",
+            "x vLLM",
+        ):
             table.add_column(column, justify="right")
         for workload, figures in cells.items():
             if "error" in figures:
@@ -58,20 +73,42 @@ def print_table(found: dict[str, Any], limits: dict[str, Any], peers: dict[str, 
                 continue
             for figure, ours in figures.items():
                 peer = peers["models"].get(model, {}).get(workload, {}).get(figure, {})
+                limit = limits.get(model, {}).get(workload, {}).get(figure)
                 reached = is_reached(ours, peer.get("to_reach"), figure)
                 style = {True: "green", False: "red", None: ""}[reached]
-                speed = ratio(ours, peer.get("vllm"), figure)
+                speed = ratio(ours, peer.get("vllm"), figure) if is_same else None
                 table.add_row(
                     f"{workload} {figure}",
                     Text(number(ours), style=style),
-                    number(limits.get(model, {}).get(workload, {}).get(figure)),
-                    *(number(peer.get(name)) for name in COLUMNS),
+                    number(limit),
+                    share(ours, limit, figure),
+                    number(peer.get("vllm")),
+                    number(peer.get("limit")),
+                    share(peer.get("vllm"), peer.get("limit"), figure),
+                    number(peer.get("nano-vllm")),
+                    number(peer.get("hf")),
                     target(peer.get("to_reach"), figure),
-                    f"{speed:.2f}x" if speed is not None else "",
+                    f"{speed:.2f}" if speed is not None else "",
                 )
         console.print(table)
+    for who, where in (("here", ceilings), ("the peers'", peers["ceilings"])):
+        console.print(
+            f"Ceilings, {who}: {where['device']}, reads {where['read_bandwidth'] / 1e12:.2f} TB/s, "
+            f"products {where['gemm_flops'] / 1e12:.0f} TFLOP/s, attention {where['attention_flops'] / 1e12:.0f}",
+            style="dim",
+            highlight=False,
+        )
     for line in failed:
         console.print(Text(line, style="red"))
+
+
+def share(value: Peer, limit: Peer, figure: str) -> str:
+    """How near a figure is to its limit, both at their best; "" without either."""
+    if value is None or limit is None:
+        return ""
+    best, least = best_of(value, figure), best_of(limit, figure)
+    assert best and least
+    return f"{best / least if is_rate(figure) else least / best:.0%}"
 
 
 def number(value: Peer) -> str:

@@ -27,7 +27,7 @@ _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 _LONGEST_S = 600.0
 
 
-def cold(settings: Mapping[str, Any], num_runs: int = 3, prompt_len: int = 8) -> Figures:
+def cold(settings: Mapping[str, Any], num_runs: int = 5, prompt_len: int = 8) -> Figures:
     """Medians in seconds, cold and warm; every cold start has empty caches of its own.
 
     Args:

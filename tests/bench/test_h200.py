@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import partial
 
 import pytest
 
 from teachllm.bench import workloads
 from teachllm.roofline import Ceilings
-from tests.bench.h200_script import h200
+from tests.bench.h200_script import h200, load_script
+
+CEILINGS = Ceilings("My Card", "bfloat16", 1e9, 1e9, 1e9, 1e9)
 
 SMALL = {
     "mixed": partial(workloads.mixed, num_requests=2, shortest=2, longest=5),
@@ -35,7 +38,7 @@ def run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(h200, "SHAPES", dict.fromkeys(h200.SHAPES, small))
     monkeypatch.setattr(h200, "engine_settings", lambda *given: settings(*given) | {"kv_cache_memory_bytes": 1 << 25})
     monkeypatch.setattr(h200, "WORKLOADS", dict(SMALL))
-    monkeypatch.setattr(h200, "measure_ceilings", lambda device: Ceilings("My Card", "bfloat16", 1e9, 1e9, 1e9, 1e9))
+    monkeypatch.setattr(h200, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(h200, "cold", lambda settings, num_runs: {"s": 3.0, "warm_s": 1.5})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
@@ -59,8 +62,21 @@ def test_the_result_has_every_field_and_the_table_every_figure(run) -> None:
     assert {name: set(figures) for name, figures in cells.items()} == {
         name: FIGURES[name] for name in ("mixed", "single", "cold")
     }
-    for text in ("mixed tok_s", "22,900-23,300", "≥ 28,000", "≤ 0.7", "15.33x", "25.1", "nano-vllm"):
+    shown = " ".join(shown.split())
+    for text in ("mixed tok_s", "22,900-23,300 │ 34,000-35,200 │ 66%", "≥ 28,000", "≤ 0.7", "25.1", "nano-vllm"):
         assert text in shown
+    for text in ("here: My Card, reads 0.00 TB/s", "the peers': NVIDIA H200, reads 4.18 TB/s, products 690 TFLOP/s"):
+        assert text in shown
+    assert "15.33" not in shown  # another card's speed is not compared with theirs
+
+
+def test_speeds_are_compared_on_a_card_of_the_same_name(capsys) -> None:
+    peers = {"ceilings": asdict(CEILINGS), "models": {"m": {"single": {"ttft_ms": {"vllm": 6.0, "limit": 1.5}}}}}
+    load_script("h200_table").print_table(
+        {"m": {"single": {"ttft_ms": 3.0}}}, {"m": {"single": {"ttft_ms": 1.0}}}, peers, asdict(CEILINGS)
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "│ single ttft_ms │ 3 │ 1 │ 33% │ 6 │ 1.5 │ 25% │ │ │ │ 2.00 │" in shown
 
 
 def test_a_workload_that_fails_is_an_error_in_its_place_and_the_others_run(run, monkeypatch) -> None:
