@@ -58,7 +58,8 @@ class EngineConfig:
             project's kernels, keys split among processors for decodes, tiles of queries for prompts. "sdpa": the
             same, but whole prompts of round lengths from 4096 tokens on by PyTorch's attention (cuDNN). "flash_attn",
             "flashinfer": everything by the package of that name, without CUDA graphs. None is "triton" where a Hopper
-            GPU's own kernel takes the prompts, or the model is in float32 or has a window in every layer, else "sdpa".
+            GPU's own kernel takes the prompts, or the model is in float32, has a window in every layer or caps its
+            scores, else "sdpa".
         batch_invariant: a request's logits do not change by one bit with what runs beside it or how its prompt is
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for.
