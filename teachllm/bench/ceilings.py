@@ -78,8 +78,9 @@ def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | N
         sizes = replace(sizes, num_bytes=min(sizes.num_bytes, torch.cuda.mem_get_info(where)[0] // 4 >> 20 << 20))
     kind = getattr(torch, dtype)
     with torch.inference_mode():
-        read_s, copy_s = _memory(where, sizes)
+        from_rest = _memory(where, sizes)
         gemm_s, attention_s = _gemm(where, kind, sizes), _attention(where, kind, sizes)
+        read_s, copy_s = map(min, from_rest, _memory(where, sizes))  # a card that was idle is slow to wake
     if on_gpu:
         torch.cuda.empty_cache()
     pairs = sizes.attention_len * (sizes.attention_len + 1) // 2
