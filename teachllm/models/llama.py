@@ -264,19 +264,21 @@ def shape(raw: dict[str, Any]) -> Shape:
         num_active_parameters=config.num_active_parameters,
         peak_width=peak_width(config),
         gated_peak_width=peak_width(config, is_gated=not config.mlp_bias and config.intermediate_size % 8 == 0),
+        fixed_peak_width=peak_width(config, is_fixed=True),
     )
 
 
-def peak_width(config: LlamaConfig, is_gated: bool = False) -> int:
+def peak_width(config: LlamaConfig, is_gated: bool = False, is_fixed: bool = False) -> int:
     """Numbers a token keeps alive at the widest point of the forward pass on a GPU, in steps of thousands of tokens.
 
     Alive all the way are cosine, sine, the residual stream and what the last norm made of it. Beside them either QKV
     and what attention makes of it, or gate, up and their product; of these the product alone if it `is_gated` before it
-    is written. A projection with a bias does not add to the stream itself: its result is there as well, and inside a
-    block the one it was given.
+    is written. A projection with a bias, or one that `is_fixed`, does not add to the stream itself: its result is there
+    as well, and inside a block the one it was given.
     """
     heads_size = config.num_heads * config.head_size
     qkv_size = heads_size + 2 * config.num_kv_heads * config.head_size
-    own_results = 2 if config.o_bias or config.mlp_bias else 0
+    apart = (config.o_bias or is_fixed) + (config.mlp_bias or is_fixed)
+    own_results = apart + 1 if apart else 0
     wide = max(qkv_size + heads_size, (1 if is_gated else 3) * config.intermediate_size)
     return 2 * config.head_size + (2 + own_results) * config.hidden_size + wide

@@ -20,6 +20,7 @@ class Shape:
         peak_width: numbers that a token keeps alive at the widest point of the forward pass on a GPU; exact for our
             own models, an estimate for others.
         gated_peak_width: the same where a product gates its result before it is written.
+        fixed_peak_width: the same where a token's products do not depend on the others.
     """
 
     context_len: int
@@ -35,3 +36,4 @@ class Shape:
     num_active_parameters: int
     peak_width: int
     gated_peak_width: int
+    fixed_peak_width: int

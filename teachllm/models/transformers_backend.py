@@ -61,6 +61,7 @@ def shape(folder: Path, trust_remote_code: bool) -> Shape:
         num_active_parameters=_num_active(model, config),
         peak_width=_peak_width(config),
         gated_peak_width=_peak_width(config),
+        fixed_peak_width=_peak_width(config),
     )
     _rehearse(model, shape)
     return shape

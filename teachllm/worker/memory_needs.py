@@ -68,10 +68,13 @@ def activation_bytes(config: EngineConfig, model: ModelConfig, device: torch.dev
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     assert num_tokens and num_seqs
     size = dtype_bytes(model.dtype)
+    width = model.fixed_peak_width if config.batch_invariant else model.peak_width
+    if _is_gated(config, model, device):
+        width = model.gated_peak_width
     hidden = num_tokens * model.hidden_size * size
     logits = num_seqs * model.vocab_size * size
     return max(
-        num_tokens * (model.gated_peak_width if _is_gated(config, model, device) else model.peak_width) * size,
+        num_tokens * width * size,
         ungated_bytes(config, model, device),
         hidden + logits + sampling_bytes(config, model),
     )

@@ -19,6 +19,8 @@ from teachllm.core.scheduler_output import NewRow
 from teachllm.layers import attention
 from teachllm.layers.attention_backends import selection
 from teachllm.layers.attention_backends.triton import TritonBackend
+from teachllm.layers.embedding import Embedding
+from teachllm.layers.linear import Linear
 from teachllm.models.loader import _build
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.sampling.sampler import Sampler
@@ -41,6 +43,7 @@ from teachllm.worker.memory_needs import (
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels import (
     _triton,
+    fixed_linear,
     hopper_gated_linear,
     hopper_linear,
     rms_norm,
@@ -66,8 +69,8 @@ class NoLaunch:
 @pytest.fixture
 def imagined_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that have shapes and no memory, and say that they are on a GPU."""
-    for module, name in ((rms_norm, "_rms_norm"), (rope_kv_write, "_rope_kv_write"), (silu_and_mul, "_silu_and_mul")):
-        monkeypatch.setattr(module, name, NoLaunch())
+    for module in (fixed_linear, rms_norm, rope_kv_write, silu_and_mul):
+        monkeypatch.setattr(module, f"_{module.__name__.rpartition('.')[2]}", NoLaunch())
     monkeypatch.setattr(_triton, "_has_pdl", lambda device: False)
     monkeypatch.setattr(DeviceBatch, "_on_host", lambda self, count: torch.empty(count, dtype=torch.int32))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -98,8 +101,9 @@ def make_runner(config: EngineConfig, model: ModelConfig) -> Any:
         ("qwen3-0.6b", {}),
         ("qwen3-8b", {}),
         ("qwen3-0.6b", {"max_num_batched_tokens": 512}),  # where logits count for more than hidden states
+        ("qwen3-0.6b", {"batch_invariant": True}),
     ],
-    ids=["0.6B", "8B", "0.6B, few tokens"],
+    ids=["0.6B", "8B", "0.6B, few tokens", "0.6B, batch invariant"],
 )
 @pytest.mark.usefixtures("imagined_gpu")
 def test_activations_and_weights_are_what_the_gpus_code_allocates(
@@ -107,6 +111,9 @@ def test_activations_and_weights_are_what_the_gpus_code_allocates(
 ) -> None:
     config, model = describe(name, tmp_path, **settings)
     runner = make_runner(config, model)
+    for module in runner.model.modules():
+        if isinstance(module, Linear | Embedding):
+            module.is_fixed = config.batch_invariant
     tensors = [*runner.model.parameters(), *runner.model.buffers()]
     assert sum(tensor.nbytes for tensor in tensors) == model.weight_bytes
     caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
