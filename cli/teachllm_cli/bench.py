@@ -150,7 +150,7 @@ def _report(
     console.print(Text(title, style="bold"))
     console.print(table)
     console.print(
-        f"Ceilings measured on {ceilings.device}: reads {ceilings.read_bandwidth / 1e9:,.0f} GB/s, "
+        f"Ceilings of {ceilings.device}, as measured at best: reads {ceilings.read_bandwidth / 1e9:,.0f} GB/s, "
         f"copies {ceilings.copy_bandwidth / 1e9:,.0f} GB/s; in {ceilings.dtype} matrix products "
         f"{ceilings.gemm_flops / 1e12:,.2f} TFLOP/s, attention {ceilings.attention_flops / 1e12:,.2f} TFLOP/s",
         style="dim",
@@ -167,13 +167,13 @@ def _report_profile(steps: StepProfile) -> None:
     console.print(Text(f"A decode step, mean of {steps.num_steps}: {_number(steps.wall_ms)} ms", style="bold"))
     table = Table(box=None, padding=(0, 1, 0, 2))
     table.add_column("where it goes", no_wrap=True)
-    for column in ("ms", "of the step", "floor ms", "of it", "calls"):
+    for column in ("ms", "share", "floor ms", "of it", "calls"):
         table.add_column(column, justify="right")
 
     def add(name: str, ms: float, floor: Floor | None = None, calls: float | None = None, style: str = "") -> None:
-        best = ("", "") if floor is None else (_number(floor.ms), f"{floor.ms / ms:.1%}")
+        best = ("", "") if floor is None else (f"{floor.ms:.3f}", f"{floor.ms / ms:.1%}")
         number = "" if calls is None else f"{calls:.4g}"
-        table.add_row(Text(name), _number(ms), f"{ms / steps.wall_ms:.1%}", *best, number, style=style)
+        table.add_row(Text(name), f"{ms:.3f}", f"{ms / steps.wall_ms:.1%}", *best, number, style=style)
 
     for group, ms in steps.groups().items():
         add(group, ms, steps.floors.get(group))

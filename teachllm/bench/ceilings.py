@@ -2,7 +2,7 @@
 
 A data sheet promises more than any program gets. What a step is held against is what the simplest program gets:
 a sum or a matrix-vector product over gigabytes for reads, a copy, one large matrix product, and the library's causal
-attention over a long sequence.
+attention over a long sequence. The best of all measurements counts, see `engine/ceilings.py`.
 
 Source: Williams, Waterman, Patterson, "Roofline", CACM 2009.
 """
@@ -41,16 +41,18 @@ _ON_CPU = Sizes(num_bytes=256 << 20, gemm_size=1024, attention_len=1024, num_hea
 
 
 def ceilings_of(config: EngineConfig) -> Ceilings:
-    """Measured where an engine of this configuration computes, in its model's dtype.
+    """Measured where an engine of this configuration computes, in its model's dtype; or the best known, if higher.
 
     Raises:
         ValueError: there is no such device or model.
     """
+    from teachllm.engine.ceilings import best, known_ceilings
     from teachllm.models.model_config import load_model_config
     from teachllm.worker.executor import select_device
 
     device = select_device(config.device)
-    return measure_ceilings(str(device), load_model_config(config, device.type).dtype)
+    found = measure_ceilings(str(device), load_model_config(config, device.type).dtype)
+    return best([found, known_ceilings(found.device, found.dtype) or found])
 
 
 def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | None = None) -> Ceilings:

@@ -101,7 +101,7 @@ def check_profile(llm: LLM, batch: Batch, num_steps: int = _NUM_STEPS) -> None:
     Raises:
         ValueError: a prompt and the steps are longer than `max_model_len`, or the batch does not run all at once.
     """
-    check_length(llm, max(batch.prompt_lens) + 4 * num_steps + 4)
+    check_length(llm, max(batch.prompt_lens) + 4 * num_steps + 6)
     num_requests, max_num_seqs = len(batch.prompts), llm.config.max_num_seqs or 0
     if num_requests > max_num_seqs:
         raise ValueError(
@@ -142,7 +142,7 @@ def profile_decode(
         unprofiled_s, host_s = _time_steps(engine, num_steps)
         activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
         with profile(activities=activities) as profiler:
-            engine.step()  # whose wait is for the step in front
+            engine.step()  # the first one also pays for the profiler's start
             start = time.perf_counter()
             for _ in range(num_steps):
                 engine.step()
@@ -167,6 +167,8 @@ def profile_decode(
 def _time_steps(engine: Engine, num_steps: int) -> tuple[float, float]:
     """(seconds, seconds that the host was at work) of so many steps."""
     waited = _Waiting(engine.core)
+    engine.step()  # takes the result of the step in front, for which the host waits uncounted
+    waited.seconds = 0.0
     start = time.perf_counter()
     for _ in range(num_steps):
         engine.step()

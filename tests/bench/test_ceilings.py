@@ -7,6 +7,7 @@ import pytest
 from teachllm.bench import ceilings
 from teachllm.bench.ceilings import Sizes, ceilings_of, measure_ceilings
 from teachllm.config import EngineConfig
+from teachllm.roofline import Ceilings
 
 TINY = Sizes(num_bytes=1 << 20, gemm_size=64, attention_len=64, num_heads=2, head_size=16, repeats=3)
 
@@ -39,9 +40,15 @@ def test_a_gpu_is_measured_in_bfloat16_and_gives_its_memory_back() -> None:
     assert torch.cuda.memory_allocated() - before <= 64 << 20  # the library's workspace stays
 
 
-def test_an_engines_are_measured_where_it_runs_and_in_its_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_are_the_best_of_where_it_runs_in_its_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *where: asked.append(where))
-    for dtype in ("auto", "bfloat16"):
-        ceilings_of(EngineConfig(model="teachlm", device="cpu", dtype=dtype))
+
+    def measure(device: str, dtype: str) -> Ceilings:
+        asked.append((device, dtype))
+        return Ceilings("NVIDIA H200", dtype, 1.0, 9e20, 1.0, 1.0)
+
+    monkeypatch.setattr(ceilings, "measure_ceilings", measure)
+    found = [ceilings_of(EngineConfig(model="teachlm", device="cpu", dtype=dtype)) for dtype in ("auto", "bfloat16")]
     assert asked == [("cpu", "float32"), ("cpu", "bfloat16")]
+    assert found[0] == Ceilings("NVIDIA H200", "float32", 1.0, 9e20, 1.0, 1.0)
+    assert found[1].copy_bandwidth == 9e20 and found[1].read_bandwidth > 4e12  # such a card has read more

@@ -82,9 +82,9 @@ def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
     assert 0 < steps.busy_ms <= steps.wall_ms and 0 < steps.host_ms <= steps.unprofiled_ms
     assert "matrix products" in steps.groups()
     assert json.loads(trace.read_text())["traceEvents"]
-    # Two requests with 5 + 4 + 5 tokens, 4 / 2 of them after the middle: the floors are the step's bytes, divided.
+    # Two requests with 5 + 5 + 5 tokens, 4 / 2 of them after the middle: the floors are the step's bytes, divided.
     total = sum(floor.ms for floor in steps.floors.values()) / 1000 * CEILINGS.read_bandwidth
-    lens = [9 + 14 - 2, 20 + 14 - 2]
+    lens = [9 + 15 - 2, 20 + 15 - 2]
     assert total == pytest.approx(step_work(llm.engine.model_config, Step([1, 1], lens, 2)).num_bytes)
     llm.engine.close()
 

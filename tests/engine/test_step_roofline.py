@@ -102,16 +102,21 @@ def test_where_the_ceilings_are_not_known_floor_and_bound_are_null() -> None:
     assert (found["floor"], found["bound"]) == (None, None)
 
 
-def test_the_best_of_every_measurement_is_kept_and_comes_before_a_known_card(cache: Path) -> None:
+def test_the_best_of_every_measurement_is_kept_and_of_a_known_card_what_it_has_done(cache: Path) -> None:
     card = known_ceilings("NVIDIA H200", "bfloat16")
     assert card is not None and 4e12 < card.read_bandwidth < 4.9e12
     remember(Ceilings("NVIDIA H200", "bfloat16", 4.9e12, 1.0, 5e14, 3.0))
     remember(Ceilings("NVIDIA H200", "bfloat16", 4.8e12, 2.0, 6e14, 1.0))
     remember(HERE)
-    assert known_ceilings("NVIDIA H200", "bfloat16") == Ceilings("NVIDIA H200", "bfloat16", 4.9e12, 2.0, 6e14, 3.0)
+    highest = known_ceilings("NVIDIA H200", "bfloat16")
+    assert highest is not None
+    assert (highest.read_bandwidth, highest.gemm_flops) == (4.9e12, card.gemm_flops)  # ours, and such cards'
+    remember(Ceilings("mine", "bfloat16", 4.9e12, 1.0, 5e14, 3.0))
+    remember(Ceilings("mine", "bfloat16", 4.8e12, 2.0, 6e14, 1.0))
+    assert known_ceilings("mine", "bfloat16") == Ceilings("mine", "bfloat16", 4.9e12, 2.0, 6e14, 3.0)
     assert known_ceilings(HERE.device, "float32") == HERE
     assert known_ceilings(HERE.device, "bfloat16") is known_ceilings("other", "float32") is None
-    assert len(json.loads(cache.read_text())) == 2
+    assert len(json.loads(cache.read_text())) == 3
 
 
 def test_a_cpu_is_called_by_its_model_so_that_none_is_judged_by_another(
