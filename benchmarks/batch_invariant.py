@@ -39,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pairs = [measured(settings | {"batch_invariant": is_fixed}) for is_fixed in (False, True)]
             found["workloads"][model] = pair_up(*pairs)
             show(model, found["workloads"][model])
-    if options.output:
-        options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            if options.output:
+                options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return int(any("error" in figures for cells in found["workloads"].values() for figures in cells.values()))
 
 
 def measured(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Figures by workload, of one engine."""
     results: dict[str, dict[str, Any]] = {}
-    benchmark(settings, _WORKLOADS, results.__setitem__, with_cold=False, num_warmups=1, num_runs=1)
+    benchmark(settings, _WORKLOADS, results.__setitem__, with_cold=False, num_warmups=2, num_runs=1)
     give_back()
     return results
 
