@@ -38,8 +38,8 @@ def is_reached(ours: float, target: float | None, figure: str) -> bool | None:
 def print_table(found: dict[str, Any], limits: dict[str, Any], peers: dict[str, Any], ceilings: dict[str, Any]) -> None:
     """One table a model. Each figure stands beside the limit of the card that it was measured on.
 
-    Cards of one name differ, and so does one by its temperature: what of two speeds is the engine's, "of it" tells. On
-    a card of another name than the peers' no speeds are compared.
+    Cards of one name differ, and so does one by its temperature: "of it" shows how much of a difference is the
+    engine's. On a card of another name than the peers' no speeds are compared.
 
     Args:
         found: {model: {workload: {figure: value} or {"error": text}}}.

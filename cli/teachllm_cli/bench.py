@@ -182,7 +182,9 @@ def _report_profile(steps: StepProfile) -> None:
     add("gaps between kernels", steps.gaps_ms)
     console.print(table)
     floors = ", ".join(f"{group}: {floor.bound}" for group, floor in steps.floors.items())
-    console.print(f"Floors are set by the ceilings ({floors}); what has none, nobody needs.", style="dim", markup=False)
+    console.print(
+        f"Floors are set by the ceilings ({floors}); a group without one is overhead.", style="dim", markup=False
+    )
     console.print(
         f"Without the profiler a step takes {_number(steps.unprofiled_ms)} ms, "
         f"and the host is at work for {_number(steps.host_ms)} ms of it."

@@ -22,7 +22,7 @@ from teachllm_kernels.linear import cost
 
 __all__ = ["MAX_ROWS", "cost", "few_rows_linear_triton"]
 
-MAX_ROWS = 16  # from 32 on a library's kernel is as fast or faster, see benchmarks/NOTES.md
+MAX_ROWS = 16  # at 32 a library's kernel is as fast, at 64 faster, see benchmarks/NOTES.md
 _BLOCK_N = 64
 _BLOCKS_WANTED = 64  # programs; more, with less in flight each, read no faster
 

@@ -1,4 +1,4 @@
-"""The ceilings of this machine, as far as they are known: measured here before, or those of a known card.
+"""The ceilings of this machine, as far as they are known: the best of what was measured here and of a known card's.
 
 `teachllm bench` measures them and leaves them in the user's cache, where the best of every measurement stays: what a
 machine has done once it can do, and a floor computed from less could lie above a measured time. An engine that is
