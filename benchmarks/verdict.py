@@ -35,7 +35,7 @@ from teachllm import EngineConfig, SamplingParams  # noqa: E402
 from teachllm.bench.batch import random_ids  # noqa: E402
 from teachllm.bench.ceilings import measure_ceilings  # noqa: E402
 from teachllm.core.trace import Recorder  # noqa: E402
-from teachllm.engine.ceilings import best, known_ceilings  # noqa: E402
+from teachllm.engine.ceilings import at_best  # noqa: E402
 from teachllm.engine.engine import Engine  # noqa: E402
 
 # what: (model, prompt tokens, output tokens, steps left out at the start, settings, verdict)
@@ -88,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("the verdicts are a GPU's: torch sees none")
-    measured = measure_ceilings("cuda")
-    ceilings = best([measured, known_ceilings(measured.device, measured.dtype) or measured])  # the engine's
+    ceilings = at_best(measure_ceilings("cuda"))  # as the engine takes them
     result = provenance("verdict.py", arguments, ceilings.device, args.commit)
     result |= {"ceilings": asdict(ceilings), "cases": {}}
     print(f"{'':<26}{'floor':>10}{'measured':>12}{'of it':>8}{'recording':>11}  verdict")

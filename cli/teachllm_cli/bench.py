@@ -59,14 +59,13 @@ def latency(
     _check_folder("--profile-trace", trace)
     title = f"{engine.model}: {batch_size} x ({input_len} tokens in, {output_len} out)"
     with _measured(engine, output_json) as (llm, ceilings):
-        profiled = latency_batch(llm, options)
         if trace is not None:
-            check_profile(llm, profiled)
+            check_profile(llm, latency_batch(llm, options))
         with _bar("iterations") as progress:
             result = run_latency(llm, options, ceilings, progress)
         _report(title, result.figures, ceilings, result.json, output_json)
         if trace is not None:
-            steps = profile_decode(llm, profiled, ceilings, trace_path=trace)
+            steps = profile_decode(llm, latency_batch(llm, options), ceilings, trace_path=trace)
             _report_profile(steps)
             _write(output_json, result.json | {"profile": asdict(steps)})
             notes().print(f"The same steps for https://ui.perfetto.dev: {trace}", markup=False, soft_wrap=True)

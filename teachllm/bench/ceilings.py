@@ -46,13 +46,12 @@ def ceilings_of(config: EngineConfig) -> Ceilings:
     Raises:
         ValueError: there is no such device or model.
     """
-    from teachllm.engine.ceilings import best, known_ceilings
+    from teachllm.engine.ceilings import at_best
     from teachllm.models.model_config import load_model_config
     from teachllm.worker.executor import select_device
 
     device = select_device(config.device)
-    found = measure_ceilings(str(device), load_model_config(config, device.type).dtype)
-    return best([found, known_ceilings(found.device, found.dtype) or found])
+    return at_best(measure_ceilings(str(device), load_model_config(config, device.type).dtype))
 
 
 def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | None = None) -> Ceilings:

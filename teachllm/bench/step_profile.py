@@ -142,11 +142,7 @@ def profile_decode(
         unprofiled_s, host_s = _time_steps(engine, num_steps)
         activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
         with profile(activities=activities) as profiler:
-            engine.step()  # the first one also pays for the profiler's start
-            start = time.perf_counter()
-            for _ in range(num_steps):
-                engine.step()
-            wall_s = time.perf_counter() - start
+            wall_s, _ = _time_steps(engine, num_steps)
         if any(output.finished for output in outputs):
             raise ValueError("requests ended while steps were profiled: profile fewer, or raise max_model_len")
         lens = [len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) for output in outputs]
@@ -165,9 +161,12 @@ def profile_decode(
 
 
 def _time_steps(engine: Engine, num_steps: int) -> tuple[float, float]:
-    """(seconds, seconds that the host was at work) of so many steps."""
+    """(seconds, seconds that the host was at work) of so many steps, after one more that is not counted.
+
+    It takes the result of the step in front, whose wait nobody times, and pays for the start of a profiler.
+    """
     waited = _Waiting(engine.core)
-    engine.step()  # takes the result of the step in front, for which the host waits uncounted
+    engine.step()
     waited.seconds = 0.0
     start = time.perf_counter()
     for _ in range(num_steps):

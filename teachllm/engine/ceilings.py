@@ -44,10 +44,15 @@ def _cpu_model() -> str:
 def known_ceilings(device: str, dtype: str) -> Ceilings | None:
     """Of a device by its name, for one dtype: the best of what was measured here and of what such cards have done."""
     found = [each for each in [*_remembered(), *_KNOWN] if (each.device, each.dtype) == (device, dtype)]
-    return best(found) if found else None
+    return _best(found) if found else None
 
 
-def best(several: Sequence[Ceilings]) -> Ceilings:
+def at_best(measured: Ceilings) -> Ceilings:
+    """What was measured, or the best known, where that is higher."""
+    return _best([measured, known_ceilings(measured.device, measured.dtype) or measured])
+
+
+def _best(several: Sequence[Ceilings]) -> Ceilings:
     """Of ceilings of one device for one dtype the highest of each kind.
 
     One process finds less than another on the same card, by as much as 5% of the reads, depending on where its memory
@@ -61,7 +66,7 @@ def remember(measured: Ceilings) -> None:
     """Keeps what was measured, and the best of it and of what was measured before."""
     kept = {(each.device, each.dtype): each for each in _remembered()}
     key = (measured.device, measured.dtype)
-    kept[key] = best([measured, kept.get(key, measured)])
+    kept[key] = _best([measured, kept.get(key, measured)])
     path = _path()
     with contextlib.suppress(OSError):  # a home that cannot be written to has no memory
         path.parent.mkdir(parents=True, exist_ok=True)
