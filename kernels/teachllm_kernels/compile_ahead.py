@@ -61,15 +61,37 @@ class _Pool(ThreadPoolExecutor):
 
 
 @contextmanager
-def _ending(mode: Any, pool: _Pool) -> Iterator[None]:
-    """Ends Triton's mode also if somebody interrupts the wait for kernels, who then waits for those under way alone."""
+def _launches_compile(met: list[Any]) -> Iterator[None]:
+    """Inside, this thread's launches are what Triton calls a warm-up; `met` gets the kernels."""
+    jit = triton.JITFunction
+    launch = jit.run
+
+    def launch_or_compile(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        if _is_ahead.get():
+            met.append(self)
+        return launch(self, *args, warmup=warmup or _is_ahead.get(), **options)
+
+    jit.run = launch_or_compile
+    token = _is_ahead.set(True)
     try:
         yield
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        mode.raw_futures.clear()  # which it would wait for
-        mode.__exit__(None, None, None)
-        raise
+    finally:
+        _is_ahead.reset(token)
+        jit.run = launch
+
+
+def _give_up(mode: Any, pool: _Pool, met: list[Any]) -> None:
+    """Leaves nothing behind of a mode that an error or an interruption has ended, but the compilations under way.
+
+    Triton ends its mode only when nothing was raised, and newer ones keep what is to be a kernel among the kernels.
+    """
+    pool.shutdown(wait=False, cancel_futures=True)
+    mode.raw_futures.clear()  # which it would wait for
+    mode.__exit__(None, None, None)
+    unfinished = set(map(id, mode.future_kernels.values()))
+    for kernels, *_ in (caches for function in met for caches in function.device_caches.values()):
+        for key in [key for key, kernel in kernels.items() if id(kernel) in unfinished]:
+            del kernels[key]
 
 
 @contextmanager
@@ -85,10 +107,10 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
     Raises:
         RuntimeError: inside of itself.
+        BaseException: of the block; nothing is compiled then that was not under way.
     """
     if _is_ahead.get():
         raise RuntimeError("this thread is compiling ahead already")
-    jit = triton.JITFunction
     passed = Event()
 
     def begin() -> None:
@@ -97,17 +119,18 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
     pool = _Pool(initializer=begin)
     mode = triton.AsyncCompileMode(pool, ignore_errors=True)
-    with _one_at_a_time, pool, _ending(mode, pool), mode:
-        launch = jit.run
-
-        def launch_or_compile(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-            return launch(self, *args, warmup=warmup or _is_ahead.get(), **options)
-
-        jit.run = launch_or_compile
-        token = _is_ahead.set(True)
+    met: list[Any] = []
+    with _one_at_a_time, pool:
         try:
-            yield
-        finally:
-            _is_ahead.reset(token)
-            jit.run = launch
-            passed.set()
+            with mode:
+                try:
+                    with _launches_compile(met):
+                        yield
+                except BaseException:
+                    mode.raw_futures.clear()  # nothing is to be waited for
+                    raise
+                finally:
+                    passed.set()
+        except BaseException:
+            _give_up(mode, pool, met)
+            raise

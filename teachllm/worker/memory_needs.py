@@ -35,6 +35,7 @@ from teachllm_kernels.sampling import workspace_bytes
 # vocabulary of 150,000: with twice as many, a small model would need more to sample than to compute.
 SAMPLED_AT_ONCE = 16
 _LOGITS_COPIES = 14
+_SCORED_COPIES = 9  # of a prompt's
 _BYTES_OF_HISTORY = 24
 
 _KERNELS_A_LAYER = 9
@@ -68,9 +69,7 @@ def activation_bytes(config: EngineConfig, model: ModelConfig, device: torch.dev
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     assert num_tokens and num_seqs
     size = dtype_bytes(model.dtype)
-    width = model.fixed_peak_width if config.batch_invariant else model.peak_width
-    if _is_gated(config, model, device):
-        width = model.gated_peak_width
+    width = model.gated_peak_width if _is_gated(config, model, device) else _peak_width(config, model)
     hidden = num_tokens * model.hidden_size * size
     logits = num_seqs * model.vocab_size * size
     return max(
@@ -78,6 +77,10 @@ def activation_bytes(config: EngineConfig, model: ModelConfig, device: torch.dev
         ungated_bytes(config, model, device),
         hidden + logits + sampling_bytes(config, model),
     )
+
+
+def _peak_width(config: EngineConfig, model: ModelConfig) -> int:
+    return model.fixed_peak_width if config.batch_invariant else model.peak_width
 
 
 def ungated_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
@@ -101,7 +104,8 @@ def sampling_bytes(config: EngineConfig, model: ModelConfig) -> int:
     num_seqs, max_len = config.max_num_seqs, config.max_model_len
     assert num_seqs and max_len
     per_row = _LOGITS_COPIES * 4 * model.vocab_size + _BYTES_OF_HISTORY * max_len
-    return max(min(num_seqs, SAMPLED_AT_ONCE) * per_row, workspace_bytes(num_seqs, model.vocab_size))
+    scored = min(SAMPLED_AT_ONCE, max_len) * _SCORED_COPIES * 4 * model.vocab_size
+    return max(min(num_seqs, SAMPLED_AT_ONCE) * per_row, scored, workspace_bytes(num_seqs, model.vocab_size))
 
 
 def buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
@@ -132,7 +136,7 @@ def graph_bytes(config: EngineConfig, model: ModelConfig) -> int:
     most = num_seqs + 1  # with one of padding
     logits = most * (model.hidden_size + model.vocab_size) * size + workspace_bytes(most, model.vocab_size)
     num_kernels = num_recordings(config) * _KERNELS_A_LAYER * model.num_layers
-    return largest * model.peak_width * size + logits + num_kernels * _BYTES_A_KERNEL
+    return largest * _peak_width(config, model) * size + logits + num_kernels * _BYTES_A_KERNEL
 
 
 def num_recordings(config: EngineConfig) -> int:
