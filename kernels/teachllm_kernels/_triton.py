@@ -28,6 +28,9 @@ class _Absent:
     def jit(self, function: Any = None, **options: Any) -> Any:
         return self if function else lambda function: self
 
+    def constexpr(self, value: Any) -> Any:
+        return value
+
     def __getitem__(self, grid: Any) -> Any:
         raise RuntimeError(self._message)
 

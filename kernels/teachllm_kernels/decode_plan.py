@@ -33,6 +33,9 @@ _FEW = 8  # sequences, whose splits are of nearly the same length in any order
 _MULTIPROCESSORS = 128  # of 132: a few are left to what else runs
 _FIELDS = 8  # of an item, see `DecodePlan`
 
+FIELDS = tl.constexpr(_FIELDS)
+SEQ, ROW, TOKEN, BEGIN, END, SEQ_LEN, FIRST_ITEM, NUM_SPLITS = map(tl.constexpr, range(_FIELDS))
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
@@ -99,9 +102,10 @@ class DecodePlan:
     """The work of one step's decode attention, on the device, and room for its partial results.
 
     Attributes:
-        items: [max_items, 8] int32, one split each: 0 its sequence, 1 the sequence's row of the block tables, 2 its
-            first token in the batch, 3 the split's first key, 4 one past its last, 5 the sequence's length, 6 the first
-            item of the sequence, 7 how many it has. Those that are not used have keys 0 to 0.
+        items: [max_items, 8] int32, one split each. SEQ: its sequence; ROW: the sequence's row of the block tables;
+            TOKEN: its first token in the batch; BEGIN: the split's first key; END: one past its last; SEQ_LEN: the
+            sequence's length; FIRST_ITEM: the first item of the sequence; NUM_SPLITS: how many it has. Those that are
+            not used have keys 0 to 0.
         partial: [max_items, num_heads * max_query_len, head_size] float32, each split's normalised sum.
         lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
         finished: [max_seqs * num_kv_heads] int32, splits that are; 0 between launches.
@@ -165,7 +169,7 @@ def _tiles_of_a_split(tiles, num_seqs, wave):
 @triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])  # which differ
 def _plan_decode(
     items, seq_lens, query_start, rows, num_seqs, wave, max_items, window,
-    SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
+    SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
     if SORTED:  # the longest first: what is left at the end are short ones, and all programs end at about the same time
@@ -187,18 +191,18 @@ def _plan_decode(
         at = items + (first + split) * FIELDS
         begin = length - seen + split * split_len
         has_split = split < num_splits
-        tl.store(at, seq, mask=has_split)
-        tl.store(at + 1, row, mask=has_split)
-        tl.store(at + 2, token, mask=has_split)
-        tl.store(at + 3, begin, mask=has_split)
-        tl.store(at + 4, tl.minimum(begin + split_len, length), mask=has_split)
-        tl.store(at + 5, length, mask=has_split)
-        tl.store(at + 6, first, mask=has_split)
-        tl.store(at + 7, num_splits, mask=has_split)
+        tl.store(at + SEQ, seq, mask=has_split)
+        tl.store(at + ROW, row, mask=has_split)
+        tl.store(at + TOKEN, token, mask=has_split)
+        tl.store(at + BEGIN, begin, mask=has_split)
+        tl.store(at + END, tl.minimum(begin + split_len, length), mask=has_split)
+        tl.store(at + SEQ_LEN, length, mask=has_split)
+        tl.store(at + FIRST_ITEM, first, mask=has_split)
+        tl.store(at + NUM_SPLITS, num_splits, mask=has_split)
     for start in range(tl.sum(num_splits), max_items, SEQS):
         unused = start + seq
-        tl.store(items + unused * FIELDS + 3, 0, mask=unused < max_items)
-        tl.store(items + unused * FIELDS + 4, 0, mask=unused < max_items)
+        tl.store(items + unused * FIELDS + BEGIN, 0, mask=unused < max_items)
+        tl.store(items + unused * FIELDS + END, 0, mask=unused < max_items)
 
 
 def plan_decode(
@@ -229,7 +233,6 @@ def plan_decode(
         SEQS=triton.next_power_of_2(num_seqs),
         SORTED=num_seqs > _FEW,
         TILE=TILE,
-        FIELDS=_FIELDS,
     )
 
 

@@ -26,7 +26,21 @@ import torch
 from teachllm_kernels import paged_attention, rope_kv_write
 from teachllm_kernels._hopper import PIECE, barriers, fetch, has_hopper, pieces, tile_map
 from teachllm_kernels._triton import barrier, gdc_launch_dependents, gdc_wait, gl, gluon, hopper, triton
-from teachllm_kernels.decode_plan import HOPPER_SHAPE, LOG2_E, DecodePlan, max_splits
+from teachllm_kernels.decode_plan import (
+    BEGIN,
+    END,
+    FIELDS,
+    FIRST_ITEM,
+    HOPPER_SHAPE,
+    LOG2_E,
+    NUM_SPLITS,
+    ROW,
+    SEQ,
+    SEQ_LEN,
+    TOKEN,
+    DecodePlan,
+    max_splits,
+)
 
 __all__ = ["cost", "fits_hopper_decode", "hopper_decode"]
 
@@ -201,16 +215,16 @@ def _hopper_decode(
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     item, kv_head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
     # The plan, the tables and what earlier steps wrote to the cache are there already, see `paged_decode.py`.
-    fields = items + item * 8
-    seq = gl.load(fields)
-    table = block_tables + gl.load(fields + 1).to(gl.int64) * table_stride
-    begin = gl.load(fields + 3)
-    end = gl.load(fields + 4)
-    seq_len = gl.load(fields + 5)
-    first_item = gl.load(fields + 6)
-    num_splits = gl.load(fields + 7)
+    fields = items + item * FIELDS
+    seq = gl.load(fields + SEQ)
+    table = block_tables + gl.load(fields + ROW).to(gl.int64) * table_stride
+    begin = gl.load(fields + BEGIN)
+    end = gl.load(fields + END)
+    seq_len = gl.load(fields + SEQ_LEN)
+    first_item = gl.load(fields + FIRST_ITEM)
+    num_splits = gl.load(fields + NUM_SPLITS)
     has_work = begin < end
-    token = gl.load(fields + 2, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
+    token = gl.load(fields + TOKEN, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
     holds_new = has_work & (end == seq_len)
     end = gl.where(holds_new, end - 1, end)
     first = gl.where(has_work, begin // PIECE * PIECE, end)

@@ -37,7 +37,10 @@ _ROWS = 128  # of a tile of queries: tokens times the query heads of a KV head
 # Tiles of 64 keys compute less beyond the diagonal, those of 128 make longer products, which wins from here on.
 _SHORT = 2048  # tokens of the longest sequence
 _STAGES = {64: 4, 128: 2}  # by the keys of a tile; 128 KiB with heads of 128, and two tiles of queries take 64
-_FIELDS = 4  # of an item, see `PrefillPlan`
+_NUM_FIELDS = 4  # of an item, see `PrefillPlan`
+
+_FIELDS = tl.constexpr(_NUM_FIELDS)
+_TOKEN, _NUM_QUERIES, _POSITION, _ROW = map(tl.constexpr, range(_NUM_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,8 @@ class PrefillPlan:
     """A step's tiles of queries, on the device.
 
     Attributes:
-        items: [max_items, 4] int32, a tile each: its first token in the batch, how many it has, the position of the
-            first in its sequence, the sequence's row of the block tables.
+        items: [max_items, 4] int32, a tile each. _TOKEN: its first token in the batch; _NUM_QUERIES: how many it has;
+            _POSITION: of the first in its sequence; _ROW: the sequence's row of the block tables.
         count: [1] int32, how many there are.
         group: query heads of a KV head, for which it was made.
         tile: keys of a step of the loop, 64 or 128.
@@ -59,9 +62,7 @@ class PrefillPlan:
 
 
 @triton.jit(do_not_specialize=["seq_lens", "rows", "num_seqs"])  # which differ from batch to batch
-def _plan_prefill(
-    items, count, query_start, seq_lens, rows, num_seqs, QUERIES: tl.constexpr, SEQS: tl.constexpr, FIELDS: tl.constexpr
-):
+def _plan_prefill(items, count, query_start, seq_lens, rows, num_seqs, QUERIES: tl.constexpr, SEQS: tl.constexpr):
     seq = tl.arange(0, SEQS)
     is_seq = seq < num_seqs
     token = tl.load(query_start + seq, mask=is_seq, other=0)
@@ -77,12 +78,12 @@ def _plan_prefill(
     while level >= 0:
         tile = level - lowest
         has_tile = (tile >= 0) & (tile < num_tiles)
-        at = items + (end + tl.cumsum(has_tile.to(tl.int32), 0) - 1) * FIELDS
+        at = items + (end + tl.cumsum(has_tile.to(tl.int32), 0) - 1) * _FIELDS
         first = tile * QUERIES
-        tl.store(at, token + first, mask=has_tile)
-        tl.store(at + 1, tl.minimum(num_tokens - first, QUERIES), mask=has_tile)
-        tl.store(at + 2, context + first, mask=has_tile)
-        tl.store(at + 3, row, mask=has_tile)
+        tl.store(at + _TOKEN, token + first, mask=has_tile)
+        tl.store(at + _NUM_QUERIES, tl.minimum(num_tokens - first, QUERIES), mask=has_tile)
+        tl.store(at + _POSITION, context + first, mask=has_tile)
+        tl.store(at + _ROW, row, mask=has_tile)
         end += tl.sum(has_tile.to(tl.int32))
         level = tl.max(tl.where((tile > 0) & (num_tiles > 0), tl.minimum(level - 1, highest), -1))
     tl.store(count, end)
@@ -107,11 +108,11 @@ def plan_prefill(
         longest: about how many tokens the longest sequence has, this step's included, if the host knows it.
     """
     num_seqs, queries = rows.shape[0], _ROWS // group
-    items = torch.empty((num_tokens // queries + num_seqs, _FIELDS), dtype=torch.int32, device=rows.device)
+    items = torch.empty((num_tokens // queries + num_seqs, _NUM_FIELDS), dtype=torch.int32, device=rows.device)
     count = torch.empty(1, dtype=torch.int32, device=rows.device)
     seqs = max(triton.next_power_of_2(num_seqs), 64)  # or every few a kernel of their own would be compiled for
     where = (items, count, query_start, seq_lens, rows, num_seqs)
-    _plan_prefill[(1,)](*where, QUERIES=queries, SEQS=seqs, FIELDS=_FIELDS)
+    _plan_prefill[(1,)](*where, QUERIES=queries, SEQS=seqs)
     return PrefillPlan(items, count, group, tile=64 if longest <= _SHORT else 128)
 
 
@@ -132,11 +133,11 @@ def _place(round_):
 @gluon.jit
 def _task(work, round_, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
     """A round's: (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
-    items, _, FIELDS = work
+    items, _ = work
     index = round_ * gl.num_programs(0) + _place(round_)
-    fields = items + index // NUM_KV_HEADS * FIELDS
-    kv_head, token, num_queries = index % NUM_KV_HEADS, gl.load(fields), gl.load(fields + 1)
-    position, row = gl.load(fields + 2), gl.load(fields + 3)
+    fields = items + index // NUM_KV_HEADS * _FIELDS
+    kv_head, token, num_queries = index % NUM_KV_HEADS, gl.load(fields + _TOKEN), gl.load(fields + _NUM_QUERIES)
+    position, row = gl.load(fields + _POSITION), gl.load(fields + _ROW)
     begin = 0
     if WINDOW is not None:
         begin = gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
@@ -289,7 +290,7 @@ def _attend(buffers, told, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEA
 def _hopper_prefill(
     q_desc, k_desc, v_desc, out, block_tables, items, num_items, scale_log2, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr, FIELDS: gl.constexpr, num_warps: gl.constexpr,
+    WINDOW: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """What is filled by whom, and freed by whom, told to the other side by a barrier each way:
 
@@ -316,7 +317,7 @@ def _hopper_prefill(
     k_arrived, k_free = barriers(STAGES, PIECES), barriers(STAGES, 2)
     v_arrived, v_free = barriers(STAGES, PIECES), barriers(STAGES, 2)
     told = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, barriers(1, 2))
-    descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items, num_items, FIELDS)
+    descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items, num_items)
     gl.warp_specialize(
         [
             (_attend, (buffers, told, work, out, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
@@ -362,7 +363,6 @@ def hopper_prefill(
         TILE=plan.tile,
         STAGES=_STAGES[plan.tile],
         WINDOW=window,
-        FIELDS=_FIELDS,
         num_warps=4,
         launch_pdl=True,  # the programs of the kernel in front, `rope_kv_write`, are small: there is room beside them
     )

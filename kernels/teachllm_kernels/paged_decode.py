@@ -25,9 +25,18 @@ import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.decode_plan import (
+    BEGIN,
     COMMON_SHAPE,
+    END,
+    FIELDS,
+    FIRST_ITEM,
     HOPPER_SHAPE,
     LOG2_E,
+    NUM_SPLITS,
+    ROW,
+    SEQ,
+    SEQ_LEN,
+    TOKEN,
     DecodePlan,
     DecodeShape,
     decode_shape,
@@ -94,16 +103,16 @@ def _paged_decode(
         gdc_launch_dependents()
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     # The plan, the tables and what earlier steps wrote to the cache are there already, see `_launch`.
-    fields = items + item * 8
-    begin = tl.load(fields + 3)
-    end = tl.load(fields + 4)
+    fields = items + item * FIELDS
+    begin = tl.load(fields + BEGIN)
+    end = tl.load(fields + END)
     if begin < end:
-        seq = tl.load(fields)
-        table = block_tables + tl.load(fields + 1).to(tl.int64) * table_stride
-        token = tl.load(fields + 2)
-        seq_len = tl.load(fields + 5)
-        first = tl.load(fields + 6)
-        num_splits = tl.load(fields + 7)
+        seq = tl.load(fields + SEQ)
+        table = block_tables + tl.load(fields + ROW).to(tl.int64) * table_stride
+        token = tl.load(fields + TOKEN)
+        seq_len = tl.load(fields + SEQ_LEN)
+        first = tl.load(fields + FIRST_ITEM)
+        num_splits = tl.load(fields + NUM_SPLITS)
         num_queries = 1
         if MAX_Q > 1:
             num_queries = tl.load(query_start + seq + 1) - token
