@@ -20,7 +20,7 @@ import torch
 from teachllm.roofline import Ceilings
 
 # The best that `measure_ceilings` has found on several cards, rounded up: no floor may exceed what one of them takes.
-_KNOWN = [Ceilings("NVIDIA H200", "bfloat16", 4.42e12, 4.26e12, 803e12, 651e12)]
+_KNOWN = [Ceilings("NVIDIA H200", "bfloat16", 4.45e12, 4.26e12, 803e12, 654e12)]
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -55,8 +55,8 @@ def at_best(measured: Ceilings) -> Ceilings:
 def _best(several: Sequence[Ceilings]) -> Ceilings:
     """Of ceilings of one device for one dtype the highest of each kind.
 
-    One process finds less than another on the same card, by as much as 5% of the reads, depending on where its memory
-    lies: what the device has done once it can do.
+    One process finds less than another on the same card, by as much as 5% of the reads, while kernels take as long as
+    before: what the device has done once it can do.
     """
     columns = zip(*(asdict(each).values() for each in several), strict=True)
     return Ceilings(*map(max, columns))
