@@ -44,29 +44,9 @@ from teachllm.bench.cold import cold  # noqa: E402
 from teachllm.bench.workloads import WORKLOADS, Figures, Workload, limits, measure, num_runs_of  # noqa: E402
 from teachllm.models.model_config import load_model_config  # noqa: E402
 from teachllm.roofline import Ceilings  # noqa: E402
+from teachllm.simulator.shapes import SHAPES  # noqa: E402
 
 PEERS = json.loads((ROOT / "benchmarks" / "peers.json").read_text(encoding="utf-8"))
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "dtype": "bfloat16",
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _QWEN3
-    | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
-    | {"intermediate_size": 3072, "tie_word_embeddings": True},
-    "qwen3-8b": _QWEN3
-    | {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
-    | {"intermediate_size": 12288, "tie_word_embeddings": False},
-}
 
 
 def write_shape(name: str, folder: Path) -> Path:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from teachllm.config import EngineConfig
+    from teachllm.engine.async_llm import AsyncLLM
     from teachllm.engine.llm import LLM
     from teachllm.outputs import RequestOutput
     from teachllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
+    "AsyncLLM": "teachllm.engine.async_llm",
     "LLM": "teachllm.engine.llm",
     "EngineConfig": "teachllm.config",
     "RequestOutput": "teachllm.outputs",

@@ -64,6 +64,10 @@ class EngineConfig:
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for.
         check_invariants: verify the scheduler's books after every step.
+
+    Trace:
+        trace_path: a file for the trace of all that happens, see docs/trace.md. Readable by its owner alone.
+        trace_text: token ids and their text are in the trace.
     """
 
     model: str = "teachlm"
@@ -96,6 +100,9 @@ class EngineConfig:
     batch_invariant: bool = False
     max_logprobs: int = 20
     check_invariants: bool = False
+
+    trace_path: str | None = None
+    trace_text: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

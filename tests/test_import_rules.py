@@ -20,7 +20,7 @@ OURS = set(WINGS.values())
 PLAIN_DATA = ("teachllm.config", "teachllm.sampling_params", "teachllm.outputs")
 FROM_ABOVE = (
     *("teachllm", "teachllm.engine", "teachllm.bench", "teachllm.simulator"),
-    *("teachllm.core.memory", "teachllm.core.trace", "teachllm.roofline", *PLAIN_DATA),
+    *("teachllm.core.memory", "teachllm.core.trace", "teachllm.trace", "teachllm.roofline", *PLAIN_DATA),
 )
 TENSORS = ("teachllm.layers", "teachllm.distributed", "teachllm.quantization", "teachllm_kernels")
 FEATURES = ("teachllm.sampling", "teachllm.spec_decode", "teachllm.structured_output", "teachllm.lora")
@@ -36,9 +36,14 @@ FLOORS = {
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": ("teachllm.worker", "teachllm.models", *FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.roofline": ("teachllm.models.model_config",),
+    "teachllm.trace": ("teachllm.trace", "teachllm.core.trace"),
     "teachllm.engine": (
         *("teachllm", "teachllm.engine", "teachllm.core", "teachllm.worker", "teachllm.models", "teachllm.roofline"),
-        *(*FEATURES, *TENSORS, *PLAIN_DATA),
+        *("teachllm.trace", *FEATURES, *TENSORS, *PLAIN_DATA),
+    ),
+    "teachllm.simulator": (
+        *("teachllm.simulator", "teachllm.core", "teachllm.engine", "teachllm.trace", "teachllm.roofline"),
+        *("teachllm.models.model_config", *PLAIN_DATA),
     ),
     "teachllm.server": ("teachllm.server", *FROM_ABOVE),
     "teachllm_kernels": ("teachllm_kernels",),
@@ -52,6 +57,7 @@ OUTSIDE = {
     "teachllm.core": set(),
     **{name: set() for name in PLAIN_DATA},
     "teachllm_kernels": {"torch", "triton"},
+    "teachllm.trace": set(),
     "teachllm_cli": {"typer"},
     "teachllm": CORE_INSTALL,
 }

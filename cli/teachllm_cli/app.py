@@ -11,6 +11,7 @@ from teachllm_cli.bench import bench
 from teachllm_cli.chat import chat
 from teachllm_cli.generate import generate
 from teachllm_cli.info import info
+from teachllm_cli.trace import trace
 
 app = typer.Typer(
     name="teachllm",
@@ -23,6 +24,7 @@ app = typer.Typer(
 for command in (chat, generate, info):
     app.command()(command)
 app.add_typer(bench)
+app.add_typer(trace)
 
 
 def _print_version(wanted: bool) -> None:

@@ -22,11 +22,16 @@ from teachllm_cli.errors import one_line_errors
 # `seed` is a flag of the request, which fixes its noise whatever else runs; commands print text, so they need
 # the tokenizer.
 _NOT_FLAGS = {"seed", "skip_tokenizer_init"}
+_NAMES = {"model": ["--model", "-m"], "trace_path": ["--trace"], "trace_text": ["--trace-text/--trace-no-text"]}
 
 
-def engine_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `engine` of a command by the flags that make it, and add `--debug`."""
-    flags = list(_flags())
+def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[..., None]:
+    """Replace the parameter `engine` of a command by the flags that make it, and add `--debug`.
+
+    Args:
+        runs: the engine does something that could be traced.
+    """
+    flags = [flag for flag in _flags() if runs or not flag.name.startswith("trace")]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -48,9 +53,8 @@ def _flags() -> Iterator[inspect.Parameter]:
             continue
         section, text = explained.get(field.name, ("Engine", ""))
         kind, name = types[field.name], field.name.replace("_", "-")
-        names = ["--model", "-m"] if name == "model" else [f"--{name}"]
-        if kind in (bool, bool | None) and field.default is not False:
-            names = [f"--{name}/--no-{name}"]
+        is_on = kind in (bool, bool | None) and field.default is not False
+        names = _NAMES.get(field.name, [f"--{name}/--no-{name}" if is_on else f"--{name}"])
         option = typer.Option(*names, help=text[:1].upper() + text[1:], rich_help_panel=section)
         yield _parameter(field.name, Annotated[kind, option], field.default)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import platform
+from functools import partial
 from importlib import metadata
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from teachllm_cli.terminal import answers
 Row = tuple[str, str, str]  # what, amount, explanation
 
 
-@engine_command
+@partial(engine_command, runs=False)
 def info(
     engine: EngineConfig,
     input_len: Annotated[

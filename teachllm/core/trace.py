@@ -1,16 +1,15 @@
 """The trace: one JSON line for everything that happens, the same for notebook, web page, simulator and profiler.
 
-A header, then events in order: arrivals, ends from outside, and one `step` line for each step. The state of the block
-pool at any step is a function of the block events up to it. The recorder is handed its sink (what takes a line)
-and its clock, so this file opens nothing and never asks the time by itself.
+The state of the block pool after any line is a function of the block events up to it. The recorder is handed its sink
+(what takes a line) and its clock: this file opens nothing and never asks the time. The format is in docs/trace.md.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
@@ -20,16 +19,18 @@ from teachllm.sampling_params import SamplingParams
 
 TRACE_VERSION = 1
 _DEFAULTS = asdict(SamplingParams())
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_OF_A_REQUEST = ("request_id", "num_prompt_tokens", "child_index", "seed", "priority", "max_len", "group")
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds on the recorder's clock: when the step was scheduled, and how long each part took."""
+class StepTimes(NamedTuple):
+    """Seconds on the recorder's clock: when the step was scheduled, how long each part took, when all was known."""
 
-    start: float
+    time: float
     schedule: float
     execute: float
     update: float
+    end: float
 
 
 class Recorder:
@@ -38,44 +39,38 @@ class Recorder:
     Args:
         sink: takes one line, without its newline.
         clock: seconds since any fixed moment.
-        text: gives the text of sampled ids; None leaves ids and text out of the trace.
+        text: gives the text of each of some token ids; None leaves ids and text out of the trace.
     """
 
     def __init__(
         self,
         sink: Callable[[str], None],
         clock: Callable[[], float],
-        text: Callable[[list[int]], str] | None = None,
+        text: Callable[[list[int]], list[str]] | None = None,
     ) -> None:
-        self._sink = sink
-        self.clock = clock
-        self._text = text
+        self._sink, self.clock, self._text = sink, clock, text
 
     def header(self, config: dict[str, Any], model: dict[str, Any], num_blocks: int, **worker: Any) -> None:
-        what = {"config": config, "model": model, "num_blocks": num_blocks} | worker
-        self._write("header", version=TRACE_VERSION, time=self.clock(), **what)
+        what: dict[str, Any] = {"config": config, "model": model, "num_blocks": num_blocks} | worker
+        self.write("header", version=TRACE_VERSION, time=self.clock(), **what)
 
     def arrival(self, request: Request) -> None:
         params = {k: v for k, v in asdict(request.sampling_params).items() if v != _DEFAULTS[k]}
         if self._text is None:  # strings and ids are what the user wrote
             params = {k: v for k, v in params.items() if isinstance(v, int | float)}
-        self._write(
-            "arrival",
-            time=request.arrival_time,
-            request_id=request.request_id,
-            num_prompt_tokens=request.num_prompt_tokens,
-            prompt_token_ids=list(request.prompt_token_ids) if self._text else None,
-            params=params,
-            child_index=request.child_index,
-            seed=request.seed,
-            priority=request.priority,
-            max_len=request.max_len,
-            group=request.group,
-        )
+        told = {name: getattr(request, name) for name in _OF_A_REQUEST}
+        if self._text is not None:
+            ids = told["prompt_token_ids"] = list(request.prompt_token_ids)
+            told |= {"prompt_text": self._text(ids), "cache_keys": request.cache_keys or None}
+        self.write("arrival", time=request.arrival_time, params=params, **told)
 
-    def end(self, request_id: str, reason: FinishReason) -> None:
-        """A request ended from outside, after the step whose line came last: "abort", or "stop" at a stop string."""
-        self._write(reason.value, time=self.clock(), request_id=request_id)
+    def end(self, request_id: str, reason: FinishReason, scheduler: Scheduler) -> None:
+        """A request ended from outside: "abort", or "stop" at a stop string."""
+        self.write(reason.value, scheduler, time=self.clock(), request_id=request_id)
+
+    def error(self, error: BaseException, scheduler: Scheduler) -> None:
+        """A step failed; it and all that were under way are taken back, and their requests queue again."""
+        self.write("error", scheduler, time=self.clock(), message=repr(error))
 
     def step(
         self,
@@ -85,38 +80,44 @@ class Recorder:
         times: StepTimes,
         **worker: Any,
     ) -> None:
-        """One step, after its update; `worker` is what only a worker knows (`roofline`: bytes, FLOPs, its bound)."""
+        """One step, after its update; `worker` is what only a worker knows: `roofline`."""
         sampled = {update.request.request_id: update for update in updates}
         kv, cached = scheduler.kv, scheduler.kv.pool.num_cached_blocks
-        self._write(
+        self.write(
             "step",
+            scheduler,
             step=plan.step,
-            time=times.start,
-            schedule=times.schedule,
-            execute=times.execute,
-            update=times.update,
+            **times._asdict(),
             scheduled=[self._share(share, sampled.get(share.request_id)) for share in plan.scheduled],
             preempted=plan.preempted,
             finished={name: reason.value for name, u in sampled.items() if (reason := u.request.finish_reason)},
-            waiting={request.request_id: str(request.wait) for request in scheduler.waiting},
+            waiting=waiting_of(scheduler),
             blocks={"used": kv.num_used_blocks, "cached": cached, "free": kv.pool.num_free_blocks - cached},
-            block_events=[event.as_list() for event in kv.drain_events()],
             **worker,
         )
 
     def _share(self, share: ScheduledRequest, update: RequestUpdate | None) -> dict[str, Any]:
-        tokens = update.new_token_ids if update else []
         entry: dict[str, Any] = {
             "request_id": share.request_id,
             "start": share.start,
             "num_tokens": share.num_tokens,
-            "num_draft": len(share.draft_token_ids),
-            "num_accepted": update.num_accepted if update else 0,
             "phase": "decode" if share.samples and share.num_tokens == 1 + len(share.draft_token_ids) else "prefill",
         }
-        if self._text and tokens:
-            entry["token_ids"], entry["text"] = tokens, self._text(tokens)
+        if share.draft_token_ids:
+            entry["num_draft"], entry["num_accepted"] = len(share.draft_token_ids), update.num_accepted if update else 0
+        if update is not None and update.new_token_ids:
+            entry["num_sampled"] = len(update.new_token_ids)
+            if self._text is not None:
+                entry["token_ids"], entry["text"] = update.new_token_ids, self._text(update.new_token_ids)
         return entry
 
-    def _write(self, event: str, **fields: Any) -> None:
-        self._sink(json.dumps({"event": event} | {k: v for k, v in fields.items() if v is not None}))
+    def write(self, event: str, scheduler: Scheduler | None = None, **fields: Any) -> None:
+        """A line, without the fields that are None; with a scheduler's block events since the line before."""
+        if scheduler is not None:
+            fields["block_events"] = [each.as_list() for each in scheduler.kv.drain_events()]
+        self._sink(_encode({"event": event} | {k: v for k, v in fields.items() if v is not None}))
+
+
+def waiting_of(scheduler: Scheduler) -> dict[str, list[str]]:
+    """{request id: [reason, the same in words]}, in the queue's order."""
+    return {r.request_id: [r.wait.reason.name.lower(), str(r.wait)] for r in scheduler.waiting if r.wait}

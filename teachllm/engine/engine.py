@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import struct
+import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from teachllm.config import EngineConfig
+from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.prefix_cache import hash_root
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.trace import Recorder
@@ -28,6 +30,7 @@ from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.output_processor import OutputProcessor
 from teachllm.engine.step_roofline import StepRoofline
 from teachllm.engine.tokenizer import Tokenizer
+from teachllm.engine.trace_file import TraceFile
 from teachllm.models.model_config import load_model_config
 from teachllm.outputs import RequestOutput
 from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
@@ -44,7 +47,7 @@ class Engine:
 
     Args:
         config: what to run and how.
-        recorder: writes a trace.
+        recorder: writes a trace, in place of one in `config.trace_path`.
         progress: called with (bytes loaded, bytes in all) while weights load.
         make_executor: replaces the in-process executor; given the resolved configuration and the executor it
             would have used.
@@ -71,6 +74,11 @@ class Engine:
                 revision=config.revision if config.tokenizer else None,
                 trust_remote_code=config.trust_remote_code,
             )
+        self._token_texts: dict[int, str] = {}
+        self._trace_file: TraceFile | None = None
+        if recorder is None and config.trace_path is not None:
+            self._trace_file = TraceFile(config.trace_path)
+            recorder = Recorder(self._trace_file, time.perf_counter, self.token_texts if config.trace_text else None)
         make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
         runner = make_runner(self.config, self.model_config, device, progress)
         executor: Executor = InProcessExecutor(runner)
@@ -129,6 +137,19 @@ class Engine:
             self.core.add(child)
         return output
 
+    def adopt_request(self, request: Request) -> RequestOutput:
+        """Queues a request that has been under way in another engine; its output begins with what it has.
+
+        Raises:
+            ValueError: its id is taken, or it can never fit.
+        """
+        self._outputs.check_free(request.request_id, [request])
+        self.core.add(request)
+        output = self._outputs.add(request.request_id, None, list(request.prompt_token_ids), [request])
+        if request.num_output_tokens:
+            self._outputs.update(RequestUpdate(request, request.output_token_ids, 0, None, None, 0))
+        return output
+
     def step(self) -> list[RequestOutput]:
         """Computes one step.
 
@@ -158,6 +179,16 @@ class Engine:
     def close(self) -> None:
         """Gives the model's memory back; the engine cannot be used after this."""
         self.core.close()
+        if self._trace_file is not None:
+            self._trace_file.close()
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each id alone, for a trace; what it would be without a tokenizer is its number."""
+        known = self._token_texts
+        for token_id in token_ids:
+            if token_id not in known:
+                known[token_id] = f"<{token_id}>" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+        return [known[token_id] for token_id in token_ids]
 
     def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int], array[int]]:
         """Text, ids and packed ids of a prompt. A long one's are looked at by C code alone: its first token waits."""

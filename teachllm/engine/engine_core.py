@@ -38,6 +38,7 @@ class EngineCore:
         recorder: writes a trace; None costs nothing.
         roofline: what a trace says of each step's work.
         clock: seconds; arrival times are on it. None is the recorder's, or `time.perf_counter`.
+        scheduler: in place of one of its own.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class EngineCore:
         recorder: Recorder | None = None,
         clock: Callable[[], float] | None = None,
         roofline: StepRoofline | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config, executor.num_blocks, cache_root)
+        self.scheduler = scheduler or Scheduler(config, executor.num_blocks, cache_root)
         self.executor = executor
         self.recorder = recorder
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
@@ -75,7 +77,7 @@ class EngineCore:
         """Ends a request now: an abort, or a stop string found in its text. False if it has ended already."""
         ended = self.scheduler.finish(request_id, reason, stop_reason)
         if ended and self.recorder is not None:
-            self.recorder.end(request_id, reason)
+            self.recorder.end(request_id, reason, self.scheduler)
         return ended
 
     @property
@@ -100,11 +102,11 @@ class EngineCore:
         if plan.scheduled:
             try:
                 output = self.executor.sample(self.executor.execute(plan))
-                times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0)
+                times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0, 0.0)
                 self._pending.append((plan, output, times, self._work(plan)))
                 self.scheduler.kv.commit_all()  # while the device works; the next `schedule` would do it
-            except BaseException:
-                self._take_back(plan)
+            except BaseException as error:
+                self._take_back(plan, error)
                 raise
         if self._pending and (len(self._pending) > self._num_ahead or not plan.scheduled):
             return self._update_oldest()
@@ -115,16 +117,17 @@ class EngineCore:
         arrived = self.clock()
         try:
             result = output.result()
-        except BaseException:
-            self._take_back(plan)
+        except BaseException as error:
+            self._take_back(plan, error)
             raise
         self._pending.popleft()
         updates = self.scheduler.update(plan, result)
         if self._check:
             invariants.check(self.scheduler)
         if self.recorder is not None:
-            times = StepTimes(times.start, times.schedule, times.execute, self.clock() - arrived)
-            worker = {}
+            end = self.clock()
+            times = times._replace(update=end - arrived, end=end)
+            worker: dict[str, Any] = {}
             if self._roofline is not None and work is not None:
                 # A device that does not time itself is done when the calls return.
                 worker["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)
@@ -138,7 +141,7 @@ class EngineCore:
         kv = self.scheduler.kv
         return self._roofline.work(plan, kv.num_used_blocks * kv.block_size)
 
-    def _take_back(self, plan: SchedulerOutput) -> None:
+    def _take_back(self, plan: SchedulerOutput, error: BaseException) -> None:
         """A step failed: with it go all whose results have not been taken, since any may rest on another."""
         oldest = self._pending[0][0] if self._pending else plan
         for _, output, _, _ in self._pending:  # a device may still read what the next plan would write over
@@ -146,6 +149,8 @@ class EngineCore:
                 output.result()
         self._pending.clear()
         self.scheduler.fail(oldest)
+        if self.recorder is not None:
+            self.recorder.error(error, self.scheduler)
 
     def close(self) -> None:
         self.executor.close()

@@ -21,8 +21,14 @@ ledger, verdict = load_script("ledger"), load_script("verdict")
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Of a model of a few kilobytes on a CPU."""
-    small = h200._QWEN3 | {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 64}
-    small |= {"intermediate_size": 32, "head_dim": 16, "tie_word_embeddings": True, "dtype": "float32"}
+    small = dict(h200.SHAPES["qwen3-0.6b"], hidden_size=32, num_hidden_layers=1, num_attention_heads=8, vocab_size=64)
+    small |= {
+        "eos_token_id": None,
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
     monkeypatch.setattr(h200, "SHAPES", {"small": small})
     return h200.engine_settings(h200.write_shape("small", tmp_path), "cpu") | {"num_gpu_blocks_override": 40}
 

@@ -14,12 +14,12 @@ from teachllm.core.trace import Recorder, StepTimes
 from teachllm.sampling_params import SamplingParams
 from tests.core.helpers import EOS, add, make_request, make_scheduler, schedule
 
-TIMES = StepTimes(start=2.0, schedule=0.1, execute=0.2, update=0.3)
+TIMES = StepTimes(time=2.0, schedule=0.1, execute=0.2, update=0.3, end=2.7)
 
 
 def make_recorder(text: bool = True) -> tuple[Recorder, list[str]]:
     lines: list[str] = []
-    spell = (lambda ids: " ".join(map(str, ids))) if text else None
+    spell = (lambda ids: [str(token_id) for token_id in ids]) if text else None
     return Recorder(lines.append, lambda: 1.5, spell), lines
 
 
@@ -55,13 +55,14 @@ def test_an_arrival_holds_what_a_replay_needs() -> None:
     recorder, lines = make_recorder()
     params = SamplingParams(temperature=0.0, max_tokens=3, stop="end", logit_bias={4: 1.0})
     request = make_request("a", 2, params=params, arrival_time=1.25, priority=2, seed=9)
-    make_scheduler().add(request)
+    scheduler = make_scheduler()
+    scheduler.add(request)
     recorder.arrival(request)
-    recorder.end("a", FinishReason.ABORT)
-    recorder.end("b", FinishReason.STOP)
+    recorder.end("a", FinishReason.ABORT, scheduler)
+    recorder.end("b", FinishReason.STOP, scheduler)
     arrival, abort, stop = parse(lines)
-    assert abort == {"event": "abort", "time": 1.5, "request_id": "a"}
-    assert stop == {"event": "stop", "time": 1.5, "request_id": "b"}
+    assert abort == {"event": "abort", "time": 1.5, "request_id": "a", "block_events": []}
+    assert stop == {"event": "stop", "time": 1.5, "request_id": "b", "block_events": []}
     sent = arrival.pop("params")
     assert (sent["temperature"], sent["max_tokens"], sent["stop"], sent["logit_bias"]) == (0.0, 3, "end", {"4": 1.0})
     assert "top_p" not in sent  # a default
@@ -71,6 +72,7 @@ def test_an_arrival_holds_what_a_replay_needs() -> None:
         "request_id": "a",
         "num_prompt_tokens": 2,
         "prompt_token_ids": [100, 101],
+        "prompt_text": ["100", "101"],
         "child_index": 0,
         "seed": 9,
         "priority": 2,
@@ -89,26 +91,26 @@ def test_a_step_holds_what_happened_in_it() -> None:
     a.draft_token_ids = [7, 8]
     run(scheduler, recorder, a=[7, 9])
     first, second = parse(lines)
-    assert {key: first[key] for key in ("event", "step", "time", "schedule", "execute", "update")} == {
+    assert {key: first[key] for key in ("event", "step", "time", "schedule", "execute", "update", "end")} == {
         "event": "step",
         "step": 0,
         "time": 2.0,
         "schedule": 0.1,
         "execute": 0.2,
         "update": 0.3,
+        "end": 2.7,
     }
     assert first["scheduled"][0] == {
         "request_id": "a",
         "start": 0,
         "num_tokens": 5,
-        "num_draft": 0,
-        "num_accepted": 0,
+        "num_sampled": 1,
         "phase": "prefill",
         "token_ids": [7],
-        "text": "7",
+        "text": ["7"],
     }
     assert first["finished"] == {"b": "length"}
-    assert first["waiting"] == {"c": "would be running request 3, the limit is 2"}
+    assert first["waiting"] == {"c": ["sequence_limit", "would be running request 3, the limit is 2"]}
     assert first["preempted"] == []
     assert first["blocks"] == {"used": 2, "cached": 1, "free": 2}
     assert [event[:3] for event in first["block_events"]] == [
@@ -123,7 +125,7 @@ def test_a_step_holds_what_happened_in_it() -> None:
     assert (first["graph_mode"], first["num_bytes"], first["num_flops"], first["ceiling"]) == ("eager", 10, 20, "bytes")
     decode = second["scheduled"][0]
     assert (decode["phase"], decode["num_tokens"], decode["num_draft"], decode["num_accepted"]) == ("decode", 3, 2, 1)
-    assert (decode["token_ids"], decode["text"]) == ([7, 9], "7 9")
+    assert (decode["token_ids"], decode["text"]) == ([7, 9], ["7", "9"])
 
 
 def test_without_text_nothing_that_a_user_wrote_is_in_the_trace() -> None:

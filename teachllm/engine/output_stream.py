@@ -1,0 +1,93 @@
+"""A request's output on its way from the engine's thread to whoever reads it.
+
+The engine's object grows at the engine's pace, the reader's at the reader's. What lies between them is one change,
+however many steps it took, so a reader who never comes back costs no more than one who does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from copy import copy
+
+from teachllm.outputs import CompletionOutput, RequestOutput
+
+
+class OutputStream:
+    """One request's.
+
+    Args:
+        loop: the reader's.
+
+    Attributes:
+        source: the engine's object.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.source: RequestOutput
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._arrived = asyncio.Event()
+        self._taken: RequestOutput | None = None  # the reader's
+        self._new: RequestOutput | None = None  # what it has not taken
+        self._told: list[int] = []  # tokens of each completion that are in one of the two
+        self._error: Exception | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """The reader knows the end."""
+        return self._error is not None or (self._taken is not None and self._taken.finished)
+
+    def begin(self, source: RequestOutput) -> None:
+        self.source = source
+        self._told = [0] * len(source.outputs)
+
+    def put(self, source: RequestOutput) -> None:
+        """Tells how far the output has come."""
+        with self._lock:
+            if self._new is None:
+                self._new = copy(source)
+                self._new.outputs = [CompletionOutput(completion.index) for completion in source.outputs]
+            self._new.num_cached_tokens, self._new.prompt_logprobs = source.num_cached_tokens, source.prompt_logprobs
+            for i, (new, completion) in enumerate(zip(self._new.outputs, source.outputs, strict=True)):
+                _extend(new, completion, self._told[i])
+                self._told[i] = len(completion.token_ids)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def next(self) -> RequestOutput:
+        """The reader's object, grown; waits until there is something new."""
+        new: RequestOutput | None = None
+        while new is None:  # it may have been woken for what it has taken already
+            await self._arrived.wait()
+            with self._lock:
+                self._arrived.clear()
+                if self._error is not None:
+                    raise self._error
+                new, self._new = self._new, None
+        if self._taken is None:
+            self._taken = new
+            return new
+        self._taken.num_cached_tokens, self._taken.prompt_logprobs = new.num_cached_tokens, new.prompt_logprobs
+        for mine, more in zip(self._taken.outputs, new.outputs, strict=True):
+            _extend(mine, more, 0)
+        return self._taken
+
+
+def _extend(output: CompletionOutput, source: CompletionOutput, first: int) -> None:
+    """Adds the tokens of `source` from index `first` on, and takes over all that is said of the whole."""
+    output.token_ids += source.token_ids[first:]
+    if source.logprobs is not None:
+        if output.logprobs is None:
+            output.logprobs = []
+        output.logprobs += source.logprobs[first:]
+    for name in ("text", "cumulative_logprob", "finish_reason", "stop_reason"):
+        setattr(output, name, getattr(source, name))

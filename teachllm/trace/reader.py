@@ -1,0 +1,145 @@
+"""A trace from its lines: as far as it is sound, and what is wrong with the rest.
+
+Each line is checked for what its readers take for granted and then replayed. A state follows from all lines before it,
+so the first one that is broken ends the trace: what stands before it can be shown, and `problem` says which line it
+was. A file that is cut off in the middle of a line, as of an engine that was killed, is a trace too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from teachllm.core.trace import TRACE_VERSION
+from teachllm.trace.replay import Line, Replay, ReplayError
+
+_NUMBER = (int, float)
+_FIELDS: dict[str, dict[str, Any]] = {
+    "header": {"version": int, "time": _NUMBER, "config": dict, "model": dict, "num_blocks": int},
+    "arrival": {"time": _NUMBER, "request_id": str, "num_prompt_tokens": int, "params": dict},
+    "step": {
+        **{name: _NUMBER for name in ("time", "schedule", "execute", "update", "end")},
+        **{name: list for name in ("scheduled", "preempted", "block_events")},
+        **{name: dict for name in ("finished", "waiting", "blocks")},
+        "step": int,
+    },
+    "abort": {"time": _NUMBER, "request_id": str, "block_events": list},
+    "stop": {"time": _NUMBER, "request_id": str, "block_events": list},
+    "error": {"time": _NUMBER, "message": str, "block_events": list},
+    "fork": {"time": _NUMBER, "step": int, "requests": list, "waiting": dict, "block_events": list},
+}
+
+
+class TraceError(ValueError):
+    """There is nothing in it that could be shown."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """A trace that replays.
+
+    Attributes:
+        header: its first line.
+        lines: those after it.
+        problem: what is wrong with the line that ended it; None if nothing is.
+        note: what should be known of the whole; None if nothing.
+        replay: the state after the last line.
+    """
+
+    header: Line
+    lines: list[Line] = field(default_factory=list)
+    problem: str | None = None
+    note: str | None = None
+    replay: Replay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replay = Replay(self.header)
+
+    @property
+    def steps(self) -> list[Line]:
+        return [line for line in self.lines if line["event"] == "step"]
+
+    def state_after(self, num_lines: int) -> Replay:
+        """The state after the first lines behind the header."""
+        replay = Replay(self.header)
+        for line in self.lines[:num_lines]:
+            replay.apply(line)
+        return replay
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Reads a trace's file.
+
+    Raises:
+        TraceError: it cannot be read, or does not begin with a header.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return parse_trace(file, str(path))
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+
+
+def parse_trace(texts: Iterable[str], name: str = "the trace") -> Trace:
+    """A trace from its lines of text.
+
+    Args:
+        name: what errors call it.
+
+    Raises:
+        TraceError: it does not begin with a header.
+    """
+    trace: Trace | None = None
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = _checked(text)
+            if trace is None:
+                trace = _begin(line)
+            elif line["event"] == "header":
+                raise ReplayError("a second header: two engines wrote to one file")
+            else:
+                trace.replay.apply(line)
+                trace.lines.append(line)
+        except (ReplayError, KeyError, TypeError, ValueError, AttributeError) as error:
+            wrong = str(error)
+            if not isinstance(error, ReplayError):  # a field deep inside of it is missing, or is something else
+                wrong = f"not as such lines are ({type(error).__name__}: {error})"
+            if trace is None:
+                raise TraceError(f"{name} is no trace: line {number}: {wrong}") from error
+            trace.problem = f"line {number}: {wrong}; it and what comes after it are left out"
+            return trace
+    if trace is None:
+        raise TraceError(f"{name} is empty")
+    return trace
+
+
+def _begin(line: Line) -> Trace:
+    if line["event"] != "header":
+        raise ReplayError(f"a trace begins with a header, not with {line['event']!r}")
+    trace = Trace(line)
+    if line["version"] > TRACE_VERSION:
+        trace.note = (
+            f"written in version {line['version']} of the format, of which this teachllm knows {TRACE_VERSION}: "
+            "some of it may be missing here; update teachllm to see all"
+        )
+    return trace
+
+
+def _checked(text: str) -> Line:
+    """One line, with the fields that its kind must have."""
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        cut_off = not text.endswith("\n")
+        raise ReplayError("cut off in the middle" if cut_off else f"not JSON ({error})") from error
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+        raise ReplayError('not an object with an "event"')
+    for name, kinds in _FIELDS.get(line["event"], {}).items():
+        if name not in line:
+            raise ReplayError(f"{line['event']} without {name!r}")
+        if not isinstance(line[name], kinds) or isinstance(line[name], bool):
+            raise ReplayError(f"{name!r} of {line['event']} is {line[name]!r}")
+    return line

@@ -1,0 +1,86 @@
+"""A trace in a dozen rows: what ran, how fast, what the blocks held, and why requests waited."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+
+from teachllm.trace.figures import Figures, Spread, figures
+from teachllm.trace.reader import Trace
+
+Row = tuple[str, str]  # what, and how much
+
+
+def summary(trace: Trace) -> list[Row]:
+    """Rows for people, the name of each first."""
+    return list(_rows(trace, figures([trace.header, *trace.lines])))
+
+
+def _rows(trace: Trace, found: Figures) -> Iterator[Row]:
+    config, model = trace.header["config"], trace.header["model"]
+    device = trace.header.get("machine", {}).get("device", "an unknown device")
+    yield "model", f"{model.get('path')} ({model.get('architecture')}, {model.get('dtype')}) on {device}"
+    yield (
+        "engine",
+        (
+            f"{trace.header['num_blocks']:,} blocks of {config['block_size']} tokens; at most "
+            f"{config['max_num_batched_tokens']:,} tokens and {config['max_num_seqs']:,} requests a step; "
+            f"{config['scheduling_policy']}{', asynchronous' if config['async_scheduling'] else ''}"
+        ),
+    )
+    steps = trace.steps
+    if not steps:
+        yield "steps", "none"
+        return
+    step_s = statistics.fmean(line["end"] - line["time"] for line in steps)
+    parts = {name: statistics.fmean(line[name] for line in steps) for name in ("schedule", "execute", "update")}
+    yield (
+        "steps",
+        (
+            f"{found.num_steps:,} in {_seconds(found.duration)}, {_seconds(step_s)} each; of the host's time "
+            + ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items())
+        ),
+    )
+    ends = Counter(request.finish_reason or "unfinished" for request in trace.replay.requests.values())
+    yield "requests", f"{found.num_requests:,}: " + ", ".join(f"{count} {reason}" for reason, count in ends.items())
+    num_prompt = sum(line["num_prompt_tokens"] for line in trace.lines if line["event"] == "arrival")
+    yield (
+        "tokens",
+        (
+            f"{num_prompt:,} in ({found.prefix_hit_rate:.0%} from the prefix cache), {found.num_output_tokens:,} out, "
+            f"{found.output_tokens_per_s:,.0f}/s; {found.budget_used:.0%} of the budget"
+        ),
+    )
+    yield "TTFT", _spread(found.ttft)
+    yield "ITL", _spread(found.itl)
+    most = max(line["blocks"]["used"] for line in steps)
+    waste = "" if found.waste is None else f"; {found.waste:.0%} of their slots empty"
+    yield "KV blocks", f"{found.blocks_used:.0%} in use, {most:,} at most{waste}"
+    if found.num_preemptions:
+        yield "preempted", f"{found.num_preemptions:,} times"
+    waits = Counter(reason for line in steps for reason, _ in line["waiting"].values())
+    if waits:
+        most_first = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in waits.most_common())
+        yield "waiting", f"requests x steps: {', '.join(most_first)}"
+    bounds = [line.get("roofline", {}).get("bound") for line in steps]
+    for name, values in (("bound by", bounds), ("graphs", [line.get("graph_mode") for line in steps])):
+        counts = Counter(value for value in values if value is not None)
+        if counts:
+            shares = (f"{what} in {count / len(steps):.0%}" for what, count in counts.most_common())
+            yield name, f"{', '.join(shares)} of the steps"
+    for line in trace.lines:
+        if line["event"] == "error":
+            yield "error", line["message"]
+
+
+def _spread(values: Spread) -> str:
+    return f"{_seconds(values.p50)} (median), {_seconds(values.mean)} (mean), {_seconds(values.p99)} (99%)"
+
+
+def _seconds(value: float) -> str:
+    """With three digits, in the unit that suits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-6:.3g} us"

@@ -1,0 +1,259 @@
+"""AsyncLLM: streams beside each other, aborts, errors, back-pressure, and a pace that can be set from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from teachllm import RequestOutput, SamplingParams
+from teachllm.engine.async_llm import AsyncLLM
+from tests.worker.doors import FaultyExecutor, drain, make_engine, num_used_blocks, random_ids, tokens
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+@contextmanager
+def running(**changes: Any) -> Iterator[AsyncLLM]:
+    limits = {name: changes.pop(name) for name in ("max_requests", "on_step") if name in changes}
+    with closing(AsyncLLM(make_engine(**changes), **limits)) as llm:
+        yield llm
+
+
+async def answer(llm: AsyncLLM, prompt: list[int], params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
+    last = None
+    async for output in llm.generate(prompt, params, **options):
+        last = output
+    assert last is not None
+    return last
+
+
+def expected(prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[list[int]]]:
+    engine = make_engine()
+    outputs = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    drain(engine)
+    return [tokens(output) for output in outputs]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_streams_beside_each_other_give_what_the_engine_gives(ahead: bool) -> None:
+    prompts = [random_ids(3 + i, seed=i) for i in range(20)]
+
+    async def main(llm: AsyncLLM) -> list[RequestOutput]:
+        return await asyncio.gather(*(answer(llm, prompt) for prompt in prompts))
+
+    with running(async_scheduling=ahead) as llm:
+        outputs = asyncio.run(main(llm))
+    assert [tokens(output) for output in outputs] == expected(prompts)
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_a_stream_grows_and_its_object_is_the_readers_own() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, n=2, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+
+    async def main(llm: AsyncLLM) -> None:
+        lengths, seen = [], set()
+        async for output in llm.generate(random_ids(5), params):
+            lengths.append([len(completion.token_ids) for completion in output.outputs])
+            seen.add(id(output))
+            for completion in output.outputs:
+                assert len(completion.logprobs or ()) == len(completion.token_ids)
+        assert lengths == sorted(lengths) and lengths[-1] == [12, 12] and len(seen) == 1
+        assert len(output.prompt_logprobs or ()) == 5 and output.outputs[0].cumulative_logprob is not None
+
+    with running() as llm:
+        asyncio.run(main(llm))
+
+
+def test_a_slow_reader_holds_nobody_up_and_misses_nothing() -> None:
+    prompts = [random_ids(4, seed=i) for i in range(2)]
+
+    async def slow(llm: AsyncLLM) -> tuple[RequestOutput, int]:
+        num_read = 0
+        stream = llm.generate(prompts[0], GREEDY)
+        output = await anext(stream)
+        while not output.finished:
+            num_read += 1
+            await asyncio.to_thread(quick_done.wait, 20)
+            output = await anext(stream)
+        return output, num_read
+
+    async def quick(llm: AsyncLLM) -> RequestOutput:
+        output = await answer(llm, prompts[1])
+        quick_done.set()
+        return output
+
+    async def main(llm: AsyncLLM) -> None:
+        (late, num_read), prompt = await asyncio.gather(slow(llm), quick(llm))
+        assert [tokens(late), tokens(prompt)] == expected(prompts)
+        assert num_read < 10  # what had come meanwhile, it got in one
+
+    quick_done = threading.Event()
+    with running() as llm:
+        asyncio.run(main(llm))
+
+
+def test_leaving_a_stream_early_aborts_its_request() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        stream = llm.generate(random_ids(4), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        engine = llm._engine
+        assert llm.call(lambda: (num_used_blocks(engine), engine.has_unfinished_requests)).result() == (0, False)
+
+    with running() as llm:
+        asyncio.run(main(llm))
+
+
+def test_an_abort_from_elsewhere_ends_the_stream_with_what_there_is() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+        stream = llm.generate(random_ids(4), params, "mine")
+        await anext(stream)
+        await llm.abort("mine")
+        output = await anext(stream)
+        assert output.finished
+        assert output.outputs[0].finish_reason == "abort" and 0 < len(output.outputs[0].token_ids) < 80
+        await llm.abort("mine")
+        await llm.abort("nobody's")
+
+    with running() as llm:
+        asyncio.run(main(llm))
+
+
+def test_what_the_engine_refuses_is_raised_to_who_asked_and_to_nobody_else() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        good = asyncio.create_task(answer(llm, random_ids(4)))
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            await answer(llm, [])
+        assert tokens(await good) == expected([random_ids(4)])[0]
+
+    with running() as llm:
+        asyncio.run(main(llm))
+
+
+def test_a_name_that_is_taken_is_refused_and_does_not_end_whose_it_is() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        first = asyncio.create_task(answer(llm, random_ids(4), request_id="a"))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="'a' is already in use"):
+            await answer(llm, random_ids(4), request_id="a")
+        assert tokens(await first) == expected([random_ids(4)])[0]
+
+    with running() as llm:
+        asyncio.run(main(llm))
+
+
+def test_who_gives_up_waiting_for_room_is_forgotten() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        llm.pause()
+        first = asyncio.create_task(answer(llm, random_ids(4)))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(answer(llm, random_ids(4)))
+        await asyncio.sleep(0.05)
+        second.cancel()
+        llm.resume()
+        assert tokens(await first) == expected([random_ids(4)])[0]
+        assert tokens(await answer(llm, random_ids(4))) == expected([random_ids(4)])[0]
+        assert llm.call(lambda: len(llm._arriving)).result() == 0
+
+    with running(max_requests=1) as llm:
+        asyncio.run(main(llm))
+
+
+def test_a_step_that_fails_ends_every_stream_and_the_next_request_is_served() -> None:
+    faults: list[Exception] = []
+
+    def make(config: Any, inner: Any) -> FaultyExecutor:
+        return FaultyExecutor(inner, lambda point: faults.pop() if faults and point == "result" else None)
+
+    async def main(llm: AsyncLLM) -> None:
+        llm.pause()
+        tasks = [asyncio.create_task(answer(llm, random_ids(4, seed=i))) for i in range(3)]
+        await asyncio.sleep(0.05)
+        faults.append(RuntimeError("out of something"))
+        llm.resume()
+        for task in tasks:
+            with pytest.raises(RuntimeError, match="out of something"):
+                await task
+        assert tokens(await answer(llm, random_ids(4))) == expected([random_ids(4)])[0]
+
+    with running(make_executor=make) as llm:
+        asyncio.run(main(llm))
+
+
+def test_more_requests_than_the_limit_wait_for_room() -> None:
+    most = 0
+
+    def count() -> None:
+        nonlocal most
+        most = max(most, len(llm._engine.core.scheduler.requests))
+
+    async def main(llm: AsyncLLM) -> None:
+        await asyncio.gather(*(answer(llm, random_ids(4, seed=i)) for i in range(9)))
+
+    with running(max_requests=3, on_step=count) as llm:
+        asyncio.run(main(llm))
+    assert most == 3
+
+
+def test_it_pauses_steps_and_goes_on() -> None:
+    num_steps = 0
+
+    def count() -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    async def main(llm: AsyncLLM) -> None:
+        llm.pause()
+        llm.step(5)  # nothing to do: they are not kept for later
+        task = asyncio.create_task(answer(llm, random_ids(4)))
+        await asyncio.sleep(0.1)
+        assert num_steps == 0
+        llm.step(2)
+        await asyncio.sleep(0.2)
+        assert num_steps == 2 and llm.is_paused and not task.done()
+        llm.resume()
+        assert tokens(await task) == expected([random_ids(4)])[0]
+        assert num_steps == 20
+
+    with running(on_step=count) as llm:
+        asyncio.run(main(llm))
+
+
+def test_a_pace_is_kept_and_orders_do_not_wait_for_it() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        llm.set_pace(0.5)
+        start = time.monotonic()
+        task = asyncio.create_task(answer(llm, random_ids(4), SamplingParams(max_tokens=3, ignore_eos=True)))
+        await asyncio.sleep(0.2)
+        asked = time.monotonic()
+        assert await asyncio.wrap_future(llm.call(lambda: 7)) == 7
+        assert time.monotonic() - asked < 0.2
+        await task
+        assert time.monotonic() - start > 0.9
+
+    with running() as llm:
+        asyncio.run(main(llm))
+
+
+def test_closing_ends_what_is_left_and_later_calls_say_so() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        llm.pause()
+        task = asyncio.create_task(answer(llm, random_ids(4)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await task
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await answer(llm, random_ids(4))
+        llm.close()
+
+    with running() as llm:
+        asyncio.run(main(llm))

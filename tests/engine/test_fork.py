@@ -1,0 +1,181 @@
+"""A fork goes on from any step with other settings, and says the same tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from teachllm import EngineConfig, SamplingParams
+from teachllm.core.trace import Recorder
+from teachllm.engine.engine import Engine
+from teachllm.engine.fork import fork, fork_config
+from teachllm.trace.reader import Trace, parse_trace
+from teachllm.trace.replay import Replay
+from tests.trace.traced import live_state, spell, traced_engine
+from tests.worker.doors import drain, random_ids
+
+STEP = 50
+SMALL = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 32, "max_num_seqs": 6}
+
+
+def add_requests(engine: Engine) -> None:
+    """Some end before step 50, some run then, in their prompts or behind them, some wait, two share a prompt."""
+    prefix = random_ids(40, seed=99)
+    for i in range(14):
+        prompt = prefix + random_ids(1 + i, seed=i) if i % 2 else random_ids(5 + 4 * i, seed=i)
+        bias = {7: 3.0} if i == 6 else None
+        params = SamplingParams(
+            temperature=0.0, max_tokens=20 + i, n=2 if i == 9 else 1, ignore_eos=True, logit_bias=bias, min_tokens=3
+        )
+        engine.add_request(str(i), prompt, params)
+
+
+def run(**changes: Any) -> tuple[Trace, dict[str, list[int]]]:
+    """The whole trace, and the outputs of each completion."""
+    engine, lines = traced_engine(**SMALL | changes)
+    add_requests(engine)
+    drain(engine)
+    trace = parse_trace(lines)
+    assert trace.problem is None
+    return trace, {name: request.output_ids for name, request in trace.replay.requests.items()}
+
+
+def state_after(trace: Trace, step: int) -> tuple[Replay, float]:
+    index = next(i for i, line in enumerate(trace.lines) if line["event"] == "step" and line["step"] == step)
+    return trace.state_after(index + 1), trace.lines[index]["end"]
+
+
+def forked(trace: Trace, step: int, **changes: Any) -> tuple[Engine, list[str], Replay]:
+    state, at = state_after(trace, step)
+    lines: list[str] = []
+    return fork(state, fork_config(trace.header, **changes), lines.append, at), lines, state
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "ahead"])
+def whole(request: pytest.FixtureRequest) -> tuple[Trace, dict[str, list[int]]]:
+    return run(async_scheduling=request.param)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_batched_tokens": 8},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 12, "num_gpu_blocks_override": 100},
+        {"block_size": 48},
+        {"num_gpu_blocks_override": 9},
+        {"max_num_seqs": 2, "scheduling_policy": "static"},
+        {"enable_prefix_caching": False},
+        {"enable_kv_cache": False, "enable_prefix_caching": False, "async_scheduling": False}
+        | {"max_num_batched_tokens": 96},
+        {},
+    ],
+    ids=str,
+)
+def test_a_fork_says_the_same_tokens_whatever_is_changed(
+    whole: tuple[Trace, dict[str, list[int]]], changes: dict[str, Any]
+) -> None:
+    trace, outputs = whole
+    engine, lines, state = forked(trace, STEP, **changes)
+    made = drain(engine)
+    live = [name for name, request in state.requests.items() if request.is_live]
+    assert 4 < len(live) < len(outputs)
+    assert {name: output.outputs[0].token_ids for name, output in made.items()} == {
+        name: outputs[name] for name in live
+    }
+    assert engine.core.scheduler.kv.num_used_blocks == 0
+    assert parse_trace(lines).problem is None
+
+
+def test_another_budget_gives_another_timeline(whole: tuple[Trace, dict[str, list[int]]]) -> None:
+    trace, _ = whole
+    engine, lines, _ = forked(trace, STEP, max_num_batched_tokens=8)
+    drain(engine)
+    steps = [[(s["request_id"], s["num_tokens"]) for s in line["scheduled"]] for line in parse_trace(lines).steps]
+    before = [[(s["request_id"], s["num_tokens"]) for s in line["scheduled"]] for line in trace.steps[STEP + 1 :]]
+    assert steps != before and len(steps) != len(before)
+
+
+def test_a_forks_trace_goes_on_in_steps_and_time_and_replays_to_the_live_state() -> None:
+    trace, _ = run()
+    engine, lines, state = forked(trace, STEP, block_size=32)
+    at = state_after(trace, STEP)[1]
+    replay = parse_trace(lines).replay
+    assert replay.state_text() == live_state(engine.core.scheduler)
+    assert replay.step == STEP
+    for name, request in replay.requests.items():
+        known = state.requests[name]
+        assert (request.output_ids, request.token_times) == (known.output_ids, known.token_times)
+        assert request.status == known.status and request.num_preemptions == known.num_preemptions
+    while engine.has_unfinished_requests:
+        engine.step()
+        assert parse_trace(lines).replay.state_text() == live_state(engine.core.scheduler)
+    steps = parse_trace(lines).steps
+    assert [line["step"] for line in steps] == list(range(STEP + 1, STEP + 1 + len(steps)))
+    assert all(at <= line["time"] < at + 60 for line in steps)
+
+
+def test_what_no_longer_fits_begins_as_preempted() -> None:
+    trace, _ = run()
+    for changes in ({"num_gpu_blocks_override": 8}, {"max_num_seqs": 2}):
+        engine, lines, state = forked(trace, STEP, **changes)
+        replay = parse_trace(lines).replay
+        running = [name for name, request in state.requests.items() if request.status == "running"]
+        kept = [name for name in running if replay.requests[name].status == "running"]
+        assert 0 < len(kept) < len(running)
+        lost = set(running) - set(kept)
+        assert all(
+            replay.requests[name].wait == ("preempted", "preempted: its blocks were taken back") for name in lost
+        )
+        drain(engine)
+
+
+def test_a_fork_of_a_fork_goes_on_too() -> None:
+    trace, outputs = run()
+    engine, lines, _ = forked(trace, 20, max_num_batched_tokens=16)
+    for _ in range(30):
+        engine.step()
+    engine, _, state = forked(parse_trace(lines), 45, block_size=32)
+    made = drain(engine)
+    assert len(made) == sum(request.is_live for request in state.requests.values()) > 3
+    assert all(output.outputs[0].token_ids == outputs[name] for name, output in made.items())
+
+
+def test_noise_is_the_requests_own_in_a_fork_too() -> None:
+    engine, lines = traced_engine()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
+    output = engine.add_request("a", random_ids(9), params)
+    drain(engine)
+    other, _, _ = forked(parse_trace(lines), 10, block_size=8)
+    made = drain(other)
+    assert made["a"].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_a_pool_in_which_a_request_can_never_fit_is_refused_in_one_line() -> None:
+    trace, _ = run()
+    with pytest.raises(ValueError, match="the KV cache has 2: lower max_tokens"):
+        forked(trace, STEP, num_gpu_blocks_override=2)
+
+
+def test_a_trace_without_ids_cannot_be_forked() -> None:
+    engine, lines = traced_engine(text=None)
+    engine.add_request("a", random_ids(5), SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    with pytest.raises(ValueError, match="no token ids"):
+        forked(parse_trace(lines), 0)
+
+
+def test_requests_with_other_salts_share_nothing_in_a_fork_either() -> None:
+    lines: list[str] = []
+    first, lines = traced_engine(text=spell)
+    for i in range(3):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        first.add_request(str(i), random_ids(40), params, cache_salt="x" if i else None)
+    for _ in range(4):
+        first.step()
+    engine, _, _ = forked(parse_trace(lines), 3)
+    tables = [request.block_ids for request in engine.core.scheduler.running]
+    assert tables[1][:2] == tables[2][:2] and not set(tables[0]) & set(tables[1])
+    assert isinstance(first.core.recorder, Recorder) and isinstance(engine.config, EngineConfig)
+    assert json.loads(lines[1])["request_id"] == "0"

@@ -1,0 +1,119 @@
+"""What the tests of the page share: a trace of a real run, a browser, and a page that may not complain or call out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+SHARED = "You are a patient teacher. Answer in short and simple sentences, and give one example. "
+HOSTILE = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 1'>"
+
+
+@pytest.fixture(scope="session")
+def trace() -> list[str]:
+    """Of a small pool: requests that share a prefix, three completions of one, preemptions, an abort, hostile text."""
+    from teachllm.config import EngineConfig
+    from teachllm.core.trace import Recorder
+    from teachllm.engine.engine import Engine
+    from teachllm.sampling_params import SamplingParams
+
+    lines: list[str] = []
+    engine: Engine
+
+    def text(token_ids: list[int]) -> list[str]:
+        assert engine.tokenizer is not None
+        return [engine.tokenizer.token_text(i) for i in token_ids]
+
+    limits = {"num_gpu_blocks_override": 14, "max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
+    config = EngineConfig(model="teachlm", device="cpu", async_scheduling=False, **limits)
+    engine = Engine(config, recorder=Recorder(lines.append, time.perf_counter, text))
+    for i, question in enumerate(["What is a KV cache?", "What is a token?", "What is preemption?", "What is a GPU?"]):
+        params = SamplingParams(max_tokens=24 + 6 * i, n=3 if i == 1 else 1, seed=i, ignore_eos=True)
+        engine.add_request(f"request-{i}", SHARED + question, params)
+    engine.add_request("hostile", HOSTILE, SamplingParams(max_tokens=8, ignore_eos=True, seed=5))
+    engine.add_request("aborted", "What is attention?", SamplingParams(max_tokens=60, ignore_eos=True, seed=6))
+    while engine.has_unfinished_requests:
+        engine.step()
+        if len(lines) == 60:
+            engine.abort_request("aborted")
+    events = [json.loads(line) for line in lines]
+    assert any(e.get("preempted") for e in events), "the pool is too large for what these tests are about"
+    assert any(b[0] == "hit" for e in events for b in e.get("block_events", ()))
+    return lines
+
+
+def find_chromium() -> str | None:
+    return next((found for name in _NAMES if (found := shutil.which(name))), None)
+
+
+def install_chromium() -> str | None:
+    """On Debian, as root: what a fresh container of a continuous check is. One process does it, the others wait."""
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        return None
+    with FileLock(Path(tempfile.gettempdir()) / "teachllm-chromium.lock"):
+        for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "--no-install-recommends", "chromium"]):
+            if find_chromium() is None:
+                subprocess.run(command, capture_output=True, timeout=300, check=False)
+        return find_chromium()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    path = find_chromium() or install_chromium()
+    if path is None:
+        assert os.environ.get("CI") != "true", "CI must have a Chromium: apt-get install chromium"
+        pytest.skip("no Chromium: apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'teachllm[dev]'")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens lines as an exported page from disk. At the end: no complaint on the console, no request to anywhere."""
+    from teachllm_webui.export import html_page
+
+    complaints: list[str] = []
+    contexts = []
+
+    def open_(lines: list[str], **options: Any) -> Any:
+        path = tmp_path / f"page-{len(contexts)}.html"
+        path.write_text(html_page(lines, "a trace"), encoding="utf-8")
+        context = browser.new_context(viewport={"width": 1280, "height": 720}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+        page.on("request", lambda request: own(request.url) or complaints.append(f"request: {request.url}"))
+        page.goto(path.as_uri())
+        page.wait_for_selector("[data-teachllm][data-step-index]", state="attached")
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def own(url: str) -> bool:
+    return url.startswith(("file:", "data:", "blob:"))
+
+
+@pytest.fixture
+def page(open_page: Callable[..., Any], trace: list[str]) -> Any:
+    return open_page(trace)

@@ -1,0 +1,290 @@
+"""The exported page in a browser, opened from disk: what it shows is what the trace says, and it can be driven."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def steps_of(trace: list[str]) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, trace) if line["event"] == "step"]
+
+
+def step_index(page: Any) -> int:
+    return int(page.get_attribute("[data-teachllm]", "data-step-index"))
+
+
+def show(page: Any, k: int) -> None:
+    page.evaluate("(k) => { view.show(k); view.settle(); }", k)
+
+
+def dom(page: Any) -> Any:
+    """Every element with its attributes and its text, in whatever order the attributes were set."""
+    return page.evaluate(
+        """() => {
+            const attributes = (node) => node.getAttributeNames().sort().map((name) => [name, node.getAttribute(name)]);
+            const element = (node) => [node.tagName, attributes(node), [...node.childNodes].map(read)];
+            const read = (node) => (node.nodeType === 3 ? node.data : element(node));
+            return [...document.querySelectorAll("[data-view]:not([data-view=metrics])")].map(read);
+        }"""
+    )
+
+
+def test_scrubbing_back_and_forth_gives_the_same_dom(page: Any, trace: list[str]) -> None:
+    show(page, 20)
+    before = dom(page)
+    for k in (len(steps_of(trace)) - 1, 3, 55, 0, 20):
+        show(page, k)
+    assert dom(page) == before
+
+
+def test_every_block_shows_its_users_and_the_pool_adds_up(page: Any, trace: list[str]) -> None:
+    for k, step in list(enumerate(steps_of(trace)))[::7]:
+        show(page, k)
+        users = page.eval_on_selector_all("[data-block]", "cells => cells.map((c) => c.dataset.users)")
+        assert users == page.evaluate("view.state.blocks.map((b) => [...new Set(b.users)].join(' '))")
+        counts = page.eval_on_selector_all("[data-block]", "cells => cells.map((c) => c.dataset.state)")
+        line_ended_it = "aborted" in page.evaluate("[...view.timeline.endedOutside(view.k)].flat()")
+        if not line_ended_it:
+            assert sum(c in ("used", "shared") for c in counts) == step["blocks"]["used"]
+            assert counts.count("cached") == step["blocks"]["cached"]
+
+
+def test_hovering_a_block_shows_its_owner_and_lights_it_up_everywhere(page: Any) -> None:
+    show(page, 12)
+    cell = page.locator("[data-block][data-state=used]").first
+    cell.hover()
+    owner = cell.get_attribute("data-users")
+    card = page.locator("[data-card=block]")
+    card.wait_for()
+    assert card.get_attribute("data-card-id") == cell.get_attribute("data-block")
+    assert f"= {owner}, its block" in card.inner_text()
+    assert page.get_attribute("[data-teachllm]", "data-lit") == owner
+    assert page.locator("[data-view=tokens] .tl-lit").get_attribute("data-request") == owner
+    lit = page.eval_on_selector_all("[data-block][data-lit]", "cells => cells.map((c) => c.dataset.users)")
+    assert lit and all(owner in users.split() for users in lit)
+
+
+def test_a_shared_block_names_all_of_its_owners(page: Any) -> None:
+    show(page, 12)
+    cell = page.locator("[data-block][data-state=shared]").first
+    cell.hover()
+    text = page.locator("[data-card=block]").inner_text()
+    owners = (cell.get_attribute("data-users") or "").split()
+    assert len(owners) > 1 and all(owner in text for owner in owners)
+
+
+def test_a_clicked_block_is_followed_from_step_to_step_until_escape(page: Any) -> None:
+    show(page, 5)
+    page.locator("[data-block='2']").click()
+    page.mouse.move(640, 5)
+    for k in (6, 30, 60):
+        show(page, k)
+        assert page.get_attribute("[data-block='2']", "aria-pressed") == "true"
+        assert page.locator("[data-card=block]").get_attribute("data-card-id") == "2"
+    page.keyboard.press("Escape")
+    assert page.locator("[data-card]").is_hidden()
+
+
+def test_a_request_clicked_in_the_queue_stays_lit_when_the_pointer_leaves(page: Any, trace: list[str]) -> None:
+    show(page, next(k for k, step in enumerate(steps_of(trace)) if step["waiting"]))
+    row = page.locator("[data-view=queue] [data-request]").first
+    row.click()
+    page.mouse.move(640, 5)
+    assert page.get_attribute("[data-teachllm]", "data-pinned") == row.get_attribute("data-request")
+    assert page.get_attribute("[data-teachllm]", "data-lit") == row.get_attribute("data-request")
+    page.keyboard.press("Escape")
+    assert page.get_attribute("[data-teachllm]", "data-lit") is None
+
+
+def test_the_queue_gives_each_waiting_request_its_reason_in_words(page: Any, trace: list[str]) -> None:
+    seen = set()
+    for k, step in enumerate(steps_of(trace)):
+        show(page, k)
+        rows = page.eval_on_selector_all(
+            "[data-view=queue] [data-request]",
+            "rows => rows.map((r) => [r.dataset.request, r.dataset.reason, r.querySelector('.tl-words').textContent])",
+        )
+        told = {name: [reason, words] for name, reason, words in rows}
+        assert told == {name: wait for name, wait in step["waiting"].items() if name in told}
+        assert set(step["waiting"]) - set(told) <= {"aborted"}
+        seen |= {reason for _, reason, _ in rows}
+    assert len(seen) >= 2
+
+
+def test_the_step_and_the_timeline_tell_who_got_how_many_tokens(page: Any, trace: list[str]) -> None:
+    for k, step in list(enumerate(steps_of(trace)))[::9]:
+        show(page, k)
+        shares = {share["request_id"]: [str(share["num_tokens"]), share["phase"]] for share in step["scheduled"]}
+        read = "nodes => nodes.map((n) => [n.dataset.request, [n.dataset.numTokens, n.dataset.phase]])"
+        assert dict(page.eval_on_selector_all(".tl-budget [data-request]", read)) == shares
+        told = dict(page.eval_on_selector_all(".tl-sr [data-num-tokens]", read))
+        assert told == shares
+        assert page.get_attribute(".tl-sr", "data-timeline-step") == str(step["step"])
+        assert page.get_attribute("[data-budget]", "data-budget") == "40"
+
+
+def test_tables_and_tokens_hold_the_tables_and_the_text_of_the_trace(page: Any, trace: list[str]) -> None:
+    k = 40
+    show(page, k)
+    steps = steps_of(trace)[: k + 1]
+    arrivals = [line for line in map(json.loads, trace) if line["event"] == "arrival"]
+    for arrival in arrivals:
+        name = arrival["request_id"]
+        row = page.locator(f"[data-view=tokens] [data-request='{name}'] .tl-text")
+        shares = [share for step in steps for share in step["scheduled"] if share["request_id"] == name]
+        sampled = [text for share in shares for text in share.get("text", ())]
+        assert row.text_content() == "".join(arrival["prompt_text"] + sampled)
+    tables = "rows => Object.fromEntries(rows.map((r) => [r.dataset.request, r.dataset.table.split(' ').map(Number)]))"
+    shown = page.eval_on_selector_all("[data-view=tables] [data-table]", tables)
+    assert shown == json.loads(page.evaluate("view.state.canonical()"))["tables"]
+
+
+def test_text_with_markup_is_shown_as_text(page: Any) -> None:
+    show(page, 70)
+    text = page.locator("[data-view=tokens] [data-request=hostile] .tl-text").text_content()
+    assert text.startswith("<script>window.hacked = 1</script> <img")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#view script, #view img").count() == 0
+
+
+def test_keys_step_play_and_jump_but_not_while_somebody_types(page: Any, trace: list[str]) -> None:
+    last = len(steps_of(trace)) - 1
+    page.keyboard.press("End")
+    assert step_index(page) == last
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    assert step_index(page) == 1
+    page.evaluate("document.body.prepend(document.createElement('input'))")
+    page.locator("body > input").click()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.type(" ")
+    assert step_index(page) == 1
+    assert page.get_attribute("[data-action=play]", "aria-pressed") == "false"
+    page.locator("body > input").evaluate("node => node.remove()")
+    page.keyboard.press("Space")
+    page.wait_for_function("view.k >= 4")
+    page.keyboard.press("Space")
+    assert page.get_attribute("[data-action=play]", "aria-pressed") == "false"
+    k = step_index(page)
+    page.wait_for_timeout(300)
+    assert step_index(page) == k
+
+
+def test_a_click_on_a_column_of_the_timeline_goes_to_its_step_on_both_axes(page: Any) -> None:
+    for axis in ("ms", "steps"):
+        show(page, 0)
+        page.click(f"[data-axis={axis}]")
+        left, width = page.evaluate("view.batch.span(9)")
+        page.click(".tl-scroller", position={"x": 84 + left + width / 2, "y": 60})
+        assert step_index(page) == 9
+
+
+def test_the_scrub_bar_goes_to_any_step(page: Any) -> None:
+    page.locator("[data-action=scrub]").fill("33")
+    assert step_index(page) == 33
+
+
+def test_metrics_are_drawn_once_they_come_into_sight(page: Any) -> None:
+    assert page.evaluate("typeof Plotly") == "undefined"
+    page.locator("[data-view=metrics]").scroll_into_view_if_needed()
+    page.wait_for_selector("[data-view=metrics] [data-drawn]", timeout=20_000)
+    plots = page.locator("[data-view=metrics] .main-svg:visible")
+    assert plots.count() >= 5
+    assert plots.first.bounding_box()["width"] > 100
+
+
+def test_main_views_are_in_sight_at_1280_by_720_and_a_phone_needs_no_sideways_scrolling(page: Any) -> None:
+    for name in ("pool", "batch", "step", "queue"):
+        box = page.locator(f"[data-view={name}]").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 1280 and box["y"] + box["height"] <= 720
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    lefts = page.eval_on_selector_all("[data-view]", "views => views.map((v) => v.getBoundingClientRect().left)")
+    assert len(set(lefts)) == 1
+
+
+def test_dark_follows_the_system_and_data_theme_overrides_it(open_page: Callable[..., Any], trace: list[str]) -> None:
+    page = open_page(trace, color_scheme="dark")
+    back = "getComputedStyle(document.querySelector('.teachllm')).backgroundColor"
+    dark = page.evaluate(back)
+    page.evaluate("document.documentElement.dataset.theme = 'light'")
+    assert page.evaluate(back) != dark
+
+
+def test_live_buttons_call_the_engine_and_the_view_follows_until_it_is_scrubbed_back(
+    page: Any, trace: list[str]
+) -> None:
+    page.evaluate(
+        """(lines) => {
+            view.destroy();
+            window.calls = [];
+            const call = (name) => async (...given) => void calls.push([name, ...given]);
+            const live = { playing: false };
+            for (const name of ["play", "pause", "step", "abort", "setSpeed"]) live[name] = call(name);
+            window.live = teachllm.mount(document.getElementById("view"), { lines, live });
+        }""",
+        trace[:40],
+    )
+    page.click("[data-action=play]")
+    page.evaluate("live.setLive({ playing: true })")
+    page.click("[data-action=play]")
+    page.keyboard.press("ArrowRight")
+    abort = page.locator("[data-view=tokens] [data-abort]:visible").first
+    name = abort.get_attribute("data-abort")
+    abort.click()
+    assert page.evaluate("calls") == [["play"], ["pause"], ["step"], ["abort", name]]
+    page.evaluate("(lines) => live.push(lines)", trace[40:45])
+    assert page.evaluate("live.k === live.timeline.last")
+    page.locator("[data-action=scrub]").fill("3")
+    page.evaluate("(lines) => live.push(lines)", trace[45:50])
+    assert page.evaluate("live.k") == 3
+    page.keyboard.press("End")
+    page.evaluate("(lines) => live.push(lines)", trace[50:55])
+    assert page.evaluate("live.k === live.timeline.last")
+
+
+def test_two_views_in_one_page_do_not_disturb_each_other(page: Any, trace: list[str]) -> None:
+    page.evaluate(
+        """(lines) => {
+            const second = document.createElement("div");
+            document.body.append(second);
+            window.other = teachllm.mount(second, { lines });
+            view.show(10);
+            other.show(20);
+        }""",
+        trace,
+    )
+    assert page.evaluate("[view.k, other.k]") == [10, 20]
+    page.evaluate("other.root.dispatchEvent(new PointerEvent('pointerdown'))")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("[view.k, other.k]") == [10, 21]
+
+
+def test_a_trace_that_breaks_off_shows_what_came_before_and_names_the_line(
+    open_page: Callable[..., Any], trace: list[str]
+) -> None:
+    page = open_page([*trace[:30], trace[30][:50]])
+    assert "line 31 of the trace" in page.locator(".tl-banner").inner_text()
+    assert page.evaluate("view.timeline.lines.length") == 30
+    assert page.locator("[data-block]").count() == 14
+
+
+def test_a_trace_without_text_shows_its_structure(open_page: Callable[..., Any], trace: list[str]) -> None:
+    bare = []
+    for line in map(json.loads, trace):
+        for entry in (line, *line.get("scheduled", ())):
+            for name in ("prompt_token_ids", "prompt_text", "token_ids", "text"):
+                entry.pop(name, None)
+        bare.append(json.dumps(line))
+    page = open_page(bare)
+    show(page, 20)
+    assert page.locator("[data-view=tables] [data-table]").count() > 0
+    assert "·" in page.locator("[data-view=tokens] .tl-text").first.text_content()

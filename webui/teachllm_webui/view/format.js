@@ -1,0 +1,40 @@
+// Numbers and states as people read them.
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+
+  function significant(x, digits = 3) {
+    return x === 0 ? "0" : String(Number(x.toPrecision(digits)));
+  }
+
+  function scaled(x, unit, steps) {
+    const [factor, prefix] = steps.find(([f]) => Math.abs(x) >= f) ?? steps.at(-1);
+    return `${significant(x / factor)} ${prefix}${unit}`;
+  }
+
+  const LARGE = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
+  const SMALL = [[1, ""], [1e-3, "m"], [1e-6, "µ"]];
+
+  const format = {
+    seconds: (x) => scaled(x, "s", SMALL),
+    bytes: (x) => scaled(x, "B", LARGE),
+    flops: (x) => scaled(x, "FLOP", LARGE),
+    percent: (x) => `${Math.round(100 * x)} %`,
+    count: (n, one, many = one + "s") => `${n} ${n === 1 ? one : many}`,
+    hash: (hash) => hash.slice(0, 8),
+    // One line of text: what would break it is shown.
+    oneLine: (text) => text.replace(/\n/g, "↵").replace(/\t/g, "⇥"),
+    ended: { stop: "finished: stop", length: "finished: length", abort: "aborted" },
+    wait: {
+      behind_head: "behind",
+      token_budget: "budget",
+      sequence_limit: "limit",
+      no_free_blocks: "blocks",
+      static_batch: "batch",
+      preempted: "preempted",
+    },
+    event: { allocate: "allocated", hit: "hit", commit: "committed", evict: "evicted", free: "freed" },
+  };
+
+  Object.assign(teachllm, { format });
+})();

@@ -1,0 +1,44 @@
+// Keys: space plays and pauses, arrows go one step, home and end to the first and the newest, escape unpins. They go to
+// the view that was touched last, and to none while somebody types.
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+  const views = [];
+
+  function isTyping(node) {
+    if (!node || node === document.body) return false;
+    if (node.isContentEditable || node.tagName === "TEXTAREA" || node.tagName === "SELECT") return true;
+    return node.tagName === "INPUT" && node.type !== "range";
+  }
+
+  function onKey(event) {
+    const view = views[0];
+    const target = event.composedPath()[0];
+    if (!view || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || isTyping(target)) return;
+    const { transport } = view;
+    const run = {
+      " ": () => transport.toggle(),
+      ArrowLeft: () => transport.by(-1),
+      ArrowRight: () => transport.by(1),
+      Home: () => transport.goTo(0),
+      End: () => view.follow(),
+      Escape: () => view.unpin(),
+    }[event.key];
+    // A button reached by the keyboard keeps its own space.
+    if (!run || (event.key === " " && target.matches?.("button:focus-visible, [role=button]:focus-visible"))) return;
+    event.preventDefault();
+    run();
+  }
+
+  // Gives a view the keys, from when it is touched until another one is.
+  function takeKeys(view) {
+    if (!views.length) document.addEventListener("keydown", onKey);
+    views.push(view);
+    const touched = () => views.sort((a, b) => (b === view) - (a === view));
+    view.root.addEventListener("pointerdown", touched);
+    view.root.addEventListener("focusin", touched);
+    return () => views.splice(views.indexOf(view), 1);
+  }
+
+  Object.assign(teachllm, { takeKeys });
+})();

@@ -1,0 +1,59 @@
+// Colours and short labels of requests. Colours are Okabe and Ito's and Paul Tol's, which the colour-blind can tell
+// apart, then the same lighter and darker; since a hundred requests cannot all differ, the label is always there too.
+//
+// Labels are A, B, ... Z, AA, ... in the order of arrival; the children of one prompt share a letter: E0, E1.
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+  const BASE = [
+    [86, 180, 233], [230, 159, 0], [0, 158, 115], [204, 121, 167], [0, 114, 178], [213, 94, 0],
+    [240, 228, 66], [122, 111, 208], [68, 170, 153], [162, 57, 107], [153, 153, 51], [201, 166, 107],
+  ];
+  const SHADES = [null, [255, 255, 255], [0, 0, 0]];
+
+  function mix([r, g, b], [x, y, z], share) {
+    const of = (a, c) => Math.round(a + (c - a) * share);
+    return [of(r, x), of(g, y), of(b, z)];
+  }
+
+  function luminance(rgb) {
+    const [r, g, b] = rgb.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  }
+
+  function color(index) {
+    const shade = SHADES[Math.floor(index / BASE.length) % SHADES.length];
+    const rgb = shade ? mix(BASE[index % BASE.length], shade, 0.35) : BASE[index % BASE.length];
+    return { css: `rgb(${rgb})`, ink: luminance(rgb) > 0.2 ? "#0b0d10" : "#ffffff", rgb };
+  }
+
+  function letters(index) {
+    const rest = Math.floor(index / 26) - 1;
+    return (rest >= 0 ? letters(rest) : "") + String.fromCharCode(65 + (index % 26));
+  }
+
+  class Palette {
+    constructor() {
+      this._entries = new Map(); // request id -> { label, css, ink, rgb }
+      this._groups = new Map(); // group -> letters
+      this._numLabels = 0;
+    }
+
+    // Takes requests in the order of arrival.
+    add(arrival) {
+      if (this._entries.has(arrival.request_id)) return;
+      const group = arrival.group ?? null;
+      let letter = group === null ? null : this._groups.get(group);
+      if (!letter) letter = letters(this._numLabels++);
+      if (group !== null) this._groups.set(group, letter);
+      const label = group === null ? letter : letter + arrival.child_index;
+      this._entries.set(arrival.request_id, { label, ...color(this._entries.size) });
+    }
+
+    of(id) {
+      return this._entries.get(id) ?? { label: "?", css: "#888888", ink: "#ffffff", rgb: [136, 136, 136] };
+    }
+  }
+
+  Object.assign(teachllm, { Palette });
+})();

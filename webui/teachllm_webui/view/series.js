@@ -1,0 +1,82 @@
+// The figures over time that people judge a server by, from the steps of a trace.
+//
+//   TTFT      time to first token: from a request's arrival to the end of the step that gave it its first
+//   ITL       inter-token latency: between two tokens of one request (here the mean of a step's)
+//   tokens/s  output tokens of the last second
+//   KV use    blocks in use of all
+//   hit rate  prompt tokens found in the prefix cache, of all prompt tokens admitted so far
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+  const WINDOW = 1; // second
+
+  class Series {
+    constructor() {
+      this.time = []; // of each step's end, seconds from the first step
+      this.itl = [];
+      this.throughput = [];
+      this.kv = [];
+      this.hitRate = [];
+      this.ttft = { x: [], y: [], text: [] };
+      this._last = new Map(); // request id -> when its newest token was known
+      this._seen = new Set(); // admitted before
+      this._sampled = []; // of each step
+      this._window = { first: 0, sum: 0 };
+      this._cached = 0;
+      this._prompt = 0;
+    }
+
+    get length() {
+      return this.time.length;
+    }
+
+    // Takes the steps that it has not seen.
+    extend(timeline) {
+      while (this.length < timeline.steps.length) this._step(timeline.steps[this.length], timeline);
+    }
+
+    _step(line, timeline) {
+      const start = timeline.steps[0].time;
+      const time = line.end - start;
+      const gaps = [];
+      let sampled = 0;
+      for (const share of line.scheduled) {
+        const id = share.request_id;
+        const { arrival } = timeline.rows.get(id);
+        if (!this._seen.has(arrival)) {
+          this._seen.add(arrival);
+          this._last.delete(id);
+          this._cached += share.start;
+          this._prompt += arrival.num_prompt_tokens;
+        }
+        const n = share.num_sampled ?? 0;
+        if (!n) continue;
+        sampled += n;
+        if (this._last.has(id)) gaps.push((line.end - this._last.get(id)) / n);
+        else this._first(id, time, line.end - arrival.time);
+        this._last.set(id, line.end);
+      }
+      this.time.push(time);
+      this.itl.push(gaps.length ? (1000 * gaps.reduce((a, b) => a + b, 0)) / gaps.length : null);
+      this.kv.push((100 * line.blocks.used) / timeline.header.num_blocks);
+      this.hitRate.push(this._prompt ? (100 * this._cached) / this._prompt : 0);
+      this.throughput.push(this._rate(time, sampled));
+    }
+
+    _first(id, time, seconds) {
+      this.ttft.x.push(time);
+      this.ttft.y.push(1000 * seconds);
+      this.ttft.text.push(id);
+    }
+
+    _rate(time, sampled) {
+      this._sampled.push(sampled);
+      const window = this._window;
+      window.sum += sampled;
+      while (this.time[window.first] < time - WINDOW) window.sum -= this._sampled[window.first++];
+      return window.sum / Math.min(WINDOW, Math.max(time, 1e-3));
+    }
+  }
+
+  Object.assign(teachllm, { Series });
+})();

@@ -1,0 +1,130 @@
+// One step: who got how much of the token budget, where the host's time went, and what the device could not do without
+// beside what it took (the roofline).
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+  const { h, patch, list, format } = teachllm;
+  const BOUND = {
+    bandwidth: "bound by bandwidth: it waits for memory",
+    compute: "bound by compute: it waits for arithmetic",
+    overhead: "bound by overhead: far from both ceilings",
+  };
+
+  class Step {
+    constructor(context) {
+      this.context = context;
+      this.summary = h("span", { class: "tl-summary", "data-summary": "step" });
+      this.root = context.panel("step", "Step", this.summary);
+      this.budget = h("div", { class: "tl-bar tl-budget", role: "img" });
+      this.budgetText = h("span", { class: "tl-value", "data-budget": "" });
+      this.times = h("div", { class: "tl-bar tl-times" });
+      this.timesText = h("span", { class: "tl-value tl-parts" });
+      this.roofline = h("div", { class: "tl-roofline" });
+      this.bound = h("span", { class: "tl-value", "data-bound": "" });
+      this.blocks = h("span", { class: "tl-value", "data-block-events": "" });
+      this.ends = h("ul", { class: "tl-ends" });
+      const row = (name, value, ...more) => h("section", {}, h("h3", { text: name }), value, ...more);
+      this.work = row("roofline", this.bound, this.roofline);
+      const body = h("div", { class: "tl-scroll tl-step" });
+      body.append(row("token budget", this.budgetText, this.budget), row("host time", this.timesText, this.times));
+      body.append(this.work, row("blocks", this.blocks), this.ends);
+      this.root.append(body);
+      context.linkRequests(this.budget);
+      context.linkRequests(this.ends);
+    }
+
+    draw({ line, events, timeline, aborted }) {
+      const { config, machine } = timeline.header;
+      this._drawBudget(line ? line.scheduled : [], config.max_num_batched_tokens, timeline.palette);
+      this._drawTimes(line);
+      this._drawRoofline(line?.roofline, machine?.ceilings);
+      const graph = line?.graph_mode ? ` · graph: ${line.graph_mode}` : "";
+      patch(this.summary, { text: line ? `${format.seconds(line.end - line.time)}${graph}` : "" });
+      patch(this.root, { "data-step": line ? String(line.step) : null });
+      const counts = Object.keys(format.event).map((kind) => [kind, events.filter(([other]) => other === kind).length]);
+      const told = counts.filter(([, n]) => n).map(([kind, n]) => `${n} ${format.event[kind]}`);
+      patch(this.blocks, { text: told.join(" · ") || "nothing changed" });
+      this._drawEnds(line, aborted, timeline.palette);
+    }
+
+    light(ids) {
+      this.context.lightChildren(this.budget, ids);
+    }
+
+    _drawBudget(scheduled, budget, palette) {
+      const used = scheduled.reduce((sum, share) => sum + share.num_tokens, 0);
+      const of = (phase) => scheduled.filter((share) => share.phase === phase);
+      const tokens = (shares) => shares.reduce((sum, share) => sum + share.num_tokens, 0);
+      const parts = ["prefill", "decode"].map((phase) => `${tokens(of(phase))} ${phase}`);
+      const text = `${used} of ${budget} tokens · ${parts.join(", ")}`;
+      patch(this.budgetText, { text, "data-used": String(used), "data-budget": String(budget) });
+      patch(this.budget, { "aria-label": text });
+      list(this.budget, scheduled, {
+        key: (share) => share.request_id,
+        create: (share) => {
+          const { css, ink } = palette.of(share.request_id);
+          return h("span", { "data-request": share.request_id, "--fill": css, "--ink": ink });
+        },
+        update: (part, share) => {
+          const width = share.num_tokens / budget;
+          const { label } = palette.of(share.request_id);
+          const text = width > 0.1 ? `${label} ${share.num_tokens}` : width > 0.045 ? label : "";
+          const numTokens = String(share.num_tokens);
+          patch(part, { "--share": width, text, "data-thin": width < 0.012 });
+          patch(part, { "data-phase": share.phase, "data-num-tokens": numTokens });
+        },
+      });
+    }
+
+    _drawTimes(line) {
+      const parts = line ? ["schedule", "execute", "update"].map((name) => [name, line[name]]) : [];
+      const all = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
+      list(this.timesText, parts, {
+        key: ([name]) => name,
+        create: ([name]) => h("span", { "data-part": name }, h("i"), h("span")),
+        update: (part, [name, seconds]) => patch(part.lastChild, { text: `${name} ${format.seconds(seconds)}` }),
+      });
+      list(this.times, parts, {
+        key: ([name]) => name,
+        create: ([name]) => h("span", { "data-part": name, title: name }),
+        update: (part, [, seconds]) => patch(part, { "--share": Math.max(seconds / all, 0.004) }),
+      });
+    }
+
+    _drawRoofline(work, ceilings) {
+      patch(this.work, { hidden: !work });
+      if (!work) return;
+      const amounts = `${format.bytes(work.num_bytes)} · ${format.flops(work.num_flops)}`;
+      patch(this.bound, { text: BOUND[work.bound] ?? amounts, "data-bound": work.bound ?? "" });
+      const bars = [];
+      if (ceilings && work.floor) {
+        bars.push(["bytes", format.bytes(work.num_bytes), work.num_bytes / ceilings.read_bandwidth]);
+        bars.push(["FLOPs", format.flops(work.num_flops), work.num_flops / ceilings.gemm_flops]);
+        const share = work.floor / work.seconds;
+        bars.push(["took", share < 0.01 ? "floor below 1 %" : `floor ${format.percent(share)}`, work.seconds]);
+      }
+      const longest = Math.max(...bars.map(([, , seconds]) => seconds));
+      list(this.roofline, bars, {
+        key: ([name]) => name,
+        create: ([name]) => h("div", { "data-ceiling": name }, h("small", { text: name }), h("i"), h("span")),
+        update: (bar, [, what, seconds]) => {
+          patch(bar.children[1], { "--share": Math.max(seconds / longest, 0.003) });
+          patch(bar.children[2], { text: `${format.seconds(seconds)} · ${what}` });
+        },
+      });
+    }
+
+    _drawEnds(line, aborted, palette) {
+      const ends = line ? line.preempted.map((id) => [id, "preempted"]) : [];
+      for (const [id, reason] of Object.entries(line?.finished ?? {})) ends.push([id, format.ended[reason]]);
+      for (const [id, reason] of aborted) ends.push([id, format.ended[reason]]);
+      list(this.ends, ends, {
+        key: ([id, what]) => `${id} ${what}`,
+        create: ([id]) => h("li", { "data-request": id }, this.context.chip(id), h("span")),
+        update: (item, [, what]) => patch(item.lastChild, { text: what }),
+      });
+    }
+  }
+
+  Object.assign(teachllm, { Step });
+})();

@@ -1,0 +1,176 @@
+// A whole trace, and the state of the engine after any of its steps. Snapshots are taken on the way; a step between
+// two is reached forward from the one before it, so going back costs no more than some dozens of lines.
+//
+// "Step k" is the k-th step line, counted from 0. Its state includes the lines up to the next step, so that a request
+// that has just arrived, or was aborted between steps, shows at once. k = -1 is before the first step.
+//
+// It also keeps, for each request, what each step did with it (rows of the batch timeline), and for each block what
+// happened to it (its history).
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+  const SNAPSHOT_STEPS = 50;
+  const TRACE_VERSION = 1;
+
+  // What each step did with a request: `cells[k - first]` is a share, a wait, or undefined.
+  class Row {
+    constructor(arrival, index, first) {
+      Object.assign(this, { id: arrival.request_id, arrival, index, first, last: Infinity, ended: null, cells: [] });
+    }
+
+    at(k) {
+      return this.cells[k - this.first];
+    }
+
+    put(k, cell) {
+      this.cells[k - this.first] = cell;
+    }
+  }
+
+  class Timeline {
+    constructor(lines = []) {
+      this.header = null;
+      this.lines = [];
+      this.steps = []; // step lines
+      this.rows = new Map(); // request id -> Row, in the order of arrival
+      this.history = []; // by block id: [k, kind, request id]
+      this.rootHash = null; // the parent of every first block: that of the first commit, which can have no other
+      this.problem = null; // what is wrong with the trace, in words; what came before it is shown
+      this.notice = null; // what is odd but can be shown
+      this._outside = new Map(); // k -> [[request id, reason]]: ended by an abort or a stop string
+      this._lineOfStep = [];
+      this._snapshots = []; // [{ numLines, replay }]
+      this._head = null; // the newest state
+      this._cursor = null; // the state shown last, if it is not the newest
+      this.push(lines);
+    }
+
+    get last() {
+      return this.steps.length - 1;
+    }
+
+    // Appends lines, objects or JSON texts. After a line that makes no sense the rest is left out.
+    push(lines) {
+      for (const given of lines) {
+        if (this.problem) return;
+        if (typeof given === "string" && !given.trim()) continue;
+        try {
+          this._append(typeof given === "string" ? JSON.parse(given) : given);
+        } catch (error) {
+          this.problem = `line ${this.lines.length + 1} of the trace: ${error.message}`;
+        }
+      }
+    }
+
+    // The state after step k. Read it before the next call: it moves on.
+    stateAt(k) {
+      return this.stateAfterLine(k >= this.last ? this.lines.length - 1 : this._lineOfStep[k + 1] - 1);
+    }
+
+    // The state after the i-th line, the header being line 0.
+    stateAfterLine(i) {
+      const numLines = i + 1;
+      if (numLines >= this.lines.length) return this._head;
+      let from = this._snapshots.findLast((snapshot) => snapshot.numLines <= numLines);
+      if (this._cursor && this._cursor.numLines <= numLines && this._cursor.numLines >= from.numLines) {
+        from = this._cursor;
+      } else {
+        from = { numLines: from.numLines, replay: from.replay.clone() };
+      }
+      while (from.numLines < numLines) from.replay.apply(this.lines[from.numLines++]);
+      this._cursor = from;
+      return from.replay;
+    }
+
+    // The index of step k's own line: `stateAfterLine` of it leaves out what came between it and the next step.
+    lineOfStep(k) {
+      return this._lineOfStep[k];
+    }
+
+    // Block events of step k: those since the step before, aborts included.
+    eventsOf(k) {
+      const first = k > 0 ? this._lineOfStep[k - 1] + 1 : 1;
+      const lines = k < 0 ? [] : this.lines.slice(first, this._lineOfStep[k] + 1);
+      return lines.flatMap((line) => line.block_events ?? []);
+    }
+
+    // Requests that were ended from outside between step k and the next: [[request id, reason]].
+    endedOutside(k) {
+      return this._outside.get(k) ?? [];
+    }
+
+    // The newest step that had begun at `time`.
+    stepAtTime(time) {
+      let [low, high] = [0, this.last];
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (this.steps[middle].time <= time) low = middle;
+        else high = middle - 1;
+      }
+      return low;
+    }
+
+    _append(line) {
+      if (!this.header) {
+        if (line.event !== "header") throw new Error(`a trace begins with a header, this is '${line.event}'`);
+        this._begin(line);
+      }
+      this._head.apply(line);
+      this.lines.push(line);
+      const k = line.event === "step" ? this.steps.length : this.last;
+      if (line.event === "arrival") this._arrive(line);
+      for (const [kind, block, name, , parent] of line.block_events ?? []) {
+        (this.history[block] ??= []).push([k, kind, name]);
+        if (kind === "commit") this.rootHash ??= parent;
+      }
+      if (line.event === "abort" || line.event === "stop") {
+        this._close(line.request_id, line.event, k);
+        if (!this._outside.has(k)) this._outside.set(k, []);
+        this._outside.get(k).push([line.request_id, line.event]);
+      }
+      if (line.event === "error") this.notice = `A step failed: ${line.message}`;
+      if (line.event === "step") this._step(line, k);
+    }
+
+    _begin(header) {
+      this.header = header;
+      this._head = new teachllm.Replay(header);
+      this._snapshots = [{ numLines: 0, replay: this._head.clone() }];
+      this._interval = SNAPSHOT_STEPS * Math.ceil(header.num_blocks / 4096); // a large pool is dear to copy
+      if (header.version > TRACE_VERSION) {
+        const known = `this page knows ${TRACE_VERSION}: some may be missing.`;
+        this.notice = `The trace is of version ${header.version}, ${known}`;
+      }
+    }
+
+    _arrive(line) {
+      const known = this.rows.get(line.request_id);
+      if (known) Object.assign(known, { last: Infinity, ended: null, arrival: line });
+      else this.rows.set(line.request_id, new Row(line, this.rows.size, this.steps.length));
+    }
+
+    _close(id, reason, k) {
+      Object.assign(this.rows.get(id), { last: Math.max(k, 0), ended: reason });
+    }
+
+    _step(line, k) {
+      this.steps.push(line);
+      this._lineOfStep.push(this.lines.length - 1);
+      const preempted = new Set(line.preempted);
+      for (const [id, [reason, words]] of Object.entries(line.waiting)) {
+        const kind = preempted.has(id) ? "preempted" : "waiting";
+        this.rows.get(id).put(k, { kind, reason, words });
+      }
+      for (const share of line.scheduled) {
+        const id = share.request_id;
+        this.rows.get(id).put(k, { kind: share.phase, share, preempted: preempted.has(id) });
+      }
+      for (const [id, reason] of Object.entries(line.finished)) this._close(id, reason, k);
+      if (this.steps.length % this._interval === 0) {
+        this._snapshots.push({ numLines: this.lines.length, replay: this._head.clone() });
+      }
+    }
+  }
+
+  Object.assign(teachllm, { Timeline });
+})();

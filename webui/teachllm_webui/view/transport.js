@@ -1,0 +1,149 @@
+// Play, pause, one step, speed, and the scrub bar, over whose length the use of KV memory is drawn so that the eye
+// finds the busy places. Of a recorded trace it is a player; with a live engine the buttons drive that engine.
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+  const { h, patch, format, icon, setIcon } = teachllm;
+  const SPEEDS = [1, 2, 5, 10, 30, 60]; // steps a second
+
+  class Transport {
+    constructor(context) {
+      this.context = context;
+      this.speed = 10;
+      this.playing = false;
+      const button = (action, label, onclick) =>
+        h("button", { "data-action": action, "aria-label": label, title: label, onclick }, icon(action));
+      this.play = button("play", "play (space)", () => this.toggle());
+      const buttons = h(
+        "div",
+        { class: "tl-buttons" },
+        button("home", "first step (home)", () => this.goTo(0)),
+        button("back", "one step back (left arrow)", () => this.by(-1)),
+        this.play,
+        button("forward", "one step on (right arrow)", () => this.by(1)),
+        button("end", context.live ? "follow the newest step (end)" : "last step (end)", () => context.follow()),
+      );
+      const setSpeed = () => this.setSpeed(Number(this.speeds.value));
+      this.speeds = h("select", { "data-action": "speed", "aria-label": "speed", onchange: setSpeed });
+      for (const speed of SPEEDS) this.speeds.append(h("option", { value: speed, text: `${speed} steps/s` }));
+      this.speeds.value = "10";
+      const scrub = () => this.goTo(Number(this.scrub.value));
+      this.scrub = h("input", { type: "range", min: 0, max: 0, step: 1, value: 0, oninput: scrub });
+      patch(this.scrub, { "data-action": "scrub", "aria-label": "step" });
+      this.overview = h("canvas", { "aria-hidden": "true" });
+      this.where = h("output", { class: "tl-where", "data-where": "" });
+      this.state = h("span", { class: "tl-state" });
+      const bar = h("div", { class: "tl-scrub" }, this.overview, this.scrub);
+      this.root = h("div", { class: "tl-transport", role: "toolbar", "aria-label": "Transport" });
+      this.root.append(buttons, this.speeds, bar, this.where, this.state);
+      new ResizeObserver(([entry]) => {
+        this._size = [entry.contentRect.width, entry.contentRect.height];
+        this._paintOverview(true);
+      }).observe(bar);
+    }
+
+    draw({ k, line, state, timeline }) {
+      patch(this.scrub, { max: Math.max(timeline.last, 0) });
+      if (this.scrub.value !== String(Math.max(k, 0))) this.scrub.value = Math.max(k, 0);
+      const time = line ? ` · ${format.seconds(line.end - timeline.steps[0].time)}` : "";
+      const where = line ? `step ${line.step} of ${timeline.steps.at(-1).step}${time}` : "before the first step";
+      patch(this.where, { text: where, "data-step-index": String(k) });
+      let [running, waiting] = [0, 0];
+      for (const id of state.live) state.requests.get(id).status === "running" ? running++ : waiting++;
+      const used = 1 - state.free.size / state.blocks.length;
+      patch(this.state, { text: `${running} running · ${waiting} waiting · KV ${format.percent(used)}` });
+      patch(this.root, { "data-following": this.context.live ? String(this.context.following) : null });
+      patch(this.scrub, { "aria-valuetext": this.where.textContent });
+      this._drawPlay();
+      this._paintOverview();
+    }
+
+    toggle() {
+      const { live } = this.context;
+      if (live) return this.context.drive(this.isPlaying ? "pause" : "play");
+      if (!this.playing && this.context.k >= this.context.timeline.last) this.context.goTo(0);
+      this.playing = !this.playing;
+      this._drawPlay();
+      if (this.playing) this._run();
+    }
+
+    // Live and at the newest step, one step on is a step of the engine.
+    by(n) {
+      const { live, k, timeline } = this.context;
+      if (n > 0 && live && k >= timeline.last) return this.context.drive("step");
+      this.goTo(k + n);
+    }
+
+    goTo(k) {
+      this.stop();
+      this.context.goTo(k);
+    }
+
+    stop() {
+      this.playing = false;
+      this._drawPlay();
+    }
+
+    setSpeed(speed) {
+      this.speed = speed;
+      if (this.context.live) this.context.drive("setSpeed", speed);
+    }
+
+    get isPlaying() {
+      return this.context.live ? Boolean(this.context.live.playing) : this.playing;
+    }
+
+    _run() {
+      let then = performance.now();
+      let owed = 0;
+      const tick = (now) => {
+        if (!this.playing) return;
+        owed += ((now - then) / 1000) * this.speed;
+        then = now;
+        const steps = Math.min(Math.floor(owed), 60);
+        owed -= Math.floor(owed);
+        if (steps) this.context.goTo(this.context.k + steps);
+        if (this.context.k >= this.context.timeline.last) return this.stop();
+        requestAnimationFrame(tick);
+      };
+      requestAnimationFrame(tick);
+    }
+
+    _drawPlay() {
+      const label = this.isPlaying ? "pause (space)" : "play (space)";
+      patch(this.play, { "aria-label": label, title: label, "aria-pressed": String(this.isPlaying) });
+      setIcon(this.play.firstChild, this.isPlaying ? "pause" : "play");
+    }
+
+    // Share of KV blocks in use as an area, preemptions as ticks. Of a growing trace, at most some times a second.
+    _paintOverview(resized = false) {
+      const { timeline, colors } = this.context;
+      const key = `${timeline.last} ${colors.key}`;
+      if (!resized && (key === this._overviewOf || performance.now() - (this._overviewAt ?? -1e9) < 300)) return;
+      const [width, height] = this._size ?? [0, 0];
+      if (!width || !timeline.header) return;
+      [this._overviewOf, this._overviewAt] = [key, performance.now()];
+      const ratio = devicePixelRatio || 1;
+      this.overview.width = width * ratio;
+      this.overview.height = height * ratio;
+      const canvas = this.overview.getContext("2d");
+      canvas.scale(ratio, ratio);
+      const { steps } = timeline;
+      const each = width / Math.max(steps.length, 1);
+      const stride = Math.max(1, Math.floor(1 / each));
+      canvas.fillStyle = colors.wait;
+      canvas.globalAlpha = 0.55;
+      for (let k = 0; k < steps.length; k += stride) {
+        const h = (height * steps[k].blocks.used) / timeline.header.num_blocks;
+        canvas.fillRect(k * each, height - h, each * stride + 0.5, h);
+      }
+      canvas.globalAlpha = 1;
+      canvas.fillStyle = colors.alarm;
+      steps.forEach((step, k) => {
+        if (step.preempted.length) canvas.fillRect(k * each, 0, Math.max(each, 1.5), 4);
+      });
+    }
+  }
+
+  Object.assign(teachllm, { Transport });
+})();

@@ -1,0 +1,293 @@
+// teachllm.mount(element, { lines, live, plotly }): all views of one trace, of one step, linked: a request under the
+// pointer lights up everywhere, a click pins it. Each view is a class with `draw(frame)` and `light(ids)`; this file
+// holds what they share: which step, which request, which block.
+//
+//   lines    trace lines, objects or JSON texts, as many as there are yet
+//   live     functions play(), pause(), step(), abort(id), setSpeed(x) that drive an engine (each may be async), and
+//            the flag `playing`; the view then follows the newest step until somebody scrubs back
+//   plotly   gives Plotly, or a promise of it; by default the copy that is embedded in the page
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+  const { h, patch } = teachllm;
+  const SETTLE_MS = 150; // views out of sight are drawn when the step has not changed for so long
+
+  class View {
+    constructor(element, { lines = [], live = null, plotly } = {}) {
+      Object.assign(this, { element, live, k: -1, following: Boolean(live) });
+      Object.assign(this, { pinned: null, hovered: null, pinnedBlock: null, hoveredBlock: null });
+      this.timeline = new teachllm.Timeline();
+      this.timeline.palette = new teachllm.Palette();
+      this.root = h("div", { class: "teachllm", "data-teachllm": "" });
+      this.banner = h("p", { class: "tl-banner", role: "alert", hidden: true });
+      this.grid = h("div", { class: "tl-grid" });
+      element.append(this.root);
+      this.theme = new teachllm.Theme(this.root, () => this._draw());
+      this._visible = new Set();
+      this._observer = new IntersectionObserver((entries) => this._see(entries));
+      this.transport = new teachllm.Transport(this);
+      const { Pool, Batch, Step, Queue, Tokens, Tables, Metrics } = teachllm;
+      this.root.append(this.transport.root, this.banner, this.grid);
+      this.pool = new Pool(this);
+      this.batch = new Batch(this);
+      this.tokens = new Tokens(this);
+      this.views = [this.pool, this.batch, new Step(this), new Queue(this), this.tokens, new Tables(this)];
+      this.views.push(new Metrics(this, plotly));
+      for (const view of this.views) this.grid.append(view.root);
+      for (const view of this.views) this._observer.observe(view.root);
+      this.card = new teachllm.Card(this.root);
+      this._releaseKeys = teachllm.takeKeys(this);
+      this.push(lines);
+    }
+
+    // -- what the page calls
+
+    // Appends lines; a view that follows, or shows nothing yet, moves on.
+    push(lines) {
+      const first = this.timeline.header === null;
+      this.timeline.push(lines);
+      for (const { arrival } of this.timeline.rows.values()) this.timeline.palette.add(arrival);
+      const message = this.timeline.problem ?? this.timeline.notice;
+      patch(this.banner, { text: message ?? "", hidden: !message });
+      if (this.following) this.k = this.timeline.last;
+      else if (first && this.timeline.last >= 0) this.k = 0;
+      this._draw();
+    }
+
+    // Shows the state after step k.
+    show(k) {
+      this.k = Math.max(Math.min(k, this.timeline.last), Math.min(this.timeline.last, 0));
+      this._draw();
+    }
+
+    // Goes to the newest step, and with a live engine stays there.
+    follow() {
+      this.following = Boolean(this.live);
+      this.transport.stop();
+      this.show(this.timeline.last);
+    }
+
+    // Pins a request, or with null unpins it.
+    select(id) {
+      this.pinned = id === this.pinned ? null : id;
+      this._light();
+      if (this.pinned !== null) {
+        this.settle();
+        this._drawOne(this.tokens);
+        this.tokens.reveal(id);
+      }
+    }
+
+    // Changes flags of the live controls: setLive({ playing: true }).
+    setLive(flags) {
+      Object.assign(this.live, flags);
+      this._draw();
+    }
+
+    get state() {
+      return this.timeline.header ? this.timeline.stateAt(this.k) : null;
+    }
+
+    // Draws at once what is out of sight, too.
+    settle() {
+      clearTimeout(this._settling);
+      if (!this._late) return;
+      const frame = { ...this._frame(), whole: true };
+      for (const view of this._late.add(this.tokens)) view.draw(frame);
+      this._late = null;
+    }
+
+    destroy() {
+      this.transport.stop();
+      this._releaseKeys();
+      this._observer.disconnect();
+      clearTimeout(this._settling);
+      this.root.remove();
+    }
+
+    // -- what views call
+
+    get colors() {
+      return this.theme.colors;
+    }
+
+    goTo(k) {
+      this.following = Boolean(this.live) && k >= this.timeline.last;
+      this.show(k);
+    }
+
+    drive(action, ...given) {
+      this.following = true;
+      Promise.resolve(this.live[action]?.(...given)).catch((error) => {
+        patch(this.banner, { text: String(error.message ?? error), hidden: null });
+      });
+      this.show(this.timeline.last);
+    }
+
+    panel(name, title, ...head) {
+      const root = h("section", { class: `tl-panel tl-view-${name}`, "data-view": name, "aria-label": title });
+      const onclick = () => root.classList.toggle("tl-grown");
+      const grow = h("button", { class: "tl-grow", title: "enlarge (escape: back)", onclick }, teachllm.icon("grow"));
+      patch(grow, { "aria-label": `enlarge ${title}`, "data-action": "grow" });
+      root.append(h("header", { class: "tl-head" }, h("h2", { text: title }), ...head, grow));
+      return root;
+    }
+
+    chip(id) {
+      const { label, css, ink } = this.timeline.palette.of(id);
+      return h("b", { class: "tl-chip", text: label, "--fill": css, "--ink": ink });
+    }
+
+    abortButton(id) {
+      if (!this.live?.abort) return null;
+      const abort = (event) => {
+        event.stopPropagation();
+        this.drive("abort", id);
+      };
+      const button = h("button", { class: "tl-abort", text: "abort", onclick: abort });
+      return patch(button, { "data-action": "abort", "data-abort": id, "aria-label": `abort ${id}` });
+    }
+
+    // Makes whatever carries `data-request` in a container answer to the pointer and to the keyboard.
+    linkRequests(container) {
+      const of = (event) => event.target.closest?.("[data-request]");
+      container.addEventListener("pointerover", (event) => {
+        const node = of(event);
+        if (!node || event.target.closest("[data-block-ref]")) return;
+        this.hoverRequest(node.dataset.request, nearPointer(event));
+      });
+      container.addEventListener("pointerleave", () => this.leave());
+      container.addEventListener("click", (event) => {
+        const node = of(event);
+        if (node && !event.target.closest("[data-block-ref], button")) this.select(node.dataset.request);
+      });
+      container.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" && event.target === of(event)) this.select(event.target.dataset.request);
+      });
+    }
+
+    // The same for `data-block-ref`.
+    linkBlocks(container) {
+      const of = (event) => event.target.closest?.("[data-block-ref]");
+      container.addEventListener("pointerover", (event) => {
+        const node = of(event);
+        if (node) this.hoverBlock(Number(node.dataset.blockRef), nearPointer(event));
+      });
+      container.addEventListener("click", (event) => {
+        const node = of(event);
+        if (node) this.pinBlock(Number(node.dataset.blockRef));
+      });
+    }
+
+    lightChildren(container, ids) {
+      container.classList.toggle("tl-has-lit", Boolean(ids));
+      for (const child of container.children) {
+        child.classList.toggle("tl-lit", Boolean(ids?.includes(child.dataset.request)));
+      }
+    }
+
+    hoverRequest(id, at, content = null) {
+      this.hovered = id;
+      this.hoveredBlock = null;
+      this._light();
+      this.card.show(content ?? teachllm.requestCard(id, this._frame()), at);
+    }
+
+    hoverBlock(id, at) {
+      this.hovered = null;
+      this.hoveredBlock = id;
+      this._light();
+      this.card.show(teachllm.blockCard(id, this._frame()), at, id === this.pinnedBlock);
+    }
+
+    leave() {
+      if (this.hovered === null && this.hoveredBlock === null) return;
+      this.hovered = this.hoveredBlock = null;
+      this._light();
+      this._drawCard();
+    }
+
+    // A pinned block keeps its ring and its card from step to step.
+    pinBlock(id) {
+      this.pinnedBlock = id === this.pinnedBlock ? null : id;
+      this._light();
+      this._drawCard();
+    }
+
+    unpin() {
+      this.root.querySelector(".tl-grown")?.classList.remove("tl-grown");
+      this.pinned = this.pinnedBlock = this.hovered = this.hoveredBlock = null;
+      this._light();
+      this._drawCard();
+    }
+
+    isVisible(view) {
+      return this._visible.has(view.root);
+    }
+
+    // For a view whose size or settings have changed.
+    redraw(view) {
+      if (this.timeline.header) view.draw(this._frame());
+    }
+
+    // -- drawing
+
+    _frame() {
+      const { timeline, k } = this;
+      const line = timeline.steps[k] ?? null;
+      const aborted = timeline.endedOutside(k);
+      return { timeline, k, line, aborted, state: timeline.stateAt(k), events: timeline.eventsOf(k) };
+    }
+
+    _draw() {
+      if (!this.timeline.header) return;
+      const frame = this._frame();
+      patch(this.root, { "data-step-index": String(this.k) });
+      this.transport.draw(frame);
+      this._late = new Set(this.views.filter((view) => !this.isVisible(view)));
+      for (const view of this.views) if (!this._late.has(view)) view.draw(frame);
+      clearTimeout(this._settling);
+      this._settling = setTimeout(() => this.settle(), SETTLE_MS);
+      if (this.pinned !== null || this.hovered !== null || this.hoveredBlock !== null) this._light();
+      this._drawCard();
+    }
+
+    _drawOne(view) {
+      this._late?.delete(view);
+      this.redraw(view);
+    }
+
+    _drawCard() {
+      const hovering = this.hovered !== null || this.hoveredBlock !== null;
+      const block = this.hoveredBlock ?? (hovering ? null : this.pinnedBlock);
+      const cell = block === null ? null : this.pool.cellOf(block);
+      if (cell) this.card.show(teachllm.blockCard(block, this._frame()), cell, block === this.pinnedBlock);
+      else if (!hovering) this.card.hide();
+    }
+
+    _light() {
+      const users = this.hoveredBlock === null ? null : this.state.blocks[this.hoveredBlock]?.users;
+      const one = this.hovered ?? this.pinned;
+      const ids = users?.length ? users : one === null ? null : [one];
+      patch(this.root, { "data-lit": ids ? [...new Set(ids)].join(" ") : null, "data-pinned": this.pinned });
+      for (const view of this.views) view.light(ids);
+    }
+
+    _see(entries) {
+      for (const { target, isIntersecting } of entries) {
+        if (!isIntersecting) this._visible.delete(target);
+        else {
+          this._visible.add(target);
+          const view = this.views.find((other) => other.root === target);
+          if (this.timeline.header) this._drawOne(view);
+        }
+      }
+    }
+  }
+
+  function nearPointer(event) {
+    return { left: event.clientX - 8, right: event.clientX + 8, top: event.clientY, bottom: event.clientY + 12 };
+  }
+
+  teachllm.mount = (element, options) => new View(element, options);
+})();
