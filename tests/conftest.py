@@ -32,3 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What else could have been tested here, said where it is read."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if num_pages := sum("no Chromium" in str(report.longrepr) for report in skipped):
+        terminalreporter.write_line(
+            f"{num_pages} tests of the page were skipped: no Chromium (apt-get install chromium)"
+        )
