@@ -20,7 +20,7 @@ def summary(trace: Trace) -> list[Row]:
 def _rows(trace: Trace, found: Figures) -> Iterator[Row]:
     config, model = trace.header["config"], trace.header["model"]
     device = trace.header.get("machine", {}).get("device", "an unknown device")
-    yield "model", f"{model.get('path')} ({model.get('architecture')}, {model.get('dtype')}) on {device}"
+    yield "model", f"{config.get('model')} ({model.get('architecture')}, {model.get('dtype')}) on {device}"
     yield (
         "engine",
         (

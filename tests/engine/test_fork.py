@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -179,3 +180,38 @@ def test_requests_with_other_salts_share_nothing_in_a_fork_either() -> None:
     assert tables[1][:2] == tables[2][:2] and not set(tables[0]) & set(tables[1])
     assert isinstance(first.core.recorder, Recorder) and isinstance(engine.config, EngineConfig)
     assert json.loads(lines[1])["request_id"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings", "relaxed"),
+    [
+        ("token_budget", {"max_num_batched_tokens": 8, "max_num_seqs": 8}, {"max_num_batched_tokens": 64}),
+        ("sequence_limit", {"max_num_seqs": 2}, {"max_num_seqs": 8}),
+        ("no_free_blocks", {"num_gpu_blocks_override": 6}, {"num_gpu_blocks_override": 60}),
+        ("static_batch", {"scheduling_policy": "static", "max_num_seqs": 2}, {"scheduling_policy": "fcfs"}),
+        ("behind_head", {"num_gpu_blocks_override": 6}, {"num_gpu_blocks_override": 60}),
+        ("preempted", {"num_gpu_blocks_override": 6}, {"num_gpu_blocks_override": 60}),
+    ],
+)
+def test_whoever_waits_is_admitted_once_the_limit_it_names_is_relaxed(
+    reason: str, settings: dict[str, Any], relaxed: dict[str, Any]
+) -> None:
+    engine, lines = traced_engine(**{"num_gpu_blocks_override": 60, "enable_prefix_caching": False} | settings)
+    for i in range(6):
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        engine.add_request(str(i), random_ids(12 + 9 * (i % 3), seed=i), params)
+    drain(engine)
+    trace = parse_trace(lines)
+    step, name = next(
+        (line["step"], name)
+        for line, following in pairwise(trace.steps)
+        for name, (why, _) in line["waiting"].items()
+        if why == reason and name in following["waiting"]  # as it is, the next step does not admit it either
+    )
+
+    other, lines, _ = forked(trace, step, **{"max_num_batched_tokens": 64, "max_num_seqs": 8} | relaxed)
+    other.step()
+    first = parse_trace(lines).steps[0]
+    assert name in {share["request_id"] for share in first["scheduled"]} and name not in first["waiting"]
+    drain(other)
+    assert other.core.scheduler.num_preemptions == 0

@@ -31,15 +31,9 @@ def trace() -> list[str]:
     from teachllm.sampling_params import SamplingParams
 
     lines: list[str] = []
-    engine: Engine
-
-    def text(token_ids: list[int]) -> list[str]:
-        assert engine.tokenizer is not None
-        return [engine.tokenizer.token_text(i) for i in token_ids]
-
     limits = {"num_gpu_blocks_override": 14, "max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
     config = EngineConfig(model="teachlm", device="cpu", async_scheduling=False, **limits)
-    engine = Engine(config, recorder=Recorder(lines.append, time.perf_counter, text))
+    engine = Engine(config, recorder=Recorder(lines.append, time.perf_counter, lambda ids: engine.token_texts(ids)))
     for i, question in enumerate(["What is a KV cache?", "What is a token?", "What is preemption?", "What is a GPU?"]):
         params = SamplingParams(max_tokens=24 + 6 * i, n=3 if i == 1 else 1, seed=i, ignore_eos=True)
         engine.add_request(f"request-{i}", SHARED + question, params)
