@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -63,13 +64,27 @@ def export(
         if perfetto is not None:
             from teachllm.trace.perfetto import to_perfetto
 
-            perfetto.write_text(json.dumps(to_perfetto(found)) + "\n", encoding="utf-8")
+            _write(perfetto, json.dumps(to_perfetto(found)) + "\n", file)
             notes().print(f"for https://ui.perfetto.dev: {perfetto}", markup=False, soft_wrap=True)
         if html is not None:
             from teachllm_webui.export import html_page
 
-            html.write_text(html_page(map(json.dumps, [found.header, *found.lines]), file.name), encoding="utf-8")
+            _write(html, html_page(map(json.dumps, [found.header, *found.lines]), file.name), file)
             notes().print(f"for any browser: {html}", markup=False, soft_wrap=True)
+
+
+def _write(path: Path, text: str, source: Path) -> None:
+    """For its owner alone, as the trace is: it says the same.
+
+    Raises:
+        ValueError: it is the trace itself.
+        OSError: it cannot be written.
+    """
+    if path.exists() and path.samefile(source):
+        raise ValueError(f"{path} is the trace itself: give another name")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as output:
+        output.write(text)
 
 
 def _read(file: Path) -> Trace:

@@ -7,8 +7,9 @@ The state of the block pool after any line is a function of the block events up 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
+from secrets import token_bytes
 from typing import Any, NamedTuple
 
 from teachllm.core.in_flight import RequestUpdate
@@ -19,7 +20,8 @@ from teachllm.sampling_params import SamplingParams
 
 TRACE_VERSION = 1
 _DEFAULTS = asdict(SamplingParams())
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_plain = lambda value: value.tolist() if hasattr(value, "tolist") else list(value)  # noqa: E731 - of NumPy, or a range
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_plain).encode
 _OF_A_REQUEST = ("request_id", "num_prompt_tokens", "child_index", "seed", "priority", "max_len", "group")
 
 
@@ -49,6 +51,7 @@ class Recorder:
         text: Callable[[list[int]], list[str]] | None = None,
     ) -> None:
         self._sink, self.clock, self._text = sink, clock, text
+        self._key = None if text else token_bytes(32)  # without it, hashes would tell which tokens a block holds
 
     def header(self, config: dict[str, Any], model: dict[str, Any], num_blocks: int, **worker: Any) -> None:
         what: dict[str, Any] = {"config": config, "model": model, "num_blocks": num_blocks} | worker
@@ -73,14 +76,9 @@ class Recorder:
         self.write("error", scheduler, time=self.clock(), message=repr(error))
 
     def step(
-        self,
-        plan: SchedulerOutput,
-        updates: Iterable[RequestUpdate],
-        scheduler: Scheduler,
-        times: StepTimes,
-        **worker: Any,
+        self, plan: SchedulerOutput, updates: list[RequestUpdate], scheduler: Scheduler, times: StepTimes, **more: Any
     ) -> None:
-        """One step, after its update; `worker` is what only a worker knows: `roofline`."""
+        """One step, after its update; `more` is what only a worker knows: `roofline`."""
         sampled = {update.request.request_id: update for update in updates}
         kv, cached = scheduler.kv, scheduler.kv.pool.num_cached_blocks
         self.write(
@@ -93,7 +91,7 @@ class Recorder:
             finished={name: reason.value for name, u in sampled.items() if (reason := u.request.finish_reason)},
             waiting=waiting_of(scheduler),
             blocks={"used": kv.num_used_blocks, "cached": cached, "free": kv.pool.num_free_blocks - cached},
-            **worker,
+            **more,
         )
 
     def _share(self, share: ScheduledRequest, update: RequestUpdate | None) -> dict[str, Any]:
@@ -114,7 +112,7 @@ class Recorder:
     def write(self, event: str, scheduler: Scheduler | None = None, **fields: Any) -> None:
         """A line, without the fields that are None; with a scheduler's block events since the line before."""
         if scheduler is not None:
-            fields["block_events"] = [each.as_list() for each in scheduler.kv.drain_events()]
+            fields["block_events"] = [each.as_list(self._key) for each in scheduler.kv.drain_events()]
         self._sink(_encode({"event": event} | {k: v for k, v in fields.items() if v is not None}))
 
 

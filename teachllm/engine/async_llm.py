@@ -102,16 +102,16 @@ class AsyncLLM:
         await self._ask(lambda: self._abort(request_id))
 
     def next_id(self) -> str:
-        """An id that no other request has been given here."""
+        """An id that this has given to no other request."""
         self._num_requests += 1
-        return str(self._num_requests)
+        return f"request-{self._num_requests}"
 
     # -- the engine's pace ---------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """No further step begins; requests may be added and aborted."""
         with self._wake:
-            self._is_paused = True
+            self._is_paused, self._num_single_steps = True, 0
 
     def resume(self) -> None:
         with self._wake:
@@ -121,7 +121,7 @@ class AsyncLLM:
     def step(self, count: int = 1) -> None:
         """While it is paused: so many steps, if there is work."""
         with self._wake:
-            if self._engine.has_unfinished_requests or self._orders:
+            if self._is_paused and (self._engine.has_unfinished_requests or self._orders):
                 self._num_single_steps += count
             self._wake.notify()
 
@@ -165,6 +165,21 @@ class AsyncLLM:
     # -- the engine's thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        error: Exception = RuntimeError("the engine is closed")
+        try:
+            self._loop()
+        except Exception as caught:  # not of a step, which `_step` looks after
+            error = caught
+        with self._wake:
+            self._is_closing = True
+            orders, self._orders = self._orders, deque()
+        self._fail(error)
+        for _, done in (*orders, *self._arriving):
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+        self._engine.close()
+
+    def _loop(self) -> None:
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._orders or self._may_step() or self._is_closing)
@@ -174,19 +189,13 @@ class AsyncLLM:
                 _carry_out(*order)
             self._let_in()
             if is_closing:
-                break
+                return
             if self._may_step():
                 if (early := self._last_step + self._pace - time.monotonic()) > 0:
                     with self._wake:
                         self._wake.wait_for(lambda: self._orders or self._is_closing, early)
                     continue
                 self._step()
-        closed = RuntimeError("the engine is closed")
-        self._fail(closed)
-        for _, added in self._arriving:
-            if added.set_running_or_notify_cancel():
-                added.set_exception(closed)
-        self._engine.close()
 
     def _may_step(self) -> bool:
         return self._engine.has_unfinished_requests and (not self._is_paused or self._num_single_steps > 0)
@@ -232,10 +241,12 @@ class AsyncLLM:
 
     def _fail(self, error: Exception) -> None:
         """Nobody knows which request a step failed for: all end."""
-        for name, stream in self._streams.items():
-            self._engine.abort_request(name)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
             stream.fail(error)
-        self._streams.clear()
+        for name in streams:
+            with contextlib.suppress(Exception):  # a recorder's, say: the stream knows already
+                self._engine.abort_request(name)
 
 
 def _carry_out(order: Callable[[], Any], done: Future[Any]) -> None:

@@ -94,7 +94,7 @@ class Engine:
         self.core = EngineCore(self.config, executor, root, recorder, roofline=roofline)
         self.memory = runner.memory
         self._outputs = OutputProcessor(self.tokenizer)
-        self._num_requests = 0
+        self.num_requests = 0
         if recorder is not None and roofline is not None:
             shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
             ceilings = None if roofline.ceilings is None else asdict(roofline.ceilings)
@@ -147,7 +147,9 @@ class Engine:
         self.core.add(request)
         output = self._outputs.add(request.request_id, None, list(request.prompt_token_ids), [request])
         if request.num_output_tokens:
-            self._outputs.update(RequestUpdate(request, request.output_token_ids, 0, None, None, 0))
+            _, match = self._outputs.update(RequestUpdate(request, request.output_token_ids, 0, None, None, 0))
+            if match is not None:
+                self.core.finish(request.request_id, FinishReason.STOP, match.stop)
         return output
 
     def step(self) -> list[RequestOutput]:
@@ -242,10 +244,10 @@ class Engine:
         arrival_time: float | None,
     ) -> list[Request]:
         """The request's `n` completions; they share the prompt's blocks through the prefix cache."""
-        self._num_requests += 1
+        self.num_requests += 1
         seed = params.seed
         if seed is None:  # the same engine seed and order of requests give the same noise
-            digest = sha256(f"{self.config.seed} {self._num_requests}".encode()).digest()
+            digest = sha256(f"{self.config.seed} {self.num_requests}".encode()).digest()
             seed = int.from_bytes(digest[:8], "little")
         # The first child scores the prompt for all.
         others = replace(params, prompt_logprobs=None) if params.n > 1 else params

@@ -71,7 +71,11 @@ class EngineCore:
         """
         self.scheduler.add(request)
         if self.recorder is not None:
-            self.recorder.arrival(request)
+            try:
+                self.recorder.arrival(request)
+            except BaseException:
+                self.scheduler.finish(request.request_id, FinishReason.ABORT)
+                raise
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool:
         """Ends a request now: an abort, or a stop string found in its text. False if it has ended already."""

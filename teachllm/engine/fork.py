@@ -37,8 +37,12 @@ def fork_config(header: Mapping[str, Any], **changes: Any) -> EngineConfig:
     The pool stays as large as it was, in tokens, unless `num_gpu_blocks_override` is among the changes.
 
     Raises:
-        ValueError: they contradict each other.
+        ValueError: they contradict each other, or there is no such setting.
     """
+    try:
+        EngineConfig(**changes)
+    except TypeError as error:
+        raise ValueError(f"a setting is not known or not of its kind: {error}") from error
     names = {field.name for field in fields(EngineConfig)}
     settings = {name: value for name, value in header["config"].items() if name in names}
     num_slots = header["num_blocks"] * settings["block_size"]
@@ -64,13 +68,32 @@ def fork(state: Replay, config: EngineConfig, sink: Callable[[str], None], at: f
         raise ValueError("the trace has no token ids (--trace-no-text), so nothing can go on from it")
     clock = _Clock(at)
     engine = Engine(config, recorder=Recorder(sink, clock, lambda token_ids: engine.token_texts(token_ids)))
+    try:
+        _go_on(engine, state, live, at)
+    except BaseException:
+        engine.close()
+        raise
+    clock.start()
+    return engine
+
+
+def _go_on(engine: Engine, state: Replay, live: list[RequestState], at: float) -> None:
+    """Gives an engine the live requests of a state, and its trace the line that says so."""
+    engine.num_requests = len(state.requests)  # so that those to come have noise of their own
     requests = [_request(engine, known) for known in live]
     for request, known in zip(requests, live, strict=True):
+        if len(request.token_ids) >= (engine.config.max_model_len or 0):
+            raise ValueError(
+                f"request {request.request_id!r} has {len(request.token_ids)} tokens, and max_model_len="
+                f"{engine.config.max_model_len} leaves it no more: raise max_model_len"
+            )
         engine.adopt_request(request)
         request.num_cached_tokens, request.num_preemptions = known.num_cached_tokens, known.num_preemptions
     scheduler = engine.core.scheduler
     scheduler.num_steps = state.step + 1
     for request, known in zip(requests, live, strict=True):
+        if request.finished:  # at a stop string, which the trace's next line would have told
+            continue
         if known.status == "running":
             _resume(engine, request, known.num_computed_tokens)
         elif known.status == "preempted":
@@ -93,11 +116,10 @@ def fork(state: Replay, config: EngineConfig, sink: Callable[[str], None], at: f
                 "num_preemptions": known.num_preemptions,
             }
             for request, known in zip(requests, live, strict=True)
+            if not request.finished
         ],
         waiting=waiting_of(scheduler),
     )
-    clock.start()
-    return engine
 
 
 def _request(engine: Engine, known: RequestState) -> Request:

@@ -7,6 +7,7 @@ however many steps it took, so a reader who never comes back costs no more than 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from copy import copy
 
@@ -60,7 +61,7 @@ class OutputStream:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def next(self) -> RequestOutput:

@@ -43,7 +43,7 @@ class Figures:
     """Of a whole trace. Completions count as requests; shares are from 0 to 1.
 
     Attributes:
-        duration: seconds from the first arrival to the end of the last step.
+        duration: seconds from the first arrival, or a fork's beginning, to the end of the last step.
         output_tokens_per_s: over the duration.
         num_preemptions: how often a request lost its blocks.
         prefix_hit_rate: prompt tokens found in the cache when their request was first admitted, of all such prompts'.
@@ -85,7 +85,10 @@ def figures(lines: Iterable[str | Event]) -> Figures:
         raise ValueError("a trace begins with its header, and this one does not: give all of its lines")
     header, steps = events[0], [event for event in events if event["event"] == "step"]
     config, requests = header["config"], _requests(events)
+    forked = next((event for event in events if event["event"] == "fork"), None)
     began = min((request.arrived for request in requests), default=header["time"])
+    if forked is not None:
+        began = forked["time"]
     duration = max((step["end"] for step in steps), default=began) - began
     num_output = sum(share.get("num_sampled", 0) for step in steps for share in step["scheduled"])
     wasted = _wasted(events, steps, config["block_size"]) if config["enable_kv_cache"] else None
@@ -130,6 +133,10 @@ def _requests(events: Sequence[Event]) -> list[_Request]:
         if event["event"] == "arrival":
             found.append(_Request(event["time"], event["num_prompt_tokens"]))
             by_id[event["request_id"]] = found[-1]
+        if event["event"] == "fork":
+            for known in event["requests"]:
+                request = by_id[known["request_id"]]
+                request.first_start, request.token_times = known.get("num_cached_tokens"), [*known["token_times"]]
         for share in event.get("scheduled", ()):
             request = by_id[share["request_id"]]
             if request.first_start is None:
@@ -153,6 +160,8 @@ def _wasted(events: Sequence[Event], steps: Sequence[Event], block_size: int) ->
                 table_lens[rest[0]] -= 1
                 if not table_lens[rest[0]]:
                     del table_lens[rest[0]]
+        if event["event"] == "fork":
+            computed |= {known["request_id"]: known["num_computed_tokens"] for known in event["requests"]}
         if event["event"] != "step":
             continue
         while ahead < len(steps) and steps[ahead]["time"] < event["end"]:

@@ -132,7 +132,7 @@ def _checked(text: str) -> Line:
     """One line, with the fields that its kind must have."""
     try:
         line = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         cut_off = not text.endswith("\n")
         raise ReplayError("cut off in the middle" if cut_off else f"not JSON ({error})") from error
     if not isinstance(line, dict) or not isinstance(line.get("event"), str):
@@ -142,4 +142,17 @@ def _checked(text: str) -> Line:
             raise ReplayError(f"{line['event']} without {name!r}")
         if not isinstance(line[name], kinds) or isinstance(line[name], bool):
             raise ReplayError(f"{name!r} of {line['event']} is {line[name]!r}")
+    if line["event"] == "step":
+        _check_step(line)
     return line
+
+
+def _check_step(line: Line) -> None:
+    for name in ("used", "cached", "free"):
+        if not isinstance(line["blocks"].get(name), int):
+            raise ReplayError(f"blocks without {name!r}")
+    for share in line["scheduled"]:
+        if not {"request_id", "start", "num_tokens", "phase"} <= share.keys():
+            raise ReplayError("a share that does not say whose it is, its start, num_tokens and phase")
+        if share.get("num_sampled", 0) > share["num_tokens"]:
+            raise ReplayError(f"a share of {share['num_tokens']} tokens that yields {share['num_sampled']}")

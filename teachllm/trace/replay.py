@@ -116,6 +116,10 @@ class Replay:
             self._apply_step(line)
         elif kind == "fork":
             self._apply_fork(line)
+        elif kind == "error":
+            for request in self.requests.values():
+                if request.status == "running":
+                    request.status, request.num_computed_tokens = "preempted", 0
         elif kind in ("abort", "stop"):
             self._end(self._request(line["request_id"]), kind, line["time"])
 
@@ -131,8 +135,9 @@ class Replay:
         name = line["request_id"]
         if name in self.requests and self.requests[name].is_live:
             raise ReplayError(f"request {name!r} arrives a second time")
-        self.requests.pop(name, None)  # an id may be used again: in the order of arrival
-        self.requests[name] = RequestState(line)
+        before = self.requests.pop(name, None)  # an id may be used again: in the order of arrival
+        table = [] if before is None else before.table  # which a plan in flight may still pin
+        self.requests[name] = RequestState(line, table=table)
 
     def _request(self, name: str) -> RequestState:
         if name not in self.requests:
@@ -143,7 +148,9 @@ class Replay:
         for name in line["preempted"]:
             self._request(name).num_preemptions += 1
         for share in line["scheduled"]:
-            self._apply_share(self._request(share["request_id"]), share, line["end"])
+            request = self._request(share["request_id"])
+            if request.arrival["time"] <= line["time"]:  # else it is of one that had the id before, and too late
+                self._apply_share(request, share, line["end"])
         for name, reason in line["finished"].items():
             self._end(self._request(name), reason, line["end"])
         for name, request in self.requests.items():
@@ -174,7 +181,7 @@ class Replay:
             request.status, request.wait = "running", None
             return
         request.wait = (wait[0], wait[1])
-        has_run = request.num_cached_tokens is not None
+        has_run = request.num_cached_tokens is not None or wait[0] == "preempted"
         request.status = "preempted" if has_run else "waiting"
         request.num_computed_tokens = 0
 

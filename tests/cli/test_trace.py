@@ -96,6 +96,13 @@ def test_export_writes_a_timeline(teachllm, trace: Path, tmp_path: Path) -> None
     result = teachllm("trace", "export", str(trace), "--perfetto", str(path))
     assert result.exit_code == 0 and str(path) in result.stderr
     assert json.loads(path.read_text())["traceEvents"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_export_does_not_write_over_the_trace(teachllm, trace: Path) -> None:
+    before = trace.read_text()
+    result = teachllm("trace", "export", str(trace), "--perfetto", str(trace))
+    assert result.exit_code == 1 and "is the trace itself" in result.stderr and trace.read_text() == before
 
 
 def test_export_writes_a_page(teachllm, trace: Path, tmp_path: Path) -> None:

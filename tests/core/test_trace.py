@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import Any
 
 from teachllm.core.block_pool import BlockEvent
@@ -146,6 +147,29 @@ def test_without_text_nothing_that_a_user_wrote_is_in_the_trace() -> None:
     arrival, step = parse(lines)
     assert arrival["params"] == {"max_tokens": 5}
     assert "token_ids" not in step["scheduled"][0] and "text" not in step["scheduled"][0]
+
+
+def test_without_text_hashes_tell_nothing_and_still_tell_blocks_apart() -> None:
+    def hashes(text: bool) -> list[list[str]]:
+        recorder, lines = make_recorder(text)
+        scheduler = make_scheduler()
+        scheduler.kv.record_events()
+        for name in ("a", "b"):
+            add(scheduler, name, 9)
+        add(scheduler, "c", 9, first=7)
+        run(scheduler, recorder)
+        return [event[3:] for event in parse(lines)[0]["block_events"] if event[0] == "commit"]
+
+    told, hidden, again = (list(chain.from_iterable(hashes(text))) for text in (True, False, False))
+    assert not set(told) & set(hidden) and not set(hidden) & set(again)
+    assert [told.index(value) for value in told] == [hidden.index(value) for value in hidden]
+
+
+def test_parameters_of_any_kind_of_sequence_can_be_told() -> None:
+    recorder, lines = make_recorder()
+    params = SamplingParams(max_tokens=3, allowed_token_ids=range(4), stop_token_ids=(1, 2))
+    recorder.arrival(make_request("a", 2, params=params))
+    assert parse(lines)[0]["params"]["allowed_token_ids"] == [0, 1, 2, 3]
 
 
 def test_late_tokens_are_not_in_the_trace() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from teachllm import RequestOutput, SamplingParams
+from teachllm.core.trace import Recorder
 from teachllm.engine.async_llm import AsyncLLM
 from tests.worker.doors import FaultyExecutor, drain, make_engine, num_used_blocks, random_ids, tokens
 
@@ -238,6 +239,60 @@ def test_a_pace_is_kept_and_orders_do_not_wait_for_it() -> None:
         assert time.monotonic() - asked < 0.2
         await task
         assert time.monotonic() - start > 0.9
+
+    with running() as llm:
+        asyncio.run(main(llm))
+
+
+def test_what_goes_wrong_outside_of_a_step_ends_everything_and_hangs_nobody() -> None:
+    def fail() -> None:
+        raise OSError("no space left")
+
+    async def main(llm: AsyncLLM) -> None:
+        with pytest.raises(OSError, match="no space left"):
+            await asyncio.wait_for(answer(llm, random_ids(4)), 20)
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await answer(llm, random_ids(4))
+
+    with running(on_step=fail) as llm:
+        asyncio.run(main(llm))
+
+
+def test_a_trace_that_cannot_be_written_any_more_ends_streams_with_that_error() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        recorder = llm._engine.core.recorder
+        assert recorder is not None
+        stream = llm.generate(random_ids(4), GREEDY)
+        await anext(stream)
+
+        def full(line: str) -> None:
+            raise OSError("no space left")
+
+        recorder._sink = full
+        with pytest.raises(OSError, match="no space left"):
+            while True:
+                await asyncio.wait_for(anext(stream), 20)
+
+    with running(recorder=Recorder(lambda line: None, time.perf_counter)) as llm:
+        asyncio.run(main(llm))
+
+
+def test_pausing_forgets_the_single_steps_that_were_asked_for() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        llm.step(20)  # it is not paused
+        llm.pause()
+        task = asyncio.create_task(answer(llm, random_ids(4)))
+        await asyncio.sleep(0.2)
+        assert not task.done() and llm.call(lambda: llm._engine.core.scheduler.num_steps).result() == 0
+        llm.set_pace(0.05)
+        llm.step(30)
+        await asyncio.sleep(0.12)
+        llm.pause()
+        await asyncio.sleep(0.3)
+        assert 0 < llm.call(lambda: llm._engine.core.scheduler.num_steps).result() < 8
+        llm.set_pace(0.0)
+        llm.resume()
+        await task
 
     with running() as llm:
         asyncio.run(main(llm))

@@ -12,6 +12,7 @@ from teachllm import EngineConfig, SamplingParams
 from teachllm.core.trace import Recorder
 from teachllm.engine.engine import Engine
 from teachllm.engine.fork import fork, fork_config
+from teachllm.trace.figures import figures
 from teachllm.trace.reader import Trace, parse_trace
 from teachllm.trace.replay import Replay
 from tests.trace.traced import live_state, spell, traced_engine
@@ -215,3 +216,41 @@ def test_whoever_waits_is_admitted_once_the_limit_it_names_is_relaxed(
     assert name in {share["request_id"] for share in first["scheduled"]} and name not in first["waiting"]
     drain(other)
     assert other.core.scheduler.num_preemptions == 0
+
+
+def test_a_fork_at_the_step_that_a_stop_string_ends_goes_on_with_the_others() -> None:
+    lines: list[str] = []
+    config = EngineConfig(model="teachlm", device="cpu", num_gpu_blocks_override=40, max_num_seqs=4)
+    engine = Engine(config, recorder=Recorder(lines.append, lambda: 0.0, lambda ids: engine.token_texts(ids)))
+    assert engine.tokenizer is not None
+    for name, stop in (("a", "attention"), ("b", None)):
+        prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": "What is a KV cache?"}])
+        params = SamplingParams(temperature=0.0, max_tokens=40, stop=stop)
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    made = drain(engine)
+    trace = parse_trace(lines)
+    stopped = next(i for i, line in enumerate(trace.lines) if line["event"] == "stop")
+    step = trace.lines[stopped - 1]["step"]
+    other, lines, _ = forked(trace, step)
+    others = drain(other)
+    assert others["b"].outputs[0].text == made["b"].outputs[0].text and "a" not in others
+    assert parse_trace(lines).problem is None
+
+
+def test_a_fork_that_cannot_hold_what_there_is_says_so_in_one_line() -> None:
+    trace, _ = run()
+    with pytest.raises(ValueError, match="raise max_model_len"):
+        forked(trace, STEP, max_model_len=24)
+    for changes in ({"block_size": 0}, {"no_such_setting": 1}):
+        with pytest.raises(ValueError):
+            forked(trace, STEP, **changes)
+
+
+def test_figures_of_a_fork_count_from_its_beginning_and_know_what_was_before() -> None:
+    trace, _ = run()
+    engine, lines, _ = forked(trace, STEP)
+    drain(engine)
+    found, whole = figures(lines), figures([trace.header, *trace.lines])
+    assert 0 <= found.prefix_hit_rate <= 1
+    assert found.num_output_tokens < whole.num_output_tokens
+    assert found.duration == pytest.approx(parse_trace(lines).steps[-1]["end"] - state_after(trace, STEP)[1])

@@ -104,6 +104,9 @@ def test_a_step_that_failed_is_in_the_trace_and_what_it_took_back_too() -> None:
     assert trace.problem is None
     assert trace.lines[-1]["event"] == "error" and "no more of this" in trace.lines[-1]["message"]
     assert trace.replay.state_text() == live_state(engine.core.scheduler)
+    statuses = {name: request.status.value for name, request in engine.core.scheduler.requests.items()}
+    assert {name: trace.replay.requests[name].status for name in statuses} == statuses
+    assert "preempted" in statuses.values()
     drain(engine)
     assert parse_trace(lines).replay.state_text() == live_state(engine.core.scheduler)
 
@@ -115,6 +118,37 @@ def test_an_id_may_be_used_again_when_its_request_has_ended() -> None:
         drain(engine)
     replay = parse_trace(lines).replay
     assert list(replay.requests) == ["a"] and replay.requests["a"].num_output_tokens == 3
+
+
+@pytest.mark.parametrize("ends", ["abort", "stop token"])
+def test_an_id_may_be_used_again_while_a_plan_in_flight_pins_its_old_blocks(ends: str) -> None:
+    states: list[str] = []
+
+    def note(engine: Engine, line: str) -> None:
+        if '"event":"arrival"' not in line:
+            states.append(live_state(engine.core.scheduler))
+
+    engine, lines = traced_engine(note, async_scheduling=True)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    engine.add_request("a", random_ids(40), params)
+    for _ in range(3):
+        engine.step()
+    if ends == "abort":
+        engine.abort_request("a")
+    else:
+        while not engine.core.scheduler.requests["a"].num_output_tokens >= 7:
+            engine.step()
+        engine.step()
+    engine.add_request("a", random_ids(20, seed=5), params)
+    drain(engine)
+    trace = parse_trace(lines)
+    assert trace.problem is None and trace.replay.requests["a"].num_output_tokens == 8
+    replay, replayed = Replay(trace.header), []
+    for line in trace.lines:
+        replay.apply(line)
+        if line["event"] != "arrival":
+            replayed.append(replay.state_text())
+    assert replayed == states
 
 
 def test_the_state_after_any_line_can_be_asked_for() -> None:

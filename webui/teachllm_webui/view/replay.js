@@ -88,6 +88,14 @@
       for (const event of line.block_events ?? []) this.#applyBlockEvent(...event);
       if (line.event === "step") this.#applyStep(line);
       if (line.event === "fork") this.#applyFork(line);
+      if (line.event === "error") {
+        for (const id of this.live) {
+          const request = this.requests.get(id);
+          if (request.status !== "running") continue;
+          request.status = "preempted";
+          request.num_computed_tokens = 0;
+        }
+      }
       if (line.event === "abort" || line.event === "stop") {
         this.#end(this.#request(line.request_id), line.event, line.time);
       }
@@ -107,8 +115,11 @@
     #arrive(line) {
       const id = line.request_id;
       if (this.live.has(id)) throw new ReplayError(`request '${id}' arrives a second time`);
-      this.requests.delete(id); // an id may be used again: in the order of arrival
-      this.requests.set(id, new RequestState(line));
+      const before = this.requests.get(id); // an id may be used again: in the order of arrival
+      this.requests.delete(id);
+      const request = new RequestState(line);
+      if (before) request.table = before.table; // which a plan in flight may still pin
+      this.requests.set(id, request);
       this.live.add(id);
     }
 
@@ -120,7 +131,11 @@
 
     #applyStep(line) {
       for (const id of line.preempted) this.#request(id).num_preemptions += 1;
-      for (const share of line.scheduled) this.#applyShare(this.#request(share.request_id), share, line.end);
+      for (const share of line.scheduled) {
+        const request = this.#request(share.request_id);
+        // Else it is of one that had the id before, and too late.
+        if (request.arrival.time <= line.time) this.#applyShare(request, share, line.end);
+      }
       for (const [id, reason] of Object.entries(line.finished)) this.#end(this.#request(id), reason, line.end);
       for (const id of this.live) this.#place(this.requests.get(id), line.waiting[id]);
     }
@@ -156,7 +171,8 @@
         request.status = "running";
         return;
       }
-      request.status = request.num_cached_tokens === null ? "waiting" : "preempted";
+      const hasRun = request.num_cached_tokens !== null || wait[0] === "preempted";
+      request.status = hasRun ? "preempted" : "waiting";
       request.num_computed_tokens = 0;
     }
 
