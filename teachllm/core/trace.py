@@ -51,7 +51,7 @@ class Recorder:
         text: Callable[[list[int]], list[str]] | None = None,
     ) -> None:
         self._sink, self.clock, self._text = sink, clock, text
-        self._key = None if text else token_bytes(32)  # without it, hashes would tell which tokens a block holds
+        self.key = None if text else token_bytes(32)  # without it, hashes would tell which tokens a block holds
 
     def header(self, config: dict[str, Any], model: dict[str, Any], num_blocks: int, **worker: Any) -> None:
         what: dict[str, Any] = {"config": config, "model": model, "num_blocks": num_blocks} | worker
@@ -112,7 +112,7 @@ class Recorder:
     def write(self, event: str, scheduler: Scheduler | None = None, **fields: Any) -> None:
         """A line, without the fields that are None; with a scheduler's block events since the line before."""
         if scheduler is not None:
-            fields["block_events"] = [each.as_list(self._key) for each in scheduler.kv.drain_events()]
+            fields["block_events"] = [each.as_list(self.key) for each in scheduler.kv.drain_events()]
         self._sink(_encode({"event": event} | {k: v for k, v in fields.items() if v is not None}))
 
 

@@ -92,6 +92,7 @@ def simulate(
         num_blocks or _num_blocks(config, model, arrivals), cost, clock, model.vocab_size, model.eos_token_ids
     )
     recorder = Recorder(lines.append, clock)
+    recorder.key = None  # nobody's tokens are in it, and the same run gives the same lines
     scheduler = HostScheduler(config, executor.num_blocks, clock, cost, policy)
     roofline = StepRoofline(model, ceilings)
     core = EngineCore(config, executor, recorder=recorder, clock=clock, roofline=roofline, scheduler=scheduler)
