@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,6 +17,7 @@ from teachllm.core.trace import Recorder
 from teachllm.engine.async_llm import AsyncLLM
 from tests.worker.doors import FaultyExecutor, drain, make_engine, num_used_blocks, random_ids, tokens
 
+T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
@@ -24,6 +26,12 @@ def running(**changes: Any) -> Iterator[AsyncLLM]:
     limits = {name: changes.pop(name) for name in ("max_requests", "on_step") if name in changes}
     with closing(AsyncLLM(make_engine(**changes), **limits)) as llm:
         yield llm
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """In a thread of its own: a browser's tests leave a loop running in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, main).result()
 
 
 async def answer(llm: AsyncLLM, prompt: list[int], params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
@@ -49,7 +57,7 @@ def test_streams_beside_each_other_give_what_the_engine_gives(ahead: bool) -> No
         return await asyncio.gather(*(answer(llm, prompt) for prompt in prompts))
 
     with running(async_scheduling=ahead) as llm:
-        outputs = asyncio.run(main(llm))
+        outputs = run(main(llm))
     assert [tokens(output) for output in outputs] == expected(prompts)
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
 
@@ -68,7 +76,7 @@ def test_a_stream_grows_and_its_object_is_the_readers_own() -> None:
         assert len(output.prompt_logprobs or ()) == 5 and output.outputs[0].cumulative_logprob is not None
 
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_a_slow_reader_holds_nobody_up_and_misses_nothing() -> None:
@@ -96,7 +104,7 @@ def test_a_slow_reader_holds_nobody_up_and_misses_nothing() -> None:
 
     quick_done = threading.Event()
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_leaving_a_stream_early_aborts_its_request() -> None:
@@ -109,7 +117,7 @@ def test_leaving_a_stream_early_aborts_its_request() -> None:
         assert llm.call(lambda: (num_used_blocks(engine), engine.has_unfinished_requests)).result() == (0, False)
 
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_an_abort_from_elsewhere_ends_the_stream_with_what_there_is() -> None:
@@ -125,7 +133,7 @@ def test_an_abort_from_elsewhere_ends_the_stream_with_what_there_is() -> None:
         await llm.abort("nobody's")
 
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_what_the_engine_refuses_is_raised_to_who_asked_and_to_nobody_else() -> None:
@@ -136,7 +144,7 @@ def test_what_the_engine_refuses_is_raised_to_who_asked_and_to_nobody_else() -> 
         assert tokens(await good) == expected([random_ids(4)])[0]
 
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_a_name_that_is_taken_is_refused_and_does_not_end_whose_it_is() -> None:
@@ -148,7 +156,7 @@ def test_a_name_that_is_taken_is_refused_and_does_not_end_whose_it_is() -> None:
         assert tokens(await first) == expected([random_ids(4)])[0]
 
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_who_gives_up_waiting_for_room_is_forgotten() -> None:
@@ -165,7 +173,7 @@ def test_who_gives_up_waiting_for_room_is_forgotten() -> None:
         assert llm.call(lambda: len(llm._arriving)).result() == 0
 
     with running(max_requests=1) as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_a_step_that_fails_ends_every_stream_and_the_next_request_is_served() -> None:
@@ -186,7 +194,7 @@ def test_a_step_that_fails_ends_every_stream_and_the_next_request_is_served() ->
         assert tokens(await answer(llm, random_ids(4))) == expected([random_ids(4)])[0]
 
     with running(make_executor=make) as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_more_requests_than_the_limit_wait_for_room() -> None:
@@ -200,7 +208,7 @@ def test_more_requests_than_the_limit_wait_for_room() -> None:
         await asyncio.gather(*(answer(llm, random_ids(4, seed=i)) for i in range(9)))
 
     with running(max_requests=3, on_step=count) as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
     assert most == 3
 
 
@@ -225,7 +233,7 @@ def test_it_pauses_steps_and_goes_on() -> None:
         assert num_steps == 20
 
     with running(on_step=count) as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_a_pace_is_kept_and_orders_do_not_wait_for_it() -> None:
@@ -241,7 +249,7 @@ def test_a_pace_is_kept_and_orders_do_not_wait_for_it() -> None:
         assert time.monotonic() - start > 0.9
 
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_what_goes_wrong_outside_of_a_step_ends_everything_and_hangs_nobody() -> None:
@@ -255,7 +263,7 @@ def test_what_goes_wrong_outside_of_a_step_ends_everything_and_hangs_nobody() ->
             await answer(llm, random_ids(4))
 
     with running(on_step=fail) as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_a_trace_that_cannot_be_written_any_more_ends_streams_with_that_error() -> None:
@@ -274,7 +282,7 @@ def test_a_trace_that_cannot_be_written_any_more_ends_streams_with_that_error() 
                 await asyncio.wait_for(anext(stream), 20)
 
     with running(recorder=Recorder(lambda line: None, time.perf_counter)) as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_pausing_forgets_the_single_steps_that_were_asked_for() -> None:
@@ -295,7 +303,7 @@ def test_pausing_forgets_the_single_steps_that_were_asked_for() -> None:
         await task
 
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
 
 
 def test_closing_ends_what_is_left_and_later_calls_say_so() -> None:
@@ -311,4 +319,4 @@ def test_closing_ends_what_is_left_and_later_calls_say_so() -> None:
         llm.close()
 
     with running() as llm:
-        asyncio.run(main(llm))
+        run(main(llm))
