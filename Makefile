@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: help chat test lint format soak clean
+.PHONY: help chat viz test lint format soak clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -15,6 +15,9 @@ help:  ## this list
 
 chat: $(VENV)/.core  ## talk to the embedded model
 	@$(BIN)/python -m teachllm_cli chat $(ARGS)
+
+viz: $(VENV)/.ui  ## watch the embedded model's engine in a browser
+	@$(BIN)/python -m teachllm_cli viz $(ARGS)
 
 test: lint  ## format and lint checks, types, tests
 	$(BIN)/python -m pytest -n auto $(ARGS)
@@ -41,10 +44,15 @@ $(VENV)/.core: $(SOURCES) | $(VENV)/.pip
 	@$(INSTALL) . >&2
 	@touch $@
 
+$(VENV)/.ui: $(SOURCES) | $(VENV)/.pip
+	@echo "installing what teachllm's visualizer needs into $(VENV) (once) ..." >&2
+	@$(INSTALL) '.[ui]' >&2
+	@touch $(VENV)/.core $@
+
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm and its tests need into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[dev]' >&2
-	@touch $(VENV)/.core $@
+	@touch $(VENV)/.core $(VENV)/.ui $@
 
 $(VENV)/.pip:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "teachllm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -12,6 +12,7 @@ from teachllm_cli.chat import chat
 from teachllm_cli.generate import generate
 from teachllm_cli.info import info
 from teachllm_cli.trace import trace
+from teachllm_cli.viz import viz
 
 app = typer.Typer(
     name="teachllm",
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, generate, info):
+for command in (chat, generate, info, viz):
     app.command()(command)
 app.add_typer(bench)
 app.add_typer(trace)

@@ -96,8 +96,7 @@ def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate
         if entry.is_late(index):
             continue
         request, sampled = entry.requests[index], result.sampled_token_ids[index]
-        num_drafts = len(share.draft_token_ids)
-        new_token_ids: list[int] = []
+        num_drafts, new_token_ids = len(share.draft_token_ids), list[int]()
         if share.samples:
             if not 1 <= len(sampled) <= num_drafts + 1:
                 raise ValueError(f"{request.request_id}: {len(sampled)} tokens came back for {num_drafts} drafts")

@@ -54,7 +54,6 @@ def _check_blocks(scheduler: Scheduler) -> None:
     _require(all(block.ref_count == 0 for block in free_list), "a used block is in the free list")
     cached = sum(block.block_hash is not None for block in free_list)
     _require(cached == pool.num_cached_blocks, f"{cached} free blocks are cached, not {pool.num_cached_blocks}")
-
     owners = Counter(block_id for request in scheduler.requests.values() for block_id in request.block_ids)
     owners.update(block_id for entries in kv.pinned.values() for _, ids in entries for block_id in ids)
     for block in pool.blocks:
@@ -74,8 +73,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    waiting, running = list(scheduler.waiting), scheduler.running
-    limit = scheduler.max_num_seqs
+    waiting, running, limit = list(scheduler.waiting), scheduler.running, scheduler.max_num_seqs
     _require(len(running) <= limit, f"{len(running)} requests run, the limit is {limit}")
     listed = Counter(request.request_id for request in waiting + running)
     _require(listed == Counter(list(scheduler.requests)), "a request is in no queue, or in two")

@@ -106,10 +106,12 @@ class ModelRunnerOutput:
         prompt_logprobs: per request, entries for prompt tokens [start + 1, start + num_tokens + 1) that exist.
         draft_token_ids: proposals for the requests' next steps; None without a drafter.
         seconds: that a device took which works on its own, where that is asked for.
+        graph_mode: "full", "piecewise" or "eager" on a GPU: how much of the step was replayed from CUDA graphs.
     """
 
     sampled_token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None = None
     draft_token_ids: list[list[int]] | None = None
-    seconds: float | None = None
+    seconds: float | None = field(default=None, compare=False)
+    graph_mode: str | None = field(default=None, compare=False)

@@ -31,6 +31,7 @@ class StepTimes(NamedTuple):
     time: float
     schedule: float
     execute: float
+    wait: float  # for the device
     update: float
     end: float
 
@@ -58,7 +59,7 @@ class Recorder:
         self.write("header", version=TRACE_VERSION, time=self.clock(), **what)
 
     def arrival(self, request: Request) -> None:
-        params = {k: v for k, v in asdict(request.sampling_params).items() if v != _DEFAULTS[k]}
+        params = {k: v for k, default in _DEFAULTS.items() if (v := getattr(request.sampling_params, k)) != default}
         if self._text is None:  # strings and ids are what the user wrote
             params = {k: v for k, v in params.items() if isinstance(v, int | float)}
         told = {name: getattr(request, name) for name in _OF_A_REQUEST}
@@ -78,7 +79,7 @@ class Recorder:
     def step(
         self, plan: SchedulerOutput, updates: list[RequestUpdate], scheduler: Scheduler, times: StepTimes, **more: Any
     ) -> None:
-        """One step, after its update; `more` is what only a worker knows: `roofline`."""
+        """One step, after its update; `more` is what the loop and the worker know."""
         sampled = {update.request.request_id: update for update in updates}
         kv, cached = scheduler.kv, scheduler.kv.pool.num_cached_blocks
         self.write(

@@ -41,22 +41,31 @@ class AsyncLLM:
     Args:
         engine: belongs to this from now on; `close` closes it.
         max_requests: that are unfinished at once; one more waits in `generate` until another has ended. None: no limit.
-        on_step: called in the engine's thread after every step.
+        on_step: called in the engine's thread after every step, with the error if it failed.
+        on_end: called in the engine's thread when it ends, with the error if nobody closed it.
+        is_paused: as after `pause`, from the beginning.
     """
 
     def __init__(
-        self, engine: Engine, *, max_requests: int | None = None, on_step: Callable[[], None] | None = None
+        self,
+        engine: Engine,
+        *,
+        max_requests: int | None = None,
+        on_step: Callable[[Exception | None], None] | None = None,
+        on_end: Callable[[Exception | None], None] | None = None,
+        is_paused: bool = False,
     ) -> None:
         self._engine = engine
-        self._on_step = on_step or (lambda: None)
+        self._on_step = on_step or (lambda error: None)
+        self._on_end = on_end or (lambda error: None)
         self._max_requests = max_requests
         self._num_requests = 0
         # The engine's thread alone has these: streams of unfinished requests, and requests for which there is no room.
         self._streams: dict[str, OutputStream] = {}
-        self._arriving: deque[_Order] = deque()
+        self._arriving: deque[tuple[str, _Order]] = deque()
         self._orders: deque[_Order] = deque()
         self._wake = threading.Condition()
-        self._is_paused = self._is_closing = False
+        self._is_paused, self._is_closing = is_paused, False
         self._num_single_steps = 0
         self._pace = self._last_step = 0.0  # seconds; when the last step began
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -88,12 +97,14 @@ class AsyncLLM:
         stream = OutputStream(asyncio.get_running_loop())
         added: Future[None] = Future()
         add = partial(self._add, stream, name, prompt, sampling_params, options)
-        self.call(lambda: self._arriving.append((add, added)))
+        queued = self.call(lambda: self._arriving.append((name, (add, added))))
         try:
+            await asyncio.wrap_future(queued)
             await asyncio.wrap_future(added)
             while not stream.has_ended:
                 yield await stream.next()
         finally:
+            added.cancel()  # of somebody who gave up waiting for room
             if not stream.has_ended:
                 await self._ask(lambda: self._leave(name, stream))
 
@@ -126,7 +137,13 @@ class AsyncLLM:
             self._wake.notify()
 
     def set_pace(self, seconds: float) -> None:
-        """From one step's beginning to the next one's pass at least so many seconds."""
+        """From one step's beginning to the next one's pass at least so many seconds.
+
+        Raises:
+            ValueError: less than none, or more than an hour.
+        """
+        if not 0 <= seconds <= 3600:
+            raise ValueError(f"a pace of {seconds} seconds a step: choose 0 to 3600")
         with self._wake:
             self._pace = seconds
             self._wake.notify()
@@ -165,19 +182,23 @@ class AsyncLLM:
     # -- the engine's thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: Exception = RuntimeError("the engine is closed")
+        failure: Exception | None = None
         try:
             self._loop()
         except Exception as caught:  # not of a step, which `_step` looks after
-            error = caught
+            failure = caught
+        error = failure or RuntimeError("the engine is closed")
         with self._wake:
             self._is_closing = True
             orders, self._orders = self._orders, deque()
         self._fail(error)
-        for _, done in (*orders, *self._arriving):
+        for _, done in (*orders, *(order for _, order in self._arriving)):
             if done.set_running_or_notify_cancel():
                 done.set_exception(error)
-        self._engine.close()
+        try:
+            self._engine.close()
+        finally:
+            self._on_end(failure)
 
     def _loop(self) -> None:
         while True:
@@ -191,22 +212,29 @@ class AsyncLLM:
             if is_closing:
                 return
             if self._may_step():
-                if (early := self._last_step + self._pace - time.monotonic()) > 0:
-                    with self._wake:
-                        self._wake.wait_for(lambda: self._orders or self._is_closing, early)
-                    continue
-                self._step()
+                pace = self._pace
+                if (early := self._last_step + pace - time.monotonic()) > 0:
+                    self._wait(early, pace)
+                else:
+                    self._step()
+
+    def _wait(self, seconds: float, pace: float) -> None:
+        """For the next step's time, or until something else is to be done."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._orders or self._is_closing or self._pace != pace, seconds)
 
     def _may_step(self) -> bool:
         return self._engine.has_unfinished_requests and (not self._is_paused or self._num_single_steps > 0)
 
     def _step(self) -> None:
         self._last_step = time.monotonic()
+        changed: list[RequestOutput] = []
+        failure: Exception | None = None
         try:
             changed = self._engine.step()
         except Exception as error:
             self._fail(error)
-            changed = []
+            failure = error
         for output in changed:
             if output.request_id in self._streams:
                 self._streams[output.request_id].put(output)
@@ -217,11 +245,11 @@ class AsyncLLM:
             self._num_single_steps = max(self._num_single_steps - 1, 0)
             if not self._engine.has_unfinished_requests:
                 self._num_single_steps = 0
-        self._on_step()
+        self._on_step(failure)
 
     def _let_in(self) -> None:
         while self._arriving and (self._max_requests is None or len(self._streams) < self._max_requests):
-            _carry_out(*self._arriving.popleft())
+            _carry_out(*self._arriving.popleft()[1])
 
     def _add(
         self, stream: OutputStream, name: str, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]
@@ -230,6 +258,10 @@ class AsyncLLM:
         self._streams[name] = stream
 
     def _abort(self, name: str) -> None:
+        waits = next((entry for entry in self._arriving if entry[0] == name), None)
+        if waits is not None and name not in self._streams:  # for room: it comes, and goes at once
+            self._arriving.remove(waits)
+            _carry_out(*waits[1])
         self._engine.abort_request(name)
         stream = self._streams.pop(name, None)
         if stream is not None:

@@ -47,7 +47,8 @@ class Engine:
 
     Args:
         config: what to run and how.
-        recorder: writes a trace, in place of one in `config.trace_path`.
+        recorder: writes a trace, in place of the engine's own.
+        trace_sink: takes the lines of the engine's own trace, beside the file in `config.trace_path` if there is one.
         progress: called with (bytes loaded, bytes in all) while weights load.
         make_executor: replaces the in-process executor; given the resolved configuration and the executor it
             would have used.
@@ -61,6 +62,7 @@ class Engine:
         config: EngineConfig,
         *,
         recorder: Recorder | None = None,
+        trace_sink: Callable[[str], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
     ) -> None:
@@ -76,11 +78,16 @@ class Engine:
             )
         self._token_texts: dict[int, str] = {}
         self._trace_file: TraceFile | None = None
-        if recorder is None and config.trace_path is not None:
-            self._trace_file = TraceFile(config.trace_path)
-            recorder = Recorder(self._trace_file, time.perf_counter, self.token_texts if config.trace_text else None)
+        if recorder is None and (config.trace_path is not None or trace_sink is not None):
+            self._trace_file = None if config.trace_path is None else TraceFile(config.trace_path)
+            sinks = [sink for sink in (self._trace_file, trace_sink) if sink is not None]
+            recorder = Recorder(_to_all(sinks), time.perf_counter, self.token_texts if config.trace_text else None)
         make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
-        runner = make_runner(self.config, self.model_config, device, progress)
+        try:
+            runner = make_runner(self.config, self.model_config, device, progress)
+        except BaseException:
+            self._close_trace()
+            raise
         executor: Executor = InProcessExecutor(runner)
         if make_executor is not None:
             executor = make_executor(self.config, executor)
@@ -170,9 +177,17 @@ class Engine:
         return list(changed.values())
 
     def abort_request(self, request_id: str) -> None:
-        """Ends a request now and gives its blocks back. Nothing happens if it has ended already."""
+        """Ends a request, or with "request#2" one of its completions, and gives the blocks back.
+
+        Nothing happens if it has ended already.
+        """
         for child_id in self._outputs.abort(request_id):
             self.core.finish(child_id, FinishReason.ABORT)
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """Of all requests under way; of those with more than one completion, "request#0" and so on."""
+        return list(self.core.scheduler.requests)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -181,8 +196,17 @@ class Engine:
     def close(self) -> None:
         """Gives the model's memory back; the engine cannot be used after this."""
         self.core.close()
+        self._close_trace()
+
+    def _close_trace(self) -> None:
         if self._trace_file is not None:
             self._trace_file.close()
+
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The id sequences of a request's bad words; none without a tokenizer."""
+        if self.tokenizer is None or not params.bad_words:
+            return ()
+        return tuple(map(tuple, self.tokenizer.encode_bad_words(params.bad_words)))
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each id alone, for a trace; what it would be without a tokenizer is its number."""
@@ -227,10 +251,8 @@ class Engine:
         for name, words in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
             if words and self.tokenizer is None:
                 raise ValueError(f"{name} are text: drop them, or set skip_tokenizer_init=False")
-        bad_words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words and self.tokenizer is not None:
-            bad_words = tuple(map(tuple, self.tokenizer.encode_bad_words(params.bad_words)))
-            check_ids("bad_words", (token_id for word in bad_words for token_id in word), vocab_size)
+        bad_words = self.bad_word_ids(params)
+        check_ids("bad_words", (token_id for word in bad_words for token_id in word), vocab_size)
         return bad_words
 
     def _children(
@@ -267,6 +289,18 @@ class Engine:
             )
             for index in range(params.n)
         ]
+
+
+def _to_all(sinks: Sequence[Callable[[str], None]]) -> Callable[[str], None]:
+    """One sink in place of several."""
+    if len(sinks) == 1:
+        return sinks[0]
+
+    def sink(line: str) -> None:
+        for each in sinks:
+            each(line)
+
+    return sink
 
 
 def _is_below(token_id: Any, vocab_size: int) -> bool:

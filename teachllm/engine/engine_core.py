@@ -106,7 +106,7 @@ class EngineCore:
         if plan.scheduled:
             try:
                 output = self.executor.sample(self.executor.execute(plan))
-                times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0, 0.0)
+                times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0, 0.0, 0.0)
                 self._pending.append((plan, output, times, self._work(plan)))
                 self.scheduler.kv.commit_all()  # while the device works; the next `schedule` would do it
             except BaseException as error:
@@ -118,24 +118,25 @@ class EngineCore:
 
     def _update_oldest(self) -> list[RequestUpdate]:
         plan, output, times, work = self._pending[0]
-        arrived = self.clock()
+        asked = self.clock()
         try:
             result = output.result()
         except BaseException as error:
             self._take_back(plan, error)
             raise
+        arrived = self.clock()
         self._pending.popleft()
         updates = self.scheduler.update(plan, result)
         if self._check:
             invariants.check(self.scheduler)
         if self.recorder is not None:
             end = self.clock()
-            times = times._replace(update=end - arrived, end=end)
-            worker: dict[str, Any] = {}
+            times = times._replace(wait=arrived - asked, update=end - arrived, end=end)
+            more: dict[str, Any] = {"graph_mode": result.graph_mode}
             if self._roofline is not None and work is not None:
                 # A device that does not time itself is done when the calls return.
-                worker["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)
-            self.recorder.step(plan, updates, self.scheduler, times, **worker)
+                more["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)
+            self.recorder.step(plan, updates, self.scheduler, times, **more)
         return updates
 
     def _work(self, plan: SchedulerOutput) -> Work | None:

@@ -77,6 +77,14 @@ def fork(state: Replay, config: EngineConfig, sink: Callable[[str], None], at: f
     return engine
 
 
+def arrived_params(arrival: Mapping[str, Any]) -> SamplingParams:
+    """What an arrival's line says of sampling."""
+    given = dict(arrival["params"])
+    if given.get("logit_bias"):  # JSON's keys are texts
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in given["logit_bias"].items()}
+    return SamplingParams(**given)
+
+
 def _go_on(engine: Engine, state: Replay, live: list[RequestState], at: float) -> None:
     """Gives an engine the live requests of a state, and its trace the line that says so."""
     engine.num_requests = len(state.requests)  # so that those to come have noise of their own
@@ -125,13 +133,7 @@ def _go_on(engine: Engine, state: Replay, live: list[RequestState], at: float) -
 def _request(engine: Engine, known: RequestState) -> Request:
     """A request as its arrival tells it, with the tokens that it has by now."""
     arrival = known.arrival
-    given = dict(arrival["params"])
-    if given.get("logit_bias"):  # JSON's keys are texts
-        given["logit_bias"] = {int(token_id): bias for token_id, bias in given["logit_bias"].items()}
-    params = SamplingParams(**given)
-    bad_words: list[list[int]] = []
-    if params.bad_words and engine.tokenizer is not None:
-        bad_words = engine.tokenizer.encode_bad_words(params.bad_words)
+    params = arrived_params(arrival)
     request = Request(
         request_id=arrival["request_id"],
         prompt_token_ids=arrival["prompt_token_ids"],
@@ -143,7 +145,7 @@ def _request(engine: Engine, known: RequestState) -> Request:
         group=arrival.get("group"),
         child_index=arrival["child_index"],
         seed=arrival["seed"],
-        bad_word_token_ids=tuple(map(tuple, bad_words)),
+        bad_word_token_ids=engine.bad_word_ids(params),
     )
     request.token_ids.extend(known.output_ids)
     return request

@@ -94,8 +94,8 @@ class OutputProcessor:
         return output, match
 
     def abort(self, request_id: str) -> list[str]:
-        """Ends a request as aborted; returns the scheduler's ids of those children that were still running."""
-        running = [child_id for child_id in self._ids.get(request_id, ()) if child_id in self._children]
+        """Ends a request, or a child of one, as aborted; returns the scheduler's ids of those that were running."""
+        running = [child_id for child_id in self._ids.get(request_id, [request_id]) if child_id in self._children]
         for child_id in running:
             self._end(child_id, "abort", None)
         return running

@@ -22,6 +22,7 @@ class OutputStream:
 
     Attributes:
         source: the engine's object.
+        has_ended: the reader knows the end, be it an error.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -33,11 +34,7 @@ class OutputStream:
         self._new: RequestOutput | None = None  # what it has not taken
         self._told: list[int] = []  # tokens of each completion that are in one of the two
         self._error: Exception | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        """The reader knows the end."""
-        return self._error is not None or (self._taken is not None and self._taken.finished)
+        self.has_ended = False
 
     def begin(self, source: RequestOutput) -> None:
         self.source = source
@@ -49,7 +46,8 @@ class OutputStream:
             if self._new is None:
                 self._new = copy(source)
                 self._new.outputs = [CompletionOutput(completion.index) for completion in source.outputs]
-            self._new.num_cached_tokens, self._new.prompt_logprobs = source.num_cached_tokens, source.prompt_logprobs
+            self._new.num_cached_tokens = source.num_cached_tokens
+            self._new.prompt_logprobs = None if source.prompt_logprobs is None else list(source.prompt_logprobs)
             for i, (new, completion) in enumerate(zip(self._new.outputs, source.outputs, strict=True)):
                 _extend(new, completion, self._told[i])
                 self._told[i] = len(completion.token_ids)
@@ -72,8 +70,10 @@ class OutputStream:
             with self._lock:
                 self._arrived.clear()
                 if self._error is not None:
+                    self.has_ended = True
                     raise self._error
                 new, self._new = self._new, None
+        self.has_ended = new.finished
         if self._taken is None:
             self._taken = new
             return new

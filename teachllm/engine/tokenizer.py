@@ -111,6 +111,7 @@ class Tokenizer:
         self.vocab_size = backend.vocab_size
         self.special_ids = backend.special_ids
         self._token_before = self.encode("a", add_special_tokens=False)[-1:]
+        self._len_before = len(self.decode(self._token_before, False))
 
     @classmethod
     def load(cls, path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
@@ -141,8 +142,8 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token alone, its leading space kept; U+FFFD where it is only part of a character."""
-        before = self._token_before  # some decoders drop the first token's space, so let another one go first
-        return self.decode([*before, token_id], False)[len(self.decode(before, False)) :]
+        # Some decoders drop the first token's space, so another one goes first.
+        return self.decode([*self._token_before, token_id], False)[self._len_before :]
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Id sequences of words that must not be produced, each as it stands at a text's start and after a space."""

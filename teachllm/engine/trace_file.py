@@ -1,23 +1,27 @@
 """A trace's file: what a recorder writes, line by line.
 
-A trace holds what users wrote, so nobody but its owner may read it. Each line is there for others as soon as it is
-written: a trace can be watched while it grows, and one that ends in the middle is whole up to there.
+A trace holds what users wrote, so nobody but its owner may read it. A thread of its own writes: a step waits for no
+disk. Each line is there for others as soon as it is written: a trace can be watched while it grows, and one that ends
+in the middle is whole up to there.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import stat
+import threading
+from queue import SimpleQueue
 
 
 class TraceFile:
     """A recorder's sink.
 
     Args:
-        path: the file, made or written over.
+        path: the file, made or written over. An engine that does not come to its first line leaves the old one.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: it cannot be opened. OSError where a line before could not be written, from the next call on.
     """
 
     def __init__(self, path: str) -> None:
@@ -25,17 +29,40 @@ class TraceFile:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         except OSError as error:
             raise ValueError(f"trace_path={path!r} cannot be written: {error.strerror or error}") from error
-        self._file = open(descriptor, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by `close`)
+        self._file = open(descriptor, "wb")  # noqa: SIM115 (closed by the thread)
         self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        self._is_empty = False
         if self._is_regular:
             os.fchmod(descriptor, 0o600)  # also of a file that was there
+        self._lines: SimpleQueue[str | None] = SimpleQueue()  # None ends it
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # of an engine that nobody closes
 
     def __call__(self, line: str) -> None:
-        if self._is_regular and not self._is_empty:  # an engine that does not come to its header leaves the old trace
-            self._file.truncate(0)
-            self._is_empty = True
-        self._file.write(line + "\n")
+        if self._error is not None:
+            raise self._error
+        self._lines.put(line)
 
     def close(self) -> None:
-        self._file.close()
+        """Waits until all lines are written."""
+        atexit.unregister(self.close)
+        self._lines.put(None)
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        is_first = True
+        try:
+            with self._file as file:
+                while (line := self._lines.get()) is not None:
+                    if is_first and self._is_regular:
+                        file.truncate(0)
+                    is_first = False
+                    file.write(f"{line}\n".encode())
+                    if self._lines.empty():
+                        file.flush()
+        except OSError as error:
+            self._error = error

@@ -15,7 +15,7 @@ from teachllm.models.checkpoint import find_folder, read_json, stored_tensors
 from teachllm.models.registry import OWN, ModelError, architecture_of, check_supported
 from teachllm.models.shape import Shape
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -83,7 +83,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(defaults, raw),
         weight_bytes=(num_parameters + _num_beside(raw, implementation, device_type, max_model_len))
-        * _DTYPE_BYTES[dtype],
+        * DTYPE_BYTES[dtype],
         generation_defaults={k: defaults[k] for k in _SAMPLING_DEFAULTS if defaults.get(k) is not None},
         raw=raw,
     )
@@ -129,7 +129,7 @@ def _dtype(raw: dict[str, Any], wanted: str, device_type: str) -> str:
     if wanted != "auto":
         return wanted
     stored = raw.get("dtype") or raw.get("torch_dtype")
-    return str(stored) if device_type != "cpu" and stored in _DTYPE_BYTES else "float32"
+    return str(stored) if device_type != "cpu" and stored in DTYPE_BYTES else "float32"
 
 
 def _eos_token_ids(generation_config: dict[str, Any], raw: dict[str, Any]) -> frozenset[int]:

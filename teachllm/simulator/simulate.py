@@ -22,7 +22,7 @@ from teachllm.core.trace import Recorder
 from teachllm.engine.ceilings import known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.step_roofline import StepRoofline
-from teachllm.models.model_config import ModelConfig
+from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
 from teachllm.roofline import Ceilings
 from teachllm.sampling_params import SamplingParams
 from teachllm.simulator.cost_model import CostModel, RooflineCost
@@ -32,7 +32,6 @@ from teachllm.simulator.workload import Arrival, Workload, arrivals_of
 from teachllm.trace.figures import Figures, figures
 
 DEFAULT_DEVICE = "NVIDIA H200"
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, arrivals: Sequence[Arr
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
-        layer = KVCacheSpec(model.num_kv_heads, model.head_size, _DTYPE_BYTES[model.dtype])
+        layer = KVCacheSpec(model.num_kv_heads, model.head_size, DTYPE_BYTES[model.dtype])
         return config.kv_cache_memory_bytes // (model.num_layers * layer.bytes_per_token * config.block_size)
     assert config.max_num_seqs and config.max_model_len
     lengths = (min(len(a.prompt_token_ids) + a.max_tokens, config.max_model_len) for a in arrivals for _ in range(a.n))

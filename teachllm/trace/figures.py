@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from teachllm.trace.replay import num_computed_after
+
 Event = Mapping[str, Any]
 
 
@@ -166,8 +168,7 @@ def _wasted(events: Sequence[Event], steps: Sequence[Event], block_size: int) ->
             continue
         while ahead < len(steps) and steps[ahead]["time"] < event["end"]:
             for share in steps[ahead]["scheduled"]:
-                num_rejected = share.get("num_draft", 0) - share.get("num_accepted", 0)
-                computed[share["request_id"]] = share["start"] + share["num_tokens"] - num_rejected
+                computed[share["request_id"]] = num_computed_after(share)
             ahead += 1
         held = ((n * block_size, computed.get(name, 0)) for name, n in table_lens.items())
         empty = sum(max(slots - filled, 0) for slots, filled in held)

@@ -43,7 +43,8 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
 def _step(line: Line, began: float) -> Iterator[Event]:
     """What the host did, the step's span, and the counters at its end."""
     number, start, end = line["step"], line["time"] - began, line["end"] - began
-    parts = {"schedule": start, "execute": start + line["schedule"], "update": end - line["update"]}
+    arrived = end - line["update"]
+    parts = {"schedule": start, "execute": start + line["schedule"], "wait": arrived - line["wait"], "update": arrived}
     for name, at in parts.items():
         args = {"step": number}
         yield _slice(name, _ENGINE, _HOST, at, at + line[name], args)

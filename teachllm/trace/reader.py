@@ -16,12 +16,15 @@ from typing import Any
 from teachllm.core.trace import TRACE_VERSION
 from teachllm.trace.replay import Line, Replay, ReplayError
 
+MAX_BLOCKS = 10_000_000  # of a pool: one that says more is not to be believed, and would fill the memory
+# What a line raises that cannot follow those before it; all but the first: a field deep inside of it is missing or odd.
+BAD_LINE = (ReplayError, KeyError, TypeError, ValueError, AttributeError)
 _NUMBER = (int, float)
 _FIELDS: dict[str, dict[str, Any]] = {
     "header": {"version": int, "time": _NUMBER, "config": dict, "model": dict, "num_blocks": int},
     "arrival": {"time": _NUMBER, "request_id": str, "num_prompt_tokens": int, "params": dict},
     "step": {
-        **{name: _NUMBER for name in ("time", "schedule", "execute", "update", "end")},
+        **{name: _NUMBER for name in ("time", "schedule", "execute", "wait", "update", "end")},
         **{name: list for name in ("scheduled", "preempted", "block_events")},
         **{name: dict for name in ("finished", "waiting", "blocks")},
         "step": int,
@@ -95,7 +98,7 @@ def parse_trace(texts: Iterable[str], name: str = "the trace") -> Trace:
     trace: Trace | None = None
     for number, text in enumerate(texts, start=1):
         try:
-            line = _checked(text)
+            line = parse_line(text)
             if trace is None:
                 trace = _begin(line)
             elif line["event"] == "header":
@@ -103,9 +106,9 @@ def parse_trace(texts: Iterable[str], name: str = "the trace") -> Trace:
             else:
                 trace.replay.apply(line)
                 trace.lines.append(line)
-        except (ReplayError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except BAD_LINE as error:
             wrong = str(error)
-            if not isinstance(error, ReplayError):  # a field deep inside of it is missing, or is something else
+            if not isinstance(error, ReplayError):
                 wrong = f"not as such lines are ({type(error).__name__}: {error})"
             if trace is None:
                 raise TraceError(f"{name} is no trace: line {number}: {wrong}") from error
@@ -119,6 +122,8 @@ def parse_trace(texts: Iterable[str], name: str = "the trace") -> Trace:
 def _begin(line: Line) -> Trace:
     if line["event"] != "header":
         raise ReplayError(f"a trace begins with a header, not with {line['event']!r}")
+    if not 0 <= line["num_blocks"] <= MAX_BLOCKS:
+        raise ReplayError(f"{line['num_blocks']} blocks: 0 to {MAX_BLOCKS:,} are believed")
     trace = Trace(line)
     if line["version"] > TRACE_VERSION:
         trace.note = (
@@ -128,8 +133,12 @@ def _begin(line: Line) -> Trace:
     return trace
 
 
-def _checked(text: str) -> Line:
-    """One line, with the fields that its kind must have."""
+def parse_line(text: str) -> Line:
+    """One line, with the fields that its kind must have.
+
+    Raises:
+        ReplayError: it is none; one sentence says why.
+    """
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -97,6 +97,7 @@ class Replay:
         self.blocks = [BlockState() for _ in range(header["num_blocks"])]
         self.free: dict[int, None] = dict.fromkeys(range(header["num_blocks"]))
         self.requests: dict[str, RequestState] = {}
+        self._live: dict[str, RequestState] = {}  # those of them that have not ended
         self.step = -1
 
     def apply(self, line: Line) -> None:
@@ -117,7 +118,7 @@ class Replay:
         elif kind == "fork":
             self._apply_fork(line)
         elif kind == "error":
-            for request in self.requests.values():
+            for request in self._live.values():
                 if request.status == "running":
                     request.status, request.num_computed_tokens = "preempted", 0
         elif kind in ("abort", "stop"):
@@ -133,11 +134,11 @@ class Replay:
 
     def _arrive(self, line: Line) -> None:
         name = line["request_id"]
-        if name in self.requests and self.requests[name].is_live:
+        if name in self._live:
             raise ReplayError(f"request {name!r} arrives a second time")
         before = self.requests.pop(name, None)  # an id may be used again: in the order of arrival
         table = [] if before is None else before.table  # which a plan in flight may still pin
-        self.requests[name] = RequestState(line, table=table)
+        self.requests[name] = self._live[name] = RequestState(line, table=table)
 
     def _request(self, name: str) -> RequestState:
         if name not in self.requests:
@@ -153,9 +154,8 @@ class Replay:
                 self._apply_share(request, share, line["end"])
         for name, reason in line["finished"].items():
             self._end(self._request(name), reason, line["end"])
-        for name, request in self.requests.items():
-            if request.is_live:
-                self._place(request, line["waiting"].get(name))
+        for name, request in self._live.items():
+            self._place(request, line["waiting"].get(name))
 
     def _apply_fork(self, line: Line) -> None:
         for known in line["requests"]:
@@ -167,8 +167,7 @@ class Replay:
             self._place(request, line["waiting"].get(known["request_id"]))
 
     def _apply_share(self, request: RequestState, share: Line, time: float) -> None:
-        num_rejected = share.get("num_draft", 0) - share.get("num_accepted", 0)
-        request.num_computed_tokens = share["start"] + share["num_tokens"] - num_rejected
+        request.num_computed_tokens = num_computed_after(share)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = share["start"]
         request.output_ids += share.get("token_ids", ())
@@ -188,6 +187,7 @@ class Replay:
     def _end(self, request: RequestState, reason: str, time: float) -> None:
         request.finish_reason, request.end_time, request.wait = reason, time, None
         request.status = "aborted" if reason == "abort" else "finished"
+        self._live.pop(request.arrival["request_id"], None)
 
     # -- blocks --------------------------------------------------------------------------------------------
 
@@ -218,6 +218,12 @@ class Replay:
             block.block_hash = block.parent_hash = None
         else:
             raise ReplayError(f"{kind!r} is no block event")
+
+
+def num_computed_after(share: Line) -> int:
+    """Tokens of a request whose KV is in the cache after its share of a step; rejected drafts do not count."""
+    num_rejected: int = share.get("num_draft", 0) - share.get("num_accepted", 0)
+    return share["start"] + share["num_tokens"] - num_rejected
 
 
 def state_text(blocks: list[list[Any]], free: list[int], tables: Mapping[str, list[int]]) -> str:

@@ -34,7 +34,7 @@ def _rows(trace: Trace, found: Figures) -> Iterator[Row]:
         yield "steps", "none"
         return
     step_s = statistics.fmean(line["end"] - line["time"] for line in steps)
-    parts = {name: statistics.fmean(line[name] for line in steps) for name in ("schedule", "execute", "update")}
+    parts = {name: statistics.fmean(line[name] for line in steps) for name in ("schedule", "execute", "wait", "update")}
     yield (
         "steps",
         (

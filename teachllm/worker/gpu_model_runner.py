@@ -76,6 +76,7 @@ class GPUModelRunner:
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
         self._graphs: Graphs[Any] = Graphs(device)
+        self._graph_mode = "eager"  # of the last step, see `ModelRunnerOutput`
         num_heads, num_kv_heads = model_config.num_attention_heads, model_config.num_kv_heads
         head_size, dtype = model_config.head_size, getattr(torch, model_config.dtype)
         on_hopper = fits_hopper_decode(device, dtype, head_size, num_heads // num_kv_heads, config.block_size)
@@ -178,7 +179,7 @@ class GPUModelRunner:
             full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
             if full is not None:
                 logits = self._full(step, *full, variant)
-                return LaunchedStep(step, rows, variant, logits, self._batch.output, None)
+                return LaunchedStep(step, rows, variant, logits, self._batch.output, None, self._graph_mode)
         wanted = self._batch.logit_index[: len(rows)] if rows else None
         hidden = self._mixed(step, None if scores else wanted)
         prompt_logprobs = None
@@ -188,7 +189,7 @@ class GPUModelRunner:
         logits = None
         if wanted is not None:
             logits = self.model.lm_logits(hidden.index_select(0, wanted) if scores else hidden)
-        return LaunchedStep(step, rows, variant, logits, self._batch.output, prompt_logprobs)
+        return LaunchedStep(step, rows, variant, logits, self._batch.output, prompt_logprobs, self._graph_mode)
 
     def _sample(self, launched: LaunchedStep) -> PendingStep:
         if launched.logits is None:
@@ -232,6 +233,7 @@ class GPUModelRunner:
             self._batch.clear(num_seqs, num_tokens)  # what is captured also runs once: on padding alone
             has_graph = self._graphs.capture(key, lambda: self._full_step(num_seqs, num_tokens, is_decode, variant))
         self._batch.send(step, num_seqs, num_tokens)
+        self._graph_mode = "full" if has_graph else "eager"
         return self._graphs.replay(key) if has_graph else self._full_step(num_seqs, num_tokens, is_decode, variant)
 
     def _full_step(
@@ -274,6 +276,7 @@ class GPUModelRunner:
         if step.num_decodes:
             self._plan_decodes(step.num_decodes)
         metadata = self._metadata(padded_seqs, size, step.num_decodes)
+        self._graph_mode = "piecewise" if in_pieces else "eager"
         metadata.query_lens = step.query_lens
         metadata.kv_lens = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
         if in_pieces:

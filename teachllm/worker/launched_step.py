@@ -27,6 +27,7 @@ class LaunchedStep:
         output: [num_sampling or more] int32 on the host, where sampled ids arrive; used again a few steps later, see
             `DeviceBatch.output`.
         prompt_logprobs: of each request, as `ModelRunnerOutput` has them; None: nobody asked.
+        graph_mode: as `ModelRunnerOutput` has it.
         began: from when on it is timed, if it is.
     """
 
@@ -36,6 +37,7 @@ class LaunchedStep:
     logits: torch.Tensor | None
     output: torch.Tensor
     prompt_logprobs: list[list[TokenLogprobs] | None] | None
+    graph_mode: str
     began: torch.cuda.Event | None = None
 
 
@@ -72,8 +74,8 @@ class PendingStep:
             sampled[index] = [token_id]
             entry = entries[order] if entries else None
             logprobs[index] = None if entry is None else [entry]
-        scores = self._launched.prompt_logprobs
-        return ModelRunnerOutput(sampled, logprobs if entries else None, scores, seconds=seconds)
+        scores, mode = self._launched.prompt_logprobs, self._launched.graph_mode
+        return ModelRunnerOutput(sampled, logprobs if entries else None, scores, seconds=seconds, graph_mode=mode)
 
 
 def logprobs_of(outputs: Sequence[SamplerOutput]) -> list[TokenLogprobs | None] | None:

@@ -20,3 +20,8 @@ def load_script(name: str) -> ModuleType:
 
 
 h200 = load_script("h200")
+SMALL_SHAPE = dict(  # of a few kilobytes
+    h200.SHAPES["qwen3-0.6b"],
+    **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 64, "eos_token_id": None},
+    **{"intermediate_size": 32, "head_dim": 16, "tie_word_embeddings": True, "dtype": "float32"},
+)

@@ -10,7 +10,7 @@ import pytest
 
 from teachllm.bench import workloads
 from teachllm.roofline import Ceilings
-from tests.bench.h200_script import h200, load_script
+from tests.bench.h200_script import SMALL_SHAPE, h200, load_script
 
 CEILINGS = Ceilings("My Card", "bfloat16", 1e9, 1e9, 1e9, 1e9)
 
@@ -32,16 +32,8 @@ FIGURES = {  # as every result file has them
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
     """Run the script with a model of a few kilobytes, two small workloads and made-up ceilings."""
-    small = dict(h200.SHAPES["qwen3-0.6b"], hidden_size=32, num_hidden_layers=1, num_attention_heads=8, vocab_size=64)
-    small |= {
-        "eos_token_id": None,
-        "intermediate_size": 32,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-    }
     settings = h200.engine_settings
-    monkeypatch.setattr(h200, "SHAPES", dict.fromkeys(h200.SHAPES, small))
+    monkeypatch.setattr(h200, "SHAPES", dict.fromkeys(h200.SHAPES, SMALL_SHAPE))
     monkeypatch.setattr(h200, "engine_settings", lambda *given: settings(*given) | {"kv_cache_memory_bytes": 1 << 25})
     monkeypatch.setattr(h200, "WORKLOADS", dict(SMALL))
     monkeypatch.setattr(h200, "measure_ceilings", lambda device: CEILINGS)

@@ -13,7 +13,7 @@ from teachllm.engine import ceilings
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.ceilings import device_name, remember
 from teachllm.roofline import Ceilings
-from tests.bench.h200_script import h200, load_script
+from tests.bench.h200_script import SMALL_SHAPE, h200, load_script
 
 ledger, verdict = load_script("ledger"), load_script("verdict")
 
@@ -21,15 +21,7 @@ ledger, verdict = load_script("ledger"), load_script("verdict")
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Of a model of a few kilobytes on a CPU."""
-    small = dict(h200.SHAPES["qwen3-0.6b"], hidden_size=32, num_hidden_layers=1, num_attention_heads=8, vocab_size=64)
-    small |= {
-        "eos_token_id": None,
-        "intermediate_size": 32,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-    }
-    monkeypatch.setattr(h200, "SHAPES", {"small": small})
+    monkeypatch.setattr(h200, "SHAPES", {"small": SMALL_SHAPE})
     return h200.engine_settings(h200.write_shape("small", tmp_path), "cpu") | {"num_gpu_blocks_override": 40}
 
 

@@ -15,7 +15,7 @@ from teachllm.core.trace import Recorder, StepTimes
 from teachllm.sampling_params import SamplingParams
 from tests.core.helpers import EOS, add, make_request, make_scheduler, schedule
 
-TIMES = StepTimes(time=2.0, schedule=0.1, execute=0.2, update=0.3, end=2.7)
+TIMES = StepTimes(time=2.0, schedule=0.1, execute=0.2, wait=0.1, update=0.3, end=2.7)
 
 
 def make_recorder(text: bool = True) -> tuple[Recorder, list[str]]:
@@ -92,12 +92,13 @@ def test_a_step_holds_what_happened_in_it() -> None:
     a.draft_token_ids = [7, 8]
     run(scheduler, recorder, a=[7, 9])
     first, second = parse(lines)
-    assert {key: first[key] for key in ("event", "step", "time", "schedule", "execute", "update", "end")} == {
+    assert {key: first[key] for key in ("event", "step", "time", "schedule", "execute", "wait", "update", "end")} == {
         "event": "step",
         "step": 0,
         "time": 2.0,
         "schedule": 0.1,
         "execute": 0.2,
+        "wait": 0.1,
         "update": 0.3,
         "end": 2.7,
     }

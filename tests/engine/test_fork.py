@@ -90,6 +90,17 @@ def test_a_fork_says_the_same_tokens_whatever_is_changed(
     assert parse_trace(lines).problem is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{"max_num_batched_tokens": 8}, {"block_size": 32}, {"num_gpu_blocks_override": 9}])
+def test_a_fork_on_a_gpu_says_the_same_tokens(changes: dict[str, Any]) -> None:
+    trace, outputs = run(device="cuda", batch_invariant=True)
+    engine, lines, state = forked(trace, STEP, **changes)
+    made = drain(engine)
+    assert len(made) == sum(request.is_live for request in state.requests.values()) > 4
+    assert all(output.outputs[0].token_ids == outputs[name] for name, output in made.items())
+    assert {step["graph_mode"] for step in parse_trace(lines).steps} <= {"eager", "piecewise", "full"}
+
+
 def test_another_budget_gives_another_timeline(whole: tuple[Trace, dict[str, list[int]]]) -> None:
     trace, _ = whole
     engine, lines, _ = forked(trace, STEP, max_num_batched_tokens=8)

@@ -150,6 +150,26 @@ def test_a_home_that_cannot_be_written_to_is_no_error(monkeypatch: pytest.Monkey
     assert known_ceilings(HERE.device, "float32") is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("eager", "modes"), [(False, ["eager", "piecewise", "full"]), (True, ["eager"])])
+def test_a_step_says_how_much_of_it_was_replayed_from_graphs(eager: bool, modes: list[str]) -> None:
+    lines: list[str] = []
+    engine = make_engine(
+        device="cuda", enforce_eager=eager, async_scheduling=False, recorder=Recorder(lines.append, time.perf_counter)
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for round_ in range(3):  # a size is recorded when it comes for the second time
+        engine.add_request(f"{round_} a", random_ids(9, seed=round_), params)
+        engine.step()
+        engine.add_request(f"{round_} b", random_ids(30, seed=9 + round_), params)  # beside a decode: in pieces
+        while engine.has_unfinished_requests:
+            engine.step()
+    found = [event["graph_mode"] for line in lines if (event := json.loads(line))["event"] == "step"]
+    assert sorted(set(found)) == sorted(modes)
+    if not eager:
+        assert found[-1] == "full"
+
+
 def gpu_steps(folder: Path, name: str, prompt_len: int, output_len: int, **settings: Any) -> list[dict[str, Any]]:
     """Rooflines of the steps of one request, the second time that one like it runs."""
     lines: list[str] = []

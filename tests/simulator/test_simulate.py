@@ -63,7 +63,7 @@ def steps_of(lines: list[str]) -> list[dict[str, Any]]:
     """All of each step that does not depend on time or on what was sampled."""
     steps = events(lines, "step")
     for step in steps:
-        for name in ("time", "schedule", "execute", "update", "end"):
+        for name in ("time", "schedule", "execute", "wait", "update", "end"):
             del step[name]
         step["roofline"] = step["roofline"]["num_bytes"], step["roofline"]["num_flops"]
         step["block_events"] = [event[:3] for event in step["block_events"]]  # without hashes
@@ -108,7 +108,8 @@ def test_times_add_up(async_scheduling: bool) -> None:
     assert found.duration == pytest.approx(50 * step + 0.003 * async_scheduling)
     assert found.device_busy == pytest.approx(0.010 / step, rel=0.01)
     times = events(result.lines, "step")[10]
-    assert times["schedule"] == pytest.approx(0.001) and times["execute"] == pytest.approx(0.001)
+    assert times["schedule"] == times["execute"] == times["update"] == pytest.approx(0.001)
+    assert times["wait"] == pytest.approx(0.007 if async_scheduling else 0.010)
 
 
 def test_asynchronous_scheduling_cannot_hide_more_than_the_device_takes() -> None:

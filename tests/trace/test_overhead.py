@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from teachllm import EngineConfig, SamplingParams
@@ -14,29 +14,29 @@ from teachllm.engine.engine import Engine
 def test_recording_takes_less_than_three_percent_of_a_step(tmp_path: Path) -> None:
     config = EngineConfig(model="teachlm", device="cpu", max_num_seqs=16, trace_path=str(tmp_path / "run.jsonl"))
     engine = Engine(config)
-    recorder, spent = engine.core.recorder, [0.0]
+    recorder = engine.core.recorder
     assert recorder is not None
+    record, spent = recorder.step, 0.0
 
-    def timed(call: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any, **kwargs: Any) -> None:
-            start = time.perf_counter()
-            call(*args, **kwargs)
-            spent[0] += time.perf_counter() - start
+    def timed(*args: Any, **kwargs: Any) -> None:
+        nonlocal spent
+        start = time.perf_counter()
+        record(*args, **kwargs)
+        spent = time.perf_counter() - start
 
-        return run
-
-    for name in ("arrival", "step", "end"):
-        setattr(recorder, name, timed(getattr(recorder, name)))
-    start = time.perf_counter()
+    recorder.step = timed  # type: ignore[method-assign]
     for i in range(32):
         engine.add_request(
             str(i), "What is a KV cache, and why?", SamplingParams(max_tokens=24, ignore_eos=True, seed=i)
         )
-    num_steps = 0
+    shares, steps = [], []
     while engine.has_unfinished_requests:
+        start = time.perf_counter()
         engine.step()
-        num_steps += 1
-    took = time.perf_counter() - start
+        steps.append(time.perf_counter() - start)
+        shares.append(spent / steps[-1])
     engine.close()
-    assert num_steps >= 48
-    assert 0 < spent[0] < 0.03 * took, f"{spent[0] / took:.1%} of {1000 * took / num_steps:.2f} ms a step"
+    share = median(shares)  # of a machine that does something else meanwhile, some steps say nothing
+    print(f"recording takes {share:.1%} of {1000 * median(steps):.2f} ms a step")
+    assert len(steps) >= 48
+    assert 0 < share < 0.03

@@ -114,6 +114,10 @@ def test_a_newer_version_is_shown_as_far_as_it_is_understood(lines: list[str]) -
             '{"event": "header", "version": 1, "time": 0, "config": {}, "model": {}, "num_blocks": 4}\n',
             "line 1: not as",
         ),
+        (
+            '{"event": "header", "version": 1, "time": 0, "config": {}, "model": {}, "num_blocks": 1000000000}\n',
+            "line 1: 1000000000 blocks: 0 to 10,000,000 are believed",
+        ),
     ],
 )
 def test_what_is_no_trace_is_said_in_one_line(tmp_path: Path, content: str, says: str) -> None:

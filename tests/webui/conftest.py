@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,13 @@ HOSTILE = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked 
 def trace() -> list[str]:
     """Of a small pool: requests that share a prefix, three completions of one, preemptions, an abort, hostile text."""
     from teachllm.config import EngineConfig
-    from teachllm.core.trace import Recorder
     from teachllm.engine.engine import Engine
     from teachllm.sampling_params import SamplingParams
 
     lines: list[str] = []
     limits = {"num_gpu_blocks_override": 14, "max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
     config = EngineConfig(model="teachlm", device="cpu", async_scheduling=False, **limits)
-    engine = Engine(config, recorder=Recorder(lines.append, time.perf_counter, lambda ids: engine.token_texts(ids)))
+    engine = Engine(config, trace_sink=lines.append)
     for i, question in enumerate(["What is a KV cache?", "What is a token?", "What is preemption?", "What is a GPU?"]):
         params = SamplingParams(max_tokens=24 + 6 * i, n=3 if i == 1 else 1, seed=i, ignore_eos=True)
         engine.add_request(f"request-{i}", SHARED + question, params)
@@ -78,24 +76,25 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Opens lines as an exported page from disk. At the end: no complaint on the console, no request to anywhere."""
-    from teachllm_webui.export import html_page
-
+def open_watched(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens an address in a tab of its own. At the end: no complaint on the console, no request to anywhere else."""
     complaints: list[str] = []
     contexts = []
 
-    def open_(lines: list[str], **options: Any) -> Any:
-        path = tmp_path / f"page-{len(contexts)}.html"
-        path.write_text(html_page(lines, "a trace"), encoding="utf-8")
-        context = browser.new_context(viewport={"width": 1280, "height": 720}, **options)
+    def open_(url: str, own: tuple[str, ...], quiet: tuple[str, ...] = (), **options: Any) -> Any:
+        """`own` begins what the page may ask for; `quiet` are kinds of console messages that are no complaint."""
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 720}} | options)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: complaints.append(f"console: {message.text}"))
+        page.on("console", lambda m: m.type in quiet or complaints.append(f"console: {m.text}"))
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        page.on("request", lambda request: own(request.url) or complaints.append(f"request: {request.url}"))
-        page.goto(path.as_uri())
-        page.wait_for_selector("[data-teachllm][data-step-index]", state="attached")
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith((*own, "data:", "blob:")) or complaints.append(f"request: {request.url}")
+            ),
+        )
+        page.goto(url)
         return page
 
     yield open_
@@ -104,8 +103,19 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     assert complaints == []
 
 
-def own(url: str) -> bool:
-    return url.startswith(("file:", "data:", "blob:"))
+@pytest.fixture
+def open_page(open_watched: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Opens lines as an exported page from disk."""
+    from teachllm_webui.export import html_page
+
+    def open_(lines: list[str], **options: Any) -> Any:
+        path = tmp_path / f"page-{len(list(tmp_path.iterdir()))}.html"
+        path.write_text(html_page(lines, "a trace"), encoding="utf-8")
+        page = open_watched(path.as_uri(), ("file:",), **options)
+        page.wait_for_selector("[data-teachllm][data-step-index]", state="attached")
+        return page
+
+    return open_
 
 
 @pytest.fixture

@@ -6,9 +6,26 @@ import json
 import random
 from typing import Any
 
+import pytest
+
 from teachllm.core.trace import TRACE_VERSION
+from teachllm.trace.reader import parse_trace
 
 NAMES = ("a", "b", "10", "2", "é", "\U0001f600", '"')
+
+
+@pytest.fixture(scope="module")
+def forked(trace: list[str]) -> list[str]:
+    """The trace's fork at step 20, with larger blocks."""
+    from teachllm.engine.fork import fork, fork_config
+
+    whole, lines = parse_trace(line + "\n" for line in trace), list[str]()
+    index = next(i for i, line in enumerate(whole.lines) if line["event"] == "step" and line["step"] == 20)
+    config = fork_config(whole.header, block_size=32)
+    engine = fork(whole.state_after(index + 1), config, lines.append, whole.lines[index]["end"])
+    while engine.has_unfinished_requests:
+        engine.step()
+    return lines
 
 
 class Pool:
@@ -72,7 +89,8 @@ def lines_and_states(seed: int, num_steps: int) -> tuple[list[dict[str, Any]], l
         events = [pool.random_event(rng) for _ in range(rng.randint(0, 6))]
         used = sum(bool(users) for users in pool.users)
         line = {"event": "step", "step": step, "time": float(step), "end": step + 0.5, "scheduled": []}
-        line |= {"schedule": 0.1, "execute": 0.3, "update": 0.1, "preempted": [], "finished": {}, "waiting": {}}
+        line |= {"schedule": 0.1, "execute": 0.3, "wait": 0.0, "update": 0.1}
+        line |= {"preempted": [], "finished": {}, "waiting": {}}
         lines.append(line | {"blocks": {"used": used, "cached": 0, "free": 0}, "block_events": events})
         states.append(pool.state_text())
     return lines, states
@@ -122,21 +140,28 @@ def test_lines_pushed_one_by_one_give_what_they_give_at_once(page: Any, trace: l
     assert page.evaluate(same, trace)
 
 
-def test_a_forks_trace_is_replayed_from_where_it_begins(page: Any, trace: list[str]) -> None:
-    from teachllm.engine.fork import fork, fork_config
-    from teachllm.trace.reader import parse_trace
+def test_the_metrics_of_a_fork_know_what_came_before_it(page: Any, forked: list[str]) -> None:
+    """Who had a token then has no first one now, and what was computed then was not found in the cache."""
+    ttft, hit_rate = page.evaluate(
+        """(lines) => {
+            const series = new teachllm.Series();
+            series.extend(new teachllm.Timeline(lines));
+            return [series.ttft.text, Math.max(...series.hitRate)];
+        }""",
+        forked,
+    )
+    known = next(event for line in forked if (event := json.loads(line))["event"] == "fork")["requests"]
+    had_one = {request["request_id"] for request in known if request["token_times"]}
+    assert had_one and not had_one & set(ttft)
+    assert hit_rate <= 100
 
-    whole, lines = parse_trace(trace), list[str]()
-    index = next(i for i, line in enumerate(whole.lines) if line["event"] == "step" and line["step"] == 20)
-    config = fork_config(whole.header, block_size=32)
-    engine = fork(whole.state_after(index + 1), config, lines.append, whole.lines[index]["end"])
-    while engine.has_unfinished_requests:
-        engine.step()
-    forked = parse_trace(lines)
-    assert forked.problem is None and any(line["event"] == "fork" for line in forked.lines)
-    states = [forked.state_after(n).state_text() for n in range(len(forked.lines) + 1)]
+
+def test_a_forks_trace_is_replayed_from_where_it_begins(page: Any, forked: list[str]) -> None:
+    trace = parse_trace(line + "\n" for line in forked)
+    assert trace.problem is None and any(line["event"] == "fork" for line in trace.lines)
+    states = [trace.state_after(n).state_text() for n in range(len(trace.lines) + 1)]
     in_page = """(lines) => {
         const timeline = new teachllm.Timeline(lines);
         return lines.map((_, i) => timeline.stateAfterLine(i).canonical());
     }"""
-    assert page.evaluate(in_page, lines) == states
+    assert page.evaluate(in_page, forked) == states

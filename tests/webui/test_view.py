@@ -167,15 +167,43 @@ def test_keys_step_play_and_jump_but_not_while_somebody_types(page: Any, trace: 
     page.keyboard.press("ArrowRight")
     page.keyboard.type(" ")
     assert step_index(page) == 1
-    assert page.get_attribute("[data-action=play]", "aria-pressed") == "false"
+    assert page.get_attribute("[data-action=play]", "data-playing") == "false"
     page.locator("body > input").evaluate("node => node.remove()")
     page.keyboard.press("Space")
     page.wait_for_function("view.k >= 4")
     page.keyboard.press("Space")
-    assert page.get_attribute("[data-action=play]", "aria-pressed") == "false"
+    assert page.get_attribute("[data-action=play]", "data-playing") == "false"
     k = step_index(page)
     page.wait_for_timeout(300)
     assert step_index(page) == k
+
+
+def test_space_plays_after_a_button_was_clicked_and_presses_one_that_the_keyboard_reached(page: Any) -> None:
+    page.click("[data-action=forward]")
+    page.keyboard.press("Space")
+    assert page.get_attribute("[data-action=play]", "data-playing") == "true"
+    page.keyboard.press("Space")
+    k = page.evaluate("view.k")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    assert page.evaluate("view.k") == k + 1
+    assert page.get_attribute("[data-action=play]", "data-playing") == "false"
+
+
+def test_blocks_can_be_walked_through_and_followed_by_keyboard(page: Any) -> None:
+    page.evaluate("view.show(20)")
+    page.evaluate("view.pool.cells[0].focus({ focusVisible: true })")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.block") == "2"
+    assert page.locator("[data-card=block]").get_attribute("data-card-id") == "2"
+    page.keyboard.press("Enter")
+    assert page.get_attribute("[data-block='2']", "aria-pressed") == "true"
+    assert page.evaluate("view.k") == 20
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("view.k") == 21
 
 
 def test_a_click_on_a_column_of_the_timeline_goes_to_its_step_on_both_axes(page: Any) -> None:

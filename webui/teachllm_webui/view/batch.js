@@ -30,6 +30,9 @@
       this._choose(state);
       this._drawCursor();
       this.painter.request();
+    }
+
+    settle({ line, state }) {
       this._tell(line, state);
     }
 
@@ -59,7 +62,7 @@
     _pixelsPerSecond() {
       const { steps } = this.context.timeline;
       const n = steps.length;
-      if (this._scaleFor !== n) {
+      if (!this._scaleFor || (n !== this._scaleFor && (n < 16 || n > 1.3 * this._scaleFor))) {
         // Half of the steps are shorter than the median: that one is as wide as a cell.
         const sample = steps.filter((_, i) => i % Math.ceil(n / 500) === 0).map((step) => step.end - step.time);
         sample.sort((a, b) => a - b);
@@ -111,7 +114,8 @@
       const [x, w] = this.span(this.k);
       const room = this.width - GUTTER;
       const at = x - this._scroll.left;
-      if (at < 0) this._scrollTo(x - room * 0.8, null);
+      if (w > room - 8) this._scrollTo(x, null); // wider than the window
+      else if (at < 0) this._scrollTo(x - room * 0.8, null);
       else if (at + w > room - 8) this._scrollTo(x - Math.min(room * 0.2, room - w), null);
     }
 

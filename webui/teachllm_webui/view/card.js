@@ -6,10 +6,11 @@
   const { h, patch, list, format } = teachllm;
 
   class Card {
-    constructor(container) {
+    constructor(container, onclose) {
       this.title = h("strong");
       this.facts = h("dl");
-      this.root = h("div", { class: "tl-card", role: "status", "data-card": "", hidden: true }, this.title, this.facts);
+      const close = h("button", { class: "tl-card-close", text: "×", "aria-label": "close", onclick: onclose });
+      this.root = h("div", { class: "tl-card", "data-card": "", hidden: true }, close, this.title, this.facts);
       container.append(this.root);
     }
 
@@ -35,8 +36,14 @@
       patch(this.root, { hidden: true });
     }
 
+    // What it belongs to has moved.
+    follow() {
+      if (!this.root.hidden && this._at instanceof Element) this._place(this._at);
+    }
+
     // Beside its rectangle or element, inside the window. Sizes are asked for in the frame, when layout is due anyway.
     _place(at) {
+      this._at = at;
       cancelAnimationFrame(this._placing);
       const rectangle = () => (at instanceof Element ? at.getBoundingClientRect() : at);
       this._placing = requestAnimationFrame(() => this._placeNow(rectangle()));

@@ -4,6 +4,8 @@
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
   const views = [];
+  let listening = false;
+  let byKeyboard = false; // how the focus came to where it is; a key press makes everything :focus-visible
 
   function isTyping(node) {
     if (!node || node === document.body) return false;
@@ -25,19 +27,23 @@
       Escape: () => view.unpin(),
     }[event.key];
     // A button reached by the keyboard keeps its own space.
-    if (!run || (event.key === " " && target.matches?.("button:focus-visible, [role=button]:focus-visible"))) return;
+    if (!run || (event.key === " " && byKeyboard && target.matches?.("button, [role=button]"))) return;
     event.preventDefault();
     run();
   }
 
   // Gives a view the keys, from when it is touched until another one is.
   function takeKeys(view) {
-    if (!views.length) document.addEventListener("keydown", onKey);
+    if (!listening) {
+      listening = true;
+      document.addEventListener("keydown", onKey);
+      document.addEventListener("focusin", (event) => (byKeyboard = event.target.matches(":focus-visible")));
+    }
     views.push(view);
     const touched = () => views.sort((a, b) => (b === view) - (a === view));
     view.root.addEventListener("pointerdown", touched);
     view.root.addEventListener("focusin", touched);
-    return () => views.splice(views.indexOf(view), 1);
+    return () => views.includes(view) && views.splice(views.indexOf(view), 1);
   }
 
   Object.assign(teachllm, { takeKeys });

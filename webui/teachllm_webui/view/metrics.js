@@ -54,6 +54,11 @@
 
     light() {}
 
+    destroy() {
+      clearTimeout(this._timer);
+      for (const { plot } of this.plots) globalThis.Plotly?.purge(plot);
+    }
+
     _refresh() {
       if (this._timer || !this.context.isVisible(this)) return;
       const wait = Math.max(0, (this._drawnAt ?? -Infinity) + REDRAW_MS - performance.now());
@@ -65,6 +70,7 @@
 
     async _plot() {
       const Plotly = await this.load();
+      patch(this.body, { "data-error": null });
       if (!this.body.clientWidth) return;
       this._drawn = this.series.length;
       this._drawnAt = performance.now();
@@ -73,18 +79,19 @@
       this._range = [0, Math.max(this.series.time.at(-1) ?? 1, 1e-3)];
       for (const { name, title, plot } of this.plots) {
         const look = layout(title, colors, this._range, plot);
+        plot._width = plot.clientWidth;
         await Plotly.react(plot, [this._trace(name, colors)], look, { displayModeBar: false });
       }
       patch(this.body, { "data-drawn": String(this._drawn) });
       this._moveCursor();
     }
 
-    // Copies: Plotly keeps what it is given.
     _trace(name, colors) {
       if (name !== "ttft") {
-        const line = { color: colors.accent, width: 1.5 };
+        const isState = name === "kv" || name === "hitRate"; // stays as it is between two steps
+        const line = { color: colors.accent, width: 1.5, shape: isState ? "hv" : "linear" };
         const hovertemplate = "%{y:.3~g} at %{x:.3~f} s<extra></extra>";
-        return { x: [...this.series.time], y: [...this.series[name]], mode: "lines", line, hovertemplate };
+        return { ...this.series.points(name), mode: "lines", line, hovertemplate };
       }
       const { x, y, text } = this.series.ttft;
       const color = text.map((id) => this.context.timeline.palette.of(id).css);
@@ -94,11 +101,11 @@
     }
 
     _moveCursor() {
-      if (!this._range || this.k < 0) return;
-      const share = this.series.time[this.k] / this._range[1];
+      const isPlaced = this._range && this.k >= 0;
+      const share = isPlaced ? this.series.time[this.k] / this._range[1] : 0;
       for (const { plot, cursor } of this.plots) {
-        const width = (plot._width ??= plot.clientWidth);
-        patch(cursor, { "--x": `${Math.round(MARGIN.l + share * (width - MARGIN.l - MARGIN.r))}px` });
+        const x = Math.round(MARGIN.l + share * ((plot._width ?? 0) - MARGIN.l - MARGIN.r));
+        patch(cursor, { hidden: !isPlaced, "--x": `${x}px` });
       }
     }
   }

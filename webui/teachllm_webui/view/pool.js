@@ -61,7 +61,7 @@
         cell._lit = is;
         cell._look.faded = faded;
         patch(cell, { "data-lit": is });
-        this.painter.paint(cell._id, cell._look);
+        this.painter.request(cell._id, cell._look);
       }
       this._ring();
     }
@@ -86,7 +86,7 @@
       let [label = state === "cached" ? ghost.label : ""] = owners.map((owner) => owner.label);
       if (owners.length > 1) label = this._size < 30 ? String(owners.length) : `${label}+${owners.length - 1}`;
       cell._look = { state, users, owners, ghost, level, event, label, faded: cell._look?.faded ?? false };
-      this.painter.paint(id, cell._look);
+      this.painter.request(id, cell._look);
     }
 
     _summarize(used, cached, free, shared, state) {
@@ -110,6 +110,7 @@
         h("button", { class: "tl-block", "data-block": String(id), tabindex: "-1" }),
       );
       this.cells.forEach((cell, id) => (cell._id = id));
+      if (numBlocks) patch(this.cells[0], { tabindex: "0" });
       this.grid.replaceChildren(...this.cells);
       this._fit();
     }
@@ -145,10 +146,28 @@
         if (cell) this.context.hoverBlock(Number(cell.dataset.block), cell);
       });
       this.grid.addEventListener("pointerleave", () => this.context.leave());
+      this.grid.addEventListener("focusin", ({ target }) => {
+        if (target.matches(":focus-visible")) this.context.hoverBlock(target._id, target);
+      });
+      this.grid.addEventListener("focusout", () => this.context.leave());
+      this.grid.addEventListener("keydown", (event) => this._walk(event));
       this.grid.addEventListener("click", (event) => {
         const cell = blockOf(event);
         if (cell) this.context.pinBlock(Number(cell.dataset.block));
       });
+    }
+
+    // Tab comes to one block, arrows go on from there, enter follows it, escape leaves the keys to the steps again.
+    _walk(event) {
+      const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this._columns, ArrowDown: this._columns }[event.key];
+      if (event.key === "Escape") event.target.blur();
+      const next = by && this.cells[event.target._id + by];
+      if (!by) return;
+      event.preventDefault();
+      if (!next) return;
+      patch(event.target, { tabindex: "-1" });
+      patch(next, { tabindex: "0" });
+      next.focus({ focusVisible: true });
     }
 
     _ring() {

@@ -10,6 +10,19 @@
     constructor(context, canvas) {
       this.context = context;
       this.paper = canvas.getContext("2d");
+      this._due = new Map();
+    }
+
+    // Paints a cell before the next frame. Setting a canvas's font brings the page's style and layout up to date, which
+    // costs most right after a step was drawn and nothing at the beginning of a frame.
+    request(id, look) {
+      if (!this._due.size) requestAnimationFrame(() => this._paintDue());
+      this._due.set(id, look);
+    }
+
+    _paintDue() {
+      for (const [id, look] of this._due) this.paint(id, look);
+      this._due.clear();
     }
 
     // n cells of a size, a gap apart, so many a row.
@@ -131,7 +144,8 @@
       if (!large) return;
       paper.font = `9px ${FONT}`;
       const width = paper.measureText(String(id)).width;
-      if (owners.length > 1) this._plate(x + size - 5 - width / 2, y + size - 8, width + 4, 11);
+      const isHalf = level * size > 3 && level * size <= 16;
+      if (owners.length > 1 || isHalf) this._plate(x + size - 5 - width / 2, y + size - 8, width + 4, 11);
       paper.fillStyle = owners.length === 1 && level * size > 16 ? owners[0].ink : colors.muted;
       paper.fillText(String(id), x + size - 5 - width / 2, y + size - 7.5);
     }

@@ -30,8 +30,28 @@
       return this.time.length;
     }
 
-    // Takes the steps that it has not seen.
+    // { x, y } to be drawn as a line, which has a gap where nothing ran for long. Copies: Plotly keeps what it is given.
+    points(name) {
+      const [x, y] = [[], []];
+      this.time.forEach((time, i) => {
+        if (name !== "kv" && name !== "hitRate" && time - this.time[i - 1] > WINDOW) {
+          x.push(time);
+          y.push(null);
+        }
+        x.push(time);
+        y.push(this[name][i]);
+      });
+      return { x, y };
+    }
+
+    // Takes the steps that it has not seen. A fork's requests were admitted, and had tokens, before its first.
     extend(timeline) {
+      if (!this.length && timeline.steps.length) {
+        for (const known of timeline.forked) {
+          if (known.num_cached_tokens !== undefined) this._seen.add(timeline.rows.get(known.request_id).arrival);
+          if (known.token_times.length) this._last.set(known.request_id, known.token_times.at(-1));
+        }
+      }
       while (this.length < timeline.steps.length) this._step(timeline.steps[this.length], timeline);
     }
 
@@ -46,7 +66,7 @@
         if (!this._seen.has(arrival)) {
           this._seen.add(arrival);
           this._last.delete(id);
-          this._cached += share.start;
+          this._cached += Math.min(share.start, arrival.num_prompt_tokens);
           this._prompt += arrival.num_prompt_tokens;
         }
         const n = share.num_sampled ?? 0;

@@ -77,8 +77,9 @@
     }
 
     _drawTimes(line) {
-      const parts = line ? ["schedule", "execute", "update"].map((name) => [name, line[name]]) : [];
-      const all = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
+      const known = line ? ["schedule", "execute", "wait", "update"].map((name) => [name, line[name]]) : [];
+      const all = known.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
+      const parts = known.filter(([name, seconds]) => name !== "wait" || seconds > 0.001 * all); // none on a CPU
       list(this.timesText, parts, {
         key: ([name]) => name,
         create: ([name]) => h("span", { "data-part": name }, h("i"), h("span")),

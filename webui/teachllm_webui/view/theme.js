@@ -16,10 +16,17 @@
         this.colors = colors;
         changed();
       };
-      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", check);
-      const observer = new MutationObserver(check);
+      this._gone = new AbortController();
+      const { signal } = this._gone;
+      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", check, { signal });
+      this._observer = new MutationObserver(check);
       const watched = { attributes: true, attributeFilter: ["data-theme", "class"] };
-      for (const node of [root, document.body, document.documentElement]) observer.observe(node, watched);
+      for (const node of [root, document.body, document.documentElement]) this._observer.observe(node, watched);
+    }
+
+    destroy() {
+      this._gone.abort();
+      this._observer.disconnect();
     }
 
     _read() {

@@ -11,6 +11,7 @@
   const teachllm = (globalThis.teachllm ??= {});
   const SNAPSHOT_STEPS = 50;
   const TRACE_VERSION = 1;
+  const MAX_BLOCKS = 1e7;
 
   // What each step did with a request: `cells[k - first]` is a share, a wait, or undefined.
   class Row {
@@ -37,6 +38,7 @@
       this.rootHash = null; // the parent of every first block: that of the first commit, which can have no other
       this.problem = null; // what is wrong with the trace, in words; what came before it is shown
       this.notice = null; // what is odd but can be shown
+      this.forked = []; // of a fork: how far each request had come when it began
       this._outside = new Map(); // k -> [[request id, reason]]: ended by an abort or a stop string
       this._lineOfStep = [];
       this._snapshots = []; // [{ numLines, replay }]
@@ -128,11 +130,14 @@
         if (!this._outside.has(k)) this._outside.set(k, []);
         this._outside.get(k).push([line.request_id, line.event]);
       }
+      if (line.event === "fork") this.forked = line.requests;
       if (line.event === "error") this.notice = `A step failed: ${line.message}`;
       if (line.event === "step") this._step(line, k);
     }
 
     _begin(header) {
+      const { num_blocks: numBlocks } = header;
+      if (!(numBlocks >= 0 && numBlocks <= MAX_BLOCKS)) throw new Error(`a pool of ${numBlocks} blocks is not believed`);
       this.header = header;
       this._head = new teachllm.Replay(header);
       this._snapshots = [{ numLines: 0, replay: this._head.clone() }];

@@ -5,6 +5,7 @@
   const teachllm = (globalThis.teachllm ??= {});
   const { h, patch, list, format } = teachllm;
   const NUM_ENDED = 12; // requests that have ended and still show, the newest first
+  const PAGE = 12; // rows that come at a time when the end of those there are is scrolled to
 
   class Tokens {
     constructor(context) {
@@ -16,7 +17,9 @@
         ["pending", "not computed yet"],
       ]);
       this.root = context.panel("tokens", "Tokens", this.summary, legend);
-      this.scroll = h("div", { class: "tl-scroll" }, this.rows);
+      this.end = h("div", { class: "tl-end" });
+      this.scroll = h("div", { class: "tl-scroll" }, this.rows, this.end);
+      this.limit = PAGE;
       this.root.append(this.scroll);
       context.linkRequests(this.rows);
       context.linkBlocks(this.rows);
@@ -25,12 +28,19 @@
         context.redraw(this);
       };
       this.observer = new IntersectionObserver(see, { root: this.scroll, rootMargin: "60px" });
+      const more = (entries) => entries.at(-1).isIntersecting && this._more();
+      this.ending = new IntersectionObserver(more, { root: this.scroll, rootMargin: "200px" });
+      this.ending.observe(this.end);
     }
 
     // Rows out of sight keep their old text until `whole` is asked for, when the step has not changed for a moment.
     draw({ state, whole = false }) {
-      const shown = this._shown(state);
-      const hidden = state.requests.size - shown.length;
+      const all = this._shown(state);
+      this.order = all.map((request) => request.arrival.request_id);
+      const shown = all.slice(0, this.limit);
+      if (all.length > shown.length && !this.hasMore) this._lookAgain();
+      this.hasMore = all.length > shown.length;
+      const hidden = state.requests.size - all.length;
       patch(this.summary, { text: hidden ? `${hidden} that ended earlier are not shown` : "" });
       list(this.rows, shown, {
         key: (request) => request.arrival.request_id,
@@ -44,8 +54,28 @@
     }
 
     reveal(id) {
+      this.limit = Math.max(this.limit, this.order.indexOf(id) + 1);
+      this.context.redraw(this);
       const row = [...this.rows.children].find((child) => child.dataset.request === id);
       if (row) this.scroll.scrollTop = row.offsetTop - this.scroll.offsetTop - 4;
+    }
+
+    _more() {
+      if (!this.hasMore) return;
+      this.limit += PAGE;
+      this.context.redraw(this);
+      this._lookAgain();
+    }
+
+    // Has the observer tell again whether the end is in sight.
+    _lookAgain() {
+      this.ending.unobserve(this.end);
+      this.ending.observe(this.end);
+    }
+
+    destroy() {
+      this.observer.disconnect();
+      this.ending.disconnect();
     }
 
     _shown(state) {

@@ -11,6 +11,7 @@
       this.context = context;
       this.speed = 10;
       this.playing = false;
+      this._playings = 0;
       const button = (action, label, onclick) =>
         h("button", { "data-action": action, "aria-label": label, title: label, onclick }, icon(action));
       this.play = button("play", "play (space)", () => this.toggle());
@@ -23,39 +24,48 @@
         button("forward", "one step on (right arrow)", () => this.by(1)),
         button("end", context.live ? "follow the newest step (end)" : "last step (end)", () => context.follow()),
       );
-      const setSpeed = () => this.setSpeed(Number(this.speeds.value));
+      const setSpeed = () => this.setSpeed(this.speeds.value === "max" ? null : Number(this.speeds.value));
       this.speeds = h("select", { "data-action": "speed", "aria-label": "speed", onchange: setSpeed });
       for (const speed of SPEEDS) this.speeds.append(h("option", { value: speed, text: `${speed} steps/s` }));
+      if (context.live) this.speeds.append(h("option", { value: "max", text: "as fast as it goes" }));
       this.speeds.value = "10";
       const scrub = () => this.goTo(Number(this.scrub.value));
       this.scrub = h("input", { type: "range", min: 0, max: 0, step: 1, value: 0, oninput: scrub });
       patch(this.scrub, { "data-action": "scrub", "aria-label": "step" });
       this.overview = h("canvas", { "aria-hidden": "true" });
-      this.where = h("output", { class: "tl-where", "data-where": "" });
+      this.where = h("span", { class: "tl-where", "data-where": "" });
       this.state = h("span", { class: "tl-state" });
-      const bar = h("div", { class: "tl-scrub" }, this.overview, this.scrub);
+      this.mark = h("i");
+      const bar = h("div", { class: "tl-scrub" }, this.overview, this.mark, this.scrub);
       this.root = h("div", { class: "tl-transport", role: "toolbar", "aria-label": "Transport" });
       this.root.append(buttons, this.speeds, bar, this.where, this.state);
       new ResizeObserver(([entry]) => {
         this._size = [entry.contentRect.width, entry.contentRect.height];
+        this._overviewOf = null;
         this._paintOverview(true);
       }).observe(bar);
     }
 
     draw({ k, line, state, timeline }) {
       patch(this.scrub, { max: Math.max(timeline.last, 0) });
-      if (this.scrub.value !== String(Math.max(k, 0))) this.scrub.value = Math.max(k, 0);
+      patch(this.mark, { "--at": Math.max(k, 0) / Math.max(timeline.last, 1) });
       const time = line ? ` · ${format.seconds(line.end - timeline.steps[0].time)}` : "";
       const where = line ? `step ${line.step} of ${timeline.steps.at(-1).step}${time}` : "before the first step";
-      patch(this.where, { text: where, "data-step-index": String(k) });
+      patch(steady(this.where, where), { "data-step-index": String(k) });
       let [running, waiting] = [0, 0];
       for (const id of state.live) state.requests.get(id).status === "running" ? running++ : waiting++;
       const used = 1 - state.free.size / state.blocks.length;
-      patch(this.state, { text: `${running} running · ${waiting} waiting · KV ${format.percent(used)}` });
+      steady(this.state, `${running} running · ${waiting} waiting · KV ${format.percent(used)}`);
       patch(this.root, { "data-following": this.context.live ? String(this.context.following) : null });
-      patch(this.scrub, { "aria-valuetext": this.where.textContent });
       this._drawPlay();
       this._paintOverview();
+    }
+
+    // The slider itself, whose mark is ours: moving its own at every step would lay out the page twice.
+    settle({ k }) {
+      if (this.scrub.value !== String(Math.max(k, 0))) this.scrub.value = Math.max(k, 0);
+      patch(this.scrub, { "aria-valuetext": this.where.textContent });
+      this._paintOverview(true);
     }
 
     toggle() {
@@ -64,7 +74,8 @@
       if (!this.playing && this.context.k >= this.context.timeline.last) this.context.goTo(0);
       this.playing = !this.playing;
       this._drawPlay();
-      if (this.playing) this._run();
+      this._playings += 1;
+      if (this.playing) this._run(this._playings);
     }
 
     // Live and at the newest step, one step on is a step of the engine.
@@ -89,15 +100,22 @@
       if (this.context.live) this.context.drive("setSpeed", speed);
     }
 
+    // With a live engine somebody else may have set it: steps a second, null as fast as it goes.
+    showSpeed(speed) {
+      const value = speed === null ? "max" : String(speed);
+      if (this.speeds.value !== value) this.speeds.value = value;
+    }
+
     get isPlaying() {
       return this.context.live ? Boolean(this.context.live.playing) : this.playing;
     }
 
-    _run() {
+    // Ends with this playing, also if the next one begins before the next frame.
+    _run(playing) {
       let then = performance.now();
       let owed = 0;
       const tick = (now) => {
-        if (!this.playing) return;
+        if (!this.playing || this._playings !== playing) return;
         owed += ((now - then) / 1000) * this.speed;
         then = now;
         const steps = Math.min(Math.floor(owed), 60);
@@ -111,15 +129,15 @@
 
     _drawPlay() {
       const label = this.isPlaying ? "pause (space)" : "play (space)";
-      patch(this.play, { "aria-label": label, title: label, "aria-pressed": String(this.isPlaying) });
+      patch(this.play, { "aria-label": label, title: label, "data-playing": String(this.isPlaying) });
       setIcon(this.play.firstChild, this.isPlaying ? "pause" : "play");
     }
 
-    // Share of KV blocks in use as an area, preemptions as ticks. Of a growing trace, at most some times a second.
-    _paintOverview(resized = false) {
+    // Share of KV blocks in use as an area, preemptions as ticks. Of a growing trace at most some times a second, or now.
+    _paintOverview(now = false) {
       const { timeline, colors } = this.context;
       const key = `${timeline.last} ${colors.key}`;
-      if (!resized && (key === this._overviewOf || performance.now() - (this._overviewAt ?? -1e9) < 300)) return;
+      if (key === this._overviewOf || (!now && performance.now() - (this._overviewAt ?? -1e9) < 300)) return;
       const [width, height] = this._size ?? [0, 0];
       if (!width || !timeline.header) return;
       [this._overviewOf, this._overviewAt] = [key, performance.now()];
@@ -143,6 +161,12 @@
         if (step.preempted.length) canvas.fillRect(k * each, 0, Math.max(each, 1.5), 4);
       });
     }
+  }
+
+  // A text whose node never gets narrower, so that what stands beside it stands still.
+  function steady(node, text) {
+    node._longest = Math.max(node._longest ?? 0, text.length);
+    return patch(node, { text, "--longest": `${0.88 * node._longest}ch` }); // letters are narrower than digits
   }
 
   Object.assign(teachllm, { Transport });

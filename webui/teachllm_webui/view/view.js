@@ -4,17 +4,19 @@
 //
 //   lines    trace lines, objects or JSON texts, as many as there are yet
 //   live     functions play(), pause(), step(), abort(id), setSpeed(x) that drive an engine (each may be async), and
-//            the flag `playing`; the view then follows the newest step until somebody scrubs back
+//            the flags `playing` and `done`; the view then follows the newest step until somebody scrubs back
+//   grows    lines may still come, so that the newest step can be followed without an engine, too
 //   plotly   gives Plotly, or a promise of it; by default the copy that is embedded in the page
 "use strict";
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
   const { h, patch } = teachllm;
-  const SETTLE_MS = 150; // views out of sight are drawn when the step has not changed for so long
+  const SETTLE_MS = 150; // what has been left out is drawn when the step has not changed for so long
+  const FAST_MS = 50; // steps that come closer to each other are too fast to be read
 
   class View {
-    constructor(element, { lines = [], live = null, plotly } = {}) {
-      Object.assign(this, { element, live, k: -1, following: Boolean(live) });
+    constructor(element, { lines = [], live = null, grows = false, plotly } = {}) {
+      Object.assign(this, { element, live, grows, k: -1, following: Boolean(live) });
       Object.assign(this, { pinned: null, hovered: null, pinnedBlock: null, hoveredBlock: null });
       this.timeline = new teachllm.Timeline();
       this.timeline.palette = new teachllm.Palette();
@@ -24,18 +26,21 @@
       element.append(this.root);
       this.theme = new teachllm.Theme(this.root, () => this._draw());
       this._visible = new Set();
-      this._observer = new IntersectionObserver((entries) => this._see(entries));
+      this._observer = new IntersectionObserver((entries) => this._see(entries), { rootMargin: "-48px" }); // not a head
       this.transport = new teachllm.Transport(this);
       const { Pool, Batch, Step, Queue, Tokens, Tables, Metrics } = teachllm;
       this.root.append(this.transport.root, this.banner, this.grid);
       this.pool = new Pool(this);
       this.batch = new Batch(this);
       this.tokens = new Tokens(this);
-      this.views = [this.pool, this.batch, new Step(this), new Queue(this), this.tokens, new Tables(this)];
-      this.views.push(new Metrics(this, plotly));
+      this.texts = [new Step(this), new Queue(this), this.tokens, new Tables(this)]; // to be read
+      this.views = [this.pool, this.batch, ...this.texts, new Metrics(this, plotly)];
       for (const view of this.views) this.grid.append(view.root);
       for (const view of this.views) this._observer.observe(view.root);
-      this.card = new teachllm.Card(this.root);
+      this.card = new teachllm.Card(this.root, () => this.unpin());
+      this._gone = new AbortController();
+      const scrolled = { capture: true, passive: true, signal: this._gone.signal };
+      document.addEventListener("scroll", () => this.card.follow(), scrolled);
       this._releaseKeys = teachllm.takeKeys(this);
       this.push(lines);
     }
@@ -62,7 +67,7 @@
 
     // Goes to the newest step, and with a live engine stays there.
     follow() {
-      this.following = Boolean(this.live);
+      this.following = Boolean(this.live) || this.grows;
       this.transport.stop();
       this.show(this.timeline.last);
     }
@@ -94,13 +99,18 @@
       if (!this._late) return;
       const frame = { ...this._frame(), whole: true };
       for (const view of this._late.add(this.tokens)) view.draw(frame);
+      for (const part of [this.transport, this.batch]) part.settle(frame);
       this._late = null;
+      this._light();
     }
 
     destroy() {
       this.transport.stop();
       this._releaseKeys();
       this._observer.disconnect();
+      this._gone.abort();
+      this.theme.destroy();
+      for (const view of this.views) view.destroy?.();
       clearTimeout(this._settling);
       this.root.remove();
     }
@@ -112,16 +122,15 @@
     }
 
     goTo(k) {
-      this.following = Boolean(this.live) && k >= this.timeline.last;
+      this.following = Boolean(this.live && !this.live.done) && k >= this.timeline.last;
       this.show(k);
     }
 
     drive(action, ...given) {
-      this.following = true;
       Promise.resolve(this.live[action]?.(...given)).catch((error) => {
         patch(this.banner, { text: String(error.message ?? error), hidden: null });
       });
-      this.show(this.timeline.last);
+      if (["play", "step"].includes(action)) this.follow();
     }
 
     panel(name, title, ...head) {
@@ -153,7 +162,8 @@
       const of = (event) => event.target.closest?.("[data-request]");
       container.addEventListener("pointerover", (event) => {
         const node = of(event);
-        if (!node || event.target.closest("[data-block-ref]")) return;
+        if (event.target.closest("[data-block-ref]")) return;
+        if (!node) return this.leave();
         this.hoverRequest(node.dataset.request, nearPointer(event));
       });
       container.addEventListener("pointerleave", () => this.leave());
@@ -187,17 +197,16 @@
     }
 
     hoverRequest(id, at, content = null) {
-      this.hovered = id;
-      this.hoveredBlock = null;
+      Object.assign(this, { hovered: id, hoveredBlock: null, _hoverAt: at, _hoverContent: content });
       this._light();
-      this.card.show(content ?? teachllm.requestCard(id, this._frame()), at);
+      if (content) this.card.show(content, at);
+      else this._drawCard();
     }
 
     hoverBlock(id, at) {
-      this.hovered = null;
-      this.hoveredBlock = id;
+      Object.assign(this, { hovered: null, hoveredBlock: id, _hoverAt: at });
       this._light();
-      this.card.show(teachllm.blockCard(id, this._frame()), at, id === this.pinnedBlock);
+      this._drawCard();
     }
 
     leave() {
@@ -245,6 +254,7 @@
       patch(this.root, { "data-step-index": String(this.k) });
       this.transport.draw(frame);
       this._late = new Set(this.views.filter((view) => !this.isVisible(view)));
+      this._leaveOut();
       for (const view of this.views) if (!this._late.has(view)) view.draw(frame);
       clearTimeout(this._settling);
       this._settling = setTimeout(() => this.settle(), SETTLE_MS);
@@ -252,17 +262,35 @@
       this._drawCard();
     }
 
+    // When steps come too fast to be read, each draws one of the texts: the next one in turn.
+    _leaveOut() {
+      const now = performance.now();
+      const isFast = now - this._drawnAt < FAST_MS;
+      this._drawnAt = now;
+      if (!isFast) return;
+      const visible = this.texts.filter((view) => !this._late.has(view));
+      this._turn = (this._turn ?? 0) + 1;
+      visible.forEach((view, i) => i !== this._turn % visible.length && this._late.add(view));
+    }
+
     _drawOne(view) {
       this._late?.delete(view);
       this.redraw(view);
+      this._light();
     }
 
+    // What the card says is of the step shown; that of a cell of the timeline is of the cell's.
     _drawCard() {
-      const hovering = this.hovered !== null || this.hoveredBlock !== null;
-      const block = this.hoveredBlock ?? (hovering ? null : this.pinnedBlock);
-      const cell = block === null ? null : this.pool.cellOf(block);
-      if (cell) this.card.show(teachllm.blockCard(block, this._frame()), cell, block === this.pinnedBlock);
-      else if (!hovering) this.card.hide();
+      const frame = this._frame();
+      const { hovered, hoveredBlock, pinnedBlock } = this;
+      const block = hoveredBlock ?? pinnedBlock;
+      if (hovered !== null) {
+        if (!this._hoverContent) this.card.show(teachllm.requestCard(hovered, frame), this._hoverAt);
+      } else if (block === null) this.card.hide();
+      else {
+        const at = hoveredBlock === null ? (this.pool.cellOf(block) ?? this._hoverAt) : this._hoverAt;
+        this.card.show(teachllm.blockCard(block, frame), at, block === pinnedBlock);
+      }
     }
 
     _light() {

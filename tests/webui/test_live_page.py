@@ -1,0 +1,371 @@
+"""The live page in a browser, over real engines: what it shows is what the engine says, and its buttons drive it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teachllm.config import EngineConfig
+from teachllm.sampling_params import SamplingParams
+from teachllm_webui.live import LiveRun
+from teachllm_webui.plan import PlannedRequest
+from teachllm_webui.presets import PRESETS
+from teachllm_webui.session import LiveSession
+from teachllm_webui.timeline import Seen
+from tests.webui.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
+
+CONFIG = EngineConfig(device="cpu", num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=256)
+Open = Callable[[], Any]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[tuple[LiveSession, str]]:
+    from teachllm_webui.page import launch
+
+    session = LiveSession()
+    page = launch(session)
+    yield session, page.url
+    page.close()
+
+
+@pytest.fixture
+def session(live: tuple[LiveSession, str]) -> LiveSession:
+    """Two requests and nothing computed yet."""
+    found = live[0]
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    before = found.generation
+    found.start(CONFIG, [PlannedRequest(prompt=text, params=params) for text in ("What is a token?", "A GPU")], False)
+    wait_for(lambda: found.generation > before)
+    return found
+
+
+@pytest.fixture
+def open_tab(open_watched: Callable[..., Any], live: tuple[LiveSession, str]) -> Callable[..., Any]:
+    """Opens the page. Gradio may say something on the console, but no error and no warning."""
+
+    def open_(**options: Any) -> Any:
+        url = live[1]
+        own = (url, url.replace("127.0.0.1", "localhost"))
+        page = open_watched(url, own, ("log", "info", "debug"), **options)
+        page.wait_for_selector("[data-live][data-generation]")
+        return page
+
+    return open_
+
+
+def steps_of(run: LiveRun) -> int:
+    return sum(line.startswith('{"event":"step"') for line in run.log.upto())
+
+
+def is_at(page: Any, k: int, side: int = 0) -> None:
+    page.wait_for_selector(f"[data-side='{side}'] [data-step-index='{k}']", state="attached")
+
+
+def in_engine(run: LiveRun) -> dict[str, list[int]]:
+    """Block tables, as the engine's own requests have them."""
+    return run.inspect(lambda engine: {r.request_id: list(r.block_ids) for r in engine.core.scheduler.running})
+
+
+def in_page(page: Any, side: int = 0) -> dict[str, list[int]]:
+    page.evaluate(f"livePage.views[{side}].settle()")
+    rows = page.eval_on_selector_all(
+        f"[data-side='{side}'] [data-view=tables] [data-table]",
+        "rows => rows.map((r) => [r.dataset.request, r.dataset.table])",
+    )
+    return {name: [int(block) for block in table.split()] for name, table in rows}
+
+
+def test_a_preset_is_started_stepped_paused_scrubbed_back_and_asked_who_owns_a_block(
+    live: tuple[LiveSession, str], open_tab: Callable[..., Any]
+) -> None:
+    session, page = live[0], open_tab()
+    before = session.generation
+    page.click("[data-open=preset]")
+    page.click("[data-preset=preemption]")
+    page.wait_for_selector(f"[data-generation='{before + 1}']")
+    page.wait_for_function("livePage.views[0].k >= 2")
+    page.click("[data-action=play]")
+    wait_for(lambda: not session.runs[0].is_playing)
+    page.wait_for_selector("[data-action=play][data-playing=false]")
+    time.sleep(0.2)
+    first = steps_of(session.runs[0])
+    is_at(page, first - 1)
+    for i in range(10):
+        page.keyboard.press("ArrowRight")
+        is_at(page, first + i)
+    assert steps_of(session.runs[0]) == first + 10
+    assert in_page(page) == in_engine(session.runs[0])
+
+    cell = page.locator("[data-block][data-state=used]").nth(1)
+    block = int(cell.get_attribute("data-block"))
+    cell.hover()
+    card = page.locator("[data-card=block]")
+    card.wait_for()
+    (owner,) = (name for name, table in in_engine(session.runs[0]).items() if block in table)
+    assert f"= {owner}, its block" in card.inner_text()
+
+    page.locator("[data-action=scrub]").fill("3")
+    is_at(page, 3)
+    session.step()
+    wait_for(lambda: steps_of(session.runs[0]) == first + 11)
+    page.select_option("[data-action=speed]", "30")
+    wait_for(lambda: session.news(Seen())["now"]["speed"] == 30)
+    time.sleep(0.3)
+    is_at(page, 3)
+    session.set_speed(10)
+    page.keyboard.press("End")
+    is_at(page, first + 10)
+
+
+def test_every_preset_can_be_started_from_the_list(live: tuple[LiveSession, str], open_tab: Callable[..., Any]) -> None:
+    page = open_tab()
+    for preset in PRESETS:
+        page.click("[data-open=preset]")
+        page.click(f"[data-preset={preset.name}]")
+        page.wait_for_function(f"livePage.now.preset === '{preset.name}' && livePage.views.every((v) => v.k >= 0)")
+        assert page.locator("[data-title]").inner_text() == preset.title
+        assert page.locator(".tl-look").inner_text() == preset.look_at
+        assert page.locator("[data-side]").count() == len(preset.variants)
+    live[0].pause()
+
+
+def test_a_fork_with_another_block_size_stands_beside_the_original_and_both_go_on(
+    session: LiveSession, open_tab: Callable[..., Any]
+) -> None:
+    page = open_tab()
+    for k in range(6):
+        page.click("[data-action=forward]")
+        is_at(page, k)
+    page.locator("[data-action=scrub]").fill("3")
+    page.click("[data-open=fork]")
+    assert "After step 3" in page.locator("[data-form=fork]").inner_text()
+    page.fill("[data-form=fork] [name=block_size]", "4")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-form=fork]", state="hidden")
+    page.wait_for_selector("[data-side='1']")
+    assert page.locator("[data-side='1'] h2").first.inner_text() == "fork at step 3: block size 4"
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+        page.wait_for_timeout(50)
+    original, fork = session.runs
+    wait_for(lambda: steps_of(original) == 10 and steps_of(fork) == 4)
+    is_at(page, 9)
+    is_at(page, 3, side=1)
+    for side, run in enumerate((original, fork)):
+        assert in_page(page, side) == in_engine(run)
+    assert len(in_engine(fork)["0"]) > len(in_engine(original)["0"])
+    session.set_speed(None)
+    page.keyboard.press("Space")
+    wait_for(lambda: original.is_done and fork.is_done)
+    texts = "views => views.map((v) => [...v.querySelectorAll('.tl-text')].map((t) => t.textContent))"
+    page.wait_for_function("livePage.views.every((v) => v.state.live.size === 0)")
+    page.evaluate("livePage.views.forEach((v) => v.settle())")
+    left, right = page.eval_on_selector_all("[data-view=tokens]", texts)
+    assert left == right and all(left)
+    waste = page.locator("[data-figure=waste][data-differs]")
+    waste.wait_for()
+    page.click("[data-action=drop]")
+    page.wait_for_selector("[data-sides='1']")
+    session.set_speed(10)
+
+
+def test_a_fork_is_made_where_its_form_says_though_the_engine_goes_on(
+    session: LiveSession, open_tab: Callable[..., Any]
+) -> None:
+    page = open_tab()
+    page.click("[data-action=forward]")
+    is_at(page, 0)
+    page.click("[data-open=fork]")
+    assert "After step 0" in page.locator("[data-form=fork]").inner_text()
+    for n in range(3):
+        session.step()
+        wait_for(lambda n=n: steps_of(session.runs[0]) == n + 2)
+    is_at(page, 3)
+    page.fill("[data-form=fork] [name=max_num_seqs]", "2")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("[data-side='1']")
+    assert page.locator("[data-side='1'] h2").first.inner_text() == "fork at step 0: requests at once 2"
+    assert page.evaluate("Math.max(...livePage.views[1].views.at(-1).series.hitRate, 0)") <= 100
+
+
+def test_a_submitted_prompt_shows_its_tokens_and_typing_it_presses_no_key_of_the_view(
+    session: LiveSession, open_tab: Callable[..., Any]
+) -> None:
+    page = open_tab()
+    page.click("[data-open=submit]")
+    page.fill("[data-form=submit] [name=prompt]", "")
+    page.locator("[data-form=submit] [name=prompt]").type("What is a GPU? ")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Home")
+    assert not session.runs[0].is_playing and steps_of(session.runs[0]) == 0
+    page.click("[data-submit=submit]")
+    page.wait_for_selector("[data-form=submit]", state="hidden")
+    session.set_speed(None)
+    page.keyboard.press("Space")
+    row = page.locator("[data-view=tokens] [data-request^=mine] .tl-text")
+    page.wait_for_function(
+        "document.querySelector('[data-view=tokens] [data-request^=mine] .tl-text')?.textContent.includes('processor')"
+    )
+    assert "A GPU is a processor" in row.text_content()
+    session.pause()
+    session.set_speed(10)
+
+
+def test_what_is_refused_is_said_in_the_form_and_can_be_corrected(
+    session: LiveSession, open_tab: Callable[..., Any]
+) -> None:
+    page = open_tab()
+    page.click("[data-open=submit]")
+    page.fill("[data-form=submit] [name=prompt]", "word " * 400)
+    page.click("[data-submit=submit]")
+    error = page.locator("[data-form=submit] [role=alert]")
+    error.wait_for()
+    assert "max_model_len" in error.inner_text()
+    page.fill("[data-form=submit] [name=prompt]", "What is a token?")
+    page.click("[data-submit=submit]")
+    page.wait_for_selector("[data-form=submit]", state="hidden")
+    assert session.runs[0].knows("mine-1")
+
+
+def test_a_request_is_aborted_by_its_button(session: LiveSession, open_tab: Callable[..., Any]) -> None:
+    page = open_tab()
+    page.click("[data-action=forward]")
+    is_at(page, 0)
+    page.click("[data-view=tokens] [data-abort='0']")
+    wait_for(lambda: list(in_engine(session.runs[0])) == ["1"])
+
+
+def test_an_engine_that_fails_is_shown_in_words_and_the_page_goes_on(
+    session: LiveSession, open_tab: Callable[..., Any]
+) -> None:
+    page = open_tab()
+    executor = session.runs[0].inspect(lambda engine: engine.core.executor)
+    execute = executor.execute
+
+    def fail(plan: Any) -> Any:
+        raise RuntimeError("<b>the device</b> is on fire")
+
+    executor.execute = fail
+    page.click("[data-action=forward]")
+    page.wait_for_selector("[data-problem]:not([hidden])")
+    assert "<b>the device</b> is on fire" in page.locator("[data-problem]").inner_text()
+    executor.execute = execute
+    page.click("[data-open=preset]")
+    page.click("[data-preset=prefix]")
+    page.wait_for_function("livePage.now.preset === 'prefix' && livePage.views[0].k >= 0")
+    assert page.locator("[data-problem]").is_hidden()
+    session.pause()
+
+
+def test_what_if_shows_a_simulation_of_the_form(live: tuple[LiveSession, str], open_tab: Callable[..., Any]) -> None:
+    page = open_tab()
+    page.click("[data-open=what_if]")
+    page.fill("[data-form=what_if] [name=requests]", "40")
+    page.fill("[data-form=what_if] [name=blocks]", "128")
+    page.click("[data-submit=what_if]")
+    page.wait_for_function("livePage.now.title.startsWith('what if') && livePage.views[0].timeline.last > 50")
+    assert page.evaluate("livePage.views[0].timeline.rows.size") == 40
+    assert page.locator("[data-block]").count() == 128
+    page.click("[data-action=play]")
+    page.wait_for_function("livePage.views[0].k >= 3")
+
+
+def test_a_trace_plays_in_the_page_grows_with_its_file_and_says_where_it_breaks(
+    live: tuple[LiveSession, str], open_tab: Callable[..., Any], trace: list[str], tmp_path: Path
+) -> None:
+    session, page = live[0], open_tab()
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(line + "\n" for line in trace[:40]))
+    session.replay(path)
+    page.wait_for_selector(f"[data-generation='{session.generation}']")
+    num_steps = sum('"event":"step"' in line for line in trace[:40])
+    page.wait_for_function(f"livePage.views[0].timeline.steps.length === {num_steps}")
+    is_at(page, 0)
+    page.keyboard.press("Space")
+    page.wait_for_function("livePage.views[0].k >= 3")
+    page.keyboard.press("End")
+    is_at(page, num_steps - 1)
+    with path.open("a") as file:
+        file.write("".join(line + "\n" for line in trace[40:60]) + '{"event":"step"}\n')
+    num_steps += sum('"event":"step"' in line for line in trace[40:60])
+    page.wait_for_function(f"livePage.views[0].timeline.steps.length === {num_steps}")
+    banner = page.locator("[data-side='0'] [role=alert]")
+    banner.wait_for()
+    assert "line 61" in banner.inner_text()
+    page.keyboard.press("End")
+    is_at(page, num_steps - 1)
+
+
+def test_two_tabs_show_the_same_step_and_either_one_drives(session: LiveSession, open_tab: Callable[..., Any]) -> None:
+    one, two = open_tab(), open_tab()
+    for k, tab in enumerate((one, two, one)):
+        tab.click("[data-action=forward]")
+        is_at(one, k)
+        is_at(two, k)
+    assert in_page(one) == in_page(two) == in_engine(session.runs[0])
+    one.select_option("[data-action=speed]", "30")
+    two.wait_for_function("document.querySelector('[data-action=speed]').value === '30'")
+    session.set_speed(10)
+
+
+def test_a_live_step_reaches_the_page_in_under_150_ms(session: LiveSession, open_tab: Callable[..., Any]) -> None:
+    page = open_tab()
+    page.click("[data-action=forward]")
+    is_at(page, 0)
+    page.evaluate(
+        """() => {
+            window.seen = [];
+            const view = livePage.views[0];
+            const show = () => {
+                if (seen.length <= view.k) seen[view.k] = Date.now() / 1000;
+                requestAnimationFrame(show);
+            };
+            show();
+        }"""
+    )
+    delays = []
+    for k in range(1, 12):
+        session.step()
+        wait_for(lambda n=k: steps_of(session.runs[0]) == n + 1)
+        end = json.loads(session.runs[0].log.upto()[-1])["end"]
+        at = time.time() - (time.perf_counter() - end)
+        page.wait_for_function(f"seen[{k}] !== undefined")
+        delays.append(page.evaluate(f"seen[{k}]") - at)
+    delays.sort()
+    print(f"a live step reaches the page after {1000 * delays[len(delays) // 2]:.0f} ms")
+    assert delays[len(delays) // 2] < 0.15
+
+
+def test_the_main_views_are_in_sight_at_1280_by_720_and_a_phone_needs_no_sideways_scrolling(
+    session: LiveSession, open_tab: Callable[..., Any]
+) -> None:
+    page = open_tab()
+    page.click("[data-action=forward]")
+    is_at(page, 0)
+    for name in ("pool", "batch", "step", "queue"):
+        box = page.locator(f"[data-view={name}]").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 1280 and box["y"] + box["height"] <= 720
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_timeout(100)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for name in ("preset", "submit", "fork", "what_if"):
+        page.click(f"[data-open={name}]")
+        box = page.locator(f"[data-form={name}]").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+        page.keyboard.press("Escape")
+
+
+def test_a_port_that_is_in_use_is_one_clear_line(live: tuple[LiveSession, str]) -> None:
+    from teachllm_webui.page import launch
+
+    port = int(live[1].rstrip("/").rpartition(":")[2])
+    with pytest.raises(OSError, match=f"127.0.0.1:{port} cannot be listened on.*choose another --host or --port"):
+        launch(LiveSession(), port=port)

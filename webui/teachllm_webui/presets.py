@@ -1,0 +1,167 @@
+"""Small runs that show one concept each: settings, requests, and what to look at.
+
+All run the embedded model on a CPU. Where the point is a difference, a preset has two variants, which are shown side by
+side: the same requests at the same steps under two settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from teachllm.config import EngineConfig
+from teachllm.sampling_params import SamplingParams
+from teachllm_webui.plan import PlannedRequest
+
+QUESTIONS = (
+    *("What is a KV cache?", "What is a token?", "What is paged attention?", "What is a GPU?", "What is prefill?"),
+    *("What is preemption?", "What is attention?", "What is continuous batching?", "What is prefix caching?"),
+    "What is speculative decoding?",
+)
+SYSTEM = (
+    "You are a patient teacher who explains how language models are served. "
+    "Answer in short and simple sentences, give one example, and do not use words that a beginner does not know."
+)
+LONG = " ".join(f"{i}. A block table maps logical blocks of a sequence to physical blocks." for i in range(1, 22))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One side of a preset.
+
+    Attributes:
+        title: over its view.
+        settings: of the engine, beside the preset's.
+    """
+
+    title: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A run that shows something.
+
+    Attributes:
+        name: its key.
+        title: in the list.
+        look_at: one sentence.
+        settings: of the engine.
+    """
+
+    name: str
+    title: str
+    look_at: str
+    requests: tuple[PlannedRequest, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    variants: tuple[Variant, ...] = (Variant(""),)
+
+    def config(self, variant: Variant) -> EngineConfig:
+        fixed: dict[str, Any] = {"model": "teachlm", "device": "cpu", "async_scheduling": False}
+        return EngineConfig(**fixed | self.settings | variant.settings)
+
+
+def _ask(question: str, max_tokens: int = 80, **more: Any) -> PlannedRequest:
+    """A chat message; the greedy answer ends by itself, at the latest after so many tokens."""
+    sampling = {name: more.pop(name) for name in ("n", "temperature", "seed") if name in more}
+    params = replace(SamplingParams(temperature=0.0, max_tokens=max_tokens), **sampling)
+    return PlannedRequest(prompt=question, params=params, is_chat=True, **more)
+
+
+PRESETS = (
+    Preset(
+        name="paged",
+        title="Contiguous versus paged",
+        look_at="The same memory. Left, a request holds room for its longest possible output, nearly all of it empty; "
+        "right, it takes a block of 16 when it needs one, and all of them run at once.",
+        requests=tuple(map(_ask, QUESTIONS[:8])),
+        settings={"max_model_len": 128, "max_num_seqs": 8, "enable_prefix_caching": False},
+        variants=(
+            Variant("contiguous: 3 blocks of 128", {"block_size": 128, "num_gpu_blocks_override": 3}),
+            Variant("paged: 24 blocks of 16", {"block_size": 16, "num_gpu_blocks_override": 24}),
+        ),
+    ),
+    Preset(
+        name="batching",
+        title="Static versus continuous batching",
+        look_at="Left, nobody joins before the whole batch has finished, so short requests leave empty rows behind; "
+        "right, the next one takes a row as soon as it is free.",
+        requests=tuple(_ask(question, (8, 60, 14, 26)[i % 4]) for i, question in enumerate(QUESTIONS)),
+        settings={"max_num_seqs": 4, "max_model_len": 128, "num_gpu_blocks_override": 32},
+        variants=(
+            Variant("static batch", {"scheduling_policy": "static"}),
+            Variant("continuous", {"scheduling_policy": "fcfs"}),
+        ),
+    ),
+    Preset(
+        name="chunked",
+        title="A long prompt, whole or in chunks",
+        look_at="At step 10 a long prompt arrives. Left, one step computes all of it, and everybody waits for that "
+        "step (see its time); right, the budget of 64 cuts it up, and the others get their token in each step.",
+        requests=(
+            *map(_ask, QUESTIONS[:4]),
+            _ask(LONG + " What is a block table?", at_step=10),
+            _ask("Once more: " + LONG + " What is a block?", at_step=24),
+        ),
+        settings={"max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks_override": 96},
+        variants=(
+            Variant("whole: budget 1024", {"max_num_batched_tokens": 1024, "enable_chunked_prefill": False}),
+            Variant("in chunks: budget 64", {"max_num_batched_tokens": 64}),
+        ),
+    ),
+    Preset(
+        name="prefix",
+        title="Shared system prompt",
+        look_at="All prompts begin with the same words. The first request computes them; the others find its blocks "
+        "(striped in the pool, underlined green in Tokens) and compute only their own question.",
+        requests=tuple(_ask(question, system=SYSTEM, at_step=6 * i) for i, question in enumerate(QUESTIONS[:7])),
+        settings={"max_model_len": 256, "max_num_seqs": 6, "num_gpu_blocks_override": 40},
+    ),
+    Preset(
+        name="preemption",
+        title="Pool too small",
+        look_at="Every request grows, and the blocks run out: the youngest loses its own (crossed in the timeline), "
+        "queues again, and computes its tokens a second time when there is room.",
+        requests=tuple(map(_ask, QUESTIONS[:6])),
+        settings={"max_model_len": 128, "max_num_seqs": 6, "num_gpu_blocks_override": 11},
+    ),
+    Preset(
+        name="priorities",
+        title="Priorities",
+        look_at="Requests of priority 5 fill the rows. Those of priority 0 come at step 12 and go before all who wait, "
+        "though they came last.",
+        requests=(
+            *(_ask(question, priority=5) for question in QUESTIONS[:5]),
+            *(_ask(question, 16, at_step=12, priority=0) for question in QUESTIONS[5:8]),
+        ),
+        settings={
+            "scheduling_policy": "priority",
+            "max_model_len": 128,
+            "max_num_seqs": 3,
+            "num_gpu_blocks_override": 32,
+        },
+    ),
+    Preset(
+        name="parallel",
+        title="Parallel sampling",
+        look_at="Four completions of one prompt: they share its full blocks and differ from the first token they "
+        "sample; each writes into blocks of its own.",
+        requests=(
+            _ask(QUESTIONS[0], system=SYSTEM, n=4, temperature=2.0, seed=1),
+            _ask(QUESTIONS[2], system=SYSTEM, n=4, temperature=2.0, seed=2, at_step=15),
+        ),
+        settings={"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 48},
+    ),
+)
+
+
+def preset(name: str) -> Preset:
+    """By its name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for found in PRESETS:
+        if found.name == name:
+            return found
+    raise ValueError(f"there is no preset {name!r}: choose one of {', '.join(found.name for found in PRESETS)}")
