@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -67,7 +68,7 @@ class AsyncLLM:
         self._wake = threading.Condition()
         self._is_paused, self._is_closing = is_paused, False
         self._num_single_steps = 0
-        self._pace = self._last_step = 0.0  # seconds; when the last step began
+        self._pace, self._last_step = 0.0, -math.inf  # seconds; when the last step began
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
