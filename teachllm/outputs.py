@@ -48,6 +48,22 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of the engine's clock (`time.perf_counter`); None until then.
+
+    Attributes:
+        arrival_time: it was added.
+        first_scheduled_time: it left the queue, or the first of its `n` completions did.
+        first_token_time, last_token_time: of any completion, when the reader of the engine's outputs got it.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A request's result so far.
 
@@ -56,6 +72,7 @@ class RequestOutput:
         num_cached_tokens: prompt tokens whose KV came from the prefix cache when it was first scheduled.
         prompt_logprobs: per prompt token {token id: Logprob}; the first is None.
         outputs: `n` completions, by index.
+        metrics: its times.
     """
 
     request_id: str
@@ -64,6 +81,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None
 
     @property
     def finished(self) -> bool:

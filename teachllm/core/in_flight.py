@@ -37,10 +37,6 @@ class RequestUpdate:
     prompt_logprobs: list[TokenLogprobs] | None
     start: int
 
-    @property
-    def finished(self) -> bool:
-        return self.request.finish_reason is not None
-
 
 @dataclass(slots=True)
 class PlanInFlight:

@@ -78,7 +78,7 @@ class Request:
         block_ids: the block table; append-only while it runs.
         block_hashes: of the full blocks of known tokens, as far as they were needed.
         num_committed_blocks: leading blocks that are findable in the prefix cache.
-        num_cached_tokens: prompt tokens found in the cache when it was first admitted; None before.
+        num_cached_tokens, first_scheduled_time: prompt tokens found in the cache when first admitted, and when that was.
         last_step: the last plan that names it, -1 for none.
     """
 
@@ -109,6 +109,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_committed_blocks: int = 0
     num_cached_tokens: int | None = None
+    first_scheduled_time: float | None = None
     num_preemptions: int = 0
     last_step: int = -1
 
@@ -146,6 +147,28 @@ class Request:
         """All ids that end the output."""
         own = frozenset(self.sampling_params.stop_token_ids)
         return own if self.sampling_params.ignore_eos else own | self.eos_token_ids
+
+    def longest(self, max_model_len: int, block_size: int, num_blocks: int) -> int:
+        """How long the sequence may get, if the cache can hold that much.
+
+        Raises:
+            ValueError: its prompt is empty, or it could never run; the message has the numbers.
+        """
+        num_prompt, max_tokens = self.num_prompt_tokens, self.sampling_params.max_tokens
+        if num_prompt == 0:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if num_prompt + 1 > max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens and max_model_len={max_model_len} leaves no room for an "
+                f"output token: shorten it to {max_model_len - 1}, or raise max_model_len"
+            )
+        longest = max_model_len if max_tokens is None else min(num_prompt + max_tokens, max_model_len)
+        if (needed := -(-longest // block_size)) > num_blocks:
+            raise ValueError(
+                f"prompt and output may reach {longest} tokens, {needed} blocks of {block_size}, and the KV "
+                f"cache has {num_blocks}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
+            )
+        return longest
 
     def append(self, token_id: int) -> bool:
         """Takes a sampled id; returns whether the output ends with it, having set why."""

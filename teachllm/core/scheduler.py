@@ -72,7 +72,7 @@ class Scheduler:
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is already in use")
-        request.max_len = self._longest(request)
+        request.max_len = request.longest(self.max_model_len, self.kv.block_size, len(self.kv.pool))
         if not self.config.enable_kv_cache:  # scratch blocks last one step
             request.waits_for_ids, request.group = True, None
         elif request.group is not None and not self.config.enable_prefix_caching:
@@ -90,25 +90,6 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         self._end(request)
         return True
-
-    def _longest(self, request: Request) -> int:
-        """How long the sequence may get, if the cache can hold that much."""
-        num_prompt, max_tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
-        if num_prompt == 0:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if num_prompt + 1 > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens and max_model_len={self.max_model_len} leaves no room for an "
-                f"output token: shorten it to {self.max_model_len - 1}, or raise max_model_len"
-            )
-        longest = self.max_model_len if max_tokens is None else min(num_prompt + max_tokens, self.max_model_len)
-        needed, blocks = -(-longest // self.kv.block_size), len(self.kv.pool)
-        if needed > blocks:
-            raise ValueError(
-                f"prompt and output may reach {longest} tokens, {needed} blocks of {self.kv.block_size}, and the KV "
-                f"cache has {blocks}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
-            )
-        return longest
 
     @property
     def has_unfinished(self) -> bool:

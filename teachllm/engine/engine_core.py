@@ -24,6 +24,7 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.core.trace import Recorder, StepTimes
+from teachllm.engine.stats import StepCounter, StepStats
 from teachllm.engine.step_roofline import StepRoofline
 from teachllm.roofline import Work
 from teachllm.worker.executor import Executor, PendingOutput
@@ -39,6 +40,7 @@ class EngineCore:
         roofline: what a trace says of each step's work.
         clock: seconds; arrival times are on it. None is the recorder's, or `time.perf_counter`.
         scheduler: in place of one of its own.
+        on_close: called when it has been closed.
     """
 
     def __init__(
@@ -50,12 +52,16 @@ class EngineCore:
         clock: Callable[[], float] | None = None,
         roofline: StepRoofline | None = None,
         scheduler: Scheduler | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
+        self.config = config
         self.scheduler = scheduler or Scheduler(config, executor.num_blocks, cache_root)
         self.executor = executor
         self.recorder = recorder
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
         self._roofline = roofline
+        self._on_close = on_close or (lambda: None)
+        self._counter: StepCounter | None = None
         self._check = config.check_invariants
         # Results not yet asked for when the next plan is made: one for each further stage, one to run ahead.
         self._num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
@@ -84,6 +90,22 @@ class EngineCore:
             self.recorder.end(request_id, reason, self.scheduler)
         return ended
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the content of every block that no request holds."""
+        self.scheduler.kv.reset_prefix_cache()
+
+    def count(self) -> None:
+        """From now on `stats` tells."""
+        self._counter = StepCounter()
+
+    def stats(self) -> StepStats | None:
+        """How things stand, and what was counted since the last call; None unless `count` was called."""
+        return None if self._counter is None else self._counter.take(self.scheduler)
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        return list(self.scheduler.requests)
+
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._pending)
@@ -103,6 +125,7 @@ class EngineCore:
         if self._check:
             invariants.check_plan(self.scheduler, plan)
         scheduled = self.clock()
+        self._admit(plan, scheduled)
         if plan.scheduled:
             try:
                 output = self.executor.sample(self.executor.execute(plan))
@@ -127,6 +150,8 @@ class EngineCore:
         arrived = self.clock()
         self._pending.popleft()
         updates = self.scheduler.update(plan, result)
+        if self._counter is not None:
+            self._counter.step(plan, updates)
         if self._check:
             invariants.check(self.scheduler)
         if self.recorder is not None:
@@ -138,6 +163,16 @@ class EngineCore:
                 more["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)
             self.recorder.step(plan, updates, self.scheduler, times, **more)
         return updates
+
+    def _admit(self, plan: SchedulerOutput, now: float) -> None:
+        """Marks those whom a plan names for the first time."""
+        for share in plan.scheduled:
+            if share.new_row is not None:
+                request = self.scheduler.requests[share.request_id]
+                if request.first_scheduled_time is None:
+                    request.first_scheduled_time = now
+                    if self._counter is not None:
+                        self._counter.admit(request)
 
     def _work(self, plan: SchedulerOutput) -> Work | None:
         """What a plan that is under way costs at least, if somebody wants to know."""
@@ -159,6 +194,7 @@ class EngineCore:
 
     def close(self) -> None:
         self.executor.close()
+        self._on_close()
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:

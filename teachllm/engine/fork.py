@@ -87,7 +87,7 @@ def arrived_params(arrival: Mapping[str, Any]) -> SamplingParams:
 
 def _go_on(engine: Engine, state: Replay, live: list[RequestState], at: float) -> None:
     """Gives an engine the live requests of a state, and its trace the line that says so."""
-    engine.num_requests = len(state.requests)  # so that those to come have noise of their own
+    engine.inputs.num_requests = len(state.requests)  # so that those to come have noise of their own
     requests = [_request(engine, known) for known in live]
     for request, known in zip(requests, live, strict=True):
         if len(request.token_ids) >= (engine.config.max_model_len or 0):
@@ -145,7 +145,7 @@ def _request(engine: Engine, known: RequestState) -> Request:
         group=arrival.get("group"),
         child_index=arrival["child_index"],
         seed=arrival["seed"],
-        bad_word_token_ids=engine.bad_word_ids(params),
+        bad_word_token_ids=engine.inputs.bad_word_ids(params),
     )
     request.token_ids.extend(known.output_ids)
     return request

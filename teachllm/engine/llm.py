@@ -12,7 +12,8 @@ from numbers import Integral
 from typing import Any
 
 from teachllm.config import EngineConfig
-from teachllm.engine.engine import Engine, Prompt
+from teachllm.engine.engine import Engine
+from teachllm.engine.input_processor import Prompt
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
@@ -54,10 +55,7 @@ class LLM:
     @property
     def generation_defaults(self) -> dict[str, Any]:
         """Sampling settings that the checkpoint recommends, under SamplingParams' names."""
-        defaults = dict(self.engine.model_config.generation_defaults)
-        if "max_new_tokens" in defaults:
-            defaults["max_tokens"] = defaults.pop("max_new_tokens")
-        return defaults
+        return self.engine.generation_defaults
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the checkpoint recommends."""

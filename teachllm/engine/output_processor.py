@@ -12,7 +12,7 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler_output import TokenLogprobs
 from teachllm.engine.detokenizer import IncrementalDetokenizer, StopMatch
 from teachllm.engine.tokenizer import Tokenizer
-from teachllm.outputs import CompletionOutput, Logprob, RequestOutput
+from teachllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
 @dataclass(slots=True)
@@ -50,7 +50,8 @@ class OutputProcessor:
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], children: list[Request]
     ) -> RequestOutput:
         """Opens the output of a request and its `n` children."""
-        output = RequestOutput(request_id, prompt, prompt_token_ids, outputs=[])
+        metrics = RequestMetrics(children[0].arrival_time)
+        output = RequestOutput(request_id, prompt, prompt_token_ids, outputs=[], metrics=metrics)
         if children[0].sampling_params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]  # nothing predicts the first token
         self._ids[request_id] = [child.request_id for child in children]
@@ -67,11 +68,15 @@ class OutputProcessor:
             self._children[child.request_id] = _Child(output, completion, detokenizer)
         return output
 
-    def update(self, update: RequestUpdate) -> tuple[RequestOutput, StopMatch | None]:
+    def update(self, update: RequestUpdate, now: float) -> tuple[RequestOutput, StopMatch | None]:
         """Adds a step's tokens to the output; returns it, and the stop string that ends it if one did."""
         request, tokens = update.request, update.new_token_ids
         child = self._children[request.request_id]
         output, completion = child.output, child.completion
+        if (metrics := output.metrics) is not None and tokens:
+            if metrics.first_token_time is None:
+                metrics.first_scheduled_time, metrics.first_token_time = request.first_scheduled_time, now
+            metrics.last_token_time = now
         if completion.index == 0:
             output.num_cached_tokens = request.num_cached_tokens or 0
             if update.prompt_logprobs is not None and output.prompt_logprobs is not None:

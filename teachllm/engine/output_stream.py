@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Awaitable, Callable
 from copy import copy
 
 from teachllm.outputs import CompletionOutput, RequestOutput
@@ -81,6 +82,31 @@ class OutputStream:
         for mine, more in zip(self._taken.outputs, new.outputs, strict=True):
             _extend(mine, more, 0)
         return self._taken
+
+
+class RequestStream:
+    """A request's outputs as its reader sees them: one object that grows, as far as it has come.
+
+    Args:
+        leave: ends the request, if it has not ended.
+    """
+
+    def __init__(self, stream: OutputStream, leave: Callable[[], Awaitable[None]]) -> None:
+        self._stream, self._leave = stream, leave
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._stream.has_ended:
+            raise StopAsyncIteration
+        return await self._stream.next()
+
+    async def aclose(self) -> None:
+        """The reader has had enough: the request is aborted, unless it has ended."""
+        if not self._stream.has_ended:
+            self._stream.has_ended = True
+            await self._leave()
 
 
 def _extend(output: CompletionOutput, source: CompletionOutput, first: int) -> None:

@@ -59,7 +59,7 @@ def test_a_chunk_that_samples_nothing_changes_no_token_and_hands_on_its_prompt_l
     request.draft_token_ids = [5]
     result = ModelRunnerOutput([[]], prompt_logprobs=[[entry_of_logprobs(101)]], draft_token_ids=[[]])
     (changed,) = settle(entry(plan, request), result)
-    assert (changed.new_token_ids, changed.num_accepted, changed.start, changed.finished) == ([], 0, 0, False)
+    assert (changed.new_token_ids, changed.num_accepted, changed.start, changed.request.finished) == ([], 0, 0, False)
     assert changed.prompt_logprobs == [entry_of_logprobs(101)]
     assert list(request.token_ids) == request.prompt_token_ids
 

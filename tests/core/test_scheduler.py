@@ -115,7 +115,7 @@ def test_accepted_drafts_beyond_the_end_are_dropped() -> None:
     step(scheduler)
     request.draft_token_ids = [11, EOS, 13]
     (changed,) = update(scheduler, schedule(scheduler), a=[11, EOS, 13, 14])
-    assert (changed.new_token_ids, changed.num_accepted, changed.finished) == ([11, EOS], 2, True)
+    assert (changed.new_token_ids, changed.num_accepted, changed.request.finished) == ([11, EOS], 2, True)
     assert request.finish_reason is FinishReason.STOP
 
 

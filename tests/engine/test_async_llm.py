@@ -1,4 +1,7 @@
-"""AsyncLLM: streams beside each other, aborts, errors, back-pressure, and a pace that can be set from outside."""
+"""AsyncLLM: streams beside each other, aborts, errors, back-pressure, and a pace that can be set from outside.
+
+What `serving` serves is asked of an engine in this process and of one whose core has its own.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
 
-from teachllm import RequestOutput, SamplingParams
+from teachllm import EngineConfig, RequestOutput, SamplingParams
 from teachllm.core.trace import Recorder
 from teachllm.engine.async_llm import AsyncLLM
-from tests.worker.doors import FaultyExecutor, drain, make_engine, num_used_blocks, random_ids, tokens
+from teachllm.engine.stats import StepStats
+from tests.worker.doors import FaultyExecutor, drain, make_engine, num_used_blocks, random_ids, tiny, tokens
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -26,6 +31,28 @@ def running(**changes: Any) -> Iterator[AsyncLLM]:
     limits = {name: changes.pop(name) for name in ("max_requests", "on_step", "on_end", "is_paused") if name in changes}
     with closing(AsyncLLM(make_engine(**changes), **limits)) as llm:
         yield llm
+
+
+@dataclass
+class Served:
+    """An AsyncLLM, and the last figures it told."""
+
+    llm: AsyncLLM
+    told: list[StepStats]
+
+    async def is_empty(self) -> None:
+        """Waits until no request holds a block."""
+        async with asyncio.timeout(20):
+            while self.told[-1].num_running or self.told[-1].kv_cache_usage:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in this process", "in its own process"])
+def serving(request: pytest.FixtureRequest) -> Iterator[Served]:
+    told: list[StepStats] = []
+    config = EngineConfig(**tiny())
+    with closing(AsyncLLM.start(config, own_process=request.param, on_stats=told.append)) as llm:
+        yield Served(llm, told)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -49,17 +76,24 @@ def expected(prompts: list[list[int]], params: SamplingParams = GREEDY, **change
     return [tokens(output) for output in outputs]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_streams_beside_each_other_give_what_the_engine_gives(ahead: bool) -> None:
+def check_streams_beside_each_other(llm: AsyncLLM) -> None:
     prompts = [random_ids(3 + i, seed=i) for i in range(20)]
 
-    async def main(llm: AsyncLLM) -> list[RequestOutput]:
+    async def main() -> list[RequestOutput]:
         return await asyncio.gather(*(answer(llm, prompt) for prompt in prompts))
 
-    with running(async_scheduling=ahead) as llm:
-        outputs = run(main(llm))
+    outputs = run(main())
     assert [tokens(output) for output in outputs] == expected(prompts)
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_streams_beside_each_other_give_what_the_engine_gives(serving: Served) -> None:
+    check_streams_beside_each_other(serving.llm)
+
+
+def test_they_do_so_when_the_engine_runs_ahead() -> None:
+    with running(async_scheduling=True) as llm:
+        check_streams_beside_each_other(llm)
 
 
 @pytest.mark.gpu
@@ -81,7 +115,7 @@ def test_streams_of_a_gpu_give_what_the_engine_gives_and_can_be_left() -> None:
     assert [tokens(output) for output in outputs] == expected(prompts, **settings)
 
 
-def test_a_stream_grows_and_its_object_is_the_readers_own() -> None:
+def test_a_stream_grows_and_its_object_is_the_readers_own(serving: Served) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, n=2, logprobs=1, prompt_logprobs=1, ignore_eos=True)
 
     async def main(llm: AsyncLLM) -> None:
@@ -94,11 +128,10 @@ def test_a_stream_grows_and_its_object_is_the_readers_own() -> None:
         assert lengths == sorted(lengths) and lengths[-1] == [12, 12] and len(seen) == 1
         assert len(output.prompt_logprobs or ()) == 5 and output.outputs[0].cumulative_logprob is not None
 
-    with running() as llm:
-        run(main(llm))
+    run(main(serving.llm))
 
 
-def test_a_slow_reader_holds_nobody_up_and_misses_nothing() -> None:
+def test_a_slow_reader_holds_nobody_up_and_misses_nothing(serving: Served) -> None:
     prompts = [random_ids(4, seed=i) for i in range(2)]
 
     async def slow(llm: AsyncLLM) -> tuple[RequestOutput, int]:
@@ -122,21 +155,58 @@ def test_a_slow_reader_holds_nobody_up_and_misses_nothing() -> None:
         assert num_read < 10  # what had come meanwhile, it got in one
 
     quick_done = threading.Event()
-    with running() as llm:
-        run(main(llm))
+    run(main(serving.llm))
 
 
-def test_leaving_a_stream_early_aborts_its_request() -> None:
+def test_leaving_a_stream_early_aborts_its_request(serving: Served) -> None:
     async def main(llm: AsyncLLM) -> None:
         stream = llm.generate(random_ids(4), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
         async for _ in stream:
             break
         await stream.aclose()
-        engine = llm._engine
-        assert llm.call(lambda: (num_used_blocks(engine), engine.has_unfinished_requests)).result() == (0, False)
+        assert not llm.call(lambda: llm._engine.has_unfinished_requests).result()
+        await serving.is_empty()
 
-    with running() as llm:
-        run(main(llm))
+    run(main(serving.llm))
+
+
+def test_a_stream_that_was_submitted_and_never_read_can_be_closed(serving: Served) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            await llm.submit([], GREEDY)
+        stream = await llm.submit(random_ids(4), SamplingParams(max_tokens=80, ignore_eos=True), "once")
+        await stream.aclose()
+        await serving.is_empty()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        again = await llm.submit(random_ids(4), GREEDY, "once")  # the name is free, and what is late is not its own
+        *_, output = [output async for output in again]
+        assert tokens(output) == expected([random_ids(4)])[0]
+
+    run(main(serving.llm))
+
+
+def test_figures_and_times_are_told(serving: Served) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        await serving.is_empty()
+        serving.told.clear()
+        before = time.perf_counter()
+        outputs = await asyncio.gather(*(answer(llm, random_ids(20, seed=7)) for _ in range(3)))
+        await serving.is_empty()
+        assert sum(told.num_generation_tokens for told in serving.told) == 60
+        assert sum(told.num_prompt_tokens for told in serving.told) == 60
+        assert sum(told.prefix_cache_queries for told in serving.told) == 60
+        hits = sum(told.prefix_cache_hits for told in serving.told)
+        assert hits == sum(output.num_cached_tokens for output in outputs) and hits >= 32
+        assert sum(told.num_tokens for told in serving.told) == 60 - hits + 3 * 19
+        assert max(told.num_running for told in serving.told) == 3
+        assert max(told.kv_cache_usage for told in serving.told) > 0.05
+        for metrics in (output.metrics for output in outputs):
+            times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time]
+            times = [before, *times, metrics.last_token_time, time.perf_counter()]
+            assert times == sorted(times)
+
+    run(main(serving.llm))
 
 
 def test_an_abort_from_elsewhere_ends_the_stream_with_what_there_is() -> None:
@@ -232,15 +302,14 @@ def test_a_pace_that_is_changed_counts_at_once_and_one_that_is_none_is_refused()
         run(main(llm))
 
 
-def test_what_the_engine_refuses_is_raised_to_who_asked_and_to_nobody_else() -> None:
+def test_what_the_engine_refuses_is_raised_to_who_asked_and_to_nobody_else(serving: Served) -> None:
     async def main(llm: AsyncLLM) -> None:
         good = asyncio.create_task(answer(llm, random_ids(4)))
         with pytest.raises(ValueError, match="the prompt is empty"):
             await answer(llm, [])
         assert tokens(await good) == expected([random_ids(4)])[0]
 
-    with running() as llm:
-        run(main(llm))
+    run(main(serving.llm))
 
 
 def test_a_name_that_is_taken_is_refused_and_does_not_end_whose_it_is() -> None:

@@ -238,7 +238,7 @@ def test_the_core_alone_takes_ids_and_gives_ids() -> None:
     engine = make_engine(async_scheduling=True)
     core, params = engine.core, SamplingParams(temperature=0, max_tokens=5)
     assert isinstance(core, EngineCore) and not core.has_unfinished and core.step() == []
-    [request] = engine._children("a", random_ids(9), params, (), 0, None, None)
+    _, _, [request] = engine.inputs.requests("a", random_ids(9), params, priority=0, cache_salt=None, arrival_time=0.0)
     core.add(request)
     sampled = []
     num_steps = 0

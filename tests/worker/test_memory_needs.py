@@ -303,7 +303,7 @@ def test_a_gpu_uses_what_was_predicted(name: str, tmp_path: Path) -> None:
     llm = LLM(
         **h200.engine_settings(tmp_path / name, "cuda") | {"max_model_len": 4096, "num_gpu_blocks_override": 1400}
     )
-    found = llm.engine.memory
+    found = llm.engine.core.executor._runner.memory  # type: ignore[attr-defined]
     assert found.weights == pytest.approx(predicted.weights, rel=0.02)
     assert found.activations == pytest.approx(predicted.activations, rel=0.02)
     rng = random.Random(0)

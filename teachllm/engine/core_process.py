@@ -1,0 +1,207 @@
+"""The engine's core in a process of its own: while it steps, nobody else's Python is in its way.
+
+    the front's process                           this process
+
+    HTTP, text <-> token ids        ── Add, Finish ──▶   EngineCore: schedule, execute, update
+    streams, stop strings           ◀── Stepped ──       one message a step, for all requests
+
+In one process, tokenizing one user's prompt and writing another's answer would hold up the step of everybody, since one
+Python thread runs at a time. Here the two overlap, and what crosses is token ids: a few bytes a token, over a socket
+(ZeroMQ on a local one that only this user can open), in the words of `messages.py`. The other end is `core_client.py`.
+
+The process ends when it is told to, and when its parent has ended, however that came about.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from array import array
+from collections.abc import Callable
+from functools import partial
+
+import zmq
+
+from teachllm.core.in_flight import RequestUpdate
+from teachllm.core.request import FinishReason, Request
+from teachllm.engine.engine_core import EngineCore
+from teachllm.engine.make_core import make_core
+from teachllm.engine.messages import (
+    Add,
+    Close,
+    Failed,
+    Finish,
+    FromCore,
+    Loading,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    Start,
+    Stepped,
+    ToCore,
+    Update,
+    decode_to_core,
+    encode,
+)
+from teachllm.models.model_config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+
+def main(address: str) -> None:
+    """Loads what the first message asks for, then steps and answers until told to end.
+
+    Args:
+        address: ZeroMQ's, to listen on.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's business
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set_hwm(0)  # what is under way is bounded by the requests
+        socket.bind(address)
+        start = decode_to_core(socket.recv())
+        assert isinstance(start, Start)
+        lines: list[str] = []
+
+        def send(message: FromCore) -> None:
+            socket.send(encode(message))
+
+        try:
+            core, model_config, _ = make_core(
+                start.config,
+                needs_tokenizer=False,
+                trace_sink=lines.append if start.traces else None,
+                progress=lambda num_bytes, total: send(Loading(num_bytes, total)),
+            )
+        except ValueError as error:
+            send(Refused(str(error), is_fault=False))
+            return
+        except Exception as error:
+            log.exception("loading failed")
+            send(Refused(f"{type(error).__name__}: {error}", is_fault=True))
+            return
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no collection has to look at it again
+        send(Ready(core.config, model_config, core.executor.num_blocks))
+        try:
+            CoreProcess(socket, core, model_config, lines).run()
+        finally:
+            core.close()
+
+
+class CoreProcess:
+    """A core that is told what to do by messages.
+
+    Args:
+        lines: of the trace, as they come; emptied as they are told.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], core: EngineCore, model_config: ModelConfig, lines: list[str]
+    ) -> None:
+        self._socket, self._core, self._lines = socket, core, lines
+        self._eos_token_ids = model_config.eos_token_ids
+        self._requests: dict[int, Request] = {}  # unfinished ones, by the front's numbers
+        self._numbers: dict[str, int] = {}  # the other way round, by the ids the core knows them by
+        core.count()
+
+    def run(self) -> None:
+        """Until told to end."""
+        has_news = True
+        while True:
+            if has_news and not self._core.has_unfinished:
+                self._tell([])  # no step will
+                has_news = False
+            if self._socket.poll(0 if self._core.has_unfinished else None):
+                message = decode_to_core(self._socket.recv())
+                if isinstance(message, Close):
+                    return
+                self._safely(partial(self._obey, message))
+                has_news = True
+            else:
+                self._safely(self._step)
+
+    def _safely(self, act: Callable[[], None]) -> None:
+        """A failure is told, and the front ends whom it concerns; the core has taken its step back."""
+        try:
+            act()
+        except Exception as error:
+            log.exception("a step failed")
+            self._socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
+
+    def _obey(self, message: ToCore) -> None:
+        match message:
+            case Add():
+                request = self._request(message)
+                self._core.add(request)
+                self._requests[message.number] = request
+                self._numbers[request.request_id] = message.number
+            case Finish():
+                known = self._requests.get(message.number)
+                if known is not None:  # it may have ended by itself meanwhile
+                    self._forget(known)
+                    self._core.finish(known.request_id, FinishReason(message.reason), message.stop_reason)
+            case ResetPrefixCache():
+                self._core.reset_prefix_cache()
+
+    def _request(self, add: Add) -> Request:
+        prompt = array("q")
+        prompt.frombytes(add.prompt)
+        return Request(
+            request_id=add.request_id,
+            prompt_token_ids=prompt,
+            sampling_params=add.sampling_params,
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=add.arrival_time,
+            priority=add.priority,
+            cache_keys=add.cache_keys,
+            group=add.group,
+            child_index=add.child_index,
+            seed=add.seed,
+            bad_word_token_ids=add.bad_word_token_ids,
+        )
+
+    def _step(self) -> None:
+        self._tell([self._update(update) for update in self._core.step()])
+
+    def _update(self, update: RequestUpdate) -> Update:
+        request = update.request
+        told = Update(
+            self._numbers[request.request_id],
+            update.new_token_ids,
+            update.num_accepted,
+            update.start,
+            request.num_cached_tokens or 0,
+            request.first_scheduled_time,
+            None if request.finish_reason is None else request.finish_reason.value,
+            request.stop_reason,
+            update.logprobs,
+            update.prompt_logprobs,
+        )
+        if request.finish_reason is not None:
+            self._forget(request)
+        return told
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[self._numbers.pop(request.request_id)]
+
+    def _tell(self, updates: list[Update]) -> None:
+        stats = self._core.stats()
+        assert stats is not None
+        self._socket.send(encode(Stepped(updates, stats, self._lines)))
+        self._lines.clear()
+
+
+def _end_with_the_parent() -> None:
+    """Standard input is a pipe whose other end the parent holds: it closes when the parent ends, killed or not."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

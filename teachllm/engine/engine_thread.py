@@ -1,0 +1,241 @@
+"""An engine that steps in a thread of its own, at a pace that can be set from outside.
+
+    any thread or event loop                      the engine's thread
+
+    call, pause, close            ── orders ──▶   carries them out between two steps
+                                                  step, step, step ...
+
+Nobody else touches the engine, so nobody has to wait for a step, and a step waits for nobody. What comes of the steps
+is `AsyncLLM`'s to give to those who asked.
+
+The engine's core may have a process of its own: the thread then takes what that process has done, instead of doing it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from teachllm.engine.engine import Engine, EngineDeadError
+from teachllm.engine.stats import StepStats
+from teachllm.outputs import RequestOutput
+
+T = TypeVar("T")
+Order = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class EngineThread:
+    """Whoever makes a class of this says what is done with outputs, in `_take`, and with errors, in `_fail`.
+
+    Args:
+        engine: belongs to this from now on; `close` closes it.
+        on_step: called in the thread after every step, with the error if it failed.
+        on_stats: called in the thread whenever there are new figures, at least after every step.
+        on_end: called in the thread when it ends, with the error if nobody closed it.
+        is_paused: as after `pause`, from the beginning.
+
+    Raises:
+        ValueError: it is to be paused, and the core has a process of its own, which keeps its own pace.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[Exception | None], None] | None = None,
+        on_stats: Callable[[StepStats], None] | None = None,
+        on_end: Callable[[Exception | None], None] | None = None,
+        is_paused: bool = False,
+    ) -> None:
+        if is_paused:
+            _check_it_can_wait(engine)
+        self._engine = engine
+        self._on_step = on_step or (lambda error: None)
+        self._on_end = on_end or (lambda error: None)
+        self._on_stats = on_stats
+        if on_stats is not None:
+            engine.count()
+        self._orders: deque[Order] = deque()
+        self._wake = threading.Condition()
+        self._is_paused, self._is_closing = is_paused, False
+        self._num_single_steps = 0
+        self._pace, self._last_step = 0.0, -math.inf  # seconds; when the last step began
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # -- for a class of this: all in the thread ------------------------------------------------------------
+
+    def _take(self, changed: list[RequestOutput]) -> None:
+        """A step has changed these outputs."""
+
+    def _let_in(self) -> None:
+        """There may be room for those who wait for it."""
+
+    def _fail(self, error: Exception) -> None:
+        """Nobody knows which request a step failed for: all end."""
+
+    def _give_up(self, error: Exception) -> None:
+        """No step will come any more."""
+
+    # -- from anywhere -------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """No further step begins; requests may be added and aborted.
+
+        Raises:
+            ValueError: the core has a process of its own, which keeps its own pace.
+        """
+        _check_it_can_wait(self._engine)
+        with self._wake:
+            self._is_paused, self._num_single_steps = True, 0
+
+    def resume(self) -> None:
+        with self._wake:
+            self._is_paused, self._num_single_steps = False, 0
+            self._wake.notify()
+
+    def step(self, count: int = 1) -> None:
+        """While it is paused: so many steps, if there is work."""
+        with self._wake:
+            if self._is_paused and (self._engine.has_unfinished_requests or self._orders):
+                self._num_single_steps += count
+            self._wake.notify()
+
+    def set_pace(self, seconds: float) -> None:
+        """From one step's beginning to the next one's pass at least so many seconds.
+
+        Raises:
+            ValueError: less than none, or more than an hour; or the core has a process of its own.
+        """
+        _check_it_can_wait(self._engine)
+        if not 0 <= seconds <= 3600:
+            raise ValueError(f"a pace of {seconds} seconds a step: choose 0 to 3600")
+        with self._wake:
+            self._pace = seconds
+            self._wake.notify()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def call(self, order: Callable[[], T]) -> Future[T]:
+        """Runs something in the engine's thread, between two steps: the only way to look at the engine from outside.
+
+        Raises:
+            RuntimeError: it is closed.
+        """
+        done: Future[T] = Future()
+        with self._wake:
+            if self._is_closing:
+                raise RuntimeError("the engine is closed")
+            self._orders.append((order, done))
+            self._wake.notify()
+        self._engine.interrupt()
+        return done
+
+    def close(self) -> None:
+        """Ends its requests, its thread and the engine. A step under way is waited for."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._engine.interrupt()
+        self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failure: Exception | None = None
+        try:
+            self._loop()
+        except Exception as caught:  # not of a step, which `_step` looks after
+            failure = caught
+        error = failure or RuntimeError("the engine is closed")
+        with self._wake:
+            self._is_closing = True
+            orders, self._orders = self._orders, deque()
+        self._fail(error)
+        for _, done in orders:
+            refuse(done, error)
+        self._give_up(error)
+        try:
+            self._engine.close()
+        finally:
+            self._on_end(failure)
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._orders or self._may_step() or self._is_closing)
+                orders, self._orders = self._orders, deque()
+                is_closing = self._is_closing
+            for order in orders:
+                carry_out(*order)
+            self._let_in()
+            if is_closing:
+                return
+            if not self._may_step():
+                self._tell_stats()  # no step will
+            elif (early := self._last_step + self._pace - time.monotonic()) > 0:
+                self._wait(early, self._pace)
+            else:
+                self._step()
+
+    def _wait(self, seconds: float, pace: float) -> None:
+        """For the next step's time, or until something else is to be done."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._orders or self._is_closing or self._pace != pace, seconds)
+
+    def _may_step(self) -> bool:
+        if self._engine.is_elsewhere:
+            return True  # to listen
+        return self._engine.has_unfinished_requests and (not self._is_paused or self._num_single_steps > 0)
+
+    def _step(self) -> None:
+        self._last_step = time.monotonic()
+        changed: list[RequestOutput] = []
+        failure: Exception | None = None
+        try:
+            changed = self._engine.step()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            failure = error
+        self._take(changed)
+        self._let_in()
+        with self._wake:
+            self._num_single_steps = max(self._num_single_steps - 1, 0)
+            if not self._engine.has_unfinished_requests:
+                self._num_single_steps = 0
+        self._tell_stats()
+        self._on_step(failure)
+
+    def _tell_stats(self) -> None:
+        if self._on_stats is not None and (stats := self._engine.stats()) is not None:
+            self._on_stats(stats)
+
+
+def carry_out(order: Callable[[], Any], done: Future[Any]) -> None:
+    """Does what was ordered, unless whoever ordered it has given up."""
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        done.set_result(order())
+    except Exception as error:
+        done.set_exception(error)
+
+
+def refuse(done: Future[Any], error: Exception) -> None:
+    """What was ordered will not be done."""
+    if done.set_running_or_notify_cancel():
+        done.set_exception(error)
+
+
+def _check_it_can_wait(engine: Engine) -> None:
+    if engine.is_elsewhere:
+        raise ValueError("the engine's core has a process of its own and keeps its own pace: use own_process=False")

@@ -1,0 +1,137 @@
+"""From what a user asks to what the scheduler takes: text becomes token ids, `n` completions become `n` requests.
+
+What cannot be done is refused here, with the one line that says why, before the scheduler has heard of it.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from teachllm.config import EngineConfig
+from teachllm.core.request import Request
+from teachllm.engine.tokenizer import Tokenizer
+from teachllm.models.model_config import ModelConfig
+from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
+from teachllm.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class InputProcessor:
+    """Makes requests.
+
+    Args:
+        config: resolved for the model.
+        tokenizer: None takes prompts as token ids alone.
+
+    Attributes:
+        num_requests: made so far; those without a seed have noise by this number.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
+        self.num_requests = 0
+
+    def requests(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        arrival_time: float,
+    ) -> tuple[str | None, list[int], list[Request]]:
+        """Text and ids of a prompt, and the request's `n` completions; they share the prompt's blocks.
+
+        Raises:
+            ValueError: the prompt is none, or a parameter does not suit the model.
+        """
+        text, token_ids, packed_ids = self._token_ids(prompt)
+        bad_words = self._check(params)
+        self.num_requests += 1
+        seed = params.seed
+        if seed is None:  # the same engine seed and order of requests give the same noise
+            digest = sha256(f"{self._config.seed} {self.num_requests}".encode()).digest()
+            seed = int.from_bytes(digest[:8], "little")
+        # The first child scores the prompt for all.
+        others = replace(params, prompt_logprobs=None) if params.n > 1 else params
+        children = [
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                prompt_token_ids=packed_ids,
+                sampling_params=params if index == 0 else others,
+                eos_token_ids=self._model_config.eos_token_ids,
+                arrival_time=arrival_time,
+                priority=priority,
+                cache_keys=() if cache_salt is None else (f"salt {cache_salt}",),
+                group=request_id if params.n > 1 else None,
+                child_index=index,
+                seed=seed,
+                bad_word_token_ids=bad_words,
+            )
+            for index in range(params.n)
+        ]
+        check_some_token_allowed(params, self._model_config.vocab_size, children[0].stop_token_ids, bad_words)
+        return text, token_ids, children
+
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The id sequences of a request's bad words; none without a tokenizer."""
+        if self._tokenizer is None or not params.bad_words:
+            return ()
+        return tuple(map(tuple, self._tokenizer.encode_bad_words(params.bad_words)))
+
+    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int], array[int]]:
+        """Text, ids and packed ids of a prompt. A long one's are looked at by C code alone: its first token waits."""
+        content: Any = prompt
+        if isinstance(prompt, Mapping):
+            if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+                raise ValueError('a prompt dictionary has either "prompt" or "prompt_token_ids"')
+            content = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        text, given = None, content
+        if isinstance(content, str):
+            if self._tokenizer is None:
+                raise ValueError('skip_tokenizer_init=True: give prompts as {"prompt_token_ids": [...]}')
+            text, given = content, self._tokenizer.encode(content)
+        if not isinstance(given, Iterable):
+            kind = type(given).__name__
+            raise ValueError(f"a prompt is a text, token ids, or a dictionary with either, not {kind}")
+        ids, vocab_size = list(given), self._model_config.vocab_size
+        try:
+            packed = array("q", struct.pack(f"{len(ids)}q", *ids))  # faster than from the list
+        except (struct.error, TypeError):
+            packed = array("q")
+        values = np.asarray(packed)
+        if len(values) < len(ids) or (ids and (values.min() < 0 or values.max() >= vocab_size)):
+            wrong = next(token_id for token_id in ids if not _is_below(token_id, vocab_size))
+            raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary of {vocab_size}")
+        if ids and type(ids[0]) is not int:  # from NumPy or a tensor: one stands for all
+            ids = packed.tolist()
+        return text, ids, packed
+
+    def _check(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Refuses what this model or engine cannot do; returns the bad words as ids."""
+        vocab_size = self._model_config.vocab_size
+        check_params(params, vocab_size, self._config.max_logprobs)
+        for name, words in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
+            if words and self._tokenizer is None:
+                raise ValueError(f"{name} are text: drop them, or set skip_tokenizer_init=False")
+        bad_words = self.bad_word_ids(params)
+        check_ids("bad_words", (token_id for word in bad_words for token_id in word), vocab_size)
+        return bad_words
+
+
+def _is_below(token_id: Any, vocab_size: int) -> bool:
+    """Whether this is an id of the model; a tokenizer may know more."""
+    try:
+        return 0 <= operator.index(token_id) < vocab_size
+    except TypeError:
+        return False

@@ -1,0 +1,88 @@
+"""What it takes to make an engine's core in this process: a device, a model on it, an executor, and maybe a trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+from teachllm.config import EngineConfig
+from teachllm.core.prefix_cache import hash_root
+from teachllm.core.trace import Recorder
+from teachllm.engine.ceilings import device_name, known_ceilings
+from teachllm.engine.engine_core import EngineCore, describe
+from teachllm.engine.step_roofline import StepRoofline
+from teachllm.engine.token_texts import TokenTexts, load_tokenizer
+from teachllm.engine.tokenizer import Tokenizer
+from teachllm.engine.trace_file import TraceFile
+from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.worker.executor import Executor, InProcessExecutor, select_device
+from teachllm.worker.gpu_model_runner import GPUModelRunner
+from teachllm.worker.model_runner import ModelRunner
+
+
+def make_core(
+    config: EngineConfig,
+    *,
+    needs_tokenizer: bool = True,
+    recorder: Recorder | None = None,
+    trace_sink: Callable[[str], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
+) -> tuple[EngineCore, ModelConfig, Tokenizer | None]:
+    """Loads a model and joins it with a scheduler.
+
+    Args:
+        needs_tokenizer: False loads it only if a trace needs it.
+
+    Other arguments as of `Engine`.
+
+    Raises:
+        ValueError: the checkpoint or the settings are refused; one line says why and what to change.
+    """
+    device = select_device(config.device)
+    model = load_model_config(config, device.type)
+    config = replace(config, device=str(device)).resolve(model.max_model_len)
+    is_traced = recorder is None and (config.trace_path is not None or trace_sink is not None)
+    tokenizer = load_tokenizer(config, model.path) if needs_tokenizer or (is_traced and config.trace_text) else None
+    file = TraceFile(config.trace_path) if is_traced and config.trace_path is not None else None
+    if is_traced:
+        sink = _to_all([each for each in (file, trace_sink) if each is not None])
+        recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
+    make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+    try:
+        runner = make_runner(config, model, device, progress)
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+    executor: Executor = InProcessExecutor(runner)
+    if make_executor is not None:
+        executor = make_executor(config, executor)
+    root = hash_root(model.path, config.revision, model.dtype, model.dtype, config.block_size)
+    roofline: StepRoofline | None = None
+    if recorder is not None:
+        roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
+        if isinstance(runner, GPUModelRunner):
+            runner.times_steps = True
+    core = EngineCore(
+        config, executor, root, recorder, roofline=roofline, on_close=None if file is None else file.close
+    )
+    if recorder is not None and roofline is not None:
+        shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
+        ceilings = None if roofline.ceilings is None else asdict(roofline.ceilings)
+        machine = {"device": device_name(str(device)), "ceilings": ceilings}
+        recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
+    return core, model, tokenizer
+
+
+def _to_all(sinks: Sequence[Callable[[str], None]]) -> Callable[[str], None]:
+    """One sink in place of several."""
+    if len(sinks) == 1:
+        return sinks[0]
+
+    def sink(line: str) -> None:
+        for each in sinks:
+            each(line)
+
+    return sink

@@ -1,0 +1,132 @@
+"""What an engine and its core say to each other when a socket lies between them.
+
+Each message is a msgspec struct, packed as MessagePack: typed when it is read, and never code (no pickle). A request is
+named by a number that is never used twice, so that what is still on its way for one that was aborted is not taken for
+another's that got its id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from teachllm.config import EngineConfig
+from teachllm.core.scheduler_output import TokenLogprobs
+from teachllm.engine.stats import StepStats
+from teachllm.models.model_config import ModelConfig
+from teachllm.sampling_params import SamplingParams
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """One of the below; its name goes with it."""
+
+
+# -- to the core -------------------------------------------------------------------------------------------
+
+
+class Start(Message, frozen=True):
+    """Load the model. With `traces`, every line of the trace is told."""
+
+    config: EngineConfig
+    traces: bool
+
+
+class Add(Message, frozen=True):
+    """Queue a request. `prompt` holds its ids, 8 bytes each in the machine's order; the rest as in `Request`."""
+
+    number: int
+    request_id: str
+    prompt: bytes
+    sampling_params: SamplingParams
+    arrival_time: float
+    priority: int
+    cache_keys: tuple[str, ...]
+    group: str | None
+    child_index: int
+    seed: int
+    bad_word_token_ids: tuple[tuple[int, ...], ...]
+
+
+class Finish(Message, frozen=True):
+    """End a request, for a `FinishReason`."""
+
+    number: int
+    reason: str
+    stop_reason: str | int | None
+
+
+class ResetPrefixCache(Message, frozen=True):
+    """Forget what no request holds."""
+
+
+class Close(Message, frozen=True):
+    """End the process."""
+
+
+# -- from the core -----------------------------------------------------------------------------------------
+
+
+class Loading(Message, frozen=True):
+    """So many bytes of weights are loaded."""
+
+    num_bytes: int
+    total: int
+
+
+class Ready(Message, frozen=True):
+    """The model is loaded; the configuration as resolved for it."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    num_blocks: int
+
+
+class Refused(Message, frozen=True):
+    """The settings or the checkpoint are refused, or loading failed (`is_fault`); the process ends."""
+
+    error: str
+    is_fault: bool
+
+
+class Update(msgspec.Struct, array_like=True, frozen=True):
+    """What a step changed for one request, as `RequestUpdate` and `Request` say it."""
+
+    number: int
+    new_token_ids: list[int]
+    num_accepted: int
+    start: int
+    num_cached_tokens: int
+    first_scheduled_time: float | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+
+
+class Stepped(Message, frozen=True):
+    """One step's updates and figures, and the lines of the trace since the last message."""
+
+    updates: list[Update]
+    stats: StepStats
+    lines: list[str]
+
+
+class Failed(Message, frozen=True):
+    """A step failed and was taken back."""
+
+    error: str
+
+
+ToCore = Start | Add | Finish | ResetPrefixCache | Close
+FromCore = Loading | Ready | Refused | Stepped | Failed
+
+
+def _plain(value: Any) -> Any:
+    """What a user may give in place of a list or a number: a range, a set, NumPy's."""
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
+decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

@@ -1,0 +1,87 @@
+"""What a step tells about the engine as a whole: the source of every gauge and counter of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from teachllm.core.in_flight import RequestUpdate
+from teachllm.core.request import Request
+from teachllm.core.scheduler import Scheduler
+from teachllm.core.scheduler_output import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """How things stand, and what has been counted since these were last asked for.
+
+    Attributes:
+        num_running, num_waiting: requests; completions of one request count each.
+        kv_cache_usage: fraction of the KV blocks that requests hold.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found, for requests newly admitted.
+        num_preemptions: requests that lost their blocks.
+        num_tokens: computed, of prompts and outputs.
+        num_prompt_tokens: of the prompts that have got their first output token.
+        num_generation_tokens: sampled.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions: int
+    num_tokens: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+
+    def then(self, later: StepStats) -> StepStats:
+        """Both as one."""
+        return replace(later, **{name: getattr(self, name) + getattr(later, name) for name in _COUNTS})
+
+
+_COUNTS = (
+    *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+    *("num_tokens", "num_prompt_tokens", "num_generation_tokens"),
+)
+
+
+class StepCounter:
+    """Counts between two `StepStats`."""
+
+    def __init__(self) -> None:
+        self._num_preemptions = 0  # of the scheduler, in all, when they were last told
+        self._reset()
+
+    def _reset(self) -> None:
+        self._queries = self._hits = self._num_tokens = self._num_prompt_tokens = self._num_generation_tokens = 0
+
+    def admit(self, request: Request) -> None:
+        """It has been scheduled for the first time."""
+        self._queries += request.num_prompt_tokens
+        self._hits += request.num_cached_tokens or 0
+
+    def step(self, plan: SchedulerOutput, updates: list[RequestUpdate]) -> None:
+        """A plan's tokens are there."""
+        self._num_tokens += plan.num_tokens
+        for update in updates:
+            if num_new := len(update.new_token_ids):
+                self._num_generation_tokens += num_new
+                if update.request.num_output_tokens == num_new:
+                    self._num_prompt_tokens += update.request.num_prompt_tokens
+
+    def take(self, scheduler: Scheduler) -> StepStats:
+        """What there is to tell; counting begins anew."""
+        stats = StepStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=scheduler.kv.num_used_blocks / len(scheduler.kv.pool),
+            prefix_cache_queries=self._queries,
+            prefix_cache_hits=self._hits,
+            num_preemptions=scheduler.num_preemptions - self._num_preemptions,
+            num_tokens=self._num_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+        )
+        self._num_preemptions = scheduler.num_preemptions
+        self._reset()
+        return stats
