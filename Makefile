@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: help chat viz test lint format soak clean
+.PHONY: help chat serve viz test lint format soak clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -15,6 +15,9 @@ help:  ## this list
 
 chat: $(VENV)/.core  ## talk to the embedded model
 	@$(BIN)/python -m teachllm_cli chat $(ARGS)
+
+serve: $(VENV)/.serve  ## serve the embedded model over HTTP, the way OpenAI does
+	@$(BIN)/python -m teachllm_cli serve $(ARGS)
 
 viz: $(VENV)/.ui  ## watch the embedded model's engine in a browser
 	@$(BIN)/python -m teachllm_cli viz $(ARGS)
@@ -49,10 +52,15 @@ $(VENV)/.ui: $(SOURCES) | $(VENV)/.pip
 	@$(INSTALL) '.[ui]' >&2
 	@touch $(VENV)/.core $@
 
+$(VENV)/.serve: $(SOURCES) | $(VENV)/.pip
+	@echo "installing what teachllm's server needs into $(VENV) (once) ..." >&2
+	@$(INSTALL) '.[serve]' >&2
+	@touch $(VENV)/.core $@
+
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm and its tests need into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[dev]' >&2
-	@touch $(VENV)/.core $(VENV)/.ui $@
+	@touch $(VENV)/.core $(VENV)/.ui $(VENV)/.serve $@
 
 $(VENV)/.pip:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "teachllm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from teachllm.config import EngineConfig
+from teachllm_cli.answerers import EngineAnswerer
 from teachllm_cli.chat import answer, print_banner
 from teachllm_cli.chat_session import ChatSession
 from teachllm_cli.engine import make_llm, sampling_params
@@ -31,7 +32,8 @@ def chat() -> str:
     screen = Console(file=io.StringIO(), force_terminal=True, width=WIDTH, highlight=False, color_system="standard")
     with contextlib.closing(make_llm(EngineConfig(device="cpu"))) as llm:
         params = sampling_params(llm, max_tokens=256)
-        session = ChatSession(llm=llm, params=params, out=screen, notes=screen, show_stats=True, interactive=False)
+        answerer = EngineAnswerer(llm, params)
+        session = ChatSession(answerer=answerer, out=screen, notes=screen, show_stats=True, interactive=False)
         print_banner(session)
         for question in QUESTIONS:
             screen.print(f"[bold cyan]>[/] {question}")

@@ -51,15 +51,19 @@ FLOORS = {
     "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),
 }
 # Wings that may be imported where they are used, though not at the top of a module.
-ON_USE = {"teachllm_cli": ("teachllm_webui", "teachllm_lessons")}
+ON_USE = {"teachllm_cli": ("teachllm_webui", "teachllm_lessons", "teachllm.server")}
 CORE_INSTALL = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2"}
+SERVE_EXTRA = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "typing_extensions"}
+SERVE_EXTRA |= {"prometheus_client", "msgspec"}
 OUTSIDE = {
     "teachllm.core": set(),
     **{name: set() for name in PLAIN_DATA},
     "teachllm_kernels": {"torch", "triton"},
     "teachllm.trace": set(),
     "teachllm_cli": {"typer"},
+    "teachllm.server": SERVE_EXTRA,
     "teachllm": CORE_INSTALL,
+    **{f"teachllm.engine.{name}": {"zmq", "msgspec"} for name in ("core_client", "core_process", "messages")},
 }
 
 

@@ -9,8 +9,11 @@ import typer
 from teachllm import __version__
 from teachllm_cli.bench import bench
 from teachllm_cli.chat import chat
+from teachllm_cli.complete import complete
 from teachllm_cli.generate import generate
 from teachllm_cli.info import info
+from teachllm_cli.run_batch import run_batch
+from teachllm_cli.serve import serve
 from teachllm_cli.trace import trace
 from teachllm_cli.viz import viz
 
@@ -22,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, generate, info, viz):
+for command in (chat, generate, info, serve, complete, run_batch, viz):
     app.command()(command)
 app.add_typer(bench)
 app.add_typer(trace)

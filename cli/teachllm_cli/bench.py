@@ -6,8 +6,7 @@ Flags that `vllm bench` has, too, are spelled as it spells them.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,8 @@ import typer
 
 from teachllm.config import EngineConfig
 from teachllm_cli import engine as engine_door
+from teachllm_cli.bench_output import OutputJson, check_folder, number, progress_bar, write_json
+from teachllm_cli.bench_serve import serve
 from teachllm_cli.engine_options import engine_command
 from teachllm_cli.terminal import answers, notes
 
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from teachllm.roofline import Ceilings
 
 bench = typer.Typer(
-    name="bench", no_args_is_help=True, help="Measure latency or throughput beside this machine's ceilings."
+    name="bench",
+    no_args_is_help=True,
+    help="Measure latency or throughput beside this machine's ceilings, or a server under load.",
 )
 
 _KERNELS_SHOWN = 4  # of each group
 _TRACE = Path("profile-trace.json")
-
-OutputJson = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
 
 
 @bench.command()
@@ -56,18 +57,18 @@ def latency(
 
     options = LatencyOptions(input_len, output_len, batch_size, num_iters_warmup, num_iters)
     trace = profile_trace or (_TRACE if profile else None)
-    _check_folder("--profile-trace", trace)
+    check_folder("--profile-trace", trace)
     title = f"{engine.model}: {batch_size} x ({input_len} tokens in, {output_len} out)"
     with _measured(engine, output_json) as (llm, ceilings):
         if trace is not None:
             check_profile(llm, latency_batch(llm, options))
-        with _bar("iterations") as progress:
+        with progress_bar("iterations") as progress:
             result = run_latency(llm, options, ceilings, progress)
         _report(title, result.figures, ceilings, result.json, output_json)
         if trace is not None:
             steps = profile_decode(llm, latency_batch(llm, options), ceilings, trace_path=trace)
             _report_profile(steps)
-            _write(output_json, result.json | {"profile": asdict(steps)})
+            write_json(output_json, result.json | {"profile": asdict(steps)})
             notes().print(f"The same steps for https://ui.perfetto.dev: {trace}", markup=False, soft_wrap=True)
 
 
@@ -90,17 +91,20 @@ def throughput(
     from teachllm.bench.throughput import ThroughputOptions, run_throughput
 
     options = ThroughputOptions(num_prompts, input_len, output_len, random_range_ratio, num_warmups)
-    with _measured(engine, output_json) as (llm, ceilings), _bar("requests") as progress:
+    with _measured(engine, output_json) as (llm, ceilings), progress_bar("requests") as progress:
         result = run_throughput(llm, options, ceilings, progress)
     tokens = f"{result.num_prompt_tokens:,} tokens in, {result.num_output_tokens:,} out"
     title = f"{engine.model}: {num_prompts} requests, {tokens}, {result.elapsed_s:.2f} s"
     _report(title, result.figures, ceilings, result.json, output_json)
 
 
+bench.command()(serve)
+
+
 @contextlib.contextmanager
 def _measured(engine: EngineConfig, output_json: Path | None) -> Iterator[tuple[LLM, Ceilings]]:
     """The model, and the ceilings of where it runs: measured first, since an engine takes what memory there is."""
-    _check_folder("--output-json", output_json)
+    check_folder("--output-json", output_json)
     from teachllm.bench.ceilings import ceilings_of
 
     ceilings = ceilings_of(engine)
@@ -109,32 +113,10 @@ def _measured(engine: EngineConfig, output_json: Path | None) -> Iterator[tuple[
         yield llm, ceilings
 
 
-def _check_folder(flag: str, path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {path.absolute().parent}")
-
-
-def _write(output_json: Path | None, found: dict[str, Any]) -> None:
-    if output_json is not None:
-        output_json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, gone at the end; nothing where stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = notes()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(unit, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
 def _report(
     title: str, figures: Sequence[Figure], ceilings: Ceilings, found: dict[str, Any], output_json: Path | None
 ) -> None:
-    _write(output_json, found)
+    write_json(output_json, found)
     from rich.table import Table
     from rich.text import Text
 
@@ -143,7 +125,7 @@ def _report(
     for column in ("measured", "at the ceilings", "of them"):
         table.add_column(column, justify="right")
     for figure in figures:
-        amounts = (f"{_number(value)} {figure.unit}" for value in (figure.value, figure.limit))
+        amounts = (f"{number(value)} {figure.unit}" for value in (figure.value, figure.limit))
         table.add_row(figure.name, *amounts, f"{figure.of_ceiling:.1%}")
     console = answers()
     console.print(Text(title, style="bold"))
@@ -163,7 +145,7 @@ def _report_profile(steps: StepProfile) -> None:
     from rich.text import Text
 
     console = answers()
-    console.print(Text(f"A decode step, mean of {steps.num_steps}: {_number(steps.wall_ms)} ms", style="bold"))
+    console.print(Text(f"A decode step, mean of {steps.num_steps}: {number(steps.wall_ms)} ms", style="bold"))
     table = Table(box=None, padding=(0, 1, 0, 2))
     table.add_column("where it goes", no_wrap=True)
     for column in ("ms", "share", "floor ms", "of it", "calls"):
@@ -171,8 +153,8 @@ def _report_profile(steps: StepProfile) -> None:
 
     def add(name: str, ms: float, floor: Floor | None = None, calls: float | None = None, style: str = "") -> None:
         best = ("", "") if floor is None else (f"{floor.ms:.3f}", f"{floor.ms / ms:.1%}")
-        number = "" if calls is None else f"{calls:.4g}"
-        table.add_row(Text(name), f"{ms:.3f}", f"{ms / steps.wall_ms:.1%}", *best, number, style=style)
+        num_calls = "" if calls is None else f"{calls:.4g}"
+        table.add_row(Text(name), f"{ms:.3f}", f"{ms / steps.wall_ms:.1%}", *best, num_calls, style=style)
 
     for group, ms in steps.groups().items():
         add(group, ms, steps.floors.get(group))
@@ -185,11 +167,6 @@ def _report_profile(steps: StepProfile) -> None:
         f"Floors are set by the ceilings ({floors}); a group without one is overhead.", style="dim", markup=False
     )
     console.print(
-        f"Without the profiler a step takes {_number(steps.unprofiled_ms)} ms, "
-        f"and the host is at work for {_number(steps.host_ms)} ms of it."
+        f"Without the profiler a step takes {number(steps.unprofiled_ms)} ms, "
+        f"and the host is at work for {number(steps.host_ms)} ms of it."
     )
-
-
-def _number(value: float) -> str:
-    """Three digits at least: 12,345, 123.4, 1.234, 0.1234."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

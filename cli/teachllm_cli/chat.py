@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
 from teachllm.config import EngineConfig
 from teachllm_cli import engine as engine_door
+from teachllm_cli.answerers import Answerer, EngineAnswerer, ServerAnswerer
 from teachllm_cli.chat_session import ChatSession
 from teachllm_cli.conversation import Conversation
-from teachllm_cli.engine_options import engine_command
+from teachllm_cli.engine_options import engine_command, given_flags
 from teachllm_cli.errors import print_error
+from teachllm_cli.openai_client import OpenAIClient
 from teachllm_cli.sampling_options import MaxTokens, MinP, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
+from teachllm_cli.server_options import PANEL, ApiKey
 from teachllm_cli.terminal import answers, notes
-
-if TYPE_CHECKING:
-    from teachllm import LLM
 
 
 @engine_command
 def chat(
+    context: typer.Context,
     engine: EngineConfig,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show tokens, cache hits and speed after each answer.")
     ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask a running server in place of an engine here, like http://127.0.0.1:8000; --model then picks one "
+            "of its models. What no flag says, the server decides.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    api_key: ApiKey = None,
     max_tokens: MaxTokens = 1024,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -38,25 +49,26 @@ def chat(
     stop: Stop = None,
 ) -> None:
     """Talk to a model. What is piped into stdin is one message, and only its answer is printed."""
+    flags = given_flags(context)
+    if url is not None and (wrong := [flag for flag in flags if flag != "--model"]):
+        raise ValueError(
+            f"{wrong[0]} is a setting of an engine here, and --url asks one that runs: leave one of them out"
+        )
     interactive = sys.stdin.isatty()
     message = "" if interactive else sys.stdin.read().strip()
     if not interactive and not message:
         raise ValueError('nothing to answer: stdin is empty (try: echo "What is a KV cache?" | teachllm chat)')
-    llm = engine_door.make_llm(engine)
-    with contextlib.closing(llm):
+    sampling: dict[str, Any] = {
+        **{"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
+        **{"repetition_penalty": repetition_penalty, "seed": seed, "stop": stop},
+    }
+    if url is None:
+        opened = _engine(engine, sampling)
+    else:
+        opened = _server(url, api_key, engine.model if "--model" in flags else None, sampling)
+    with opened as answerer:
         session = ChatSession(
-            llm=llm,
-            params=engine_door.sampling_params(
-                llm,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                seed=seed,
-                stop=stop,
-            ),
+            answerer=answerer,
             out=answers(),
             notes=answers() if interactive else notes(),
             show_stats=stats,
@@ -70,11 +82,23 @@ def chat(
             session.ask(message)
 
 
+@contextlib.contextmanager
+def _engine(engine: EngineConfig, sampling: dict[str, Any]) -> Iterator[Answerer]:
+    with contextlib.closing(engine_door.make_llm(engine)) as llm:
+        yield EngineAnswerer(llm, engine_door.sampling_params(llm, **sampling))
+
+
+@contextlib.contextmanager
+def _server(url: str, api_key: str | None, model: str | None, sampling: dict[str, Any]) -> Iterator[Answerer]:
+    with contextlib.closing(OpenAIClient(url, api_key=api_key, model=model)) as client:
+        yield ServerAnswerer(client, sampling)
+
+
 def print_banner(session: ChatSession) -> None:
     """Who answers, where it runs, and the one thing to know."""
     from rich.text import Text
 
-    session.out.print(Text.assemble((session.llm.config.model, "bold cyan"), f" {_where(session.llm)}"))
+    session.out.print(Text.assemble((session.answerer.name, "bold cyan"), f" {session.answerer.where}"))
     session.out.print("Ask something. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.\n", style="dim")
 
 
@@ -106,12 +130,6 @@ def answer(session: ChatSession, question: str) -> None:
     except KeyboardInterrupt:
         session.out.print("\nstopped", style="dim")
     session.out.print()
-
-
-def _where(llm: LLM) -> str:
-    device = llm.config.device
-    place = "the CPU" if device.startswith("cpu") else f"the GPU ({device})"
-    return f"on {place}, with a context of {llm.config.max_model_len} tokens"
 
 
 def _prompt(session: ChatSession) -> str:

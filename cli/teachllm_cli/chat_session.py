@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from teachllm.outputs import RequestOutput
-from teachllm.sampling_params import SamplingParams
+from teachllm_cli.answerers import Answer, Answerer
 from teachllm_cli.conversation import Conversation, Message, Turn
+from teachllm_cli.openai_client import TooLongError
 from teachllm_cli.terminal import write_model_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from teachllm import LLM
 
 HELP = """\
 /help          this list
@@ -29,51 +27,17 @@ Ctrl-C stops an answer and keeps what was said."""
 
 
 @dataclass
-class Answer:
-    """One answer as it streams in. Times are seconds from the question."""
-
-    result: RequestOutput | None = None
-    first_token_s: float = 0.0
-    total_s: float = 0.0
-
-    @property
-    def text(self) -> str:
-        return self.result.outputs[0].text if self.result else ""
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.result.outputs[0].finish_reason if self.result else None
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.result.outputs[0].token_ids) if self.result else 0
-
-    def stats(self) -> str:
-        """Speed counts the tokens after the first: the wait for that one is another figure."""
-        num_prompt_tokens = len(self.result.prompt_token_ids) if self.result else 0
-        num_cached_tokens = self.result.num_cached_tokens if self.result else 0
-        parts = [
-            f"{num_prompt_tokens} prompt tokens, {num_cached_tokens} from the prefix cache",
-            f"{self.num_output_tokens} output tokens",
-            f"first after {self.first_token_s * 1000:.0f} ms",
-        ]
-        if self.num_output_tokens > 1 and self.total_s > self.first_token_s:
-            parts.append(f"{(self.num_output_tokens - 1) / (self.total_s - self.first_token_s):.0f} tokens/s")
-        return "; ".join(parts)
-
-
-@dataclass
 class ChatSession:
     """A conversation with a model.
 
     Attributes:
+        answerer: the model, wherever it runs.
         out: where answers go.
         notes: where everything else goes.
         interactive: a person types: Ctrl-C stops the answer instead of the program.
     """
 
-    llm: LLM
-    params: SamplingParams
+    answerer: Answerer
     out: Console
     notes: Console
     show_stats: bool = False
@@ -85,16 +49,20 @@ class ChatSession:
 
         Raises:
             ValueError: the engine refuses the question.
+            ServerError: the server does, or the answer broke off.
         """
         self._make_room(question)
-        answer = self._stream(self.conversation.messages(question))
+        answer, num_forgotten = self._answer(question)
         self.out.print()
+        del self.conversation.turns[:num_forgotten]
+        self._say_forgotten(num_forgotten, "the server's context")
         if answer.text:
             self.conversation.turns.append(Turn(question, answer.text))
         if answer.finish_reason in (None, "abort"):
             self._note("stopped")
         elif answer.finish_reason == "length":
-            self._note(f"cut off after {answer.num_output_tokens} tokens: raise --max-tokens or --max-model-len")
+            length = "" if answer.num_output_tokens is None else f" after {answer.num_output_tokens} tokens"
+            self._note(f"cut off{length}: raise {self.answerer.length_flags}")
         if self.show_stats:
             self._note(answer.stats())
 
@@ -121,25 +89,40 @@ class ChatSession:
             self._note(f"{name} is no command: /help lists them.")
         return True
 
+    def _answer(self, question: str) -> tuple[Answer, int]:
+        """The answer, and how many of the oldest turns it had to do without: so where nobody can count tokens."""
+        num_left_out, turns = 0, self.conversation.turns
+        while True:
+            try:
+                seen = Conversation(self.conversation.system, turns[num_left_out:])
+                return self._stream(seen.messages(question)), num_left_out
+            except TooLongError:
+                if num_left_out == len(turns):
+                    raise
+                num_left_out += 1
+
     def _stream(self, messages: list[Message]) -> Answer:
         answer, shown, start = Answer(), 0, time.perf_counter()
-        stream = self.llm.stream_chat(messages, self.params)
+        stream = self.answerer.stream(messages)
         with self._stop_flag() as stopped, contextlib.closing(stream):
-            for answer.result in stream:
-                answer.total_s = time.perf_counter() - start
-                if not answer.first_token_s and answer.num_output_tokens:
-                    answer.first_token_s = answer.total_s
-                write_model_text(self.out, answer.text[shown:])
-                shown = len(answer.text)
-                if stopped:
-                    break  # closing the stream aborts the request
+            try:
+                for answer in stream:
+                    answer.total_s = time.perf_counter() - start
+                    answer.first_token_s = answer.first_token_s or answer.total_s
+                    write_model_text(self.out, answer.text[shown:])
+                    shown = len(answer.text)
+                    if stopped:
+                        break  # closing the stream aborts the request
+            except KeyboardInterrupt:
+                if not self.interactive or self.answerer.stops_between_steps:
+                    raise
         return answer
 
     @contextlib.contextmanager
     def _stop_flag(self) -> Iterator[list[bool]]:
         """A list that Ctrl-C fills, so that an answer stops between two steps and never inside one."""
         pressed: list[bool] = []
-        if not self.interactive:
+        if not self.interactive or not self.answerer.stops_between_steps:
             yield pressed
             return
 
@@ -155,15 +138,15 @@ class ChatSession:
             signal.signal(signal.SIGINT, before)
 
     def _make_room(self, question: str) -> None:
-        context, tokenizer = self.llm.config.max_model_len, self.llm.tokenizer
-        assert context is not None and tokenizer is not None  # resolved, and chat has no flag to skip it
+        context = self.answerer.max_model_len
+        if context is not None:
+            num_dropped = self.conversation.make_room(question, self.answerer.count_tokens, context)
+            self._say_forgotten(num_dropped, f"the context of {context} tokens")
 
-        def count_tokens(messages: list[Message]) -> int:
-            return len(tokenizer.apply_chat_template(messages))
-
-        if dropped := self.conversation.make_room(question, count_tokens, context):
-            turns = "turn is" if dropped == 1 else f"{dropped} turns are"
-            self._note(f"The conversation outgrew the context of {context} tokens: the oldest {turns} forgotten.")
+    def _say_forgotten(self, num_turns: int, context: str) -> None:
+        if num_turns:
+            turns = "turn is" if num_turns == 1 else f"{num_turns} turns are"
+            self._note(f"The conversation outgrew {context}: the oldest {turns} forgotten.")
 
     def _note(self, text: str) -> None:
         self.notes.print(text, style="dim", markup=False, soft_wrap=True)

@@ -46,6 +46,17 @@ def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[
     return run
 
 
+def given_flags(context: typer.Context) -> list[str]:
+    """Those of `engine_command` that were typed, be it with their defaults, as --block-size."""
+    typed = [
+        field.name
+        for field in fields(EngineConfig)
+        if field.name not in _NOT_FLAGS
+        and (source := context.get_parameter_source(field.name)) is not None and source.name == "COMMANDLINE"
+    ]
+    return [_NAMES.get(name, [f"--{name.replace('_', '-')}"])[0].split("/")[0] for name in typed]
+
+
 def _flags() -> Iterator[inspect.Parameter]:
     types, explained = get_type_hints(EngineConfig), _explanations(EngineConfig.__doc__ or "")
     for field in fields(EngineConfig):

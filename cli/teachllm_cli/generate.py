@@ -40,7 +40,7 @@ def generate(
     stop: Stop = None,
 ) -> None:
     """Continue one or more prompts as they are, without a chat template."""
-    prompts = [*(prompt or []), *(_read_prompts(prompt_file) if prompt_file else [])]
+    prompts = [*(prompt or []), *(read_prompts(prompt_file) if prompt_file else [])]
     if not prompts:
         raise ValueError("no prompt: give --prompt TEXT, or --prompt-file FILE (- reads stdin)")
     llm = engine_door.make_llm(engine)
@@ -64,7 +64,7 @@ def generate(
     print_results(prompts, results)
 
 
-def _read_prompts(name: str) -> list[str]:
+def read_prompts(name: str) -> list[str]:
     """The lines that hold more than white space."""
     text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line.strip()]

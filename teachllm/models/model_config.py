@@ -84,9 +84,15 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         eos_token_ids=_eos_token_ids(defaults, raw),
         weight_bytes=(num_parameters + _num_beside(raw, implementation, device_type, max_model_len))
         * DTYPE_BYTES[dtype],
-        generation_defaults={k: defaults[k] for k in _SAMPLING_DEFAULTS if defaults.get(k) is not None},
+        generation_defaults=_generation_defaults(defaults),
         raw=raw,
     )
+
+
+def _generation_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
+    """What generation_config.json advises; one that says not to sample advises temperature 0."""
+    advised = {name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None}
+    return advised | {"temperature": 0.0} if generation.get("do_sample") is False else advised
 
 
 def _num_beside(raw: dict[str, Any], implementation: str, device_type: str, max_model_len: int) -> int:

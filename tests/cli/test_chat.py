@@ -9,6 +9,7 @@ from rich.console import Console
 
 from teachllm.sampling_params import SamplingParams
 from teachllm_cli import chat as chat_module
+from teachllm_cli.answerers import EngineAnswerer
 from teachllm_cli.chat_session import ChatSession
 from teachllm_cli.conversation import Conversation, Turn
 
@@ -16,7 +17,8 @@ from teachllm_cli.conversation import Conversation, Turn
 @pytest.fixture
 def session(llm) -> ChatSession:
     console = Console(file=io.StringIO(), width=200, highlight=False)
-    return ChatSession(llm=llm, params=SamplingParams(temperature=0.0), out=console, notes=console)
+    answerer = EngineAnswerer(llm, SamplingParams(temperature=0.0))
+    return ChatSession(answerer=answerer, out=console, notes=console)
 
 
 @pytest.fixture

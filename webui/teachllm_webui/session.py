@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from teachllm.config import EngineConfig
+from teachllm_webui.attach import AttachedServer
 from teachllm_webui.compare import Side
 from teachllm_webui.live import LiveRun
 from teachllm_webui.loader import Loader
 from teachllm_webui.plan import FORKABLE, UNTRUSTED, PlannedRequest, engine_plan, fork_plan
 from teachllm_webui.presets import Preset
-from teachllm_webui.timeline import Seen, Status, Timeline, start_all
+from teachllm_webui.timeline import Seen, Status, Timeline, drop, start_all
 from teachllm_webui.trace_log import FollowedFile, TraceLog
 from teachllm_webui.what_if import WhatIf, run_what_if
 
@@ -83,12 +84,35 @@ class LiveSession:
         def end(problem: str | None) -> None:
             if problem is not None:
                 self._say(problem)
-            elif any(side.file is file for side in self.sides) and not self.status.loading:
+            elif any(side.source is file for side in self.sides) and not self.status.loading:
                 self.replay(path)  # another trace
 
         self._refuse_while_loading()
         file = FollowedFile(path, log.append, end)
-        self._install(([Timeline(path.name, log, file=file)], Status(title=path.name, can_fork=True)))
+        self._install(([Timeline(path.name, log, source=file)], Status(title=path.name, can_fork=True)))
+
+    def attach(self, url: str, api_key: str | None = None) -> None:
+        """The trace of a running server, from here on.
+
+        Raises:
+            ValueError: it cannot be had.
+        """
+        self._refuse_while_loading()
+        server = AttachedServer(url, api_key, self._show_again, self.changed)
+        self._show(server)
+        server.follow()
+
+    def _show(self, server: AttachedServer) -> None:
+        status = Status(title=server.name, can_fork=not server.is_partial, follows=True)
+        self._install(([Timeline(server.name, server.log, source=server)], status))
+
+    def _show_again(self, server: AttachedServer) -> None:
+        """Its log is another one."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.status.loading or self._is_closed)
+            is_shown = any(side.source is server for side in self.sides)
+        if is_shown:
+            self._show(server)
 
     def what_if(self, form: WhatIf) -> None:
         """A simulation in place of an engine."""
@@ -113,7 +137,7 @@ class LiveSession:
             lines, coming = left.run.so_far() if left.run else (left.log.upto(), [])
             told = ", ".join(f"{FORKABLE[name]} {value}" for name, value in changes.items()) or "the same settings"
             plan = fork_plan(lines, step, changes if left.run else changes | UNTRUSTED, coming)
-            original = Timeline("original", left.log, left.run, left.file, since=step)
+            original = Timeline("original", left.log, left.run, left.source, since=step)
             (fork,) = start_all([(f"fork at step {step}: {told}", plan)], self.changed, since=step)
             return [original, fork], status
 
@@ -132,7 +156,7 @@ class LiveSession:
             left = self.sides[0]
             self._plays = left.run is not None and left.run.is_playing
             status = replace(self.status, is_fork=False)
-        self._install(([Timeline("", left.log, left.run, left.file)], status))
+        self._install(([Timeline("", left.log, left.run, left.source)], status))
 
     # -- what is done --------------------------------------------------------------------------------------
 
@@ -229,14 +253,8 @@ class LiveSession:
 
     def _refresh(self) -> None:
         """Takes over what the engines say; every change gives the status a new version."""
-        status, runs = self.status, self.runs
-        status.playing, status.is_live = any(run.is_playing and not run.is_done for run in runs), bool(runs)
-        status.sides_done = [side.run is None or side.run.is_done for side in self.sides]
-        status.is_done = bool(runs) and all(status.sides_done)
-        status.titles, status.speed = [side.title for side in self.sides], self._speed
-        for run in runs:
-            if run.error is not None:
-                status.error, run.error = run.error, None
+        status = self.status
+        status.refresh(self.sides, self._speed)
         if status != self._shown:
             self._status_version += 1
             self._shown = replace(status)
@@ -263,7 +281,7 @@ class LiveSession:
         with self.changed:
             is_outdated, sides = self._loader.is_outdated, self.sides
         if is_outdated:
-            _drop(made[0], kept=sides)
+            drop(made[0], kept=sides)
         else:
             self._install(made)
 
@@ -278,7 +296,7 @@ class LiveSession:
                 if self._plays:
                     run.play()
             self.changed.notify_all()
-        _drop(old, kept=sides)
+        drop(old, kept=sides)
 
     def _fail(self, error: Exception) -> None:
         """What is shown stays."""
@@ -290,11 +308,3 @@ class LiveSession:
     def _refuse_while_loading(self) -> None:
         if self.status.loading:
             raise ValueError(f"{self.status.loading}: try again when that is there")
-
-
-def _drop(sides: Sequence[Timeline], kept: Sequence[Timeline]) -> None:
-    """Closes what is not in use any more."""
-    in_use = [owner for side in kept for owner in (side.run, side.file) if owner is not None]
-    for side in sides:
-        if (side.run or side.file) not in in_use:
-            side.close()

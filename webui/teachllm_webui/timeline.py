@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+from teachllm_webui.attach import AttachedServer
 from teachllm_webui.compare import Tally
 from teachllm_webui.live import LiveRun
 from teachllm_webui.plan import Plan
@@ -15,7 +16,7 @@ from teachllm_webui.trace_log import FollowedFile, TraceLog
 
 @dataclass
 class Timeline:
-    """One side: a trace, and the engine that writes it or the file that it comes from, if there is one.
+    """One side: a trace, and the engine that writes it, or the file or server that it comes from, if there is one.
 
     Attributes:
         since: the step after which it differs from the other side.
@@ -24,7 +25,7 @@ class Timeline:
     title: str
     log: TraceLog
     run: LiveRun | None = None
-    file: FollowedFile | None = None
+    source: FollowedFile | AttachedServer | None = None
     since: int = -1
 
     def __post_init__(self) -> None:
@@ -34,8 +35,8 @@ class Timeline:
         if self.run is not None:
             with suppress(RuntimeError):  # it has ended by itself
                 self.run.close()
-        if self.file is not None:
-            self.file.close()
+        if self.source is not None:
+            self.source.close()
 
 
 def start_all(plans: Sequence[tuple[str, Plan]], changed: threading.Condition, since: int = -1) -> list[Timeline]:
@@ -52,6 +53,14 @@ def start_all(plans: Sequence[tuple[str, Plan]], changed: threading.Condition, s
             timelines.append(Timeline(title, run.log, run, since=since))
         undo.pop_all()
     return timelines
+
+
+def drop(sides: Sequence[Timeline], kept: Sequence[Timeline]) -> None:
+    """Closes what is not in use any more."""
+    in_use = [owner for side in kept for owner in (side.run, side.source) if owner is not None]
+    for side in sides:
+        if (side.run or side.source) not in in_use:
+            side.close()
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,9 @@ class Status:
         speed: steps a second, None as fast as it goes.
         is_live: an engine is behind it.
         is_fork: the second side can be closed.
+        follows: the first side shows the newest step, though no engine here makes it.
+        connection: how it stands with the server that the trace comes from, in a few words.
+        notice: what should be known of that trace.
     """
 
     title: str = ""
@@ -89,5 +101,21 @@ class Status:
     is_live: bool = False
     can_fork: bool = False
     is_fork: bool = False
+    follows: bool = False
+    connection: str = ""
+    notice: str | None = None
     titles: list[str] = field(default_factory=list)
     sides_done: list[bool] = field(default_factory=list)
+
+    def refresh(self, sides: Sequence[Timeline], speed: float | None) -> None:
+        """Takes over what the engines and servers say; an engine's error is told once."""
+        runs = [side.run for side in sides if side.run is not None]
+        servers = [side.source for side in sides if isinstance(side.source, AttachedServer)]
+        self.playing, self.is_live = any(run.is_playing and not run.is_done for run in runs), bool(runs)
+        self.sides_done = [side.run is None or side.run.is_done for side in sides]
+        self.is_done = bool(runs) and all(self.sides_done)
+        self.connection, self.notice = (servers[0].connection, servers[0].notice) if servers else ("", None)
+        self.titles, self.speed = [side.title for side in sides], speed
+        for run in runs:
+            if run.error is not None:
+                self.error, run.error = run.error, None

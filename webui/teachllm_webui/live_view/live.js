@@ -139,7 +139,7 @@
       const text = step === null ? "Nothing has run yet: play or step first." : where;
       patch(this.fork.note, { text });
       this.fork.enable(step !== null && this.now.can_fork);
-      if (!this.now.can_fork) patch(this.fork.note, { text: "Without tokens there is nothing to go on from." });
+      if (!this.now.can_fork) patch(this.fork.note, { text: "Without its beginning or its tokens, a trace gives nothing to go on from." });
     }
 
     _sendFork(form) {
@@ -205,7 +205,8 @@
         const box = h("section", { class: "tl-side", "data-side": String(i) }, title);
         this.sides.append(box);
         const live = now.is_live ? this._controls(i, now) : null;
-        return teachllm.mount(box, { live, grows: true, plotly: () => this._plotly() });
+        const follows = now.follows && i === 0;
+        return teachllm.mount(box, { live, grows: true, follows, plotly: () => this._plotly() });
       });
       if (count > 1) this.views.forEach((view) => this._link(view));
       this._measure();
@@ -245,14 +246,14 @@
       Object.assign(this, { status, now });
       const hasSteps = this.views.some((view) => view.timeline.last >= 0);
       const done = hasSteps ? "all done" : "nothing to do: send a prompt";
-      const idle = now.is_done ? done : now.is_live && !now.playing ? "paused" : "";
+      const idle = now.is_done ? done : now.is_live && !now.playing ? "paused" : now.connection;
       const begin = now.error ? "" : "Choose a preset, or ask what if.";
       patch(this.nothing, { text: now.loading ? `${now.loading} …` : begin, hidden: this.views.length > 0 });
       patch(this.state, { text: now.loading ? `${now.loading} …` : idle, "data-loading": now.loading ? "" : null });
       patch(this.title, { text: now.title });
       patch(this.sentence, { text: now.look_at, hidden: !now.look_at });
       patch(this.drop, { hidden: !now.is_fork });
-      this._say(now.error ?? "");
+      this._say(now.error ?? now.notice ?? "");
       this.views.forEach((view, i) => {
         if (!view.live) return;
         view.setLive({ playing: now.playing, done: now.sides_done[i] });

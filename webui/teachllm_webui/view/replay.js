@@ -61,6 +61,7 @@
   class Replay {
     constructor(header) {
       this.block_size = header.config.block_size;
+      this.is_partial = Boolean(header.is_partial); // its beginning is missing, so the free list's order is not known
       this.blocks = Array.from({ length: header.num_blocks }, () => new BlockState());
       this.free = new Set(this.blocks.keys()); // a set keeps the order of insertion: the order of reuse
       this.requests = new Map(); // by id, in the order of arrival, ended ones included
@@ -69,7 +70,8 @@
     }
 
     clone() {
-      const copy = new Replay({ config: { block_size: this.block_size }, num_blocks: 0 });
+      const { block_size, is_partial } = this;
+      const copy = new Replay({ config: { block_size }, num_blocks: 0, is_partial });
       copy.blocks = this.blocks.map((block) => block.clone());
       copy.free = new Set(this.free);
       copy.live = new Set(this.live);
@@ -191,7 +193,7 @@
       if (!block) throw new ReplayError(`block ${id} is not one of the ${this.blocks.length}`);
       block.last_step = this.step;
       if (kind === "allocate" || kind === "hit") {
-        if (kind === "allocate" && this.free.values().next().value !== id) {
+        if (kind === "allocate" && this.free.values().next().value !== id && !this.is_partial) {
           throw new ReplayError(`block ${id} is allocated and was not the next free one`);
         }
         if (kind === "allocate") block.writer = name;

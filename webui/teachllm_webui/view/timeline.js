@@ -123,7 +123,7 @@
       if (line.event === "arrival") this._arrive(line);
       for (const [kind, block, name, , parent] of line.block_events ?? []) {
         (this.history[block] ??= []).push([k, kind, name]);
-        if (kind === "commit") this.rootHash ??= parent;
+        if (kind === "commit" && !this.header.is_partial) this.rootHash ??= parent;
       }
       if (line.event === "abort" || line.event === "stop") {
         this._close(line.request_id, line.event, k);

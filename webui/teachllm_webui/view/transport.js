@@ -22,7 +22,7 @@
         button("back", "one step back (left arrow)", () => this.by(-1)),
         this.play,
         button("forward", "one step on (right arrow)", () => this.by(1)),
-        button("end", context.live ? "follow the newest step (end)" : "last step (end)", () => context.follow()),
+        button("end", context.live || context.follows ? "follow the newest step (end)" : "last step (end)", () => context.follow()),
       );
       const setSpeed = () => this.setSpeed(this.speeds.value === "max" ? null : Number(this.speeds.value));
       this.speeds = h("select", { "data-action": "speed", "aria-label": "speed", onchange: setSpeed });
@@ -56,7 +56,8 @@
       for (const id of state.live) state.requests.get(id).status === "running" ? running++ : waiting++;
       const used = 1 - state.free.size / state.blocks.length;
       steady(this.state, `${running} running · ${waiting} waiting · KV ${format.percent(used)}`);
-      patch(this.root, { "data-following": this.context.live ? String(this.context.following) : null });
+      const { live, follows, following } = this.context;
+      patch(this.root, { "data-following": live || follows ? String(following) : null });
       this._drawPlay();
       this._paintOverview();
     }
@@ -69,10 +70,15 @@
     }
 
     toggle() {
-      const { live } = this.context;
+      const { live, follows, k, timeline } = this.context;
       if (live) return this.context.drive(this.isPlaying ? "pause" : "play");
-      if (!this.playing && this.context.k >= this.context.timeline.last) this.context.goTo(0);
-      this.playing = !this.playing;
+      const plays = !this.isPlaying;
+      if (plays && k >= timeline.last) {
+        if (follows) return this.context.follow();
+        this.context.goTo(0);
+      }
+      if (!plays) this.context.following = false; // the picture stands still, whatever comes
+      this.playing = plays;
       this._drawPlay();
       this._playings += 1;
       if (this.playing) this._run(this._playings);
@@ -107,7 +113,8 @@
     }
 
     get isPlaying() {
-      return this.context.live ? Boolean(this.context.live.playing) : this.playing;
+      const { live, follows, following } = this.context;
+      return live ? Boolean(live.playing) : this.playing || (follows && following);
     }
 
     // Ends with this playing, also if the next one begins before the next frame.

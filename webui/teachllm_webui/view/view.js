@@ -6,6 +6,7 @@
 //   live     functions play(), pause(), step(), abort(id), setSpeed(x) that drive an engine (each may be async), and
 //            the flags `playing` and `done`; the view then follows the newest step until somebody scrubs back
 //   grows    lines may still come, so that the newest step can be followed without an engine, too
+//   follows  it is followed from the beginning, and again when somebody has come back to it
 //   plotly   gives Plotly, or a promise of it; by default the copy that is embedded in the page
 "use strict";
 (() => {
@@ -15,8 +16,8 @@
   const FAST_MS = 50; // steps that come closer to each other are too fast to be read
 
   class View {
-    constructor(element, { lines = [], live = null, grows = false, plotly } = {}) {
-      Object.assign(this, { element, live, grows, k: -1, following: Boolean(live) });
+    constructor(element, { lines = [], live = null, grows = false, follows = false, plotly } = {}) {
+      Object.assign(this, { element, live, grows, follows, k: -1, following: Boolean(live) || follows });
       Object.assign(this, { pinned: null, hovered: null, pinnedBlock: null, hoveredBlock: null });
       this.timeline = new teachllm.Timeline();
       this.timeline.palette = new teachllm.Palette();
@@ -122,7 +123,7 @@
     }
 
     goTo(k) {
-      this.following = Boolean(this.live && !this.live.done) && k >= this.timeline.last;
+      this.following = Boolean(this.follows || (this.live && !this.live.done)) && k >= this.timeline.last;
       this.show(k);
     }
 

@@ -1,0 +1,190 @@
+"""The application: every route of the server, and what each answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from teachllm import __version__
+from teachllm.server import errors, openapi, responses
+from teachllm.server.body import read_request
+from teachllm.server.chat import create_chat_completion
+from teachllm.server.completions import create_completion
+from teachllm.server.errors import ApiError
+from teachllm.server.front import Front
+from teachllm.server.openapi import body
+from teachllm.server.options import ServerOptions
+from teachllm.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadLoraRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    UnloadLoraRequest,
+)
+from teachllm.server.service import Service
+from teachllm.server.sse import EventStream, encode
+from teachllm.server.tokenization import detokenize, tokenize
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+_BODIES: list[type[BaseModel]] = [CompletionRequest, ChatCompletionRequest, TokenizeTextRequest, TokenizeChatRequest]
+_BODIES += [DetokenizeRequest, LoadLoraRequest, UnloadLoraRequest]
+_GENERATION_ERRORS = (400, 401, 404, 413, 429, 500, 501, 503)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """An ASGI application around a service."""
+    options = service.options
+    app = FastAPI(
+        title="teachllm",
+        version=__version__,
+        description="An OpenAI-compatible server.",
+        docs_url=None,  # these load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    router = APIRouter()
+    _add_information(router, service)
+    _add_generation(router, service)
+    _add_tokenization(router, service)
+    _add_adapters(router, service)
+    if options.dev_endpoints:
+        _add_development(router, service)
+    if service.trace is not None:
+        _add_trace(router, service)
+    app.include_router(router)
+    errors.install(app)
+    openapi.install(app, service, _BODIES, has_keys=bool(options.api_keys))
+    front = Front(app, service)
+    return _allow_origins(front, options) if options.allowed_origins else front
+
+
+def _add_information(router: APIRouter, service: Service) -> None:
+    @router.get("/health", responses={200: {"model": responses.Health}, 503: {"model": responses.Health}})
+    async def health() -> Response:
+        """Whether requests are taken: "starting", "healthy", "stopping" or "dead"."""
+        return _json({"status": service.status}, 200 if service.status == "healthy" else 503)
+
+    @router.get("/version", responses={200: {"model": responses.Version}})
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    text = {"text/plain": {"schema": {"type": "string"}}}
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": text}})
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @router.get("/v1/models", responses={200: {"model": responses.ModelList}, **openapi.errors(401, 503)})
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_card(service, name) for name in service.names]})
+
+    path = "/v1/models/{model:path}"
+
+    @router.get(path, responses={200: {"model": responses.ModelCard}, **openapi.errors(401, 404, 503)})
+    async def retrieve(model: str) -> Response:
+        card = _card(service, service.names[0])
+        return _json(card | {"id": service.name_of(model)})
+
+
+def _add_generation(router: APIRouter, service: Service) -> None:
+    for path, handler, request, answer in (
+        ("/v1/completions", create_completion, CompletionRequest, responses.TextCompletion),
+        ("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, responses.ChatCompletion),
+    ):
+        documented = {200: {"model": answer, "content": responses.EVENTS}, **openapi.errors(*_GENERATION_ERRORS)}
+        _post(router, service, path, handler, body(request), documented)
+
+
+def _add_tokenization(router: APIRouter, service: Service) -> None:
+    may_fail = openapi.errors(400, 401, 404, 413, 500, 503)
+    documented = {200: {"model": responses.Tokens}, **may_fail}
+    _post(router, service, "/tokenize", tokenize, body(TokenizeTextRequest, TokenizeChatRequest), documented)
+    documented = {200: {"model": responses.DetokenizedText}, **may_fail}
+    _post(router, service, "/detokenize", detokenize, body(DetokenizeRequest), documented)
+
+
+def _add_adapters(router: APIRouter, service: Service) -> None:
+    async def unbuilt(model: Any, service: Service, http: Request) -> Response:
+        await read_request(http, model, service.options.max_request_bytes)
+        raise ApiError(501, "LoRA is not built yet: serve a checkpoint that the adapter has been merged into")
+
+    for path, request in (
+        ("/v1/load_lora_adapter", LoadLoraRequest),
+        ("/v1/unload_lora_adapter", UnloadLoraRequest),
+    ):
+        _post(router, service, path, partial(unbuilt, request), body(request), openapi.errors(400, 401, 413, 501))
+
+
+def _add_development(router: APIRouter, service: Service) -> None:
+    async def reset(service: Service, http: Request) -> Response:
+        return _json({"reset": await service.engine.reset_prefix_cache() is not False})
+
+    documented = {200: {"model": responses.PrefixCacheReset}, **openapi.errors(401, 500, 503)}
+    _post(router, service, "/reset_prefix_cache", reset, {}, documented)
+
+
+def _add_trace(router: APIRouter, service: Service) -> None:
+    hub = service.trace
+    assert hub is not None
+    documented = {200: {"content": responses.EVENTS}, **openapi.errors(401)}
+
+    @router.get("/trace", response_class=Response, responses=documented)
+    async def trace() -> Response:
+        """The engine's trace: its header, then an event for every line."""
+        watcher = hub.watch()
+        return EventStream(watcher.events(), on_hangup=watcher.leave, on_end=watcher.leave)
+
+
+def _post(
+    router: APIRouter,
+    service: Service,
+    path: str,
+    handler: Handler,
+    extra: dict[str, Any],
+    documented: dict[int | str, dict[str, Any]],
+) -> None:
+    async def endpoint(request: Request) -> Response:
+        return await handler(service, request)
+
+    name = path.strip("/").replace("/", "_").removeprefix("v1_")
+    status = 200 if 200 in documented else 501
+    router.post(path, name=name, status_code=status, responses=documented, openapi_extra=extra)(endpoint)
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "teachllm",
+        "root": service.engine.config.model,
+        "parent": None,
+        "max_model_len": service.max_model_len,
+    }
+
+
+def _allow_origins(app: ASGIApp, options: ServerOptions) -> ASGIApp:
+    from starlette.middleware.cors import CORSMiddleware
+
+    return CORSMiddleware(
+        app,
+        allow_origins=list(options.allowed_origins),
+        allow_methods=list(options.allowed_methods),
+        allow_headers=list(options.allowed_headers),
+        allow_credentials=options.allow_credentials,
+        expose_headers=["X-Request-Id"],
+    )
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Response:
+    return Response(encode(content), status, media_type="application/json")

@@ -1,0 +1,154 @@
+"""Service: what every route shares. The engine and its health, the names it goes by, and who may come in.
+
+starting ──▶ healthy ──▶ stopping          an engine that dies is dead from any of these
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from hashlib import sha256
+from itertools import count
+from typing import TYPE_CHECKING, Literal
+
+from teachllm.server.errors import ApiError
+from teachllm.server.metrics import Metrics
+from teachllm.server.options import ServerOptions
+from teachllm.server.start import Door
+
+if TYPE_CHECKING:
+    from teachllm.engine.tokenizer import Tokenizer
+    from teachllm.server.generation import Generation
+    from teachllm.server.trace_endpoint import TraceHub
+
+Status = Literal["starting", "healthy", "stopping", "dead"]
+_WHY = {
+    "starting": "the model is still loading: try again in a moment",
+    "stopping": "the server is shutting down: ask another one",
+    "dead": "the engine has died: restart the server, its log says why",
+}
+
+
+class Service:
+    """One server's state. Belongs to the event loop, but for `metrics`.
+
+    Args:
+        model: as the engine was told; its name unless there are others.
+
+    Attributes:
+        created: seconds since 1970.
+        open: requests that have been admitted and have not ended.
+        num_open: their completions.
+        trace: subscribers of the trace; None without that endpoint.
+    """
+
+    def __init__(self, model: str, options: ServerOptions, trace: TraceHub | None = None) -> None:
+        self.model, self.options, self.trace = model, options, trace
+        self.names = options.served_model_names or (model,)
+        self.metrics = Metrics(self.names[0])
+        self.created = int(time.time())
+        self.status: Status = "starting"
+        self.open: set[Generation] = set()
+        self.num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._door: Door | None = None
+        self._keys = [sha256(key.encode()).digest() for key in options.api_keys]
+        self._numbers = count(1)
+
+    # -- health --------------------------------------------------------------------------------------------
+
+    def started(self, door: Door) -> None:
+        self._door = door
+        if self.status == "starting":
+            self.status = "healthy"
+
+    def stop(self) -> None:
+        """Nobody else is let in."""
+        if self.status != "dead":
+            self.status = "stopping"
+
+    def died(self) -> None:
+        self.status = "dead"
+
+    @property
+    def engine(self) -> Door:
+        """The engine, ready for work.
+
+        Raises:
+            ApiError: 503, and why.
+        """
+        if self._door is None or self.status != "healthy":
+            raise ApiError(503, _WHY.get(self.status, _WHY["starting"]), headers={"retry-after": "1"})
+        return self._door
+
+    @property
+    def door(self) -> Door | None:
+        """The engine in whatever state; None before it has been started."""
+        return self._door
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None  # serve.py sees to it
+        return tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.config.max_model_len or 0
+
+    # -- who may come in -----------------------------------------------------------------------------------
+
+    def is_key(self, key: str) -> bool:
+        """Whether one of the API keys, or none is needed. Takes as long for a near miss as for a far one."""
+        given = sha256(key.encode("utf-8", "replace")).digest()
+        return not self._keys or any([hmac.compare_digest(given, known) for known in self._keys])
+
+    def name_of(self, asked: str | None) -> str:
+        """The model that is asked for, if it is the one.
+
+        Raises:
+            ApiError: 404, naming those that there are.
+        """
+        if asked is None or asked in self.names:
+            return asked or self.names[0]
+        raise ApiError(404, f"the model {asked!r} does not exist here: there is {', '.join(self.names)}", "model")
+
+    def next_number(self) -> int:
+        """Makes the engine's request ids differ, whatever clients call theirs."""
+        return next(self._numbers)
+
+    def admit(self, generation: Generation) -> None:
+        """Makes room for a request's completions, until `release`.
+
+        Raises:
+            ApiError: 429 if the queue is full; 400 if they would not fit into an empty one.
+        """
+        limit = (self.engine.config.max_num_seqs or 1) + self.options.max_queued_requests
+        num_wanted = generation.num_completions
+        if num_wanted > limit:
+            raise ApiError(
+                400, f"{num_wanted} completions in one request: the server takes {limit} at once; ask for fewer"
+            )
+        if self.num_open + num_wanted > limit:
+            raise ApiError(
+                429,
+                f"{self.num_open} completions are open, and the server takes {limit}: try again later, or raise "
+                "--max-queued-requests",
+                headers={"retry-after": "1"},
+            )
+        self.num_open += num_wanted
+        self.open.add(generation)
+        self._idle.clear()
+
+    def release(self, generation: Generation) -> None:
+        if generation in self.open:
+            self.open.remove(generation)
+            self.num_open -= generation.num_completions
+        if not self.open:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Returns when no request is open."""
+        await self._idle.wait()

@@ -1,0 +1,62 @@
+"""The one place where the server meets the engine: how it is started, and what the server uses of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from teachllm.config import EngineConfig
+from teachllm.engine.stats import StepStats
+from teachllm.outputs import RequestOutput
+from teachllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from teachllm.engine.tokenizer import Tokenizer
+
+
+class Door(Protocol):
+    """What the server uses of `AsyncLLM`."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def generation_defaults(self) -> dict[str, Any]: ...
+    @property
+    def vocab_size(self) -> int: ...
+    async def submit(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def reset_prefix_cache(self) -> bool | None: ...
+    def close(self) -> None: ...
+
+
+def start_engine(
+    config: EngineConfig,
+    *,
+    on_stats: Callable[[StepStats], None],
+    on_end: Callable[[Exception | None], None],
+    trace_sink: Callable[[str], None] | None = None,
+) -> Door:
+    """Loads the model; takes as long as that takes.
+
+    Args:
+        on_stats: called in a thread of the engine's after every step.
+        on_end: called in a thread of the engine's when it ends, with the error if nobody closed it.
+        trace_sink: takes the lines of the trace.
+
+    Raises:
+        ValueError: the checkpoint or the settings are refused.
+    """
+    from teachllm.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.start(config, own_process=True, on_stats=on_stats, on_end=on_end, trace_sink=trace_sink)
+
+
+def has_died(error: Exception) -> bool:
+    """Whether this is the engine's end, and not only a request's."""
+    from teachllm.engine.engine import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
