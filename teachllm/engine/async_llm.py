@@ -136,9 +136,9 @@ class AsyncLLM(EngineThread):
         added: Future[None] = Future()
         add = partial(self._add, stream, name, prompt, sampling_params, options)
         queued = self.call(lambda: self._arriving.append((name, (add, added))))
+        queued.add_done_callback(partial(_hand_on, added))
         leave = partial(self._ask, partial(self._leave, name, stream))
         try:
-            await asyncio.wrap_future(queued)
             await asyncio.wrap_future(added)
         except asyncio.CancelledError:
             if not added.cancel():  # who gives up waiting for room is forgotten; who is in has to go
@@ -209,3 +209,9 @@ class AsyncLLM(EngineThread):
     def _leave(self, name: str, stream: OutputStream) -> None:
         if self._streams.get(name) is stream:  # not another request that had this name first
             self._abort(name)
+
+
+def _hand_on(added: Future[None], queued: Future[None]) -> None:
+    """What cannot be queued will not be added."""
+    if (error := queued.exception()) is not None:
+        refuse(added, error)

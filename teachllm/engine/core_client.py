@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import msgspec
 import zmq
 
 from teachllm.config import EngineConfig
@@ -78,6 +79,7 @@ class CoreClient:
         self._numbers: dict[str, int] = {}
         self._num_requests = 0
         self._stats: StepStats | None = None
+        self._unsent: list[msgspec.Raw] = []
         self._is_dead = self._is_closed = False
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -95,7 +97,7 @@ class CoreClient:
         self._process = _start_process(address)
         threading.Thread(target=self._watch, name="engine process", daemon=True).start()
         try:
-            self._send(Start(config, trace_sink is not None))
+            self._say(Start(config, trace_sink is not None))
             self.tokenizer = load_tokenizer(
                 config,
                 str(find_folder(config.model, config.revision, config.load_format, config.trust_remote_code)),
@@ -144,7 +146,7 @@ class CoreClient:
             request.bad_word_token_ids,
         )
         try:
-            self._send(message)
+            self._say(message)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"a parameter cannot be passed on: {error}") from error
         self._requests[message.number] = request
@@ -157,7 +159,7 @@ class CoreClient:
             return False
         request = self._requests.pop(number)
         request.finish_reason, request.stop_reason = reason, stop_reason
-        self._send(Finish(number, reason.value, stop_reason))
+        self._say(Finish(number, reason.value, stop_reason))
         return True
 
     def step(self) -> list[RequestUpdate]:
@@ -189,7 +191,7 @@ class CoreClient:
         )
 
     def reset_prefix_cache(self) -> None:
-        self._send(ResetPrefixCache())
+        self._say(ResetPrefixCache())
 
     def count(self) -> None:
         """It always does."""
@@ -215,7 +217,8 @@ class CoreClient:
         if self._is_closed:
             return
         self._is_closed = True
-        self._send(Close())
+        self._say(Close())
+        self._send()
         try:
             self._process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
@@ -231,12 +234,19 @@ class CoreClient:
 
     # -- the process ---------------------------------------------------------------------------------------
 
-    def _send(self, message: ToCore) -> None:
-        if not self._is_dead:  # who waits for an answer will hear of it
-            self._socket.send(encode(message))
+    def _say(self, message: ToCore) -> None:
+        """Puts a message to those that go out together; with one send for each, this thread would wait for its turn
+        in this process as often."""
+        self._unsent.append(msgspec.Raw(encode(message)))
+
+    def _send(self) -> None:
+        if self._unsent and not self._is_dead:  # who waits for an answer will hear of it
+            self._socket.send(encode(self._unsent))
+        self._unsent.clear()
 
     def _receive(self) -> FromCore | None:
-        """The next message; None if `interrupt` ended the wait."""
+        """Sends what is to be said, and waits for the next message; None if `interrupt` ended the wait."""
+        self._send()
         ready: Mapping[object, int] = dict(self._poller.poll())
         if self._socket in ready:
             return decode_from_core(self._socket.recv())

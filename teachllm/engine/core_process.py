@@ -63,7 +63,7 @@ def main(address: str) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set_hwm(0)  # what is under way is bounded by the requests
         socket.bind(address)
-        start = decode_to_core(socket.recv())
+        [start] = decode_to_core(socket.recv())
         assert isinstance(start, Start)
         lines: list[str] = []
 
@@ -117,10 +117,10 @@ class CoreProcess:
                 self._tell([])  # no step will
                 has_news = False
             if self._socket.poll(0 if self._core.has_unfinished else None):
-                message = decode_to_core(self._socket.recv())
-                if isinstance(message, Close):
-                    return
-                self._safely(partial(self._obey, message))
+                for message in decode_to_core(self._socket.recv()):
+                    if isinstance(message, Close):
+                        return
+                    self._safely(partial(self._obey, message))
                 has_news = True
             else:
                 self._safely(self._step)

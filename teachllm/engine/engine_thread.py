@@ -230,7 +230,7 @@ def carry_out(order: Callable[[], Any], done: Future[Any]) -> None:
         done.set_exception(error)
 
 
-def refuse(done: Future[Any], error: Exception) -> None:
+def refuse(done: Future[Any], error: BaseException) -> None:
     """What was ordered will not be done."""
     if done.set_running_or_notify_cancel():
         done.set_exception(error)

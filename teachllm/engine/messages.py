@@ -1,6 +1,7 @@
 """What an engine and its core say to each other when a socket lies between them.
 
-Each message is a msgspec struct, packed as MessagePack: typed when it is read, and never code (no pickle). A request is
+Each message is a msgspec struct, packed as MessagePack: typed when it is read, and never code (no pickle). What the
+front has to say it says in lists, a list a turn of its loop; the core says one message a step. A request is
 named by a number that is never used twice, so that what is still on its way for one that was aborted is not taken for
 another's that got its id.
 """
@@ -128,5 +129,5 @@ def _plain(value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
-decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
+decode_to_core = msgspec.msgpack.Decoder(list[ToCore]).decode
 decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

@@ -33,6 +33,7 @@ from teachllm.server.trace_endpoint import TraceHub
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LINGER = 2.0  # seconds in which whoever asks for the health of a dead engine learns of it
+_TURN = 0.001  # seconds after which the event loop, when it is busy, lets the engine's thread pass its news on
 _LAST_WORDS = 5  # seconds for answers to reach their clients after everything has been aborted
 logger = logging.getLogger("teachllm.server")
 
@@ -47,6 +48,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         ValueError: the settings or the checkpoint are refused, or the address cannot be listened on.
     """
     log.set_up(options.log_format, options.uvicorn_log_level)
+    sys.setswitchinterval(_TURN)
     if options.tool_call_parser is not None:
         from teachllm.server.tool_parsers import tool_parser
 
