@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: help chat serve viz test lint format soak clean
+.PHONY: help chat serve viz test lint format soak soak-server clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "  make %-8s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## +' '/^[a-z-]+:.*## /{printf "  make %-13s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 chat: $(VENV)/.core  ## talk to the embedded model
 	@$(BIN)/python -m teachllm_cli chat $(ARGS)
@@ -36,6 +36,9 @@ format: $(VENV)/.dev  ## put every file into the project's format
 
 soak: $(VENV)/.core  ## sixty seconds of random work for the scheduler, checked after every step
 	PYTHONPATH=.:kernels:cli $(BIN)/python tests/core/soak.py --seconds 60
+
+soak-server: $(VENV)/.dev  ## thousands of requests of every kind for the server, and ten deaths of its engine
+	PYTHONPATH=.:kernels:cli $(BIN)/python tests/server/soak.py $(ARGS)
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

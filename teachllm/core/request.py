@@ -78,7 +78,7 @@ class Request:
         block_ids: the block table; append-only while it runs.
         block_hashes: of the full blocks of known tokens, as far as they were needed.
         num_committed_blocks: leading blocks that are findable in the prefix cache.
-        num_cached_tokens, first_scheduled_time: prompt tokens found in the cache when first admitted, and when; or None.
+        num_cached_tokens, first_scheduled_time: prompt tokens found in the cache on admission, and when; None before.
         last_step: the last plan that names it, -1 for none.
     """
 
