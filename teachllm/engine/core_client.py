@@ -48,6 +48,8 @@ from teachllm.engine.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
 
 _SECONDS_TO_END = 10.0
+# PyTorch and oneDNN keep a plan for each number of rows that a matrix product has met: in the end, hundreds of MB.
+_CACHE_SIZES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 
 
 class CoreClient:
@@ -268,7 +270,7 @@ def _start_process(address: str) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "teachllm.engine.core_process", address],
         stdin=subprocess.PIPE,  # closes when this process ends
         stdout=sys.stderr.fileno(),
-        env=os.environ | {"PYTHONPATH": path},
+        env=_CACHE_SIZES | os.environ | {"PYTHONPATH": path},
         start_new_session=True,
     )
 

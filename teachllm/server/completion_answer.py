@@ -101,7 +101,8 @@ class CompletionAnswer:
         given_ids = token_ids
         if is_first and self._echo:
             text, token_ids = prompt.text + text, [*prompt.token_ids, *token_ids]
-            entries = [*(output.prompt_logprobs or []), *entries]
+            scored = output.prompt_logprobs or []
+            entries = [*scored, *[None] * (len(prompt.token_ids) - len(scored)), *entries]  # an abort comes at any time
         choice: dict[str, Any] = {"index": told.index, "text": text, "logprobs": None}
         if self._wants_logprobs:
             choice["logprobs"] = self._logprobs[told.index].of(token_ids, entries)

@@ -40,7 +40,7 @@ class CompletionLogprobs:
     def of(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> dict[str, Any]:
         """Those of the next tokens; what is known of none is null.
 
-        An entry of None is the first token of all, which nothing predicts.
+        An entry of None is the first token of all, which nothing predicts, or one that was not scored.
         """
         found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token_id, entry in zip(token_ids, entries, strict=True):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from teachllm import LLM, SamplingParams
+from teachllm.outputs import CompletionOutput, Logprob, RequestOutput
+from teachllm.server.completion_answer import CompletionAnswer, Prompt
+from teachllm.server.layout import Layout
+from teachllm.server.protocol import CompletionRequest
 from tests.server.door import Server, error_of
 
 PATH = "/v1/completions"
@@ -55,6 +60,25 @@ def test_echo_of_ids_is_their_text(server: Server) -> None:
     ids = server.post("/tokenize", {"prompt": PROMPTS[0]}).json()["tokens"]
     [choice] = server.post(PATH, {"prompt": ids, "echo": True, "max_tokens": 1}).json()["choices"]
     assert choice["text"].startswith(PROMPTS[0])
+
+
+def test_what_ended_before_its_prompt_was_scored_has_nulls_in_place_of_scores() -> None:
+    request = CompletionRequest(prompt=[5, 6, 7], echo=True, logprobs=1)
+    completion = CompletionOutput(0, logprobs=[], finish_reason="abort")
+    output = RequestOutput("a", None, [5, 6, 7], [completion], prompt_logprobs=[None, {6: Logprob(-0.5, 1, "b")}])
+    layout = Layout.of("id", "model", request)
+    answer = CompletionAnswer(
+        layout,
+        [
+            Prompt([5, 6, 7], "abc"),
+        ],
+        str,
+        echo=True,
+        wants_logprobs=True,
+    )
+    [choice] = json.loads(answer.whole([output]))["choices"]
+    assert choice["text"] == "abc" and choice["finish_reason"] == "abort"
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, None]
 
 
 def test_logprobs_tell_tokens_values_alternatives_and_offsets(server: Server) -> None:

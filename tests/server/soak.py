@@ -1,0 +1,242 @@
+"""Thousands of requests of every kind against a server, and an engine process that is killed again and again.
+
+    PYTHONPATH=.:kernels:cli python tests/server/soak.py --requests 3000 --clients 64
+
+Some clients hang up at a random token, some send what no server should accept. Afterwards no block is held, memory has
+stayed flat, and every request is in the metrics. Prints figures and "no violation"; or what was violated and the seed
+that `--seed` plays again, and exits 1. On loopback, with the embedded model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+
+from tests.server import ledger
+from tests.server.client import Seen, Violation, connect, hold, perform
+from tests.server.kill import kill_once
+from tests.server.test_process import Process, engine_processes, started
+from tests.server.traffic import SETTINGS, Pool, make_ask, make_pool
+
+SECONDS_UNTIL_IDLE = 1.0
+MAX_GROWTH = 0.05  # of memory, over the second half
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # beside other work, several wait for one another
+_SECONDS_BETWEEN_SAMPLES = 0.1
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of one process, sampled at a steady rate while there was load."""
+
+    name: str
+    samples: Sequence[int]
+
+    @property
+    def second_half(self) -> Sequence[int]:
+        return self.samples[len(self.samples) // 2 :]
+
+    @property
+    def spread(self) -> float:
+        """Of the second half: how far the largest lies above the smallest, as a share of it."""
+        return max(self.second_half) / min(self.second_half) - 1
+
+    @property
+    def growth(self) -> float:
+        """From the third quarter's median to the fourth's, as a share of it."""
+        middle = len(self.second_half) // 2
+        third, fourth = self.second_half[:middle], self.second_half[middle:]
+        return statistics.median(fourth) / statistics.median(third) - 1
+
+    def __str__(self) -> str:
+        first, last = self.samples[0] / 1e6, self.samples[-1] / 1e6
+        return (
+            f"{self.name}: {first:.1f} MB at first, {last:.1f} MB at last; over the second half, spread "
+            f"{self.spread:.2%}, growth of the median {self.growth:+.2%}"
+        )
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """
+    Attributes:
+        all_seen: requests, as their clients saw them.
+        ended: completions, by what the metrics say of their end.
+        seconds, seconds_until_idle: of the load, and from its end until nothing was held.
+    """
+
+    all_seen: list[Seen]
+    ended: Counter[str]
+    memory: list[Memory]
+    page: ledger.Page
+    seconds: float
+    seconds_until_idle: float
+
+
+def soak(seed: int, num_requests: int, num_clients: int) -> Soaked:
+    """Loads a server and looks at it.
+
+    Raises:
+        Violation: what must hold does not.
+    """
+    with started(*SETTINGS, **_ENVIRONMENT) as process:
+        process.event("ready")
+        pool = make_pool(Random(seed), process.http)
+        before = _page(process)
+        num_lines = len(process.log)
+        pids = {"front": process.child.pid, "engine": engine_processes(process.child.pid)[0]}
+        files = {name: _files(pid) for name, pid in pids.items()}
+        seconds, all_seen, memory = asyncio.run(_load(process.url, pool, pids, seed, num_requests, num_clients))
+        took, after = _until_idle(process, files, pids)
+        process.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1}).raise_for_status()
+        process.child.terminate()
+        hold(process.end() == 0, f"told to end, the server's exit code is {process.child.returncode}")
+        hold(not process.other, f"beside the log, the server wrote {process.other}")
+        named = {seen.name for seen in all_seen}
+        log = [line for line in process.log[num_lines:-1] if line.get("request_id", "") in named | {""}]
+        ended = ledger.check(before, after, log, all_seen)
+        return Soaked(all_seen, ended, memory, after, seconds, took)
+
+
+async def _load(
+    url: str, pool: Pool, pids: dict[str, int], seed: int, num_requests: int, num_clients: int
+) -> tuple[float, list[Seen], list[Memory]]:
+    """Seconds that it took, what clients saw, and the memory of the processes meanwhile."""
+    numbers = iter(range(num_requests))
+    all_seen: list[Seen] = []
+
+    async def client() -> None:
+        async with connect(url) as session:
+            for number in numbers:
+                ask = make_ask(Random(f"{seed}, {number}"), pool)
+                all_seen.append(await perform(session, ask, f"soak-{number}"))
+
+    samples: dict[str, list[int]] = {name: [] for name in pids}
+    sampling = asyncio.create_task(_sample(pids, samples))
+    began = time.monotonic()
+    try:
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(num_clients):
+                clients.create_task(client())
+    except* (Violation, aiohttp.ClientError) as group:
+        raise group.exceptions[0] from None
+    finally:
+        sampling.cancel()
+    return time.monotonic() - began, all_seen, [Memory(name, taken) for name, taken in samples.items()]
+
+
+async def _sample(pids: dict[str, int], samples: dict[str, list[int]]) -> None:
+    while True:
+        for name, pid in pids.items():
+            num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            samples[name].append(num_pages * _PAGE_BYTES)
+        await asyncio.sleep(_SECONDS_BETWEEN_SAMPLES)
+
+
+def _until_idle(process: Process, files: dict[str, Counter[str]], pids: dict[str, int]) -> tuple[float, ledger.Page]:
+    """How long it took until nothing was held, and the metrics then.
+
+    Args:
+        files: that were open before, one connection of ours among them.
+    """
+    began = time.monotonic()
+    while True:
+        page = _page(process)
+        held: dict[str, Any] = {name: page[name] for name in ledger.IDLE if page[name]}
+        for name, pid in pids.items():
+            if new := _files(pid) - files[name]:
+                held[f"files of the {name}"] = dict(new)
+        took = time.monotonic() - began
+        if not held:
+            return took, page
+        hold(took < SECONDS_UNTIL_IDLE, f"{took:.1f} seconds after the load, {held} are held")
+        time.sleep(0.02)
+
+
+def _page(process: Process) -> ledger.Page:
+    return ledger.read_page(process.http.get("/metrics").text)
+
+
+def _files(pid: int) -> Counter[str]:
+    """Open files of a process, by their kind or name."""
+    found: Counter[str] = Counter()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
+            found[str(file.readlink()).split(":")[0]] += 1
+    return found
+
+
+def check_memory(memory: Sequence[Memory]) -> None:
+    """Raises Violation unless it has stayed flat over the second half."""
+    for each in memory:
+        hold(each.growth <= MAX_GROWTH, f"memory grows: {each}")
+        hold(each.spread <= MAX_GROWTH, f"memory is not flat: {each}")
+
+
+def _report(soaked: Soaked) -> None:
+    page, seen = soaked.page, soaked.all_seen
+    kinds = Counter("bad" if each.ask.refused_with else each.ask.kind for each in seen)
+    num_left, num_bad = sum(each.has_left for each in seen), kinds["bad"]
+    print(f"{len(seen):,} requests in {soaked.seconds:.1f} s; {num_left:,} hung up, {num_bad:,} malformed")
+    print("  " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items())))
+    print("completions " + ", ".join(f"{count:,} {name}" for name, count in soaked.ended.items()))
+    print(
+        f"{page['prompt_tokens_total']:,.0f} prompt tokens, {page['generation_tokens_total']:,.0f} sampled, "
+        f"{page['num_preemptions_total']:,.0f} preemptions, {page['prefix_cache_hits_total']:,.0f} cached"
+    )
+    print(f"idle {soaked.seconds_until_idle:.2f} s after the load")
+    for memory in soaked.memory:
+        print(memory)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=None, help="send the same requests again")
+    arguments = parser.parse_args()
+    seed = Random().getrandbits(32) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}", flush=True)
+    rng = Random(seed)
+    violations = [_try(lambda: _load_and_report(seed, arguments.requests, arguments.clients))]
+    for number in range(arguments.kills):
+        print(f"kill {number + 1}", end=": ", flush=True)
+        violations.append(_try(lambda: print(kill_once(rng), flush=True)))
+    if any(violations):
+        print(f"{sum(violations)} violations with --seed {seed}")
+        return 1
+    print("no violation")
+    return 0
+
+
+def _load_and_report(seed: int, num_requests: int, num_clients: int) -> None:
+    soaked = soak(seed, num_requests, num_clients)
+    _report(soaked)
+    check_memory(soaked.memory)
+
+
+def _try(act: Callable[[], None]) -> bool:
+    """Whether something was violated: one finding need not hide the next."""
+    try:
+        act()
+    except Violation as violation:
+        print(f"violation: {violation}", flush=True)
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The soak in short; `make soak-server` is the long one."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.server.kill import kill_once
+from tests.server.soak import check_memory, soak
+
+
+@pytest.mark.slow
+def test_mixed_traffic_leaves_nothing_behind_and_is_all_in_the_metrics() -> None:
+    soaked = soak(seed=0, num_requests=400, num_clients=64)
+    num_left = sum(seen.has_left for seen in soaked.all_seen)
+    num_bad = sum(seen.ask.refused_with is not None for seen in soaked.all_seen)
+    assert len(soaked.all_seen) == 400
+    assert num_left >= 80 and num_bad >= 10
+    assert soaked.ended["ended_abort"] >= num_left / 2  # few of those who hang up come too late for that
+    check_memory(soaked.memory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_killed_engine_process_ends_every_request_with_an_error_and_the_server_with_a_code(seed: int) -> None:
+    death = kill_once(Random(seed), num_streams=16)
+    assert death.exit_code == 1
