@@ -52,7 +52,8 @@ def given_flags(context: typer.Context) -> list[str]:
         field.name
         for field in fields(EngineConfig)
         if field.name not in _NOT_FLAGS
-        and (source := context.get_parameter_source(field.name)) is not None and source.name == "COMMANDLINE"
+        and (source := context.get_parameter_source(field.name)) is not None
+        and source.name == "COMMANDLINE"
     ]
     return [_NAMES.get(name, [f"--{name.replace('_', '-')}"])[0].split("/")[0] for name in typed]
 

@@ -100,6 +100,7 @@ class CoreClient:
         threading.Thread(target=self._watch, name="engine process", daemon=True).start()
         try:
             self._say(Start(config, trace_sink is not None))
+            self._send()  # it loads while the tokenizer does here
             self.tokenizer = load_tokenizer(
                 config,
                 str(find_folder(config.model, config.revision, config.load_format, config.trust_remote_code)),

@@ -63,7 +63,7 @@ def main(address: str) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set_hwm(0)  # what is under way is bounded by the requests
         socket.bind(address)
-        [start] = decode_to_core(socket.recv())
+        [start, *_] = decode_to_core(socket.recv())
         assert isinstance(start, Start)
         lines: list[str] = []
 

@@ -32,14 +32,15 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
     engine = service.engine
     request = await read_request(http, ChatCompletionRequest, service.options.max_request_bytes)
     model = service.name_of(request.model)
-    num_top = _check(request)
+    num_top = _check(request, engine.config.max_logprobs)
     parses_tools = _check_tools(request, service.options)
     refuse_unbuilt(request)
     tokenizer = service.tokenizer
     token_ids = await chat_prompt(tokenizer, request, service.options)
     recommended = engine.generation_defaults
     asked = request.max_completion_tokens or request.max_tokens
-    max_tokens = check_length(len(token_ids), asked, service.max_model_len, "messages")
+    name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
+    max_tokens = check_length(len(token_ids), asked, service.max_model_len, "messages", name)
     if asked is None:
         max_tokens = min(max_tokens, recommended.get("max_tokens", max_tokens))
     params = sampling_params(
@@ -62,13 +63,20 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
     return await respond(http, generation, answer, bool(request.stream))
 
 
-def _check(request: ChatCompletionRequest) -> int | None:
+def _check(request: ChatCompletionRequest, max_logprobs: int) -> int | None:
     """How many log-probabilities each token gets; None: not even its own."""
     check_streaming(request)
     if request.stream and request.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs are not streamed: set stream to false", "prompt_logprobs")
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
+    if (request.top_logprobs or 0) > max_logprobs:
+        raise ApiError(
+            400,
+            f"top_logprobs={request.top_logprobs} is more than this server gives: ask for {max_logprobs} at most, or "
+            "raise --max-logprobs",
+            "top_logprobs",
+        )
     return (request.top_logprobs or 0) if request.logprobs else None
 
 

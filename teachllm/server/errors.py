@@ -60,7 +60,10 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 
 def error_response(error: ApiError) -> Response:
     body = error_body(error.status, error.message, error.param)
-    return Response(body, error.status, error.headers, media_type="application/json")
+    headers = error.headers
+    if error.status == 501:
+        headers |= {"x-should-retry": "false"}  # OpenAI's clients would, after any 5xx
+    return Response(body, error.status, headers, media_type="application/json")
 
 
 @contextlib.contextmanager

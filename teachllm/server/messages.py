@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -15,7 +15,15 @@ class TextPart(BaseModel):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+def _of_text_alone(parts: Any) -> Any:
+    for part in parts if isinstance(parts, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"a part of type {kind!r}: this server takes parts of type 'text' alone")
+    return parts
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1), BeforeValidator(_of_text_alone)]
 
 
 class FunctionCall(BaseModel):

@@ -69,8 +69,13 @@ def check_streaming(request: Sampling) -> None:
         raise ApiError(400, "stream_options says how to stream: set stream to true, or leave it out", "stream_options")
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> int:
+def check_length(
+    num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str, name: str = "max_tokens"
+) -> int:
     """How many tokens there may be: `max_tokens`, or without it what the model's length leaves.
+
+    Args:
+        param, name: what the request calls the prompt and `max_tokens`.
 
     Raises:
         ApiError: 400 if prompt and output are longer than the model's length together.
@@ -86,10 +91,10 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: 
     if max_tokens is not None and max_tokens > left:
         raise ApiError(
             400,
-            f"the prompt has {num_prompt_tokens} tokens, and with max_tokens={max_tokens} more there would be "
-            f"{num_prompt_tokens + max_tokens}, more than max_model_len={max_model_len}: lower max_tokens to {left}, "
+            f"the prompt has {num_prompt_tokens} tokens, and with {name}={max_tokens} more there would be "
+            f"{num_prompt_tokens + max_tokens}, more than max_model_len={max_model_len}: lower {name} to {left}, "
             "or shorten the prompt",
-            "max_tokens",
+            name,
         )
     return left if max_tokens is None else max_tokens
 

@@ -153,7 +153,7 @@ def test_content_in_parts_and_answers_of_tools_are_understood(server: Server) ->
         ({"max_tokens": 5000}, 400, "5014"),
         ({"max_completion_tokens": 1024}, 400, "max_model_len=1024"),
         ({"top_logprobs": 2}, 400, "logprobs to true"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, "max_logprobs=20"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs=21 is more"),
         ({"stream_options": {"include_usage": True}}, 400, "stream"),
         ({"stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
         ({"chat_template": "{{ messages }}"}, 400, "--trust-request-chat-template"),
