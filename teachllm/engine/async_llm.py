@@ -163,7 +163,7 @@ class AsyncLLM(EngineThread):
         """As `call`, waited for; of a closed engine nothing is left to be asked for."""
         with contextlib.suppress(RuntimeError):
             done = self.call(order)
-            await asyncio.wrap_future(done)
+            await asyncio.shield(asyncio.wrap_future(done))  # who is cancelled here has still asked
 
     # -- in the engine's thread ----------------------------------------------------------------------------
 

@@ -46,8 +46,9 @@ from teachllm.engine.messages import (
 from teachllm.engine.stats import StepStats
 from teachllm.engine.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
+from teachllm.sampling_params import SamplingParams
 
-_SECONDS_TO_END = 10.0
+_SECONDS_TO_END = 4.0
 # PyTorch and oneDNN keep a plan for each number of rows that a matrix product has met: in the end, hundreds of MB.
 _CACHE_SIZES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 
@@ -109,6 +110,7 @@ class CoreClient:
         except BaseException:
             self.close()
             raise
+        shutil.rmtree(self._folder, ignore_errors=True)  # both ends have it open: nobody needs its name any more
         self.config, self.model_config, self._num_blocks = ready.config, ready.model_config, ready.num_blocks
 
     def _wait_until_ready(self, progress: Callable[[int, int], None] | None) -> Ready:
@@ -133,13 +135,13 @@ class CoreClient:
         """
         assert self.config.max_model_len is not None
         request.max_len = request.longest(self.config.max_model_len, self.config.block_size, self._num_blocks)
-        params = request.sampling_params
+        params = replace(request.sampling_params, seed=None)  # a number of any size; its bits follow
         self._num_requests += 1
         message = Add(
             self._num_requests,
             request.request_id,
             request.token_ids.tobytes(),
-            params if params.seed is None else replace(params, seed=None),  # a number of any size; its bits follow
+            params,
             request.arrival_time,
             request.priority,
             request.cache_keys,
@@ -149,8 +151,9 @@ class CoreClient:
             request.bad_word_token_ids,
         )
         try:
+            msgspec.msgpack.decode(encode(params), type=SamplingParams)  # of the types that the core will insist on
             self._say(message)
-        except (TypeError, OverflowError) as error:
+        except (TypeError, OverflowError, msgspec.ValidationError) as error:
             raise ValueError(f"a parameter cannot be passed on: {error}") from error
         self._requests[message.number] = request
         self._numbers[request.request_id] = message.number
@@ -266,9 +269,9 @@ class CoreClient:
 
 def _start_process(address: str) -> subprocess.Popen[bytes]:
     """A fresh interpreter, which sees the packages that this one sees. A new session: Ctrl-C does not reach it."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-m", "teachllm.engine.core_process", address],
+        [sys.executable, "-P", "-m", "teachllm.engine.core_process", address],  # -P: nothing of the current folder
         stdin=subprocess.PIPE,  # closes when this process ends
         stdout=sys.stderr.fileno(),
         env=_CACHE_SIZES | os.environ | {"PYTHONPATH": path},

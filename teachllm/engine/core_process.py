@@ -14,6 +14,7 @@ The process ends when it is told to, and when its parent has ended, however that
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -50,6 +51,7 @@ from teachllm.engine.messages import (
 from teachllm.models.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
+_MAX_FAILURES = 5  # a GPU that has gone wrong stays so
 
 
 def main(address: str) -> None:
@@ -107,6 +109,7 @@ class CoreProcess:
         self._eos_token_ids = model_config.eos_token_ids
         self._requests: dict[int, Request] = {}  # unfinished ones, by the front's numbers
         self._numbers: dict[str, int] = {}  # the other way round, by the ids the core knows them by
+        self._num_failures = 0  # in a row
         core.count()
 
     def run(self) -> None:
@@ -126,12 +129,19 @@ class CoreProcess:
                 self._safely(self._step)
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """A failure is told, and the front ends whom it concerns; the core has taken its step back."""
+        """A failure ends all requests, as nobody knows whose it is, and is told once. Many in a row end the process."""
         try:
             act()
         except Exception as error:
             log.exception("a step failed")
+            for request in list(self._requests.values()):
+                self._forget(request)
+                with contextlib.suppress(Exception):  # a recorder's, say, that has failed already
+                    self._core.finish(request.request_id, FinishReason.ABORT)
             self._socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
+            self._num_failures += 1
+            if self._num_failures == _MAX_FAILURES:
+                raise
 
     def _obey(self, message: ToCore) -> None:
         match message:
@@ -167,6 +177,7 @@ class CoreProcess:
 
     def _step(self) -> None:
         self._tell([self._update(update) for update in self._core.step()])
+        self._num_failures = 0
 
     def _update(self, update: RequestUpdate) -> Update:
         request = update.request

@@ -53,7 +53,6 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._stops = params.stop_strings
-        self._longest_stop = max(map(len, self._stops), default=0)
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._skip_special = params.skip_special_tokens
@@ -162,11 +161,14 @@ class IncrementalDetokenizer:
         """How many characters at the end could be the beginning of a stop string."""
         if self._include_stop:
             return 0
-        for size in range(min(self._longest_stop - 1, len(self._settled)), 0, -1):
-            tail = self._settled[-size:]
-            if any(len(stop) > size and stop.startswith(tail) for stop in self._stops):
-                return size
-        return 0
+        text, held = self._settled, 0
+        for stop in self._stops:
+            at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+            while at >= 0 and len(text) - at > held:
+                if stop.startswith(text[at:]):
+                    held = len(text) - at
+                at = text.find(stop[0], at + 1)
+        return held
 
     def _has_text(self, token_id: int) -> bool:
         return not (self._skip_special and token_id in self._tokenizer.special_ids)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Class names for which transformers reads tokenizer.json unchanged, and those for which it does so if byte-level.
 _READ_AS_IS = ("PreTrainedTokenizer", "TokenizersBackend")
 _READ_AS_IS_IF_BYTE_LEVEL = ("LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer")
+_LONG_TEXT = 4096  # characters, from which on other threads may run meanwhile: of one text `tokenizers` lets none
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HUB_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "config.json"]
 _HUB_FILES += ["vocab*", "merges.txt", "*.model", "additional_chat_templates/*"]
@@ -66,7 +67,9 @@ class _TokenizersBackend:
         self.token_to_id = tokenizer.token_to_id
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -147,13 +150,9 @@ class Tokenizer:
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Id sequences of words that must not be produced, each as it stands at a text's start and after a space."""
-        sequences: list[list[int]] = []
-        for word in words:
-            for spelling in (word.lstrip() or word, " " + word.lstrip()):
-                ids = self.encode(spelling, add_special_tokens=False)
-                if ids and ids not in sequences:
-                    sequences.append(ids)
-        return sequences
+        spellings = (spelling for word in words for spelling in (word.lstrip() or word, " " + word.lstrip()))
+        found = dict.fromkeys(tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        return [list(ids) for ids in found if ids]
 
     def apply_chat_template(
         self,

@@ -34,15 +34,18 @@ async def create_completion(service: Service, http: Request) -> Response:
     _check(request)
     refuse_unbuilt(request)
     tokenizer = service.tokenizer
+    service.check_fits(_num_prompts(request) * (request.n or 1))
     prompts = await _prompts(tokenizer, request)
-    asked = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    asked = request.max_tokens
     jobs = []
     for prompt in prompts:
+        # 0 scores the prompt: one token is sampled and not shown.
+        wanted = 1 if asked == 0 else asked
+        left = check_length(len(prompt.token_ids), wanted, service.max_model_len, "prompt")
         params = sampling_params(
             request,
             engine.generation_defaults,
-            # 0 scores the prompt: one token is sampled and not shown.
-            max_tokens=check_length(len(prompt.token_ids), asked or 1, service.max_model_len, "prompt"),
+            max_tokens=min(left, _DEFAULT_MAX_TOKENS) if asked is None else left,
             logprobs=request.logprobs,
             prompt_logprobs=_num_prompt_logprobs(request),
         )
@@ -67,6 +70,11 @@ def _check(request: CompletionRequest) -> None:
         raise ApiError(400, "prompt_logprobs are not streamed: set stream to false", "prompt_logprobs")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens=0 generates nothing: ask for more, or set echo to true", "max_tokens")
+
+
+def _num_prompts(request: CompletionRequest) -> int:
+    is_one = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
+    return 1 if is_one else len(request.prompt)
 
 
 def _num_prompt_logprobs(request: CompletionRequest) -> int | None:

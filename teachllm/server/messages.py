@@ -65,7 +65,7 @@ class AssistantMessage(BaseModel):
 
 
 Message = Annotated[UserMessage | ToolMessage | AssistantMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class FunctionDefinition(BaseModel):

@@ -46,7 +46,9 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatOptions, options: Serve
     tools = None if not request.tools else [tool.model_dump(exclude_none=True) for tool in request.tools]
     given = {"add_generation_prompt": request.add_generation_prompt is not False, **variables}
     template = request.chat_template or options.chat_template
-    size = sum(len(str(message.get("content"))) + 100 for message in messages) + 500 * len(tools or ())
+    size = sum(len(str(message)) for message in (*messages, *(tools or ()), variables))
+    if request.chat_template is not None:
+        size = _MAX_INLINE + 1  # a program that nobody here has seen
     render = partial(tokenizer.apply_chat_template, messages, tools=tools, chat_template=template, **given)
     with refused_as("messages"):
         return await _run(size, render)
@@ -58,6 +60,7 @@ def _for_template(message: Message) -> dict[str, Any]:
     if isinstance(plain.get("content"), list):
         plain["content"] = "\n".join(part["text"] for part in plain["content"])
     if isinstance(message, AssistantMessage):
+        plain.setdefault("content", "")  # templates add to it
         if not message.tool_calls:
             plain.pop("tool_calls", None)
         for call in plain.get("tool_calls", ()):

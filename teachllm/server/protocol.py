@@ -36,16 +36,19 @@ NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=0, le=_INT32)
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _ALL_WHOLE]
 Text = Annotated[str, StringConstraints(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[
     dict[_TokenIdText, _Bias],
+    Field(max_length=4096),
     WithJsonSchema(
         {
             "type": "object",
             "patternProperties": {"^[0-9]{1,10}$": {"type": "number", "minimum": -100, "maximum": 100}},
             "additionalProperties": False,
+            "maxProperties": 4096,
         }
     ),
 ]
@@ -120,10 +123,10 @@ class Sampling(BaseModel):
     logit_bias: LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), _WHOLE] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_INT32), _WHOLE] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=128)] | None = None
-    stop_token_ids: Annotated[list[TokenId], _ALL_WHOLE] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _ALL_WHOLE] | None = None
     ignore_eos: bool | None = None
-    bad_words: list[Text] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool | None = None
@@ -164,7 +167,7 @@ class ChatOptions(BaseModel):
     """How messages become a prompt."""
 
     messages: Messages
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     chat_template: Text | None = Field(None, description="Jinja; needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, Any] | None = None

@@ -90,6 +90,10 @@ class _Life:
                 timeout_graceful_shutdown=_LAST_WORDS,
             )
         )
+        try:
+            self.server.config.load()
+        except OSError as error:  # of TLS, too
+            raise ValueError(f"--ssl-keyfile and --ssl-certfile: {error}") from error
         self._told_to_end = self._told_again = self._died = asyncio.Event()
         self.is_loading = False
 
@@ -160,9 +164,11 @@ class _Life:
         await asyncio.wait({idle, again, died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
             logger.warning("aborting", extra={"fields": {"open": self._service.num_open}})
-            for generation in list(self._service.open):
-                await generation.abort()
-            await asyncio.wait({idle}, timeout=_LAST_WORDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS):
+                    for generation in list(self._service.open):
+                        await generation.abort()
+                    await asyncio.wait({idle})
         for task in (idle, again, died):
             task.cancel()
         return 1 if self._died.is_set() else 0

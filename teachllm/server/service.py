@@ -119,18 +119,29 @@ class Service:
         """Makes the engine's request ids differ, whatever clients call theirs."""
         return next(self._numbers)
 
+    @property
+    def max_open(self) -> int:
+        """Completions that may be open at once."""
+        return (self.engine.config.max_num_seqs or 1) + self.options.max_queued_requests
+
+    def check_fits(self, num_completions: int) -> None:
+        """Refuses a request that would not fit into an empty queue, before anything is done for it.
+
+        Raises:
+            ApiError: 400.
+        """
+        if num_completions > self.max_open:
+            what = f"{num_completions} completions in one request"
+            raise ApiError(400, f"{what}: the server takes {self.max_open} at once; ask for fewer")
+
     def admit(self, generation: Generation) -> None:
         """Makes room for a request's completions, until `release`.
 
         Raises:
             ApiError: 429 if the queue is full; 400 if they would not fit into an empty one.
         """
-        limit = (self.engine.config.max_num_seqs or 1) + self.options.max_queued_requests
-        num_wanted = generation.num_completions
-        if num_wanted > limit:
-            raise ApiError(
-                400, f"{num_wanted} completions in one request: the server takes {limit} at once; ask for fewer"
-            )
+        limit, num_wanted = self.max_open, generation.num_completions
+        self.check_fits(num_wanted)
         if self.num_open + num_wanted > limit:
             raise ApiError(
                 429,
