@@ -14,7 +14,20 @@ import typer
 from teachllm_cli.errors import one_line_errors
 from teachllm_cli.generate import read_prompts
 from teachllm_cli.openai_client import OpenAIClient
-from teachllm_cli.sampling_options import MaxTokens, MinP, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
+from teachllm_cli.sampling_options import (
+    AsJson,
+    MaxTokens,
+    MinP,
+    NumCompletions,
+    PromptFile,
+    Prompts,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
 from teachllm_cli.server_options import PANEL, ApiKey
 from teachllm_cli.terminal import answers, write_model_text
 
@@ -37,12 +50,10 @@ def complete(
         typer.Option("--model", "-m", help="Which of its models. Default: the first.", rich_help_panel=PANEL),
     ] = None,
     api_key: ApiKey = None,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")] = None,
-    prompt_file: Annotated[
-        str | None, typer.Option(help="A file with one prompt a line; - reads them from stdin.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-    n: Annotated[int, typer.Option(help="Completions of each prompt.")] = 1,
+    prompt: Prompts = None,
+    prompt_file: PromptFile = None,
+    json: AsJson = False,
+    n: NumCompletions = 1,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = None,
     top_k: TopK = None,

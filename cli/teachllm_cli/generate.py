@@ -6,7 +6,7 @@ import json as json_format
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,7 +14,20 @@ from teachllm.config import EngineConfig
 from teachllm.outputs import RequestOutput
 from teachllm_cli import engine as engine_door
 from teachllm_cli.engine_options import engine_command
-from teachllm_cli.sampling_options import MaxTokens, MinP, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
+from teachllm_cli.sampling_options import (
+    AsJson,
+    MaxTokens,
+    MinP,
+    NumCompletions,
+    PromptFile,
+    Prompts,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
 from teachllm_cli.terminal import answers, notes, write_model_text
 
 if TYPE_CHECKING:
@@ -24,12 +37,10 @@ if TYPE_CHECKING:
 @engine_command
 def generate(
     engine: EngineConfig,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")] = None,
-    prompt_file: Annotated[
-        str | None, typer.Option(help="A file with one prompt a line; - reads them from stdin.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-    n: Annotated[int, typer.Option(help="Completions of each prompt.")] = 1,
+    prompt: Prompts = None,
+    prompt_file: PromptFile = None,
+    json: AsJson = False,
+    n: NumCompletions = 1,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = None,
     top_k: TopK = None,

@@ -18,13 +18,19 @@ import typer
 from teachllm.config import EngineConfig
 from teachllm_cli.bench_output import check_folder, progress_bar
 from teachllm_cli.engine_options import engine_command
+from teachllm_cli.serving_options import (
+    ChatTemplate,
+    EnableAutoToolChoice,
+    EngineSeed,
+    ServedModelName,
+    ToolCallParser,
+    read_template,
+)
 from teachllm_cli.terminal import loading_bar, notes
 
 if TYPE_CHECKING:
     from teachllm.server.batch import Totals
     from teachllm.server.batch_file import Plan
-
-_API, _TOOLS = "API", "Tools and templates"  # as `teachllm serve` calls them
 
 
 @engine_command
@@ -51,27 +57,16 @@ def run_batch(
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help="Requests that are open at a time. Default: twice --max-num-seqs.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything random that a request does not seed itself.")] = 0,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="What requests call the model; may be given several times.", rich_help_panel=_API),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(help="A Jinja file, or the template itself, for the checkpoint's own.", rich_help_panel=_TOOLS),
-    ] = None,
-    enable_auto_tool_choice: Annotated[
-        bool, typer.Option("--enable-auto-tool-choice", help="The model may call tools.", rich_help_panel=_TOOLS)
-    ] = False,
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help="How it writes that: hermes or llama3_json.", rich_help_panel=_TOOLS)
-    ] = None,
+    seed: EngineSeed = 0,
+    served_model_name: ServedModelName = None,
+    chat_template: ChatTemplate = None,
+    enable_auto_tool_choice: EnableAutoToolChoice = False,
+    tool_call_parser: ToolCallParser = None,
 ) -> None:
     """Answer a file of requests as the server would. What the output file answers already is not asked again."""
     try:
         from teachllm.server.batch import LocalServer, Totals
         from teachllm.server.batch_file import make_plan, take_up
-        from teachllm_cli.serve import read_template
     except ModuleNotFoundError as error:
         raise ImportError(f"run-batch needs {error.name}: pip install 'teachllm[serve]'") from None
     options: dict[str, Any] = {

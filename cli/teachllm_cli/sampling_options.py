@@ -1,4 +1,4 @@
-"""The flags of a request that `chat` and `generate` share. None: the checkpoint's own default, else greedy."""
+"""The flags of a request that `chat`, `generate` and `complete` share. None: the checkpoint's default, else greedy."""
 
 from __future__ import annotations
 
@@ -34,3 +34,7 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(help="End the output at this text; may be given several times.", rich_help_panel=_PANEL),
 ]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")]
+PromptFile = Annotated[str | None, typer.Option(help="A file with one prompt a line; - reads them from stdin.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+NumCompletions = Annotated[int, typer.Option(help="Completions of each prompt.")]

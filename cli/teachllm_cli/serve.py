@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from teachllm.config import EngineConfig
 from teachllm_cli.engine_options import engine_command
+from teachllm_cli.serving_options import (
+    API,
+    TOOLS,
+    ChatTemplate,
+    EnableAutoToolChoice,
+    EngineSeed,
+    ServedModelName,
+    ToolCallParser,
+    read_template,
+)
 
-_HTTP, _API, _TOOLS, _CORS = "HTTP", "API", "Tools and templates", "CORS"
+_HTTP, _CORS = "HTTP", "CORS"
 
 
 @engine_command
@@ -22,7 +30,7 @@ def serve(
     model_tag: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything random that a request does not seed itself.")] = 0,
+    seed: EngineSeed = 0,
     host: Annotated[
         str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.", rich_help_panel=_HTTP)
     ] = "127.0.0.1",
@@ -57,12 +65,9 @@ def serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests/--no-log-requests", help="A line for each request.", rich_help_panel=_HTTP)
     ] = True,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="What clients call the model; may be given several times.", rich_help_panel=_API),
-    ] = None,
+    served_model_name: ServedModelName = None,
     trace_endpoint: Annotated[
-        bool, typer.Option("--trace-endpoint", help="GET /trace: what the engine does, live.", rich_help_panel=_API)
+        bool, typer.Option("--trace-endpoint", help="GET /trace: what the engine does, live.", rich_help_panel=API)
     ] = False,
     dev_endpoints: Annotated[
         bool,
@@ -70,28 +75,20 @@ def serve(
             "--dev-endpoints",
             help="POST /reset_prefix_cache.",
             envvar="TEACHLLM_SERVER_DEV_MODE",
-            rich_help_panel=_API,
+            rich_help_panel=API,
         ),
     ] = False,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(help="A Jinja file, or the template itself, for the checkpoint's own.", rich_help_panel=_TOOLS),
-    ] = None,
+    chat_template: ChatTemplate = None,
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(
             "--trust-request-chat-template",
             help="A request may bring its own template: code that nothing limits in time.",
-            rich_help_panel=_TOOLS,
+            rich_help_panel=TOOLS,
         ),
     ] = False,
-    enable_auto_tool_choice: Annotated[
-        bool,
-        typer.Option("--enable-auto-tool-choice", help="The model may call tools.", rich_help_panel=_TOOLS),
-    ] = False,
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help="How it writes that: hermes or llama3_json.", rich_help_panel=_TOOLS)
-    ] = None,
+    enable_auto_tool_choice: EnableAutoToolChoice = False,
+    tool_call_parser: ToolCallParser = None,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(help="Web pages that may ask; * is all. May be given several times.", rich_help_panel=_CORS),
@@ -141,12 +138,3 @@ def serve(
 
 def _leave(*_: Any) -> None:
     raise typer.Exit(0)
-
-
-def read_template(given: str | None) -> str | None:
-    """The template, or what is in the file of that name."""
-    if given is None or "{" in given:
-        return given
-    if not os.path.isfile(given):
-        raise ValueError(f"--chat-template {given}: there is no such file, and it is no template either")
-    return Path(given).read_text(encoding="utf-8")

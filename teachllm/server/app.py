@@ -127,7 +127,8 @@ def _add_adapters(router: APIRouter, service: Service) -> None:
 
 def _add_development(router: APIRouter, service: Service) -> None:
     async def reset(service: Service, http: Request) -> Response:
-        return _json({"reset": await service.engine.reset_prefix_cache() is not False})
+        await service.engine.reset_prefix_cache()
+        return _json({"reset": True})
 
     documented = {200: {"model": responses.PrefixCacheReset}, **openapi.errors(401, 500, 503)}
     _post(router, service, "/reset_prefix_cache", reset, {}, documented)

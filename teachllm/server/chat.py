@@ -66,8 +66,6 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
 def _check(request: ChatCompletionRequest, max_logprobs: int) -> int | None:
     """How many log-probabilities each token gets; None: not even its own."""
     check_streaming(request)
-    if request.stream and request.prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs are not streamed: set stream to false", "prompt_logprobs")
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
     if (request.top_logprobs or 0) > max_logprobs:

@@ -66,8 +66,6 @@ async def create_completion(service: Service, http: Request) -> Response:
 
 def _check(request: CompletionRequest) -> None:
     check_streaming(request)
-    if request.stream and request.prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs are not streamed: set stream to false", "prompt_logprobs")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens=0 generates nothing: ask for more, or set echo to true", "max_tokens")
 

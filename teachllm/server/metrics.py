@@ -92,7 +92,7 @@ class Metrics:
         note = {name: histogram.observe for name, histogram in self._histograms.items()}
         note["request_prompt_tokens"](len(output.prompt_token_ids))
         note["request_generation_tokens"](num_tokens)
-        times = getattr(output, "metrics", None)
+        times = output.metrics
         if times is None:
             return
         note["e2e_request_latency_seconds"](time.perf_counter() - times.arrival_time)

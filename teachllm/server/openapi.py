@@ -44,6 +44,8 @@ def install(app: FastAPI, service: Service, requests: list[type[BaseModel]], has
     """Replaces the application's schema."""
 
     def schema() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
         servers = [{"url": service.options.root_path}] if service.options.root_path else None
         found = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes, servers=servers
@@ -67,6 +69,8 @@ def install(app: FastAPI, service: Service, requests: list[type[BaseModel]], has
                 for operation in path.values():
                     if "401" in operation["responses"]:
                         operation["security"] = [{"key": []}]
+        if service.door is not None:  # before, the limits of the model are missing
+            app.openapi_schema = found
         return found
 
     app.openapi = schema  # type: ignore[method-assign]

@@ -64,9 +64,11 @@ def refuse_unbuilt(request: Sampling) -> None:
 
 
 def check_streaming(request: Sampling) -> None:
-    """Raises ApiError: 400, `stream_options` without a stream."""
+    """Raises ApiError: 400, `stream_options` without a stream, or `prompt_logprobs` with one."""
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options says how to stream: set stream to true, or leave it out", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs are not streamed: set stream to false", "prompt_logprobs")
 
 
 def check_length(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import socket
@@ -234,8 +233,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _leave_at_once(code: int) -> None:
-    for child in multiprocessing.active_children():
-        child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

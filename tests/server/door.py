@@ -80,8 +80,8 @@ class FakeDoor:
             self.aborted.append(request_id)
             self.open[request_id].set()
 
-    async def reset_prefix_cache(self) -> bool:
-        return True
+    async def reset_prefix_cache(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

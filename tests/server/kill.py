@@ -19,7 +19,7 @@ import aiohttp
 
 from tests.server.client import DONE, Violation, check_error, connect, events, hold
 from tests.server.door import PATIENCE
-from tests.server.test_process import engine_processes, started
+from tests.server.process import engine_processes, started
 
 SECONDS_TO_END = 10.0  # for streams, and then for the processes
 _SETTINGS = ("--max-model-len", "2048", "--max-num-seqs", "12", "--num-gpu-blocks-override", "512")

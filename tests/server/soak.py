@@ -27,7 +27,7 @@ import aiohttp
 from tests.server import ledger
 from tests.server.client import Seen, Violation, connect, hold, perform
 from tests.server.kill import kill_once
-from tests.server.test_process import Process, engine_processes, started
+from tests.server.process import Process, engine_processes, started
 from tests.server.traffic import SETTINGS, Pool, make_ask, make_pool
 
 SECONDS_UNTIL_IDLE = 1.0

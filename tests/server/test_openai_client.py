@@ -19,7 +19,7 @@ from teachllm import LLM, SamplingParams
 from teachllm.outputs import CompletionOutput
 from tests.server.checkpoints import reciting_checkpoint
 from tests.server.door import PATIENCE
-from tests.server.test_process import Process, started
+from tests.server.process import Process, started
 
 KEY = "secret"
 MODEL, ALIAS = "teachlm", "alias"

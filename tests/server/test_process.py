@@ -2,91 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.door import PATIENCE, chunks, error_of
+from tests.server.process import WINGS, engine_processes, started
 
-ROOT = Path(__file__).resolve().parents[2]
-WINGS = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "cli", "webui", "lessons"))
 ENDLESS = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-
-
-class Process:
-    """A server in a process, as soon as it listens."""
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "teachllm_cli", "serve", "--port", "0", "--log-format", "json", *arguments]
-        self.child = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": WINGS, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.log: list[dict[str, Any]] = []
-        self.other: list[str] = []
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.url = self.event("listening")["url"]
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
-
-    def _read(self) -> None:
-        assert self.child.stderr is not None
-        for line in self.child.stderr:
-            with self._news:
-                try:
-                    self.log.append(json.loads(line))
-                except ValueError:
-                    self.other.append(line)
-                self._news.notify_all()
-        with self._news:
-            self.log.append({"event": "end of the log"})
-            self._news.notify_all()
-
-    def event(self, name: str) -> dict[str, Any]:
-        """The line of the log with this event, waited for."""
-
-        def found() -> list[dict[str, Any]]:
-            return [line for line in self.log if line["event"] in (name, "end of the log")]
-
-        with self._news:
-            assert self._news.wait_for(found, PATIENCE), self.other
-            assert found()[0]["event"] == name, (self.log, self.other)
-            return found()[0]
-
-    def end(self) -> int:
-        """The exit code, waited for."""
-        code = self.child.wait(PATIENCE)
-        self._reader.join(PATIENCE)
-        return code
-
-    def stream(self, content: dict[str, Any]) -> AbstractContextManager[httpx.Response]:
-        return self.http.stream("POST", "/v1/completions", json=content)
-
-
-@contextmanager
-def started(*arguments: str, **environment: str) -> Iterator[Process]:
-    process = Process(*arguments, **environment)
-    try:
-        yield process
-    finally:
-        process.http.close()
-        process.child.kill()
-        process.end()
 
 
 def refusal(*arguments: str) -> str:
@@ -159,17 +86,6 @@ def test_an_engine_that_dies_ends_everything_with_an_error() -> None:
         error_of(process.http.post("/v1/completions", json={"prompt": "a"}), 503)
         assert process.end() == 1
         assert process.event("the engine died")["error"]
-
-
-def engine_processes(pid: int) -> list[int]:
-    """The engine's own processes: children that are no mere helpers of Python's."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
-    assert found
-    return found
 
 
 @pytest.mark.parametrize(
