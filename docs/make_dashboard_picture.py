@@ -31,12 +31,14 @@ PHASES = ((2, 40), (14, 240), (2, 40))  # requests a second, requests; the secon
 SERVER = ["--max-num-seqs", "8", "--num-gpu-blocks-override", "90", "--no-log-requests"]  # small enough to be full
 VARIABLES = {"$model": ".*", "$__rate_interval": "10s"}
 COLUMN, ROW = 52, 32  # pixels of the dashboard's grid
+ROWS = 28  # the panels below are about speculation, and this server does none
 INK = {"light": ("#ffffff", "#f4f5f5", "#24292e"), "dark": ("#181b1f", "#111217", "#ccccdc")}
 COLOURS = ("#3274d9", "#e0912b", "#56a64b", "#d1453f")
 
 
 def main() -> None:
     panels = json.loads((FOLDER / "teachllm.json").read_text())["panels"]
+    panels = [panel for panel in panels if panel["gridPos"]["y"] < ROWS]
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         with running([sys.executable, "-m", "teachllm_cli", "serve", "--port", str(port), *SERVER]):
@@ -49,7 +51,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for scheme in INK:
-            tab = browser.new_page(viewport={"width": 24 * COLUMN, "height": 28 * ROW})
+            tab = browser.new_page(viewport={"width": 24 * COLUMN, "height": ROWS * ROW})
             tab.set_content(page(panels, data, scheme))
             tab.wait_for_selector(".js-plotly-plot .main-svg")
             tab.screenshot(path=FOLDER / f"dashboard-{scheme}.png")

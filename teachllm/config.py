@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from teachllm.speculative_config import SpeculativeConfig
+
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "pt", "dummy"),
@@ -65,6 +67,11 @@ class EngineConfig:
         max_logprobs: the most `logprobs` a request may ask for.
         check_invariants: verify the scheduler's books after every step.
 
+    Speculation:
+        speculative_config: who drafts tokens ahead, and how many, as a JSON object: {"method": "ngram"}, {"method":
+            "draft_model", "model": "teachlm-draft", "num_speculative_tokens": 4}; see docs/speculation.md. The text is
+            the same with and without it.
+
     Trace:
         trace_path: a file for the trace of all that happens, see docs/trace.md. Readable by its owner alone.
         trace_text: token ids and their text are in the trace.
@@ -101,6 +108,8 @@ class EngineConfig:
     max_logprobs: int = 20
     check_invariants: bool = False
 
+    speculative_config: SpeculativeConfig | None = None
+
     trace_path: str | None = None
     trace_text: bool = True
 
@@ -134,6 +143,12 @@ class EngineConfig:
                 f"batch_invariant=True needs kernels that add in a fixed order, and attention_backend="
                 f"{self.attention_backend!r} has none: set attention_backend=triton, or batch_invariant=False"
             )
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+            if not self.enable_kv_cache:
+                raise ValueError(
+                    "speculative_config needs cached tokens to verify drafts: leave it out, or set enable_kv_cache=True"
+                )
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -151,6 +166,12 @@ class EngineConfig:
                         f"{name}=False computes a whole prompt in one step, and max_num_batched_tokens={budget} is "
                         f"less than max_model_len={length}: set max_num_batched_tokens={length}, or lower max_model_len"
                     )
+        num_drafts = 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+        if length is not None and num_drafts >= length:
+            raise ValueError(
+                f"num_speculative_tokens={num_drafts} drafts more than a sequence of "
+                f"max_model_len={length} holds: draft less, or raise max_model_len"
+            )
         if length is not None and self.block_size >= length and self.enable_prefix_caching:
             raise ValueError(
                 f"enable_prefix_caching=True shares full blocks, and with block_size={self.block_size} no unfinished "

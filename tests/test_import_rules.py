@@ -17,10 +17,10 @@ WINGS = {".": "teachllm", "kernels": "teachllm_kernels", "cli": "teachllm_cli"}
 WINGS |= {"webui": "teachllm_webui", "lessons": "teachllm_lessons"}
 OURS = set(WINGS.values())
 
-PLAIN_DATA = ("teachllm.config", "teachllm.sampling_params", "teachllm.outputs")
+PLAIN_DATA = ("teachllm.config", "teachllm.speculative_config", "teachllm.sampling_params", "teachllm.outputs")
 FROM_ABOVE = (
     *("teachllm", "teachllm.engine", "teachllm.bench", "teachllm.simulator"),
-    *("teachllm.core.memory", "teachllm.core.trace", "teachllm.trace", "teachllm.roofline", *PLAIN_DATA),
+    *("teachllm.core.memory", "teachllm.trace", "teachllm.roofline", *PLAIN_DATA),
 )
 TENSORS = ("teachllm.layers", "teachllm.distributed", "teachllm.quantization", "teachllm_kernels")
 FEATURES = ("teachllm.sampling", "teachllm.spec_decode", "teachllm.structured_output", "teachllm.lora")
@@ -28,15 +28,20 @@ TO_A_WORKER = ("teachllm.core.scheduler_output", "teachllm.core.memory")
 # Floor: what it may import of ours. A name stands for itself and, unless it is `teachllm`, what lies under it.
 FLOORS = {
     "teachllm.config": PLAIN_DATA,
+    "teachllm.speculative_config": PLAIN_DATA,
     "teachllm.sampling_params": PLAIN_DATA,
     "teachllm.outputs": PLAIN_DATA,
     "teachllm.core": ("teachllm.core", *PLAIN_DATA),
     "teachllm.layers": (*TENSORS, *PLAIN_DATA),
     "teachllm.sampling": ("teachllm.sampling", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.spec_decode": (
+        *("teachllm.spec_decode", "teachllm.sampling", "teachllm.models", "teachllm.layers", "teachllm_kernels"),
+        *(*TO_A_WORKER, "teachllm.core.request", *PLAIN_DATA),
+    ),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": ("teachllm.worker", "teachllm.models", *FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.roofline": ("teachllm.models.model_config",),
-    "teachllm.trace": ("teachllm.trace", "teachllm.core.trace"),
+    "teachllm.trace": ("teachllm.trace", "teachllm.core", *PLAIN_DATA),
     "teachllm.engine": (
         *("teachllm", "teachllm.engine", "teachllm.core", "teachllm.worker", "teachllm.models", "teachllm.roofline"),
         *("teachllm.trace", *FEATURES, *TENSORS, *PLAIN_DATA),
@@ -47,7 +52,7 @@ FLOORS = {
     ),
     "teachllm.server": ("teachllm.server", *FROM_ABOVE),
     "teachllm_kernels": ("teachllm_kernels",),
-    "teachllm_cli": ("teachllm_cli", *FROM_ABOVE),
+    "teachllm_cli": ("teachllm_cli", "teachllm.spec_decode", *FROM_ABOVE),
     "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),
 }
 # Wings that may be imported where they are used, though not at the top of a module.

@@ -91,13 +91,18 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def train(model: torch.nn.Module, short: Rows, long: Rows, args: argparse.Namespace) -> None:
-    model.to(args.device).train()
+def make_optimizer(model: torch.nn.Module, device: str) -> torch.optim.Optimizer:
+    """AdamW, whose learning rate is set at every step."""
     # Norm weights are not decayed: pulling a scale to zero is no regularisation.
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=args.device == "cuda")
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device == "cuda")
+
+
+def train(model: torch.nn.Module, short: Rows, long: Rows, args: argparse.Namespace) -> None:
+    model.to(args.device).train()
+    optimizer = make_optimizer(model, args.device)
     started = time.time()
     for step, (ids, spoken) in enumerate(batches(short, long, args.tokens, args.steps, args.device)):
         for group in optimizer.param_groups:

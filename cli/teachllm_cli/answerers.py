@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from teachllm.sampling_params import SamplingParams
 from teachllm_cli.conversation import Message
 from teachllm_cli.openai_client import OpenAIClient, TooLongError
+from teachllm_cli.speculation_line import speculation_line
 
 if TYPE_CHECKING:
     from teachllm import LLM
+    from teachllm.engine.speculation import Speculation
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Answer:
     num_output_tokens: int | None = None
     first_token_s: float = 0.0
     total_s: float = 0.0
+    speculation: Speculation | None = None
 
     def stats(self) -> str:
         """Speed counts the tokens after the first: the wait for that one is another figure."""
@@ -37,7 +41,8 @@ class Answer:
         parts.append(f"first after {self.first_token_s * 1000:.0f} ms")
         if (self.num_output_tokens or 0) > 1 and self.total_s > self.first_token_s:
             parts.append(f"{(self.num_output_tokens - 1) / (self.total_s - self.first_token_s):.0f} tokens/s")  # type: ignore[operator]
-        return "; ".join(parts)
+        line = "; ".join(parts)
+        return line if self.speculation is None else f"{line}\n{speculation_line(self.speculation)}"
 
 
 class Answerer(Protocol):
@@ -105,12 +110,18 @@ class EngineAnswerer:
 
     def stream(self, messages: list[Message]) -> Generator[Answer, None, None]:
         answer = Answer()
-        for result in self._llm.stream_chat(messages, self._params):
-            output = result.outputs[0]
-            answer.text, answer.finish_reason = output.text, output.finish_reason
-            answer.num_prompt_tokens, answer.num_cached_tokens = len(result.prompt_token_ids), result.num_cached_tokens
-            answer.num_output_tokens = len(output.token_ids)
-            yield answer
+        self._llm.speculation()  # what was before it is not this answer's
+        stream = self._llm.stream_chat(messages, self._params)
+        with contextlib.closing(stream):
+            try:
+                for result in stream:
+                    output, num_prompt = result.outputs[0], len(result.prompt_token_ids)
+                    answer.text, answer.finish_reason = output.text, output.finish_reason
+                    answer.num_prompt_tokens, answer.num_cached_tokens = num_prompt, result.num_cached_tokens
+                    answer.num_output_tokens = len(output.token_ids)
+                    yield answer
+            finally:
+                answer.speculation = self._llm.speculation()
 
 
 class ServerAnswerer:

@@ -14,6 +14,7 @@ from teachllm_cli.generate import generate
 from teachllm_cli.info import info
 from teachllm_cli.run_batch import run_batch
 from teachllm_cli.serve import serve
+from teachllm_cli.spec import spec
 from teachllm_cli.trace import trace
 from teachllm_cli.viz import viz
 
@@ -27,8 +28,8 @@ app = typer.Typer(
 )
 for command in (chat, generate, info, serve, complete, run_batch, viz):
     app.command()(command)
-app.add_typer(bench)
-app.add_typer(trace)
+for group in (bench, spec, trace):
+    app.add_typer(group)
 
 
 def _print_version(wanted: bool) -> None:

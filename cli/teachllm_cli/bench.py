@@ -18,12 +18,14 @@ from teachllm_cli import engine as engine_door
 from teachllm_cli.bench_output import OutputJson, check_folder, number, progress_bar, write_json
 from teachllm_cli.bench_serve import serve
 from teachllm_cli.engine_options import engine_command
+from teachllm_cli.speculation_line import speculation_line
 from teachllm_cli.terminal import answers, notes
 
 if TYPE_CHECKING:
     from teachllm import LLM
     from teachllm.bench.figures import Figure
     from teachllm.bench.step_profile import Floor, StepProfile
+    from teachllm.engine.speculation import Speculation
     from teachllm.roofline import Ceilings
 
 bench = typer.Typer(
@@ -64,11 +66,11 @@ def latency(
             check_profile(llm, latency_batch(llm, options))
         with progress_bar("iterations") as progress:
             result = run_latency(llm, options, ceilings, progress)
-        _report(title, result.figures, ceilings, result.json, output_json)
+        found = _report(title, result.figures, ceilings, result.json, output_json, llm.speculation())
         if trace is not None:
             steps = profile_decode(llm, latency_batch(llm, options), ceilings, trace_path=trace)
             _report_profile(steps)
-            write_json(output_json, result.json | {"profile": asdict(steps)})
+            write_json(output_json, found | {"profile": asdict(steps)})
             notes().print(f"The same steps for https://ui.perfetto.dev: {trace}", markup=False, soft_wrap=True)
 
 
@@ -93,9 +95,10 @@ def throughput(
     options = ThroughputOptions(num_prompts, input_len, output_len, random_range_ratio, num_warmups)
     with _measured(engine, output_json) as (llm, ceilings), progress_bar("requests") as progress:
         result = run_throughput(llm, options, ceilings, progress)
+        speculation = llm.speculation()
     tokens = f"{result.num_prompt_tokens:,} tokens in, {result.num_output_tokens:,} out"
     title = f"{engine.model}: {num_prompts} requests, {tokens}, {result.elapsed_s:.2f} s"
-    _report(title, result.figures, ceilings, result.json, output_json)
+    _report(title, result.figures, ceilings, result.json, output_json, speculation)
 
 
 bench.command()(serve)
@@ -114,8 +117,16 @@ def _measured(engine: EngineConfig, output_json: Path | None) -> Iterator[tuple[
 
 
 def _report(
-    title: str, figures: Sequence[Figure], ceilings: Ceilings, found: dict[str, Any], output_json: Path | None
-) -> None:
+    title: str,
+    figures: Sequence[Figure],
+    ceilings: Ceilings,
+    found: dict[str, Any],
+    output_json: Path | None,
+    speculation: Speculation | None,
+) -> dict[str, Any]:
+    """Prints figures, and writes what was found; returns that."""
+    if speculation is not None:
+        found = found | {"speculation": speculation.as_json()}
     write_json(output_json, found)
     from rich.table import Table
     from rich.text import Text
@@ -137,6 +148,10 @@ def _report(
         style="dim",
         markup=False,
     )
+    if speculation is not None:
+        console.print(f"With warm-up, {speculation_line(speculation)}", style="dim", markup=False)
+        console.print("The figures at the ceilings are of plain decoding, a token a step.", style="dim", markup=False)
+    return found
 
 
 def _report_profile(steps: StepProfile) -> None:

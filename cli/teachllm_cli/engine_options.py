@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -23,6 +24,7 @@ from teachllm_cli.errors import one_line_errors
 # the tokenizer.
 _NOT_FLAGS = {"seed", "skip_tokenizer_init"}
 _NAMES = {"model": ["--model", "-m"], "trace_path": ["--trace"], "trace_text": ["--trace-text/--trace-no-text"]}
+_OBJECTS = {"speculative_config": '{"method": "ngram"}'}  # knobs of several parts, given as JSON like this
 
 
 def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[..., None]:
@@ -36,7 +38,7 @@ def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[
     @functools.wraps(command)
     def run(**values: Any) -> None:
         with one_line_errors(debug=values.pop("debug")):
-            engine = EngineConfig(**{flag.name: values.pop(flag.name) for flag in flags})
+            engine = EngineConfig(**{flag.name: _read(flag.name, values.pop(flag.name)) for flag in flags})
             command(engine=engine, **values)
 
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "engine"]
@@ -67,8 +69,28 @@ def _flags() -> Iterator[inspect.Parameter]:
         kind, name = types[field.name], field.name.replace("_", "-")
         is_on = kind in (bool, bool | None) and field.default is not False
         names = _NAMES.get(field.name, [f"--{name}/--no-{name}" if is_on else f"--{name}"])
-        option = typer.Option(*names, help=text[:1].upper() + text[1:], rich_help_panel=section)
-        yield _parameter(field.name, Annotated[kind, option], field.default)
+        is_object = field.name in _OBJECTS
+        metavar = "JSON" if is_object else None
+        option = typer.Option(*names, help=text[:1].upper() + text[1:], rich_help_panel=section, metavar=metavar)
+        yield _parameter(field.name, Annotated[str | None if is_object else kind, option], field.default)
+
+
+def _read(name: str, given: Any) -> Any:
+    """What a flag's text stands for.
+
+    Raises:
+        ValueError: it should be a JSON object, and is none.
+    """
+    if name not in _OBJECTS or given is None:
+        return given
+    advice = f"write it like --{name.replace('_', '-')} '{_OBJECTS[name]}', in single quotes"
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--{name.replace('_', '-')} {given!r} is not JSON ({error}): {advice}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"--{name.replace('_', '-')} {given!r} is JSON, but no object: {advice}")
+    return value
 
 
 def _debug_flag() -> inspect.Parameter:

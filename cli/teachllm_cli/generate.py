@@ -28,6 +28,7 @@ from teachllm_cli.sampling_options import (
     TopK,
     TopP,
 )
+from teachllm_cli.speculation_line import speculation_line
 from teachllm_cli.terminal import answers, notes, write_model_text
 
 if TYPE_CHECKING:
@@ -69,10 +70,13 @@ def generate(
             stop=stop,
         )
         results = llm.generate(prompts, params, use_tqdm=not json and notes().is_terminal)
+        speculation = llm.speculation()
     finally:
         llm.close()
     print_results = _print_json if json else _print_readable
     print_results(prompts, results)
+    if speculation is not None and not json:
+        answers().print(f"[{speculation_line(speculation)}]", style="dim", markup=False, soft_wrap=True)
 
 
 def read_prompts(name: str) -> list[str]:

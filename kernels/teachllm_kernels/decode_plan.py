@@ -108,6 +108,7 @@ class DecodePlan:
             not used have keys 0 to 0.
         partial: [max_items, num_heads * max_query_len, head_size] float32, each split's normalised sum.
         lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
+        spans: [max_seqs, 2] int32, of each sequence its first item, and how many it has.
         finished: [max_seqs * num_kv_heads] int32, splits that are; 0 between launches.
         on_hopper: `hopper_decode` takes such heads.
         filled_for: (sequences, shape of the programs) of the batch that it was filled for last.
@@ -116,6 +117,7 @@ class DecodePlan:
     items: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
+    spans: torch.Tensor
     finished: torch.Tensor
     on_hopper: bool
     filled_for: tuple[int, DecodeShape] | None = field(default=None, init=False)
@@ -146,6 +148,7 @@ class DecodePlan:
             items=torch.zeros((max_items, _FIELDS), dtype=torch.int32, device=device),
             partial=torch.empty((max_items, rows, head_size), dtype=torch.float32, device=device),
             lse=torch.empty((max_items, rows), dtype=torch.float32, device=device),
+            spans=torch.zeros((max_seqs + 1, 2), dtype=torch.int32, device=device),
             finished=torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
             on_hopper=on_hopper,
         )
@@ -168,7 +171,7 @@ def _tiles_of_a_split(tiles, num_seqs, wave):
 
 @triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])  # which differ
 def _plan_decode(
-    items, seq_lens, query_start, rows, num_seqs, wave, max_items, window,
+    items, spans, seq_lens, query_start, rows, num_seqs, wave, max_items, window,
     SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
@@ -187,6 +190,8 @@ def _plan_decode(
     num_splits = tl.cdiv(seen, split_len)
     last = tl.cumsum(num_splits, 0)
     first = last - num_splits
+    tl.store(spans + 2 * seq, first, mask=is_seq)
+    tl.store(spans + 2 * seq + 1, num_splits, mask=is_seq)
     for split in range(tl.max(num_splits)):
         at = items + (first + split) * FIELDS
         begin = length - seen + split * split_len
@@ -227,7 +232,7 @@ def plan_decode(
     shape = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
     plan.filled_for = num_seqs, shape
     _plan_decode[(1,)](
-        *(plan.items, seq_lens, query_start, rows, num_seqs),
+        *(plan.items, plan.spans, seq_lens, query_start, rows, num_seqs),
         *(_wave(num_seqs, num_kv_heads, shape), max_splits(num_seqs, num_kv_heads, shape)),
         window if window is not None else 2**31 - 1,
         SEQS=triton.next_power_of_2(num_seqs),

@@ -66,10 +66,30 @@ def group_stats(logits, first, end, temperature, group_max, group_mass, BLOCK: t
 @triton.jit
 def filtered_draw(
     logits, temperature, top_k, top_p, min_p, seed, child_index, output_index,
-    group_max, group_mass, listed, few, vocab_size, num_groups,
+    group_max, group_mass, listed, few, vocab_size, num_groups, STREAM: tl.constexpr,
     GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The token id, int64. The pointers are to this row's values; `listed` [num_groups] and `few` [FEW] are scratch."""
+    threshold, last_tied, num_listed, _ = filtered_cut(
+        logits, temperature, top_k, top_p, min_p, group_max, group_mass, listed, few, vocab_size, num_groups,
+        GROUP, NUM_GROUPS_PADDED, TILE, FEW,
+    )  # fmt: skip
+    return kept_draw(
+        logits, temperature, threshold, last_tied, seed, child_index, output_index, listed, num_listed, vocab_size,
+        STREAM, GROUP, TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def filtered_cut(
+    logits, temperature, top_k, top_p, min_p, group_max, group_mass, listed, few, vocab_size, num_groups,
+    GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """What the filters keep, for `is_kept`.
+
+    Returns:
+        the threshold, the last id kept of those equal to it, how many groups `listed` lists, the largest logit.
+    """
     scale = 1.4426950408889634 / temperature  # of logits, for a power of 2 where exp is meant
     group = tl.arange(0, NUM_GROUPS_PADDED)
     largest = tl.load(group_max + group, mask=group < num_groups, other=-3.4e38)
@@ -114,19 +134,45 @@ def filtered_draw(
     last_tied = vocab_size
     if num_kept < num_at_least:
         last_tied = _find_tied(logits, listed, num_listed, vocab_size, threshold, num_kept - num_above, GROUP, TILE)
+    return threshold, last_tied, num_listed, top
 
+
+@triton.jit
+def is_kept(x, ids, threshold, last_tied):
+    return (x > threshold) | ((x == threshold) & (ids <= last_tied))
+
+
+@triton.jit
+def kept_draw(
+    logits, temperature, threshold, last_tied, seed, child_index, output_index, listed, num_listed, vocab_size,
+    STREAM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The token id, int64, drawn from what `filtered_cut` keeps."""
     best = tl.full([TILE * GROUP], float("-inf"), tl.float32)
     best_id = tl.zeros([TILE * GROUP], tl.int32)
     for start in range(0, num_listed, TILE):
         x, ids = _candidates(logits, listed, start, num_listed, vocab_size, GROUP, TILE)
         x, ids = tl.reshape(x, [TILE * GROUP]), tl.reshape(ids, [TILE * GROUP])
         quads = tl.min(tl.reshape(ids // 4, [TILE * GROUP // 4, 4]), axis=1)  # four neighbours share a number
-        score = x + temperature * gumbel_noise(quads, seed, output_index, child_index)
-        is_kept = (x > threshold) | ((x == threshold) & (ids <= last_tied))
-        is_better = is_kept & (score > best)
+        score = x + temperature * gumbel_noise(quads, seed, output_index, child_index, STREAM)
+        is_better = is_kept(x, ids, threshold, last_tied) & (score > best)
         best = tl.where(is_better, score, best)
         best_id = tl.where(is_better, ids, best_id)
     return unpacked_id(best_packed(best, best_id))
+
+
+@triton.jit
+def kept_mass(
+    logits, temperature, threshold, last_tied, top, listed, num_listed, vocab_size,
+    GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The sum of exp((logit - top) / temperature) of what `filtered_cut` keeps."""
+    scale = 1.4426950408889634 / temperature
+    mass = tl.zeros([TILE, GROUP], tl.float32)
+    for start in range(0, num_listed, TILE):
+        x, ids = _candidates(logits, listed, start, num_listed, vocab_size, GROUP, TILE)
+        mass += tl.where(is_kept(x, ids, threshold, last_tied), tl.exp2((x - top) * scale), 0.0)
+    return tl.sum(mass)
 
 
 @triton.jit

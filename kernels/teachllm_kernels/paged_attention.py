@@ -12,6 +12,7 @@ Serving with PagedAttention", SOSP 2023.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,25 @@ _FEW_QUERY_ROWS = 8
 _PADDING_WORTH_A_LAUNCH = 512
 
 
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """What the queries of one sequence see where some of its last tokens are a tree of drafts.
+
+    Attributes:
+        base: index of the first key that it speaks of; all before it are seen.
+        sees: of each query, bit j: it sees key base + j.
+        positions: of each query, how far it stands behind the first token; less than its index, where branches lie
+            side by side. It counts for a window, which is longer than the tree is deep.
+    """
+
+    base: int
+    sees: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+Trees = Sequence[TreeMask | None] | None
+
+
 def paged_attention_reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -35,6 +55,7 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    trees: Trees = None,
 ) -> torch.Tensor:
     """The definition, one sequence after the other: causal grouped-query attention, in float32 (float64 stays).
 
@@ -47,6 +68,7 @@ def paged_attention_reference(
         scale: multiplies the dot products.
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         soft_cap: squeezes each score into (-soft_cap, soft_cap) by tanh.
+        trees: of each sequence; None: a token sees all before it.
 
     Returns:
         [num_tokens, num_heads, head_size] in the dtype of `q`.
@@ -54,7 +76,10 @@ def paged_attention_reference(
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k_cache.shape[2]
     outputs = []
-    for queries, table, kv_len in zip(q.to(wide).split(query_lens), block_tables.long(), kv_lens, strict=True):
+    masks = [None] * len(kv_lens) if trees is None else trees
+    for queries, table, kv_len, tree in zip(
+        q.to(wide).split(query_lens), block_tables.long(), kv_lens, masks, strict=True
+    ):
         # The sequence's blocks in logical order, as one run of tokens: [kv_len, num_heads, head_size].
         k = k_cache[table].flatten(0, 1)[:kv_len].to(wide).repeat_interleave(group, dim=1)
         v = v_cache[table].flatten(0, 1)[:kv_len].to(wide).repeat_interleave(group, dim=1)
@@ -63,7 +88,13 @@ def paged_attention_reference(
             scores = torch.tanh(scores / soft_cap) * soft_cap
         position = torch.arange(kv_len - len(queries), kv_len, device=q.device).unsqueeze(1)
         key = torch.arange(kv_len, device=q.device)
-        unseen = key > position if window is None else (key > position) | (key <= position - window)
+        unseen = key > position
+        if tree is not None:
+            position = torch.tensor(tree.positions, device=q.device).unsqueeze(1)
+            seen = [[k < tree.base or bool(bits >> (k - tree.base) & 1) for k in range(kv_len)] for bits in tree.sees]
+            unseen = ~torch.tensor(seen, device=q.device)
+        if window is not None:
+            unseen = unseen | (key <= position - window)
         weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outputs).to(q.dtype)
@@ -76,6 +107,7 @@ class _Tile:
     Attributes:
         first_token: where the first query lies in the flat batch.
         kv_begin, kv_end: sequence indices of the keys; the last query is the token at `kv_end - 1`.
+        tree: what these queries see, if not all before them.
     """
 
     seq: int
@@ -83,6 +115,7 @@ class _Tile:
     num_queries: int
     kv_begin: int
     kv_end: int
+    tree: TreeMask | None = None
 
     @property
     def num_keys(self) -> int:
@@ -123,11 +156,21 @@ def plan_attention(
     num_heads: int,
     num_kv_heads: int,
     window: int | None = None,
+    trees: Trees = None,
 ) -> list[Rectangle]:
-    """How a step's attention is computed; equal for all layers with the same heads and `window`. Arguments as below."""
+    """How a step's attention is computed; equal for all layers with the same heads and `window`.
+
+    Arguments as of `paged_attention_reference`.
+    """
     tiles: list[_Tile] = []
     first_token = 0
     for seq, (num_queries, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
+        tree = None if trees is None else trees[seq]
+        if tree is not None:
+            kv_begin = 0 if window is None else max(0, tree.positions[0] - window + 1)
+            tiles.append(_Tile(seq, first_token, num_queries, kv_begin, kv_len, tree))
+            first_token += num_queries
+            continue
         for offset in range(0, num_queries, _QUERY_TILE):
             size = min(_QUERY_TILE, num_queries - offset)
             position = kv_len - num_queries + offset
@@ -144,8 +187,9 @@ def _group(tiles: list[_Tile]) -> list[list[_Tile]]:
     """Puts tiles of equally many queries and similarly many keys together, as far as the padding is worth it."""
     groups: list[list[_Tile]] = []
     padding = 0
-    for tile in sorted(tiles, key=lambda t: (t.num_queries, t.num_keys), reverse=True):
-        if groups and groups[-1][0].num_queries == tile.num_queries:
+    for tile in sorted(tiles, key=lambda t: (t.tree is not None, t.num_queries, t.num_keys), reverse=True):
+        first = groups[-1][0] if groups else tile
+        if groups and first.num_queries == tile.num_queries and (first.tree is None) == (tile.tree is None):
             padding += (groups[-1][0].num_keys - tile.num_keys) * tile.num_queries
             if padding <= _PADDING_WORTH_A_LAUNCH:
                 groups[-1].append(tile)
@@ -162,7 +206,9 @@ def _rectangle(
     device = block_tables.device
     num_queries, num_keys = tiles[0].num_queries, tiles[0].num_keys
     span = _span(tiles[0], block_tables, block_size) if len(tiles) == 1 and device.type == "cpu" else None
-    if span is not None and num_queries == 1:  # a token that sees all keys, where they lie: nothing to compute
+    if (
+        span is not None and num_queries == 1 and tiles[0].tree is None
+    ):  # a token that sees all keys, where they lie: nothing to compute
         return Rectangle(1, num_keys, torch.tensor([tiles[0].first_token]), span, None, None, None)
     fields = [(t.seq, t.first_token, t.kv_begin, t.kv_end) for t in tiles]
     seq, first_token, kv_begin, kv_end = torch.tensor(fields, device=device).T.unsqueeze(-1)  # each [num_tiles, 1]
@@ -171,6 +217,15 @@ def _rectangle(
     key_index = kv_begin + torch.arange(num_keys, device=device)  # [num_tiles, num_keys]
     query_index = (kv_end - num_queries + query).unsqueeze(-1)  # [num_tiles, num_queries, 1]
     mask = key_index.unsqueeze(1) > query_index
+    trees = [tile.tree for tile in tiles if tile.tree is not None]
+    if trees:
+        base, sees = (
+            torch.tensor(each, device=device) for each in zip(*((t.base, t.sees) for t in trees), strict=True)
+        )
+        place = (key_index - base.unsqueeze(-1)).unsqueeze(1)  # [num_tiles, 1, num_keys]
+        mask = ((sees.unsqueeze(-1) >> place.clamp(0, 62)) & 1 == 0) & (place >= 0)
+        mask |= key_index.unsqueeze(1) >= kv_end.unsqueeze(-1)  # padding
+        query_index = torch.tensor([tree.positions for tree in trees], device=device).unsqueeze(-1)
     if window is not None:
         mask |= key_index.unsqueeze(1) <= query_index - window
     mask = mask[:, None, None]
@@ -279,10 +334,11 @@ def paged_attention_cpu(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    trees: Trees = None,
 ) -> torch.Tensor:
     """As `paged_attention_reference`, equal up to rounding, and fast on a CPU."""
     block_size, num_kv_heads = k_cache.shape[1:3]
-    plan = plan_attention(block_tables, query_lens, kv_lens, block_size, q.shape[1], num_kv_heads, window)
+    plan = plan_attention(block_tables, query_lens, kv_lens, block_size, q.shape[1], num_kv_heads, window, trees)
     return attend(q, k_cache, v_cache, plan, scale, soft_cap)
 
 

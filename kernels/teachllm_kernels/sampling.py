@@ -56,16 +56,23 @@ def gumbel_sample_reference(
     Returns:
         [num_rows] int64 token ids.
     """
-    uniform = philox_uniform_reference(seeds, output_indices, child_indices, logits.shape[-1], stream)
+    noise = gumbel_noise_reference(seeds, output_indices, child_indices, logits.shape[-1], stream)
+    return torch.argmax(logits / temperature[:, None] + noise, dim=-1)
+
+
+def gumbel_noise_reference(
+    seeds: torch.Tensor, output_indices: torch.Tensor, child_indices: torch.Tensor, vocab_size: int, stream: int
+) -> torch.Tensor:
+    """[num_rows, vocab_size] float32. The arguments are those of `philox_uniform_reference`."""
+    uniform = philox_uniform_reference(seeds, output_indices, child_indices, vocab_size, stream)
     # -log1p(-u) is exponentially distributed; the large noises, which decide, come from small u, where u is finest.
-    gumbel = -torch.log(-torch.log1p(-uniform))
-    return torch.argmax(logits / temperature[:, None] + gumbel, dim=-1)
+    return -torch.log(-torch.log1p(-uniform))
 
 
 @triton.jit(do_not_specialize=["tiles_per_chunk"])  # which depends on the rows
 def _scan(
     logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
-    vocab_size, num_groups, tiles_per_chunk, logits_stride, float_stride, int_stride,
+    vocab_size, num_groups, tiles_per_chunk, logits_stride, float_stride, int_stride, STREAM: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -78,6 +85,7 @@ def _scan(
     logits += i * logits_stride
     first = chunk * tiles_per_chunk * BLOCK
     end = tl.minimum(first + tiles_per_chunk * BLOCK, vocab_size)
+    heat, key, child, output = 0.0, 0, 0, 0
     if RANDOM:
         heat = tl.load(temperature + row * float_stride)
         key, child = tl.load(seed + row * int_stride), tl.load(child_index + row * int_stride)
@@ -89,6 +97,15 @@ def _scan(
             group_stats(logits, first, end, heat, group_max + to, group_mass + to, BLOCK, GROUP)
             return
 
+    packed = best_of_chunk(logits, first, end, heat, key, output, child, STREAM, BLOCK, RANDOM)
+    tl.store(best + i * tl.num_programs(0) + chunk, packed)
+
+
+@triton.jit
+def best_of_chunk(
+    logits, first, end, heat, key, output, child, STREAM: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr
+):  # fmt: skip
+    """The winner among the tokens `first` up to `end`, as `best_packed`."""
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + tl.arange(0, BLOCK)
     for start in range(first, end, BLOCK):
@@ -97,17 +114,17 @@ def _scan(
         if RANDOM:  # noqa: SIM102 - known when the kernel is compiled; the other one is not
             if heat > 0.0:
                 # Noise times temperature instead of logits / temperature: the same argmax, without a division.
-                score += heat * gumbel_noise(start // 4 + tl.arange(0, BLOCK // 4), key, output, child)
+                score += heat * gumbel_noise(start // 4 + tl.arange(0, BLOCK // 4), key, output, child, STREAM)
         is_better = score > best_score
         best_score = tl.where(is_better, score, best_score)
         best_id = tl.where(is_better, ids, best_id)
-    tl.store(best + i * tl.num_programs(0) + chunk, best_packed(best_score, best_id))
+    return best_packed(best_score, best_id)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])  # which depends on the rows
 def _pick(
     logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
-    listed, few, out, vocab_size, num_groups, num_chunks, logits_stride, float_stride, int_stride,
+    listed, few, out, vocab_size, num_groups, num_chunks, logits_stride, float_stride, int_stride, STREAM: tl.constexpr,
     NUM_CHUNKS_PADDED: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     FEW: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +144,7 @@ def _pick(
             to = i * num_groups
             token = filtered_draw(
                 logits + i * logits_stride, heat, k.to(tl.int32), p, least, key, child, tl.load(output_index + i),
-                group_max + to, group_mass + to, listed + to, few + i * FEW, vocab_size, num_groups,
+                group_max + to, group_mass + to, listed + to, few + i * FEW, vocab_size, num_groups, STREAM,
                 GROUP, NUM_GROUPS_PADDED, TILE, FEW,
             )  # fmt: skip
             tl.store(out + i, token)
@@ -151,6 +168,7 @@ def sample_triton(
     *,
     any_random: bool,
     any_filtered: bool,
+    stream: int = STREAM_SAMPLE,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Filters, noise and argmax: one token per row of logits. The parameters are those of all open requests.
@@ -163,7 +181,8 @@ def sample_triton(
         top_k, seed, child_index: [max_rows] int64, likewise; the vocabulary's size cuts nothing.
         output_index: [R] int64.
         any_random: False promises that every temperature is 0: nothing is then read but `rows` and the logits.
-        any_filtered: False promises that no random row has a filter.
+        any_filtered: False leaves filters out, be it that no random row has one or, for drafts, that none is meant.
+        stream: what the noise is for, see `philox.py`: `STREAM_DRAFT` draws what a drafter proposes.
         out: [R] int64 to write to.
 
     Returns:
@@ -184,17 +203,14 @@ def sample_triton(
     tiles_per_chunk = triton.cdiv(num_tiles * num_rows, max(_SCAN_PROGRAMS, num_rows))
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
     best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
-    group_max = group_mass = listed = few = None
-    if filtered:
-        group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
-        group_mass = torch.empty_like(group_max)  # by itself: aligned, however many rows, so the same kernel takes it
-        listed = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
-        few = torch.empty((num_rows, _FEW), dtype=torch.float32, device=logits.device)
+    scratch = filter_scratch(num_rows, vocab_size, logits.device) if filtered else [None] * 4
+    group_max, group_mass, listed, few = scratch
     inputs = (logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index)
     strides = [logits.stride(0), float_stride, int_stride]
     options = launch_options(logits.device)
     _scan[(num_chunks, num_rows)](
         *(*inputs, best, group_max, group_mass, vocab_size, num_groups, tiles_per_chunk, *strides),
+        STREAM=stream,
         BLOCK=_BLOCK,
         GROUP=_GROUP,
         RANDOM=any_random,
@@ -204,16 +220,28 @@ def sample_triton(
     )
     _pick[(num_rows,)](
         *(*inputs, best, group_max, group_mass, listed, few, out, vocab_size, num_groups, num_chunks, *strides),
+        STREAM=stream,
         NUM_CHUNKS_PADDED=triton.next_power_of_2(num_tiles),
-        NUM_GROUPS_PADDED=triton.next_power_of_2(num_groups),
-        GROUP=_GROUP,
-        TILE=_TILE,
-        FEW=_FEW,
+        **filter_sizes(vocab_size),
         FILTERED=filtered,
         num_warps=_PICK_WARPS if filtered else 1,
         **options,
     )
     return out
+
+
+def filter_scratch(num_rows: int, vocab_size: int, device: torch.device) -> list[torch.Tensor]:
+    """`group_max`, `group_mass`, `listed` and `few` of `filtered_cut`, for all rows."""
+    num_groups = triton.cdiv(vocab_size, _GROUP)
+    # Each by itself: aligned, however many rows, so the same kernel takes it.
+    sizes = ((num_groups, torch.float32), (num_groups, torch.float32), (num_groups, torch.int32), (_FEW, torch.float32))
+    return [torch.empty((num_rows, size), dtype=dtype, device=device) for size, dtype in sizes]
+
+
+def filter_sizes(vocab_size: int) -> dict[str, int]:
+    """The constants of `filtered_cut`."""
+    padded = triton.next_power_of_2(triton.cdiv(vocab_size, _GROUP))
+    return {"GROUP": _GROUP, "NUM_GROUPS_PADDED": padded, "TILE": _TILE, "FEW": _FEW}
 
 
 def workspace_bytes(num_rows: int, vocab_size: int) -> int:

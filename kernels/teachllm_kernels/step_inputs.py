@@ -24,7 +24,7 @@ _MAX_RUN_PROGRAMS = 16  # for one run: most are a block-table entry or two
 def _step_inputs(
     rows, query_start, planned_start, token_ids, num_known, block_tables,
     input_ids, positions, slot_mapping, seq_lens, token_stride, table_stride,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, ALL_KNOWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -35,7 +35,10 @@ def _step_inputs(
     num_tokens = tl.load(query_start + seq + 1) - first
     if row >= 0:
         # The plan may count on drafts that were rejected; a step always computes a known token first.
-        start = tl.minimum(tl.load(planned_start + seq), tl.load(num_known + row) - 1)
+        start = tl.load(num_known + row) - 1
+        if ALL_KNOWN:
+            start -= num_tokens - 1
+        start = tl.minimum(tl.load(planned_start + seq), start)
         tl.store(seq_lens + seq, start + num_tokens)
     else:
         start = 0
@@ -43,8 +46,8 @@ def _step_inputs(
     for offset in range(0, num_tokens, BLOCK):
         index = offset + tl.arange(0, BLOCK)
         inside = index < num_tokens
-        known = inside & (row >= 0)
         position = start + index
+        known = inside & (row >= 0) & (position >= 0)
         token = tl.load(token_ids + row * token_stride + position, mask=known, other=0)
         block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
         slot = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
@@ -65,8 +68,9 @@ def step_inputs(
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
     seq_lens: torch.Tensor,
+    all_known: bool = False,
 ) -> None:
-    """Fills the last four from the others; one program a sequence.
+    """Fills the four before the last from the others; one program a sequence.
 
     Args:
         rows: [num_seqs] int32, the row of each sequence; -1 is padding, whose tokens get id 0 and slot -1.
@@ -77,12 +81,14 @@ def step_inputs(
         block_tables: [max_rows, max_blocks] int32.
         input_ids, positions, slot_mapping: [num_tokens] int64, written.
         seq_lens: [num_seqs] int32, written: tokens of each sequence after this step; 0 for padding.
+        all_known: no token is a draft: a sequence's last one is at most its newest. Else the first one is, at most.
     """
     _step_inputs[(rows.shape[0],)](
         *(rows, query_start, planned_start, token_ids, num_known, block_tables),
         *(input_ids, positions, slot_mapping, seq_lens, token_ids.stride(0), block_tables.stride(0)),
         BLOCK_SIZE=block_size,
         BLOCK=_BLOCK,
+        ALL_KNOWN=all_known,
         **launch_options(rows.device),
     )
 

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 _NUM_STEPS = 16
 # A kernel belongs to the first group that has a word of its name. The libraries' names are theirs to change.
 _GROUPS = {
-    "attention": ("paged_", "decode", "prefill", "sdpa", "flash", "fmha", "attention"),
+    "attention": ("paged_", "decode", "prefill", "sdpa", "flash", "fmha", "attention", "_merge_splits"),
     "matrix products": ("gemv", "linear", "gemm", "nvjet", "cutlass", "splitk", "addmm", "matmul", "mm"),
-    "sampling": ("_scan", "_pick", "argmax", "append_tokens"),
+    "drafts": ("_draft", "_find_matches", "_propose", "_following"),
+    "sampling": ("_scan", "_pick", "_measure", "_cut", "_reject", "_settle", "argmax", "append_tokens"),
 }
 _OTHER = "norms and the rest"
 

@@ -24,18 +24,21 @@ class RequestUpdate:
 
     Attributes:
         new_token_ids: ids appended to it, the stop token included.
-        num_accepted: drafts among them.
+        num_drafted, num_accepted: drafts that were verified, and those that held.
         logprobs: one entry for each new id, if asked for.
         prompt_logprobs: entries for the prompt tokens from index `start` + 1 on, if asked for.
         start: the first token index its share of the step computed.
+        num_planned: drafts that it was to verify; a drafter may have found fewer.
     """
 
     request: Request
     new_token_ids: list[int]
+    num_drafted: int
     num_accepted: int
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs] | None
     start: int
+    num_planned: int = 0
 
 
 @dataclass(slots=True)
@@ -102,10 +105,12 @@ def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate
                 new_token_ids.append(token_id)
                 if request.append(token_id):
                     break  # accepted drafts beyond the end
-            if result.draft_token_ids is not None:
+            if result.draft_token_ids is not None and request.num_in_flight_tokens == 0:
                 request.draft_token_ids = result.draft_token_ids[index]
         num_accepted = min(len(sampled) - 1, len(new_token_ids)) if share.samples else 0
+        num_drafted = num_drafts if result.num_drafted is None else result.num_drafted[index]
         logprobs = (result.logprobs[index] or [])[: len(new_token_ids)] or None if result.logprobs else None
         prompt_logprobs = result.prompt_logprobs[index] if result.prompt_logprobs else None
-        updates.append(RequestUpdate(request, new_token_ids, num_accepted, logprobs, prompt_logprobs, share.start))
+        drafts, scores = (num_drafted, num_accepted), (logprobs, prompt_logprobs)
+        updates.append(RequestUpdate(request, new_token_ids, *drafts, *scores, share.start, num_drafts))
     return updates

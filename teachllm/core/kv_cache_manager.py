@@ -33,14 +33,23 @@ class KVCacheManager:
         block_size: tokens a block.
         enable_prefix_caching: False still shares blocks within a group (`n` completions of one prompt).
         root: digest of what decides the content of every block, see `prefix_cache.hash_root`.
+        recomputes_last_hit: a drafter needs hidden states from just before where a request begins to compute.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, root: bytes = b"") -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        root: bytes = b"",
+        recomputes_last_hit: bool = False,
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.cache = PrefixCache(block_size, root)
         self.pinned: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)  # step -> (request id, blocks)
         self._enable_prefix_caching = enable_prefix_caching
+        self._recomputes_last_hit = recomputes_last_hit
         self._committed: dict[int, list[Block]] = defaultdict(list)  # step -> blocks it is to fill
         self._uncommitted: dict[bytes, list[Request]] = {}  # hash of their first block to commit -> requests
         self._events: list[BlockEvent] | None = None
@@ -61,7 +70,7 @@ class KVCacheManager:
             if block is None:
                 break
             hits.append(block)
-        return hits
+        return hits[:-1] if self._recomputes_last_hit else hits
 
     def num_missing_blocks(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> int:
         """Blocks that leave the free list if the table is to cover `num_tokens` tokens."""

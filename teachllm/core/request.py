@@ -75,6 +75,8 @@ class Request:
         waits_for_ids: never runs ahead (a grammar or a drafter on the host needs the sampled ids).
         max_len: longest the sequence may get; set when the scheduler takes it.
         draft_token_ids: proposals for the tokens after the known ones; -1 where only the device knows them.
+        draft_hits, draft_trials: how many of its drafts held, and how many were put to the test; the `DraftLength`
+            that counts them may forget old ones.
         block_ids: the block table; append-only while it runs.
         block_hashes: of the full blocks of known tokens, as far as they were needed.
         num_committed_blocks: leading blocks that are findable in the prefix cache.
@@ -103,6 +105,8 @@ class Request:
     stop_reason: str | int | None = None
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     draft_token_ids: list[int] = field(default_factory=list)
+    draft_hits: float = 0.0
+    draft_trials: float = 0.0
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)

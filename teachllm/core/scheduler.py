@@ -21,6 +21,7 @@ Source: Yu et al., "Orca", OSDI 2022 (iteration-level scheduling); Agrawal et al
 from __future__ import annotations
 
 from teachllm.config import EngineConfig
+from teachllm.core.drafts import DraftLength, add_drafts, ask_for_drafts
 from teachllm.core.in_flight import PlansInFlight, RequestUpdate, settle
 from teachllm.core.kv_cache_manager import KVCacheManager
 from teachllm.core.policy import POLICIES, Policy, WaitingQueue
@@ -38,10 +39,16 @@ class Scheduler:
         num_blocks: KV blocks in the pool.
         cache_root: digest of what decides all KV, see `prefix_cache.hash_root`.
         policy: overrides `config.scheduling_policy`.
+        draft_length: how far the worker's drafter is to go; None: there is no drafter.
     """
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, cache_root: bytes = b"", policy: Policy | None = None
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        cache_root: bytes = b"",
+        policy: Policy | None = None,
+        draft_length: DraftLength | None = None,
     ) -> None:
         assert config.max_model_len and config.max_num_batched_tokens and config.max_num_seqs, "resolve() it first"
         self.config = config
@@ -49,7 +56,10 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self.policy = policy or POLICIES[config.scheduling_policy]()
-        self.kv = KVCacheManager(num_blocks, config.block_size, bool(config.enable_prefix_caching), cache_root)
+        self.draft_length = draft_length
+        caching, speculation = bool(config.enable_prefix_caching), config.speculative_config
+        recomputes_last_hit = speculation is not None and speculation.reads_features
+        self.kv = KVCacheManager(num_blocks, config.block_size, caching, cache_root, recomputes_last_hit)
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []
@@ -105,7 +115,10 @@ class Scheduler:
         open_to_join = self.policy.opens_batch(len(self.running))
         self._schedule_running(plan)
         self._schedule_waiting(plan, open_to_join)
-        self._schedule_drafts(plan)
+        has_blocks = not self._short_of_blocks
+        add_drafts(plan, self.requests, self.kv, self._budget, has_blocks)
+        if self.draft_length is not None:
+            ask_for_drafts(plan, self.requests, self.kv, self.draft_length, has_blocks)
         if plan.scheduled:
             plan.dropped, self._dropped = self._dropped, []
             plan.preempted, self._preempted = self._preempted, []
@@ -177,23 +190,6 @@ class Scheduler:
         self._launch(plan, request, num_tokens, blocks, new=True)
         return None
 
-    def _schedule_drafts(self, plan: SchedulerOutput) -> None:
-        for share in plan.scheduled:
-            request = self.requests[share.request_id]
-            drafts, request.draft_token_ids = request.draft_token_ids, []
-            if self._short_of_blocks or not (drafts and share.samples and share.num_tokens == 1):
-                continue
-            # The step yields one token more than its drafts: no draft may lie beyond the last wanted token.
-            num_drafts = min(len(drafts), self._budget, request.max_len - request.num_expected_tokens)
-            while (new_blocks := self.kv.allocate(request, request.num_computed_tokens + num_drafts)) is None:
-                num_drafts -= 1  # drafts never take blocks away from anybody
-            share.new_block_ids += new_blocks
-            share.draft_token_ids = drafts[:num_drafts]
-            share.num_tokens += num_drafts
-            request.num_computed_tokens += num_drafts
-            request.num_in_flight_tokens += num_drafts
-            self._budget -= num_drafts
-
     @property
     def _chunks(self) -> bool:
         """Whether a gap may be closed over several steps."""
@@ -232,7 +228,10 @@ class Scheduler:
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         """Takes the oldest plan's result: appends tokens, rolls back rejected drafts, commits, ends, frees."""
         updates = settle(self.in_flight.pop(plan), result)
-        for request in (update.request for update in updates):
+        for update in updates:
+            request = update.request
+            if update.num_planned and request.finish_reason is None and self.draft_length is not None:
+                self.draft_length.observe(request, update.num_planned, update.num_accepted)
             self.kv.commit(request)
             if request.finish_reason is not None:
                 self._end(request)

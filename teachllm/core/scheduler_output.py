@@ -46,6 +46,9 @@ class ScheduledRequest:
         samples: whether the last known token is among them, so that a next one is sampled.
         new_block_ids: entries to write into the block table from index `first_new_block` on.
         new_row: set when the worker has no row for this request (new, or resumed).
+        num_next_drafts: how many drafts the worker is to propose for the step after this one, and keeps room for; of
+            a request that does not sample yet, whether its drafter is to follow at all.
+        why: the reason for that number.
     """
 
     request_id: str
@@ -56,6 +59,8 @@ class ScheduledRequest:
     first_new_block: int
     new_block_ids: list[int]
     new_row: NewRow | None = None
+    num_next_drafts: int = 0
+    why: str | None = None
 
 
 @dataclass(slots=True)
@@ -104,7 +109,9 @@ class ModelRunnerOutput:
         sampled_token_ids: per request the accepted drafts and the one token after them; empty if it did not sample.
         logprobs: per request one entry for each sampled id; None where not asked for.
         prompt_logprobs: per request, entries for prompt tokens [start + 1, start + num_tokens + 1) that exist.
-        draft_token_ids: proposals for the requests' next steps; None without a drafter.
+        num_drafted: per request, how many of its drafts the drafter stood behind; None: all.
+        draft_token_ids: proposals for the requests' next steps, -1 where they stay on the device; None without a
+            drafter.
         seconds: that a device took which works on its own, where that is asked for.
         graph_mode: "full", "piecewise" or "eager" on a GPU: how much of the step was replayed from CUDA graphs.
     """
@@ -112,6 +119,7 @@ class ModelRunnerOutput:
     sampled_token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None = None
+    num_drafted: list[int] | None = None
     draft_token_ids: list[list[int]] | None = None
     seconds: float | None = field(default=None, compare=False)
     graph_mode: str | None = field(default=None, compare=False)

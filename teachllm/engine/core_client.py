@@ -192,9 +192,8 @@ class CoreClient:
         if update.finish_reason is not None:
             request.finish_reason, request.stop_reason = FinishReason(update.finish_reason), update.stop_reason
             del self._requests[update.number], self._numbers[request.request_id]
-        return RequestUpdate(
-            request, update.new_token_ids, update.num_accepted, update.logprobs, update.prompt_logprobs, update.start
-        )
+        drafts, logprobs = (update.num_drafted, update.num_accepted), (update.logprobs, update.prompt_logprobs)
+        return RequestUpdate(request, update.new_token_ids, *drafts, *logprobs, update.start)
 
     def reset_prefix_cache(self) -> None:
         self._say(ResetPrefixCache())

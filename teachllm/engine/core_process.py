@@ -184,6 +184,7 @@ class CoreProcess:
         told = Update(
             self._numbers[request.request_id],
             update.new_token_ids,
+            update.num_drafted,
             update.num_accepted,
             update.start,
             request.num_cached_tokens or 0,

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
-from teachllm.core.trace import Recorder
 from teachllm.engine.input_processor import InputProcessor, Prompt
 from teachllm.engine.output_processor import OutputProcessor
 from teachllm.engine.stats import StepStats
@@ -28,9 +27,11 @@ from teachllm.engine.tokenizer import Tokenizer
 from teachllm.models.model_config import ModelConfig
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from teachllm.engine.engine_core import EngineCore
+    from teachllm.spec_decode.drafter import Drafter
     from teachllm.worker.executor import Executor
 
 
@@ -78,6 +79,7 @@ class Engine:
         progress: called with (bytes loaded, bytes in all) while weights load.
         make_executor: replaces the in-process executor; given the resolved configuration and the executor it
             would have used.
+        drafter: proposes tokens, with the speculative method "custom"; see `spec_decode/drafter.py`.
 
     Attributes:
         config: as resolved for the model.
@@ -97,14 +99,17 @@ class Engine:
         trace_sink: Callable[[str], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.is_elsewhere = own_process
         self._core: Core
         self.model_config: ModelConfig
         self.tokenizer: Tokenizer | None
         if own_process:
-            if recorder is not None or make_executor is not None:
-                raise ValueError("recorder= and make_executor= are objects of this process: set own_process=False")
+            if recorder is not None or make_executor is not None or drafter is not None:
+                raise ValueError(
+                    "recorder, make_executor and drafter are objects of this process: set own_process=False"
+                )
             try:
                 from teachllm.engine.core_client import CoreClient
             except ModuleNotFoundError as error:
@@ -116,7 +121,12 @@ class Engine:
             from teachllm.engine.make_core import make_core
 
             self._core, self.model_config, self.tokenizer = make_core(
-                config, recorder=recorder, trace_sink=trace_sink, progress=progress, make_executor=make_executor
+                config,
+                recorder=recorder,
+                trace_sink=trace_sink,
+                progress=progress,
+                make_executor=make_executor,
+                drafter=drafter,
             )
         self.config = self._core.config
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
@@ -179,7 +189,7 @@ class Engine:
         self.core.add(request)
         output = self._outputs.add(request.request_id, None, list(request.prompt_token_ids), [request])
         if request.num_output_tokens:
-            had = RequestUpdate(request, request.output_token_ids, 0, None, None, 0)
+            had = RequestUpdate(request, request.output_token_ids, 0, 0, None, None, 0)
             _, match = self._outputs.update(had, time.perf_counter())
             if match is not None:
                 self.core.finish(request.request_id, FinishReason.STOP, match.stop)

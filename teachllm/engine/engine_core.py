@@ -15,6 +15,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from teachllm.config import EngineConfig
@@ -23,10 +24,12 @@ from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
-from teachllm.core.trace import Recorder, StepTimes
+from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.stats import StepCounter, StepStats
 from teachllm.engine.step_roofline import StepRoofline
 from teachllm.roofline import Work
+from teachllm.spec_decode.draft_length import AdaptiveLength, FixedLength, StepCost
+from teachllm.trace.recorder import Recorder, StepTimes
 from teachllm.worker.executor import Executor, PendingOutput
 
 
@@ -40,6 +43,8 @@ class EngineCore:
         roofline: what a trace says of each step's work.
         clock: seconds; arrival times are on it. None is the recorder's, or `time.perf_counter`.
         scheduler: in place of one of its own.
+        drafter: one that reads token ids here; requests wait for theirs, then.
+        draft_length: how far a drafter goes, here or in the executor; None: there is none.
         on_close: called when it has been closed.
     """
 
@@ -53,15 +58,19 @@ class EngineCore:
         roofline: StepRoofline | None = None,
         scheduler: Scheduler | None = None,
         on_close: Callable[[], None] | None = None,
+        drafter: HostDrafting | None = None,
+        draft_length: FixedLength | AdaptiveLength | None = None,
     ) -> None:
         self.config = config
-        self.scheduler = scheduler or Scheduler(config, executor.num_blocks, cache_root)
+        self._drafter, self._draft_length = drafter, draft_length
+        self.scheduler = scheduler or Scheduler(config, executor.num_blocks, cache_root, draft_length=draft_length)
         self.executor = executor
         self.recorder = recorder
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
         self._roofline = roofline
         self._on_close = on_close or (lambda: None)
         self._counter: StepCounter | None = None
+        self._last_arrived = 0.0
         self._check = config.check_invariants
         # Results not yet asked for when the next plan is made: one for each further stage, one to run ahead.
         self._num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
@@ -75,6 +84,7 @@ class EngineCore:
         Raises:
             ValueError: it can never run; the message has the numbers.
         """
+        request.waits_for_ids |= self._drafter is not None
         self.scheduler.add(request)
         if self.recorder is not None:
             try:
@@ -101,6 +111,11 @@ class EngineCore:
     def stats(self) -> StepStats | None:
         """How things stand, and what was counted since the last call; None unless `count` was called."""
         return None if self._counter is None else self._counter.take(self.scheduler)
+
+    @property
+    def draft_step_cost(self) -> StepCost | None:
+        """What a step with drafts takes; None where nobody has timed both kinds."""
+        return None if self._draft_length is None else self._draft_length.step_cost()
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -150,6 +165,11 @@ class EngineCore:
         arrived = self.clock()
         self._pending.popleft()
         updates = self.scheduler.update(plan, result)
+        if self._drafter is not None:
+            self._drafter.propose(updates)
+        if self._draft_length is not None:
+            self._draft_length.time(plan, self.clock() - max(self._last_arrived, times.time))
+        self._last_arrived = self.clock()
         if self._counter is not None:
             self._counter.step(plan, updates)
         if self._check:
@@ -198,5 +218,7 @@ class EngineCore:
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
-    """A configuration as the trace's header carries it."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+    """A configuration as the trace's header carries it: plain JSON, which `EngineConfig` takes again."""
+    settings = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    speculation = config.speculative_config
+    return settings | {"speculative_config": None if speculation is None else asdict(speculation)}

@@ -23,9 +23,9 @@ from teachllm.config import EngineConfig
 from teachllm.core.request import Request, RequestStatus, WaitReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
-from teachllm.core.trace import Recorder, waiting_of
 from teachllm.engine.engine import Engine
 from teachllm.sampling_params import SamplingParams
+from teachllm.trace.recorder import Recorder, waiting_of
 from teachllm.trace.replay import Replay, RequestState
 
 BEFORE = -1  # the step of what is computed before the fork's first
@@ -34,10 +34,11 @@ BEFORE = -1  # the step of what is computed before the fork's first
 def fork_config(header: Mapping[str, Any], **changes: Any) -> EngineConfig:
     """The settings of a trace's engine, some of them changed.
 
-    The pool stays as large as it was, in tokens, unless `num_gpu_blocks_override` is among the changes.
+    The pool stays as large as it was, in tokens, unless `num_gpu_blocks_override` is among the changes. A change of
+    `load_format` holds for a draft model, too.
 
     Raises:
-        ValueError: they contradict each other, or there is no such setting.
+        ValueError: they contradict each other, there is no such setting, or the drafter was Python code.
     """
     try:
         EngineConfig(**changes)
@@ -48,7 +49,16 @@ def fork_config(header: Mapping[str, Any], **changes: Any) -> EngineConfig:
     num_slots = header["num_blocks"] * settings["block_size"]
     block_size = changes.get("block_size", settings["block_size"])
     settings |= {"num_gpu_blocks_override": max(num_slots // block_size, 1), "trace_path": None}
-    return EngineConfig(**settings | changes)
+    speculation = settings.get("speculative_config")
+    if isinstance(speculation, dict) and "load_format" in changes:
+        settings["speculative_config"] = speculation | {"load_format": None}
+    config = EngineConfig(**settings | changes)
+    if config.speculative_config is not None and config.speculative_config.method == "custom":
+        raise ValueError(
+            'the drafter of this trace was an object in its engine\'s process (speculative method "custom"), which no '
+            "trace holds: fork with speculative_config=None"
+        )
+    return config
 
 
 def fork(state: Replay, config: EngineConfig, sink: Callable[[str], None], at: float) -> Engine:

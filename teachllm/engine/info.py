@@ -8,6 +8,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import format_bytes
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.models.model_config import load_model_config
+from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.executor import select_device
 from teachllm.worker.kv_cache import plan_memory
 
@@ -31,7 +32,7 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
     layers = f"hidden size {model.hidden_size}" + (f", {windowed} with a sliding window" if windowed else "")
     heads = f"{model.num_attention_heads} query and {model.num_kv_heads} KV heads of {model.head_size}"
     code = "this project's code" if model.implementation == "teachllm" else "transformers' code, our paged attention"
-    plan = plan_memory(resolved, model, device)
+    plan = plan_memory(resolved, model, device, load_drafter_config(resolved, model, device.type))
     input_len = input_len or min(1024, max(model.max_model_len - (output_len or 128), 1))
     output_len = output_len or min(128, max(model.max_model_len - input_len, 1))
     count = num_undisturbed(resolved, plan.num_blocks, input_len, output_len)

@@ -14,9 +14,11 @@ from typing import Any
 from teachllm.config import EngineConfig
 from teachllm.engine.engine import Engine
 from teachllm.engine.input_processor import Prompt
+from teachllm.engine.speculation import Speculation
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm.spec_decode.drafter import Drafter
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -28,20 +30,28 @@ class LLM:
         model: a local folder, a hub id, or "teachlm".
         settings: any field of `EngineConfig`.
         progress: called with (bytes loaded, bytes in all) while weights load.
+        drafter: one of your own, see `spec_decode/drafter.py`.
 
     Raises:
         ValueError: the checkpoint or the settings are refused; one line says why and what to change.
     """
 
     def __init__(
-        self, model: str = "teachlm", *, progress: Callable[[int, int], None] | None = None, **settings: Any
+        self,
+        model: str = "teachlm",
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        drafter: Drafter | None = None,
+        **settings: Any,
     ) -> None:
         unknown = sorted(settings.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
             known = ", ".join(EngineConfig.__dataclass_fields__)
             raise ValueError(f"LLM has no setting {unknown[0]!r}; it has {known}")
-        self.engine = Engine(EngineConfig(model=model, **settings), progress=progress)
+        self.engine = Engine(EngineConfig(model=model, **settings), progress=progress, drafter=drafter)
         self._num_requests = 0
+        if self.config.speculative_config is not None:
+            self.engine.count()
 
     @property
     def config(self) -> EngineConfig:
@@ -136,6 +146,11 @@ class LLM:
                     self.engine.step()
         finally:
             self.engine.abort_request(request_id)
+
+    def speculation(self) -> Speculation | None:
+        """What speculation did since the last call; None: the engine does not speculate."""
+        stats = None if self.config.speculative_config is None else self.engine.stats()
+        return None if stats is None else Speculation(stats, self.engine.core.draft_step_cost)
 
     def close(self) -> None:
         """Gives the model's memory back."""

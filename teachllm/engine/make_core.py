@@ -5,17 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.core.prefix_cache import hash_root
-from teachllm.core.trace import Recorder
 from teachllm.engine.ceilings import device_name, known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
+from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.step_roofline import StepRoofline
 from teachllm.engine.token_texts import TokenTexts, load_tokenizer
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.engine.trace_file import TraceFile
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.spec_decode.draft_length import make_draft_length
+from teachllm.spec_decode.drafter import Drafter
+from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
+from teachllm.spec_decode.ngram import NgramDrafter
+from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
@@ -29,11 +35,13 @@ def make_core(
     trace_sink: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[EngineCore, ModelConfig, Tokenizer | None]:
     """Loads a model and joins it with a scheduler.
 
     Args:
         needs_tokenizer: False loads it only if a trace needs it.
+        drafter: of method "custom".
 
     Other arguments as of `Engine`.
 
@@ -49,9 +57,10 @@ def make_core(
     if is_traced:
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
         recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
+    weighty = load_drafter_config(config, model, device.type)
     make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
     try:
-        runner = make_runner(config, model, device, progress)
+        runner = make_runner(config, model, device, progress, weighty)
     except BaseException:
         if file is not None:
             file.close()
@@ -66,7 +75,13 @@ def make_core(
         if isinstance(runner, GPUModelRunner):
             runner.times_steps = True
     core = EngineCore(
-        config, executor, root, recorder, roofline=roofline, on_close=None if file is None else file.close
+        config,
+        executor,
+        root,
+        recorder,
+        roofline=roofline,
+        on_close=None if file is None else file.close,
+        **_speculation(config, model, drafter, weighty),
     )
     if recorder is not None and roofline is not None:
         shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
@@ -74,6 +89,27 @@ def make_core(
         machine = {"device": device_name(str(device)), "ceilings": ceilings}
         recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
     return core, model, tokenizer
+
+
+def _speculation(
+    config: EngineConfig, model: ModelConfig, drafter: Drafter | None, weighty: DrafterConfig | None
+) -> dict[str, Any]:
+    """What a core needs to speculate, by the names of `EngineCore`'s arguments."""
+    speculation = config.speculative_config
+    if (drafter is not None) != (speculation is not None and speculation.method == "custom"):
+        raise ValueError(
+            'a drafter of your own and speculative_config={"method": "custom"} need each other: pass drafter=..., or '
+            "choose another method"
+        )
+    if speculation is None:
+        return {}
+    if speculation.method == "ngram" and not config.device.startswith("cuda"):  # a GPU searches its own rows
+        drafter = NgramDrafter(speculation.prompt_lookup_max, speculation.prompt_lookup_min)
+    cost = 0.0 if weighty is None else weighty.weight_bytes / model.weight_bytes
+    return {
+        "drafter": None if drafter is None else HostDrafting(drafter, model.vocab_size),
+        "draft_length": make_draft_length(speculation, cost),
+    }
 
 
 def _to_all(sinks: Sequence[Callable[[str], None]]) -> Callable[[str], None]:

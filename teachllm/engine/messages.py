@@ -95,6 +95,7 @@ class Update(msgspec.Struct, array_like=True, frozen=True):
 
     number: int
     new_token_ids: list[int]
+    num_drafted: int
     num_accepted: int
     start: int
     num_cached_tokens: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
 
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import Request
@@ -22,6 +24,10 @@ class StepStats:
         num_tokens: computed, of prompts and outputs.
         num_prompt_tokens: of the prompts that have got their first output token.
         num_generation_tokens: sampled.
+        num_samplings: how often a step gave a request tokens; without speculation, one each time.
+        num_drafts: how often drafts of a request were verified, one or more at a time.
+        num_draft_tokens, num_accepted_tokens: drafted tokens that were verified, and those of them that held.
+        num_accepted_tokens_per_pos: how often the first draft held, the first two, and so on.
     """
 
     num_running: int
@@ -33,15 +39,23 @@ class StepStats:
     num_tokens: int
     num_prompt_tokens: int
     num_generation_tokens: int
+    num_samplings: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
 
     def then(self, later: StepStats) -> StepStats:
         """Both as one."""
-        return replace(later, **{name: getattr(self, name) + getattr(later, name) for name in _COUNTS})
+        per_pos = zip_longest(self.num_accepted_tokens_per_pos, later.num_accepted_tokens_per_pos, fillvalue=0)
+        counts = {name: getattr(self, name) + getattr(later, name) for name in _COUNTS}
+        return replace(later, **counts, num_accepted_tokens_per_pos=tuple(map(sum, per_pos)))
 
 
 _COUNTS = (
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
-    *("num_tokens", "num_prompt_tokens", "num_generation_tokens"),
+    *("num_tokens", "num_prompt_tokens", "num_generation_tokens", "num_samplings"),
+    *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
 )
 
 
@@ -54,6 +68,8 @@ class StepCounter:
 
     def _reset(self) -> None:
         self._queries = self._hits = self._num_tokens = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._num_samplings = self._num_draft_tokens = 0
+        self._num_with = Counter[int]()  # by the number of drafts that held: verifications
 
     def admit(self, request: Request) -> None:
         """It has been scheduled for the first time."""
@@ -66,11 +82,17 @@ class StepCounter:
         for update in updates:
             if num_new := len(update.new_token_ids):
                 self._num_generation_tokens += num_new
+                self._num_samplings += 1
                 if update.request.num_output_tokens == num_new:
                     self._num_prompt_tokens += update.request.num_prompt_tokens
+            if update.num_drafted:
+                self._num_draft_tokens += update.num_drafted
+                self._num_with[update.num_accepted] += 1
 
     def take(self, scheduler: Scheduler) -> StepStats:
         """What there is to tell; counting begins anew."""
+        most = max(self._num_with, default=0)
+        per_pos = list(accumulate(self._num_with[i] for i in range(most, 0, -1)))[::-1]
         stats = StepStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -81,6 +103,11 @@ class StepCounter:
             num_tokens=self._num_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            num_samplings=self._num_samplings,
+            num_drafts=self._num_with.total(),
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=sum(per_pos),
+            num_accepted_tokens_per_pos=tuple(per_pos),
         )
         self._num_preemptions = scheduler.num_preemptions
         self._reset()

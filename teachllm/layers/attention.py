@@ -21,6 +21,7 @@ from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.borrowed import borrowed
 from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.kv_write import kv_write_cpu, kv_write_triton
+from teachllm_kernels.paged_attention import Trees
 
 
 @dataclass(slots=True)
@@ -37,11 +38,14 @@ class AttentionMetadata:
             are.
         backend: computes attention.
         rows: [num_seqs] int32, each request's row of `block_tables`; None: they are in order.
-        num_decodes: the first so many requests have one token each; counted on a GPU only.
+        num_decodes: the first so many requests have one token each, or `decode_len` at most; counted on a GPU only.
+        decode_len: more than 1 where drafts are verified.
+        num_decode_tokens: of all decodes; None: as many as there are decodes.
         is_fused: all are decodes, of whose attention norm, rotation and KV write are a part; on a GPU only.
         prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
         plans: what was prepared for the step and is read by all layers: decode plans by their window, anything else by
             a key of the backend's own.
+        trees: of each request what its tokens see, where drafts are trees; on a CPU only.
         wanted: [num_wanted] int32, the tokens whose hidden states the model is to return, each the last one that its
             request computes; None: all tokens.
         ending: makes the metadata of the wanted tokens as decodes, for the last layer's attention; None: all its tokens
@@ -59,12 +63,20 @@ class AttentionMetadata:
     backend: AttentionBackend = REFERENCE
     rows: torch.Tensor | None = None
     num_decodes: int = 0
+    decode_len: int = 1
+    num_decode_tokens: int | None = None
     is_fused: bool = False
     prefill_start: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+    trees: Trees = None
     wanted: torch.Tensor | None = None
     ending: Callable[[], AttentionMetadata] | None = None
     outside: Callable[[Callable[[AttentionMetadata], None]], None] | None = None
+
+    @property
+    def first_prompt_token(self) -> int:
+        """The flat token behind those of all decodes."""
+        return self.num_decodes if self.num_decode_tokens is None else self.num_decode_tokens
 
     @property
     def decode_plans(self) -> dict[int | None, DecodePlan]:

@@ -18,6 +18,7 @@ from typing import Any
 from teachllm.models.registry import ModelError
 
 EMBEDDED_MODEL = "teachlm"
+EMBEDDED_DRAFTERS = ("teachlm-draft", "teachlm-eagle", "teachlm-medusa")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 
@@ -36,19 +37,19 @@ class StoredTensor:
 
 
 def find_folder(model: str, revision: str | None = None, load_format: str = "auto", remote_code: bool = False) -> Path:
-    """The local folder of `model`: "teachlm", a folder, or a hub id, which is downloaded once.
+    """The local folder of `model`: "teachlm" or a drafter of it, a folder, or a hub id, which is downloaded once.
 
     Raises:
         ModelError: there is no such folder, and the hub does not have it or cannot be reached.
     """
-    if model == EMBEDDED_MODEL:
-        return Path(__file__).parent.parent / "assets" / EMBEDDED_MODEL
+    if model == EMBEDDED_MODEL or model in EMBEDDED_DRAFTERS:
+        return Path(__file__).parent.parent / "assets" / model
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"model={model!r}: there is no such folder")
-    patterns = _HUB_PATTERNS + (["*.bin"] if load_format == "pt" else []) + (["*.py"] if remote_code else [])
+    patterns = _HUB_PATTERNS + (["*.bin", "*.pt"] if load_format == "pt" else []) + (["*.py"] if remote_code else [])
     if load_format == "dummy":
         patterns.remove("*.safetensors")
     # Imported here: with a local folder nothing needs the network.

@@ -9,7 +9,7 @@ Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,19 +26,24 @@ from teachllm_kernels.paged_decode import fused_paged_decode
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
 
 Angles = tuple[torch.Tensor, torch.Tensor]
+Tap = Callable[[torch.Tensor], None]
 KVCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class LlamaAttention(nn.Module):
-    """Project, turn by position, attend over the cache; the block projects back, onto its stream."""
+    """Project, turn by position, attend over the cache; the block projects back, onto its stream.
 
-    def __init__(self, config: LlamaConfig, window: int | None) -> None:
+    Args:
+        input_size: of what is projected, if not the model's hidden size.
+    """
+
+    def __init__(self, config: LlamaConfig, window: int | None, input_size: int | None = None) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
+        self.qkv_proj = Linear(input_size or config.hidden_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias)
         # One weight for all heads of Q and one for those of K, repeated per head so that one call does both.
         heads = (config.num_heads + config.num_kv_heads, config.head_size)
@@ -145,19 +150,25 @@ class LlamaLayer(nn.Module):
         kv_cache: KVCache,
         metadata: AttentionMetadata,
         is_last: bool = False,
+        tap: Tap | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(x, stream), whose sum is the residual stream -> the same after this block.
 
         Args:
             x, stream: [num_tokens, hidden_size], not both None; x in any form that `Linear.onto` gives it.
             is_last: goes on with the wanted tokens alone as soon as K and V of the others are written.
+            tap: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
         """
         if metadata.is_fused and metadata.slot_mapping.shape[0] == 1:
             assert x is not None
+            if tap is not None:
+                tap(x)
             return self._decode_one(x, angles, kv_cache, metadata), None
         wanted = metadata.wanted if is_last else None
         ending = metadata.ending() if wanted is not None and metadata.ending is not None else None
         h, stream = self.input_layernorm(x, stream)
+        if tap is not None:
+            tap(stream)
         h = self.self_attn(h, angles, kv_cache, metadata, ending)
         if wanted is not None:
             h, stream = h if ending is not None else h.index_select(0, wanted), stream.index_select(0, wanted)
@@ -209,12 +220,14 @@ class LlamaForCausalLM(nn.Module):
         positions: torch.Tensor,
         kv_caches: list[KVCache],
         metadata: AttentionMetadata,
+        taps: Mapping[int, Tap] | None = None,
     ) -> torch.Tensor:
         """One step: writes K and V of its tokens and returns their hidden states.
 
         Args:
             input_ids, positions: [num_tokens] int64.
             kv_caches: per layer (K, V), each [num_blocks, block_size, num_kv_heads, head_size].
+            taps: what is given the residual stream before some layers, by their index.
 
         Returns:
             [num_tokens, hidden_size], or [num_wanted, hidden_size] of the tokens that the metadata asks for: the last
@@ -222,8 +235,10 @@ class LlamaForCausalLM(nn.Module):
         """
         angles = self.rotary(positions)
         x, stream = self.embed_tokens(input_ids), None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, stream = layer(x, stream, angles, kv_cache, metadata, is_last=layer is self.layers[-1])
+        taps = taps or {}
+        for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            is_last = index == len(self.layers) - 1
+            x, stream = layer(x, stream, angles, kv_cache, metadata, is_last, taps.get(index))
         x, _ = self.norm(x, stream)
         return x
 

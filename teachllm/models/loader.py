@@ -7,8 +7,9 @@ with its shape, and no other: a silent gap would be a model that talks nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import ModelError
+
+T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,13 +56,14 @@ def load_model(
         if config.load_format == "dummy":
             fill_randomly(model, config.seed)
         return model.eval().requires_grad_(False)
-    own = _build(model_config, device, dtype)
+    own = new_module(lambda: LlamaForCausalLM(parse(model_config.raw), model_config.max_model_len), device, dtype)
     if config.load_format == "dummy":
         fill_randomly(own, config.seed)
     else:
         fill_from_checkpoint(own, folder, config.load_format, progress)
     if device.type == "cpu":
-        _pack(own)
+        pack(own)
+        own.lm_head.pack(is_tied=own.lm_head is own.embed_tokens)
     for module in own.modules():
         if isinstance(module, Linear | Embedding):
             module.is_fixed = config.batch_invariant
@@ -73,10 +77,10 @@ def check_weights(folder: Path, load_format: str) -> None:
         ModelError: there are none in this format, a shard is missing or truncated, or they are pickles.
     """
     if load_format == "pt":
-        if not list(folder.glob("pytorch_model*.bin")):
+        if not _pickles(folder):
             raise ModelError(f"{folder} has no pytorch_model.bin: set load_format='auto'")
     elif not stored_tensors(folder):
-        if list(folder.glob("pytorch_model*.bin")):
+        if _pickles(folder):
             raise ModelError(
                 f"{folder} has its weights only as pickles (.bin), which can run code when they are read: "
                 "set load_format='pt' if you trust them, or convert them to safetensors"
@@ -87,25 +91,44 @@ def check_weights(folder: Path, load_format: str) -> None:
 def fill_from_checkpoint(
     model: LlamaForCausalLM, folder: Path, load_format: str, progress: Progress | None = None
 ) -> None:
-    """Copies every tensor of a checkpoint to its place in the model.
+    """Copies every tensor of a checkpoint to its place in the model. Errors as in `fill`."""
+    is_tied = model.lm_head is model.embed_tokens
+
+    def name_of(name: str) -> str | None:
+        return None if name.endswith(_DERIVED) or (name == "lm_head.weight" and is_tied) else name
+
+    fill(model.checkpoint_tensors(), folder, load_format, progress, name_of)
+
+
+def fill(
+    destinations: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    load_format: str,
+    progress: Progress | None = None,
+    name_of: Callable[[str], str | None] = str,
+) -> None:
+    """Copies every tensor of a checkpoint to its destination.
+
+    Args:
+        name_of: the name of its destination, given a tensor's; None: it is not read.
 
     Raises:
         ModelError: a tensor is missing, unknown, or of another shape.
     """
-    missing = dict(model.checkpoint_tensors())
-    tensors = _read_pickles(folder, progress) if load_format == "pt" else _read_safetensors(folder, progress)
-    for name, tensor, file in tensors:
-        if name.endswith(_DERIVED) or (name == "lm_head.weight" and model.lm_head is model.embed_tokens):
+    missing = dict(destinations)
+    for stored_name, tensor, file in (read_pickles if load_format == "pt" else _read_safetensors)(folder, progress):
+        name = name_of(stored_name)
+        if name is None:
             continue
         destination = missing.pop(name, None)
         if destination is None:
-            raise ModelError(f"{file} holds tensor {name}, which the model of its config.json does not have")
+            raise ModelError(f"{file} holds tensor {stored_name}, which the model of its config.json does not have")
         # A norm that all heads share is held once per head: each takes a copy.
         per_head = name.endswith("norm.weight") and destination.dim() == 2
         expected = destination.shape[1:] if per_head else destination.shape
         if tensor.shape != expected:
             shapes = f"{list(tensor.shape)}, config.json means {list(expected)}"
-            raise ModelError(f"{file}: tensor {name} has shape {shapes}")
+            raise ModelError(f"{file}: tensor {stored_name} has shape {shapes}")
         destination.copy_(tensor)
     if missing:
         raise ModelError(f"{folder} lacks tensor {next(iter(missing))} ({len(missing)} missing in all)")
@@ -135,22 +158,22 @@ def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
         raise ModelError(f"batch_invariant=True does not hold here, {reason}: set batch_invariant=False")
 
 
-def _pack(model: LlamaForCausalLM) -> None:
-    """Lays out for a CPU every weight but an embedding's that is only looked up."""
+def pack(model: nn.Module) -> None:
+    """Lays out for a CPU the weights of all linear layers and norms."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.pack()
         elif isinstance(module, RMSNorm):
             module.prepare()
-    model.lm_head.pack(is_tied=model.lm_head is model.embed_tokens)
 
 
-def _build(model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+def new_module(build: Callable[[], T], device: torch.device, dtype: torch.dtype) -> T:
+    """What `build` makes, on `device`, its parameters of `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return LlamaForCausalLM(parse(model_config.raw), model_config.max_model_len)
+            return build()
     finally:
         torch.set_default_dtype(before)
 
@@ -176,8 +199,17 @@ def _read_safetensors(folder: Path, progress: Progress | None) -> Iterator[tuple
         progress(total, total)
 
 
-def _read_pickles(folder: Path, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    files = sorted(folder.glob("pytorch_model*.bin"))
+def _pickles(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("medusa_lm_head.pt")])
+
+
+def read_pickles(folder: Path, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    """(name, tensor, file) of every tensor of a checkpoint in pickles, of which only plain tensors are read.
+
+    Raises:
+        ModelError: a file holds anything else.
+    """
+    files = _pickles(folder)
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         try:

@@ -26,6 +26,9 @@ from teachllm.sampling.filters import apply_filters
 from teachllm.sampling.logprobs import PendingLogprobs, token_logprobs
 from teachllm.sampling.penalties import apply_penalties
 from teachllm.sampling.state import Parameters, SamplingState, Selection
+from teachllm.sampling.verify import Proposals
+from teachllm_kernels.philox import STREAM_DRAFT
+from teachllm_kernels.rejection import draft_sample_reference, rejection_sample_reference
 from teachllm_kernels.sampling import gumbel_sample_reference
 
 
@@ -77,7 +80,13 @@ class Sampler:
         self._state.close_row(row)
 
     def sample(
-        self, logits: torch.Tensor, rows: list[int], lengths: torch.Tensor, token_ids: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        lengths: torch.Tensor,
+        token_ids: torch.Tensor,
+        proposals: Proposals | None = None,
+        histories: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Samples the next token of each logits row. Nobody waits for the device.
 
@@ -87,6 +96,8 @@ class Sampler:
             lengths: [R] int64, on the device: tokens of the sequence before the one being sampled.
             token_ids: [max_num_rows, max_model_len] on the device: each request row's sequence, valid before
                 `lengths`.
+            proposals: what the tokens of random rows may be, see `verify.py`.
+            histories: [R, max_model_len], what each logits row's own sequence is, where they differ: in a tree.
         """
         if self._state.is_plain_greedy(rows):
             return SamplerOutput(logits.argmax(dim=-1))
@@ -95,8 +106,11 @@ class Sampler:
         raw = None if asked is None else logits.index_select(0, asked)  # a copy: what follows writes into the logits
 
         parameters = self._state.parameters(selection.rows)
-        logits = self._constrain_and_penalize(logits, selection, parameters, lengths, token_ids)
-        sampled = self._draw(logits, selection, parameters, lengths)
+        places = selection.rows
+        if histories is not None:
+            token_ids, places = histories, torch.arange(len(rows), device=logits.device)
+        logits = self._constrain_and_penalize(logits, selection, parameters, lengths, token_ids, places)
+        sampled = self._draw(logits, selection, parameters, lengths, proposals)
         if raw is None or asked is None:
             return SamplerOutput(sampled)
         pending = PendingLogprobs(raw, sampled.index_select(0, asked), [num_top for _, num_top in selection.logprobs])
@@ -123,6 +137,35 @@ class Sampler:
         any_random, any_filtered = variant
         return self._state.sample_plain(logits, rows, num_known, any_random, any_filtered)
 
+    def sample_positions(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        variant: tuple[bool, bool],
+        proposals: Proposals | None,
+    ) -> torch.Tensor:
+        """As `sample_plain`, for any number of logits rows of a request row; which it is, its position says.
+
+        Args:
+            positions: [R] int64, of the token that each logits row follows.
+            proposals: on the device, its integers int32.
+        """
+        any_random, any_filtered = variant
+        output_index = self._state.output_index(rows, positions + 1) if any_random else rows
+        if proposals is None or not any_random:
+            return self._state.draw(logits, rows, output_index, any_random, any_filtered)
+        return self._state.verify(logits, rows, output_index, any_filtered, proposals)
+
+    def draw_drafts_plain(
+        self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, index: int, any_random: bool
+    ) -> torch.Tensor:
+        """As `draw_drafts`, on a GPU: draft `index` of each row, of which there is one. Arguments as `sample_plain`."""
+        output_index = rows
+        if any_random:
+            output_index = self._state.output_index(rows, num_known.index_select(0, rows.clamp(min=0)) + index)
+        return self._state.draw(logits, rows, output_index, any_random, any_filtered=False, stream=STREAM_DRAFT)
+
     def prompt_logprobs(self, logits: torch.Tensor, target_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens: row i of `logits` [R, vocab_size] predicts `target_ids[i]`."""
         targets = torch.tensor(target_ids, dtype=torch.int64, device=logits.device)
@@ -135,16 +178,19 @@ class Sampler:
         parameters: Parameters,
         lengths: torch.Tensor,
         token_ids: torch.Tensor,
+        places: torch.Tensor,
     ) -> torch.Tensor:
-        """What changes greedy rows too. Returns `logits`, changed in place. Shapes as in `sample`."""
+        """What changes greedy rows too. Returns `logits`, changed in place. Shapes as in `sample`.
+
+        Args:
+            places: [R], the row of `token_ids` that holds each logits row's sequence.
+        """
         num_prompt_tokens = parameters.num_prompt_tokens
         if selection.constraints is not None:
-            selection.constraints.apply(
-                logits, selection.rows, lengths, token_ids, num_prompt_tokens, parameters.min_tokens
-            )
+            selection.constraints.apply(logits, places, lengths, token_ids, num_prompt_tokens, parameters.min_tokens)
         chosen = selection.penalized
         if chosen is not None:
-            histories = token_ids[selection.rows[chosen]]
+            histories = token_ids[places[chosen]]
             if lengths.device.type == "cpu":  # the length is known without waiting: count no further than it
                 histories = histories[:, : int(lengths.max())]
             logits[chosen] = apply_penalties(
@@ -158,13 +204,46 @@ class Sampler:
             )
         return logits
 
+    def draw_drafts(self, logits: torch.Tensor, rows: list[int], lengths: torch.Tensor, num: int = 1) -> torch.Tensor:
+        """A drafter's tokens, [R, num] int64: the most likely of greedy rows, of others drawn at their temperature.
+
+        All of a row are different; -1 where there are no more. Arguments as in `sample`; the logits are left as they
+        are.
+        """
+        best = logits.topk(num, dim=-1).indices if num > 1 else logits.argmax(dim=-1, keepdim=True)
+        chosen = self._state.select(rows).random
+        if chosen is None:
+            return best
+        parameters = self._state.parameters(self._state.select(rows).rows[chosen])
+        drawn = draft_sample_reference(
+            logits[chosen],
+            parameters.temperature,
+            parameters.seed,
+            lengths[chosen] - parameters.num_prompt_tokens,
+            parameters.child_index,
+            num=num,
+        )
+        return best.index_copy_(0, chosen, drawn)
+
+    def is_random(self, row: int) -> bool:
+        """Whether a request samples at random."""
+        return self._state.is_random(row)
+
     def _draw(
-        self, logits: torch.Tensor, selection: Selection, parameters: Parameters, lengths: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        selection: Selection,
+        parameters: Parameters,
+        lengths: torch.Tensor,
+        proposals: Proposals | None,
     ) -> torch.Tensor:
         """[R] int64: the best token of greedy rows, a random one of the others."""
         output_indices = lengths - parameters.num_prompt_tokens
         if logits.is_cuda:  # as where nobody asks for more: what a neighbour asks for changes no row's token
-            return self._state.draw(logits, selection.rows.int(), output_indices, any_random=True, any_filtered=True)
+            rows = selection.rows.int()
+            if proposals is None:
+                return self._state.draw(logits, rows, output_indices, any_random=True, any_filtered=True)
+            return self._state.verify(logits, rows, output_indices, True, proposals)
         chosen = selection.random
         if chosen is None:
             return logits.argmax(dim=-1)
@@ -180,13 +259,13 @@ class Sampler:
                 parameters.min_p[among],
                 selection.num_candidates,
             )
-        ids = gumbel_sample_reference(
-            drawn,
-            parameters.temperature[chosen],
-            parameters.seed[chosen],
-            output_indices[chosen],
-            parameters.child_index[chosen],
-        )
+        temperature = parameters.temperature[chosen]
+        noise = parameters.seed[chosen], output_indices[chosen], parameters.child_index[chosen]
+        if proposals is None:
+            ids = gumbel_sample_reference(drawn, temperature, *noise)
+        else:
+            proposed = proposals.draft_logits, proposals.draft_rows[chosen], proposals.siblings[chosen]
+            ids = rejection_sample_reference(drawn, temperature, *proposed, *noise)
         if chosen.numel() == logits.shape[0]:
             return ids
         return logits.argmax(dim=-1).index_copy_(0, chosen, ids)

@@ -21,6 +21,9 @@ from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.constraints import BatchConstraints, RowConstraints, join_constraints
 from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_some_token_allowed
+from teachllm.sampling.verify import Proposals
+from teachllm_kernels.philox import STREAM_SAMPLE
+from teachllm_kernels.rejection import rejection_sample_triton
 from teachllm_kernels.sampling import sample_triton
 
 _SIGN = 1 << 63
@@ -128,6 +131,10 @@ class SamplingState:
         for by_row in (self._top_k, self._constraints, self._num_logprobs):
             by_row.pop(row, None)
 
+    def is_random(self, row: int) -> bool:
+        """Whether the request in `row` samples at random."""
+        return row in self._random
+
     def is_plain_greedy(self, rows: Sequence[int]) -> bool:
         """Whether these rows ask for nothing but their most likely token."""
         special = (self._random, self._penalized, self._constraints.keys(), self._num_logprobs.keys())
@@ -149,13 +156,40 @@ class SamplingState:
             output_index = (num_known - self._ints[:, 2]).index_select(0, rows.clamp(min=0))
         return self.draw(logits, rows, output_index, any_random, any_filtered)
 
+    def output_index(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """[R] int64, how many tokens requests have sampled, of which `lengths` are known."""
+        return lengths - self._ints[:, 2].index_select(0, rows.clamp(min=0))
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        output_index: torch.Tensor,
+        any_filtered: bool,
+        proposals: Proposals,
+    ) -> torch.Tensor:
+        """As `draw`, where tokens were proposed."""
+        every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
+        return rejection_sample_triton(
+            *(logits, rows, every.temperature, every.top_k, every.top_p, every.min_p, every.seed, every.child_index),
+            *(output_index, proposals.draft_logits, proposals.draft_rows, proposals.siblings),
+            any_filtered=any_filtered,
+        )
+
     def draw(
-        self, logits: torch.Tensor, rows: torch.Tensor, output_index: torch.Tensor, any_random: bool, any_filtered: bool
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        output_index: torch.Tensor,
+        any_random: bool,
+        any_filtered: bool,
+        stream: int = STREAM_SAMPLE,
     ) -> torch.Tensor:
         """[R] int64, by the kernel, from logits that nothing but temperature and filters is still to change.
 
         Args:
             output_index: [R] int64, how many tokens the request of each row has sampled before.
+            stream: of the noise, see `philox.py`.
             The others as in `Sampler.sample_plain`.
         """
         every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
@@ -171,6 +205,7 @@ class SamplingState:
             output_index=output_index,
             any_random=any_random,
             any_filtered=any_filtered,
+            stream=stream,
         )
 
     def select(self, rows: list[int]) -> Selection:

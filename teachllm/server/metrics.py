@@ -60,6 +60,7 @@ class Metrics:
         self._model_name = model_name
         self._last: StepStats | None = None
         self._of_steps = dict.fromkeys(_COUNTERS, 0)
+        self._held: list[int] = []  # drafts that were accepted, by their place among a request's
         self._finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self._between_tokens = self._histograms["inter_token_latency_seconds"]
@@ -72,7 +73,11 @@ class Metrics:
         """Called in the engine's thread."""
         self._last = stats
         for name, field in _FIELDS.items():
-            self._of_steps[name] += getattr(stats, field, 0)
+            self._of_steps[name] += getattr(stats, field)
+        held = stats.num_accepted_tokens_per_pos
+        self._held += [0] * (len(held) - len(self._held))
+        for position, count in enumerate(held):
+            self._held[position] += count
         if stats.num_tokens:
             self._step_tokens.observe(stats.num_tokens)
 
@@ -132,6 +137,11 @@ class Metrics:
         for reason, count in self._finished.items():
             ended.add_metric([*values, reason], float(count))
         yield ended
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by position."
+        accepted = CounterMetricFamily(PREFIX + name, text, labels=[*labels, "position"])
+        for position, count in enumerate(self._held):
+            accepted.add_metric([*values, str(position)], float(count))
+        yield accepted
         for name, (_, text) in _HISTOGRAMS.items():
             buckets, total = self._histograms[name].buckets()
             histogram = HistogramMetricFamily(PREFIX + name, text, labels=labels)
@@ -150,11 +160,11 @@ _COUNTERS = {
     "num_preemptions": "Requests that lost their blocks.",
     "prompt_tokens": "Prompt tokens computed.",
     "generation_tokens": "Tokens sampled.",
-    "spec_decode_num_drafts": "Drafts that were verified.",
-    "spec_decode_num_draft_tokens": "Tokens in them.",
-    "spec_decode_num_accepted_tokens": "Tokens of them that were accepted.",
+    "spec_decode_num_drafts": "Times that a request's drafts were verified, one or more tokens at once.",
+    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
 }
-# What StepStats calls them; those it does not have stay 0.
+# What StepStats calls them.
 _FIELDS = {name: name.removeprefix("spec_decode_") for name in _COUNTERS}
 _FIELDS |= {"prompt_tokens": "num_prompt_tokens", "generation_tokens": "num_generation_tokens"}
 _HISTOGRAMS = {

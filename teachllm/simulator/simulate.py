@@ -18,7 +18,6 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.core.policy import Policy
 from teachllm.core.request import Request
-from teachllm.core.trace import Recorder
 from teachllm.engine.ceilings import known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.step_roofline import StepRoofline
@@ -30,6 +29,7 @@ from teachllm.simulator.executor import HostScheduler, SimulatedExecutor, Virtua
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.workload import Arrival, Workload, arrivals_of
 from teachllm.trace.figures import Figures, figures
+from teachllm.trace.recorder import Recorder
 
 DEFAULT_DEVICE = "NVIDIA H200"
 
@@ -76,6 +76,8 @@ def simulate(
             never run; one line says what to change.
         RuntimeError: requests wait and none of them is ever admitted, by a policy of your own.
     """
+    if config.speculative_config is not None:
+        raise ValueError("speculative_config: a simulation has no text that drafts could match: leave it out")
     if num_blocks is not None and num_blocks < 1:
         raise ValueError(f"num_blocks={num_blocks}: must be at least 1, or None for as many as can be of use")
     model = model or model_shape()

@@ -54,6 +54,8 @@ class Figures:
         budget_used: mean share of the token budget that a step gives out.
         blocks_used: mean share of the pool that is in use after a step.
         device_busy: share of the duration that the device worked; None where the trace does not say.
+        num_drafts, num_draft_tokens, num_accepted_tokens: how often drafts of a request were verified, how many tokens
+            they had, and how many of those held.
     """
 
     duration: float
@@ -71,6 +73,9 @@ class Figures:
     budget_used: float
     blocks_used: float
     device_busy: float | None
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 def figures(lines: Iterable[str | Event]) -> Figures:
@@ -98,6 +103,7 @@ def figures(lines: Iterable[str | Event]) -> Figures:
     admitted = [(start, num_prompt) for start, num_prompt in starts if start is not None]
     budget = config["max_num_batched_tokens"]
     device = [step["roofline"]["seconds"] for step in steps if "roofline" in step]
+    drafted = [share for step in steps for share in step["scheduled"] if _num_drafted(share)]
     return Figures(
         duration=duration,
         num_steps=len(steps),
@@ -114,7 +120,16 @@ def figures(lines: Iterable[str | Event]) -> Figures:
         budget_used=_mean(sum(share["num_tokens"] for share in step["scheduled"]) / budget for step in steps),
         blocks_used=_mean(step["blocks"]["used"] / header["num_blocks"] for step in steps),
         device_busy=sum(device) / duration if len(device) == len(steps) and duration else None,
+        num_drafts=len(drafted),
+        num_draft_tokens=sum(map(_num_drafted, drafted)),
+        num_accepted_tokens=sum(share.get("num_accepted", 0) for share in drafted),
     )
+
+
+def _num_drafted(share: Event) -> int:
+    """Drafts of a share that were verified, and by which the drafter stood; of one that came too late, none."""
+    num_draft: int = share.get("num_draft", 0) if share.get("num_sampled") else 0
+    return min(share.get("num_proposed", num_draft), num_draft)
 
 
 @dataclass

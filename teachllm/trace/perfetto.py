@@ -94,8 +94,11 @@ class _Requests:
             if name in self._reason:
                 yield from self._waited(name, start)
             begin = max(start, self._since[name])  # running ahead, steps overlap; what is shown of one does not
-            names = ("start", "num_tokens", "num_draft", "num_accepted")
+            names = ("start", "num_tokens", "num_draft", "num_proposed", "num_accepted")
             args = {"step": line["step"], **{name: share[name] for name in names if name in share}}
+            if "next_draft" in share:
+                num_next, why = share["next_draft"]
+                args["next_draft"] = f"{num_next}: {why}"
             if "text" in share:
                 args["text"] = "".join(share["text"])
             yield _slice(share["phase"], _REQUESTS, self._row[name], begin, end, args)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from teachllm.core.trace import TRACE_VERSION
+from teachllm.trace.recorder import TRACE_VERSION
 from teachllm.trace.replay import Line, Replay, ReplayError
 
 MAX_BLOCKS = 10_000_000  # of a pool: one that says more is not to be believed, and would fill the memory
@@ -165,3 +165,7 @@ def _check_step(line: Line) -> None:
             raise ReplayError("a share that does not say whose it is, its start, num_tokens and phase")
         if share.get("num_sampled", 0) > share["num_tokens"]:
             raise ReplayError(f"a share of {share['num_tokens']} tokens that yields {share['num_sampled']}")
+        match share.get("next_draft", [0, ""]):
+            case [int(), str()]:
+                continue
+        raise ReplayError(f"'next_draft' of a share is {share['next_draft']!r}, not a number and a reason")

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 
+from teachllm.trace.draft_lengths import draft_lengths
 from teachllm.trace.figures import Figures, Spread, figures
 from teachllm.trace.reader import Trace
 
@@ -57,6 +58,19 @@ def _rows(trace: Trace, found: Figures) -> Iterator[Row]:
     most = max(line["blocks"]["used"] for line in steps)
     waste = "" if found.waste is None else f"; {found.waste:.0%} of their slots empty"
     yield "KV blocks", f"{found.blocks_used:.0%} in use, {most:,} at most{waste}"
+    if found.num_drafts:
+        held = f"{found.num_accepted_tokens:,} of {found.num_draft_tokens:,} drafted tokens accepted"
+        yield (
+            "speculation",
+            (
+                f"{held} ({found.num_accepted_tokens / found.num_draft_tokens:.0%}), "
+                f"mean length {1 + found.num_accepted_tokens / found.num_drafts:.2f}"
+            ),
+        )
+    if lengths := draft_lengths(steps):
+        times = [f"{each.count:,} time{'s' if each.count > 1 else ''}" for each in lengths]
+        told = (f"{each.length} ({count}: {each.why})" for each, count in zip(lengths, times, strict=True))
+        yield "drafts asked", "; ".join(told)
     if found.num_preemptions:
         yield "preempted", f"{found.num_preemptions:,} times"
     waits = Counter(reason for line in steps for reason, _ in line["waiting"].values())

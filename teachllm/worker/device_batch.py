@@ -20,8 +20,10 @@ import torch
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.rows import Rows
+from teachllm_kernels.draft_rows import accept
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 
+LONGEST_DECODE = 8  # tokens, of which all but one are drafts: what attention takes as one decode
 _LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 _NUM_STEPS = 4  # whose inputs and outputs are kept on the host: more than are in flight, one under way and one ahead
 
@@ -34,8 +36,12 @@ class DeviceStep:
         rows: the request row of each scheduled request.
         query_lens: tokens that each computes.
         starts: index in its sequence of each one's first token.
-        num_decodes: the first so many compute one token and did not start in this step.
+        num_decodes: the first so many compute one token, with the drafts after it, and did not start in this step.
         sampling: positions in `rows` of those that sample.
+        num_drafts: of each of those, how many drafts it verifies; none: nobody does.
+        num_next: of each of them, how many drafts it asks for; none: nobody does.
+        decode_len: tokens of a decode, its newest one and drafts, at most, with padding.
+        most_next: drafts that one asks for, at most, with padding.
     """
 
     rows: list[int]
@@ -43,10 +49,27 @@ class DeviceStep:
     starts: list[int]
     num_decodes: int
     sampling: list[int]
+    num_drafts: list[int] = field(default_factory=list)
+    num_next: list[int] = field(default_factory=list)
+    decode_len: int = 1
+    most_next: int = 0
 
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lens)
+
+    @property
+    def num_logits(self) -> int:
+        """Positions that are sampled from."""
+        return len(self.sampling) + sum(self.num_drafts)
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """The request row of each position that is sampled from."""
+        rows = [self.rows[i] for i in self.sampling]
+        if not self.num_drafts:
+            return rows
+        return [row for row, count in zip(rows, self.num_drafts, strict=True) for _ in range(1 + count)]
 
     @property
     def is_decode(self) -> bool:
@@ -62,9 +85,13 @@ class DeviceStep:
         count = len(self.rows)
         if self.is_decode:
             size = padded_size(count, max_num_seqs)
-            return size, size
+            num_tokens = size * self.decode_len
+            if num_tokens > max_num_tokens:
+                return None
+            # What some have less than others is padding, and padding needs an owner.
+            return size + (size == count and num_tokens > self.num_tokens), num_tokens
         num_seqs = padded_size(count + 1, max_num_seqs + 1)
-        if self.num_decodes or num_seqs > _LARGEST_PROMPT_GRAPH:
+        if self.num_decodes or self.num_drafts or num_seqs > _LARGEST_PROMPT_GRAPH:
             return None
         if self.num_tokens > min(max_num_tokens, LARGEST_MIXED_GRAPH):
             return None
@@ -88,42 +115,65 @@ class DeviceBatch(Rows):
         token_ids: [max_num_seqs, max_model_len] int32.
         num_known: [max_num_seqs] int32, tokens of prompt and outputs.
         block_tables: [max_num_seqs, max_blocks] int32.
+        num_real: [max_num_seqs] int32, drafts behind those that a drafter stands behind, see `draft_rows.py`.
         rows, query_start, planned_start: this step's header: [max_num_seqs + 1] int32, with room for a sequence of
             padding beside those that run, query_start one more; of each sequence its row (-1: padding), its first flat
             token, and its first token's index in the sequence.
-        sample_rows, logit_index: [max_num_seqs + 1] int32, further: the rows that sample (-1: padding), and which flat
-            token each samples from.
+        sample_rows, logit_index: [max_num_seqs * (1 + max_drafts) + 1] int32, further: of each position that is
+            sampled from its row (-1: padding), and which flat token it is.
+        sample_first: [max_num_seqs + 2] int32, further: of each sequence that samples the first such position.
+        num_next: [max_num_seqs + 1] int32, further: of each of them, how many drafts it asks for.
         output_row: [1] int32, further: which of the host's outputs is this step's.
         input_ids, positions, slot_mapping: [max_num_batched_tokens] int64, seq_lens: [max_num_seqs + 1] int32; made of
             it.
+        last: [max_num_seqs + 1] int32, of each sequence that samples the position whose token is its newest.
+
+    Args:
+        max_drafts: that a request verifies in a step; 0: nothing speculates.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, max_num_batched_tokens: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        device: torch.device,
+        max_drafts: int = 0,
     ) -> None:
         super().__init__(max_num_seqs)
+        self.max_drafts = max_drafts
         self.block_size = block_size
         self.device = device
         # All rows and the header lie in one tensor, so that one kernel reaches them all:
-        #     block_tables | token_ids | num_known   the rows, to which a plan adds
-        #     rows | query_start | planned_start | sample_rows | logit_index | output_row   the header, new each step
-        row_sizes = [max_num_seqs * width for width in (-(-max_model_len // block_size), max_model_len, 1)]
+        #     block_tables | token_ids | num_known | num_real   the rows, to which a plan adds
+        #     rows | query_start | planned_start | sample_rows | logit_index | ...   the header, new each step
+        row_sizes = [max_num_seqs * width for width in (-(-max_model_len // block_size), max_model_len, 1, 1)]
         most = max_num_seqs + 1  # sequences of a step, with one of padding
-        sizes = [most, most + 1, most, most, most, 1]
+        most_sampled = max_num_seqs * (1 + max_drafts) + 1
+        sizes = [most, most + 1, most, most_sampled, most_sampled, 1]
+        if max_drafts:
+            sizes += [most + 1, most]
         self._memory = torch.zeros(sum(row_sizes) + sum(sizes), dtype=torch.int32, device=device)
-        tables, tokens, self.num_known, *header = self._memory.split(row_sizes + sizes)
+        tables, tokens, self.num_known, self.num_real, *header = self._memory.split(row_sizes + sizes)
         self.block_tables, self.token_ids = tables.view(max_num_seqs, -1), tokens.view(max_num_seqs, -1)
-        self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index, self.output_row = header
-        self._tokens_place, self._known_place, self._header_place = accumulate(row_sizes)
+        self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index, self.output_row = header[
+            :6
+        ]
+        self.sample_first, self.num_next = header[6:] or (self.output_row, self.output_row)
+        self._tokens_place, self._known_place, self._real_place, self._header_place = accumulate(row_sizes)
         self._header = np.zeros(sum(sizes), dtype=np.int32)  # on the host
         self._header_fields = np.split(self._header, np.cumsum(sizes)[:-1])
         self._added = _Additions()
         self._sent: deque[torch.Tensor] = deque(maxlen=_NUM_STEPS)
-        self._outputs = self._on_host(_NUM_STEPS * max_num_seqs).view(_NUM_STEPS, -1)
+        # Of each sequence that samples one id; or how many, how many drafts were verified, and the ids.
+        self.num_fields = 3 + max_drafts if max_drafts else 1
+        self._outputs = self._on_host(_NUM_STEPS * max_num_seqs * self.num_fields).view(_NUM_STEPS, -1)
         self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self.last = torch.zeros(most, dtype=torch.int32, device=device)
 
     def prepare(self, plan: SchedulerOutput) -> DeviceStep:
         """Notes a plan's new tokens and blocks and returns the rest, for `send`."""
@@ -133,10 +183,26 @@ class DeviceBatch(Rows):
         query_lens = [share.num_tokens for share in shares]
         # A request that starts now may share a block which another one fills in this very step: its one token is no
         # decode, since what is fused for those reads the cache while others still write to it.
-        is_decode = [share.num_tokens == 1 and share.new_row is None for share in shares]
+        is_decode = [
+            share.num_tokens == 1 + len(share.draft_token_ids) <= LONGEST_DECODE and share.new_row is None
+            for share in shares
+        ]
         num_decodes = is_decode.index(False) if False in is_decode else len(shares)
         sampling = [i for i, share in enumerate(shares) if share.samples]
-        return DeviceStep(rows, query_lens, [share.start for share in shares], num_decodes, sampling)
+        num_drafts = [len(shares[i].draft_token_ids) for i in sampling]
+        num_next = [shares[i].num_next_drafts for i in sampling]
+        starts = [share.start for share in shares]
+        return DeviceStep(
+            *(rows, query_lens, starts, num_decodes, sampling),
+            num_drafts=num_drafts if any(num_drafts) else [],
+            num_next=num_next if any(num_next) else [],
+            decode_len=min(1 + self._padded_drafts(max(num_drafts, default=0)), LONGEST_DECODE),
+            most_next=self._padded_drafts(max(num_next, default=0)),
+        )
+
+    def _padded_drafts(self, count: int) -> int:
+        """Drafts that a graph is recorded for: few numbers, since each is one more recording of every size of batch."""
+        return min(1 << (count - 1).bit_length(), self.max_drafts) if count else 0
 
     def _note(self, rows: Sequence[int], shares: Sequence[ScheduledRequest]) -> None:
         """The tokens of requests that start, and all new blocks."""
@@ -149,6 +215,11 @@ class DeviceBatch(Rows):
         added.values = [len(token_ids) for token_ids in added.prompts]
         added.lens = added.values + [1] * len(started)
         for row, share in zip(rows, shares, strict=True):
+            if share.draft_token_ids and share.draft_token_ids[0] >= 0:  # of a drafter on the host
+                count = len(share.draft_token_ids)
+                added.places += [self._tokens_place + row * row_width + share.start + 1, self._real_place + row]
+                added.lens += [count, 1]
+                added.values += [*share.draft_token_ids, count]
             if share.new_block_ids:
                 added.places.append(row * table_width + share.first_new_block)
                 added.lens.append(len(share.new_block_ids))
@@ -180,8 +251,8 @@ class DeviceBatch(Rows):
         self._sent.append(packed)  # kept until a kernel has read it: the allocator knows of copies, not of kernels
 
     def _fill_header(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
-        count, samples = len(step.rows), len(step.sampling)
-        rows, starts, planned, sample_rows, logit_index, output_row = self._header_fields
+        count, samples = len(step.rows), step.num_logits
+        rows, starts, planned, sample_rows, logit_index, output_row = self._header_fields[:6]
         rows[:count], rows[count:num_seqs] = step.rows, -1
         ends = np.cumsum(step.query_lens)
         starts[0], starts[1 : count + 1] = 0, ends
@@ -190,18 +261,34 @@ class DeviceBatch(Rows):
             starts[count + 1 : num_seqs + 1] = np.minimum(ends[-1] + np.arange(1, padding + 1), num_tokens)
             starts[num_seqs] = num_tokens
         planned[:count] = step.starts
-        sample_rows[:samples] = np.asarray(step.rows)[step.sampling]
         sample_rows[samples:], logit_index[samples:] = -1, 0
-        logit_index[:samples] = ends[step.sampling] - 1
+        sampling = np.asarray(step.sampling, dtype=np.int64)
+        if step.num_drafts:
+            sampled = np.asarray(step.num_drafts) + 1
+            sampling = np.repeat(sampling, sampled)
+            # From the last one of a sequence backwards: 0 for the newest token's, more for those before it.
+            behind = np.repeat(np.cumsum(sampled), sampled) - 1 - np.arange(samples)
+            logit_index[:samples] = ends[sampling] - 1 - behind
+        else:
+            logit_index[:samples] = ends[sampling] - 1
+        sample_rows[:samples] = np.asarray(step.rows)[sampling]
         output_row[0] = (output_row[0] + 1) % _NUM_STEPS
+        if self.max_drafts:
+            first, num_next = self._header_fields[6:]
+            num_sampling = len(step.sampling)
+            first[0], first[num_sampling + 1 :] = 0, samples
+            first[1 : num_sampling + 1] = np.arange(1, num_sampling + 1)
+            if step.num_drafts:
+                first[1 : num_sampling + 1] = np.cumsum(sampled)
+            num_next[:], num_next[: len(step.num_next)] = 0, step.num_next
 
     @property
     def output(self) -> torch.Tensor:
-        """[max_num_seqs] int32 on the host: what the step that was sent last samples, when it has.
+        """[max_num_seqs * num_fields] int32 on the host: what the step that was sent last samples, when it has.
 
         To be read before `_NUM_STEPS` more steps are sent: its place is used again.
         """
-        return self._outputs[int(self._header_fields[-1][0])]
+        return self._outputs[int(self._header_fields[5][0])]
 
     def clear(self, num_seqs: int, num_tokens: int) -> None:
         """A header of padding alone: what graphs are captured with."""
@@ -210,6 +297,9 @@ class DeviceBatch(Rows):
         self.logit_index.fill_(0)
         torch.arange(num_seqs + 1, out=self.query_start[: num_seqs + 1]).clamp_(max=num_tokens)
         self.query_start[num_seqs] = num_tokens
+        if self.max_drafts:
+            self.sample_first.fill_(0)
+            self.num_next.fill_(0)
 
     def build(self, num_seqs: int) -> None:
         """Fills `input_ids`, `positions`, `slot_mapping` and `seq_lens` on the device."""
@@ -231,6 +321,17 @@ class DeviceBatch(Rows):
         """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known, and the step's output."""
         rows = self.sample_rows[: sampled.shape[0]]
         append_tokens(rows, sampled, self.token_ids, self.num_known, self._outputs, self.output_row)
+
+    def accept(self, sampled: torch.Tensor, num_seqs: int) -> None:
+        """Of `num_seqs` sequences the drafts that hold, and the token after them, become known, and the output.
+
+        Args:
+            sampled: [num_logits or more] int64, the token of each position.
+        """
+        accept(
+            *(self.sample_first[: num_seqs + 1], self.sample_rows, sampled, self.token_ids, self.num_known),
+            *(self.num_real, self.last[:num_seqs], self._outputs, self.output_row, self.num_fields),
+        )
 
     def _on_host(self, size: int) -> torch.Tensor:
         """[size] int32, where a GPU's kernels read and write it."""

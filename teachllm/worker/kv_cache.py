@@ -7,7 +7,7 @@ block ids: block 7 of a request is block 7 in every layer.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec, MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.layers.attention_backends.base import AttentionNeeds
 from teachllm.models.model_config import ModelConfig
+from teachllm.spec_decode.load import DrafterConfig
 from teachllm.worker.memory_needs import dtype_bytes, memory_table, predict_needs
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
@@ -43,11 +44,30 @@ def attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
     )
 
 
-def plan_memory(config: EngineConfig, model: ModelConfig, device: torch.device) -> MemoryPlan:
+def drafter_needs(drafter: DrafterConfig, model: AttentionNeeds) -> AttentionNeeds:
+    """The same of a drafter's layers; without windows if it has none."""
+    if not drafter.specs:
+        return replace(model, windows=frozenset())
+    spec = drafter.specs[0]
+    return replace(
+        model,
+        num_heads=drafter.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=drafter.dtype,
+        windows=frozenset(each.window for each in drafter.specs),
+        has_soft_cap=False,
+    )
+
+
+def plan_memory(
+    config: EngineConfig, model: ModelConfig, device: torch.device, drafter: DrafterConfig | None = None
+) -> MemoryPlan:
     """Shares this machine's memory between weights, activations and KV blocks, before anything is loaded.
 
     Args:
         config: resolved for this model.
+        drafter: with weights, and layers under the same block ids.
 
     Raises:
         ValueError: one sequence of `max_model_len` does not fit, or a size that was given does not; with the
@@ -55,8 +75,10 @@ def plan_memory(config: EngineConfig, model: ModelConfig, device: torch.device) 
     """
     assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_ram()
-    specs = kv_cache_specs(model)
-    plan = MemoryPlan(0, model.weight_bytes, 0, specs, config.block_size, config.max_model_len)
+    specs, weights = kv_cache_specs(model), model.weight_bytes
+    if drafter is not None:
+        specs, weights = [*specs, *drafter.specs], weights + drafter.weight_bytes
+    plan = MemoryPlan(0, weights, 0, specs, config.block_size, config.max_model_len)
     if device.type == "cuda":
         needs: dict[str, Any] = predict_needs(config, model, device)
         plan = replace(plan, **needs)
@@ -130,13 +152,20 @@ def _check_longest(plan: MemoryPlan) -> None:
 
 
 def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
-    """The tensors, zeroed, so that a slot read by mistake gives a wrong answer and never a NaN."""
-    shape = (num_blocks, block_size, model.num_kv_heads, model.head_size)
-    dtype = getattr(torch, model.dtype)
-    return [
-        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-        for _ in range(model.num_layers)
-    ]
+    """A model's tensors, zeroed, so that a slot read by mistake gives a wrong answer and never a NaN."""
+    return allocate_layers(kv_cache_specs(model), model.dtype, num_blocks, block_size, device)
+
+
+def allocate_layers(
+    specs: Sequence[KVCacheSpec], dtype: str, num_blocks: int, block_size: int, device: torch.device
+) -> KVCache:
+    """The tensors of any layers, zeroed."""
+
+    def zeros(spec: KVCacheSpec) -> torch.Tensor:
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+    return [(zeros(spec), zeros(spec)) for spec in specs]
 
 
 def _cpu_activation_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -6,7 +6,7 @@ its output was there: the host's clock would count its own delays as the device'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +21,16 @@ class LaunchedStep:
     """A step under way.
 
     Attributes:
-        rows: the request row of each that samples.
+        rows: the request row of each position that is sampled from.
         variant: of the sampler, see `Sampler.plain_variant`.
-        logits: [num_sampling or more, vocab_size]; None if nothing is left to sample.
-        output: [num_sampling or more] int32 on the host, where sampled ids arrive; used again a few steps later, see
-            `DeviceBatch.output`.
+        logits: [num_logits or more, vocab_size]; None if nothing is left to sample.
+        output: int32 on the host, where sampled ids arrive, `num_fields` numbers for each that samples; used again a
+            few steps later, see `DeviceBatch.output`.
         prompt_logprobs: of each request, as `ModelRunnerOutput` has them; None: nobody asked.
         graph_mode: as `ModelRunnerOutput` has it.
         began: from when on it is timed, if it is.
+        num_fields: of `output`, see `DeviceBatch`.
+        to_draft: what is still to be launched: the drafter, told whether any request samples at random.
     """
 
     step: DeviceStep
@@ -39,6 +41,8 @@ class LaunchedStep:
     prompt_logprobs: list[list[TokenLogprobs] | None] | None
     graph_mode: str
     began: torch.cuda.Event | None = None
+    num_fields: int = 1
+    to_draft: Callable[..., None] | None = None
 
 
 class PendingStep:
@@ -68,14 +72,28 @@ class PendingStep:
         seconds = None if began is None else began.elapsed_time(self.arrived) / 1000
         sampled: list[list[int]] = [[] for _ in step.rows]
         logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
-        token_ids = self._launched.output[: len(step.sampling)].tolist()
+        num_fields = self._launched.num_fields
+        told = self._launched.output[: len(step.sampling) * num_fields].view(-1, num_fields).tolist()
         entries = logprobs_of(self._outputs)
-        for order, (index, token_id) in enumerate(zip(step.sampling, token_ids, strict=True)):
-            sampled[index] = [token_id]
-            entry = entries[order] if entries else None
-            logprobs[index] = None if entry is None else [entry]
-        scores, mode = self._launched.prompt_logprobs, self._launched.graph_mode
-        return ModelRunnerOutput(sampled, logprobs if entries else None, scores, seconds=seconds, graph_mode=mode)
+        num_drafted = [0] * len(step.rows)
+        first = 0
+        for order, index in enumerate(step.sampling):
+            if num_fields == 1:
+                sampled[index] = told[order]
+            else:
+                count, num_drafted[index], *token_ids = told[order]
+                sampled[index] = token_ids[:count]
+            if entries and entries[first] is not None:
+                logprobs[index] = [entry for entry in entries[first : first + len(sampled[index])] if entry is not None]
+            first += 1 + (step.num_drafts[order] if step.num_drafts else 0)
+        return ModelRunnerOutput(
+            sampled,
+            logprobs if entries else None,
+            self._launched.prompt_logprobs,
+            num_drafted=None if num_fields == 1 else num_drafted,
+            seconds=seconds,
+            graph_mode=self._launched.graph_mode,
+        )
 
 
 def logprobs_of(outputs: Sequence[SamplerOutput]) -> list[TokenLogprobs | None] | None:

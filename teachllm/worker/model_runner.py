@@ -1,15 +1,17 @@
 """ModelRunner: a plan of integers in, sampled token ids out.
 
     execute(plan)  rows, flat tensors, forward, logits of the positions that need them
-    sample(step)   one token per logits row; drafts are accepted as long as they are what would be sampled
+    sample(step)   one token per logits row; drafts hold as long as they are what is sampled; then the next are drafted
 
 The two are apart because what happens between them (a grammar's mask) may take as long as the forward itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,13 +19,20 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention_backends.selection import select_backend
+from teachllm.models.llama import Tap
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
+from teachllm.sampling.verify import synthetic_tokens
+from teachllm.spec_decode.load import DrafterConfig, load_drafter
+from teachllm.spec_decode.tree import DraftTree
+from teachllm.speculative_config import MAX_SPECULATIVE_TOKENS
 from teachllm.worker.cpu import keep_freed_memory
+from teachllm.worker.drafting import Drafting
 from teachllm.worker.input_batch import InputBatch, StepInputs
-from teachllm.worker.kv_cache import allocate_kv_cache, attention_needs, plan_memory
+from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, allocate_layers, attention_needs, plan_memory
 from teachllm.worker.prompt_scores import PromptScores
+from teachllm_kernels.philox import philox_uniform_reference
 
 
 @dataclass(slots=True)
@@ -35,6 +44,9 @@ class ExecutedStep:
         logits_rows: request row of each of them.
         lengths: [num_logits] int64, tokens before the one to sample.
         prompt_logprobs: per scheduled request, for those that asked.
+        drafts: per scheduled request, what it verifies.
+        hidden: [num_tokens, hidden_size], of all tokens.
+        features: what the drafter reads besides, see `DraftBatch`.
     """
 
     plan: SchedulerOutput
@@ -43,6 +55,9 @@ class ExecutedStep:
     logits_rows: list[int]
     lengths: torch.Tensor
     prompt_logprobs: list[list[TokenLogprobs] | None] | None
+    drafts: list[Sequence[int]]
+    hidden: torch.Tensor
+    features: dict[int, torch.Tensor]
 
 
 class ModelRunner:
@@ -51,6 +66,7 @@ class ModelRunner:
     Args:
         config: resolved for the model.
         progress: called with (bytes loaded, bytes in all) while weights load.
+        drafter: with weights; None: there is none, or one on the host.
     """
 
     def __init__(
@@ -59,25 +75,49 @@ class ModelRunner:
         model_config: ModelConfig,
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
+        drafter: DrafterConfig | None = None,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs
         if device.type == "cpu":
             select_backend(config.attention_backend, attention_needs(config, model_config), device)  # or refuses
             keep_freed_memory()
-        self.memory = plan_memory(config, model_config, device)  # before any weight is read
+        self.memory = plan_memory(config, model_config, device, drafter)  # before any weight is read
+        num_blocks = self.memory.num_blocks
         self.model: Any = load_model(model_config, config, device, progress)
-        self._kv_caches = allocate_kv_cache(model_config, self.memory.num_blocks, config.block_size, device)
+        self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         self._batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size, device)
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
         self._prompt_scores = PromptScores(self.model, self._sampler)
         self._device = device
+        self._drafting: Drafting | None = None
+        self._tree = DraftTree.chain(MAX_SPECULATIVE_TOKENS)
+        speculation = config.speculative_config
+        self._synthetic_rate = None if speculation is None else speculation.synthetic_rate
+        self._moved: KVCache = []  # where drafts of a tree may lie apart
+        if drafter is not None:
+            own_caches = allocate_layers(drafter.specs, drafter.dtype, num_blocks, config.block_size, device)
+            loaded = load_drafter(drafter, config, self.model, own_caches, device)
+            self._drafting = Drafting(loaded, self._batch, self._sampler, num_blocks, drafter.tree)
+            self._tree = drafter.tree
+            self._moved = [*self._kv_caches, *own_caches]
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ExecutedStep:
         """Runs the forward pass of a plan."""
-        self._batch.update(plan, (self._sampler, self._prompt_scores))
-        inputs = self._batch.prepare(plan)
-        hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata)
+        drafting = self._drafting
+        kept = (self._sampler, self._prompt_scores)
+        self._batch.update(plan, kept if drafting is None else (*kept, drafting))
+        drafts: list[Sequence[int]] = [share.draft_token_ids for share in plan.scheduled]
+        if drafting is not None:
+            drafts = [drafting.drafts(self._batch.row(share.request_id), share) for share in plan.scheduled]
+        inputs = self._batch.prepare(plan, drafts, self._tree)
+        features: dict[int, torch.Tensor] = {}
+        taps: dict[int, Tap] = {}
+        if drafting is not None:
+            drafting.begin(inputs)
+            taps = {layer: partial(features.__setitem__, layer) for layer in drafting.drafter.feature_layers}
+        tapped = {"taps": taps} if taps else {}
+        hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, **tapped)
 
         wanted: list[int] = []  # flat token indices whose logits are sampled from
         logits_rows: list[int] = []
@@ -100,33 +140,70 @@ class ModelRunner:
             logits_rows=logits_rows,
             lengths=inputs.positions[indices] + 1,
             prompt_logprobs=prompt_logprobs,
+            drafts=drafts,
+            hidden=hidden,
+            features=features,
         )
 
     @torch.inference_mode()
     def sample(self, step: ExecutedStep) -> ModelRunnerOutput:
-        """Samples the step's tokens and writes them into their rows.
-
-        A draft is accepted if it equals the token sampled at its position from the target's own distribution,
-        with the noise of that output index. So the output is the very one that would come without drafts.
-        """
+        """Samples a token at every position that is verified, keeps those up to the first draft that does not hold,
+        and has the drafter propose."""
+        shares, rows = step.plan.scheduled, step.inputs.rows
+        proposals = histories = None
+        if self._drafting is not None:
+            proposals = self._drafting.proposals(step.inputs, step.drafts, [share.samples for share in shares])
+            histories = self._drafting.histories(step.inputs, step.drafts, [share.samples for share in shares])
         token_ids = self._batch.token_ids.to(self._device)
-        sampled = self._sampler.sample(step.logits, step.logits_rows, step.lengths, token_ids)
-        ids: list[int] = sampled.token_ids.tolist() if step.logits_rows else []
-        accepted: list[list[int]] = []
+        what = (step.logits, step.logits_rows, step.lengths, token_ids)
+        sampled = self._sampler.sample(*what, proposals, histories)
+        token_ids = sampled.token_ids
+        if self._synthetic_rate is not None:
+            token_ids = self._synthetic_tokens(token_ids, step)
+        ids: list[int] = token_ids.tolist() if step.logits_rows else []
+        kept: list[list[int]] = []
+        paths: list[list[int]] = []
         logprobs: list[list[TokenLogprobs] | None] = []
         found = sampled.logprobs
         first = 0
-        for share, row in zip(step.plan.scheduled, step.inputs.rows, strict=True):
-            count = 0
-            if share.samples:
-                drafts = share.draft_token_ids
-                count = 1
-                while count <= len(drafts) and ids[first + count - 1] == drafts[count - 1]:
-                    count += 1
-                self._batch.append(row, ids[first : first + count])
-            accepted.append(ids[first : first + count])
+        for share, drafts in zip(shares, step.drafts, strict=True):
+            end = first + (len(drafts) + 1 if share.samples else 0)
+            path = self._tree.walk(ids[first:end], drafts) if share.samples else []
+            at = [first, *(first + 1 + node for node in path)] if share.samples else []
+            paths.append(path)
+            kept.append([ids[i] for i in at])
             if found is not None:
-                entries = found[first : first + count]
-                logprobs.append([entry for entry in entries if entry is not None] or None)
-            first += len(share.draft_token_ids) + 1 if share.samples else 0
-        return ModelRunnerOutput(accepted, logprobs or None, step.prompt_logprobs)
+                logprobs.append([entry for i in at if (entry := found[i]) is not None] or None)
+            first = end
+        self._keep(rows, kept, paths)
+        next_drafts = None
+        if self._drafting is not None:
+            next_drafts = self._drafting.propose(shares, step.inputs, paths, step.hidden, step.features)
+        return ModelRunnerOutput(kept, logprobs or None, step.prompt_logprobs, draft_token_ids=next_drafts)
+
+    def _synthetic_tokens(self, sampled: torch.Tensor, step: ExecutedStep) -> torch.Tensor:
+        """What each position is said to give in a benchmark: the first draft after it, or not, by a seeded coin."""
+        assert self._synthetic_rate is not None
+        nexts: list[int] = []
+        for share, drafts in zip(step.plan.scheduled, step.drafts, strict=True):
+            for place in range(len(drafts) + share.samples):
+                children = [node for node in self._tree.children[place] if node < len(drafts)]
+                nexts.append(drafts[children[0]] if children else -1)
+        rows = torch.tensor(step.logits_rows, dtype=torch.int64)
+        coins = philox_uniform_reference(torch.zeros_like(rows), step.lengths, rows, 1)[:, 0]
+        return synthetic_tokens(sampled, torch.tensor(nexts, dtype=torch.int64), coins, self._synthetic_rate)
+
+    def _keep(self, rows: Sequence[int], kept: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> None:
+        """Tokens become known; K and V of drafts that hold go where their tokens stand now."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for row, token_ids, path in zip(rows, kept, paths, strict=True):
+            first = self._batch.num_known(row)
+            moved = [(first + node, first + place) for place, node in enumerate(path) if node != place]
+            sources += self._batch.slots(row, [source for source, _ in moved])
+            targets += self._batch.slots(row, [target for _, target in moved])
+            self._batch.append(row, token_ids)
+        if sources:
+            source, target = torch.tensor(sources, device=self._device), torch.tensor(targets, device=self._device)
+            for cache in chain.from_iterable(self._moved):
+                cache.flatten(0, 1).index_copy_(0, target, cache.flatten(0, 1)[source])

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from teachllm.config import EngineConfig
+from teachllm.engine.speculation import Speculation
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm_cli import engine as engine_door
@@ -36,6 +37,10 @@ class FakeLLM:
     params: SamplingParams | None = None
     num_closed_streams: int = 0
     closed: bool = False
+    speculated: list[Speculation | None] = field(default_factory=list)  # what is told of it, one after the other
+
+    def speculation(self) -> Speculation | None:
+        return self.speculated.pop(0) if self.speculated else None
 
     def generate(self, prompts: Sequence[str], params: SamplingParams, use_tqdm: bool = True) -> list[RequestOutput]:
         self.asked.append(list(prompts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from teachllm.config import EngineConfig
+from teachllm.speculative_config import SpeculativeConfig
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,16 @@ from teachllm.config import EngineConfig
             {"block_size": 128, "max_model_len": 128, "enable_prefix_caching": True},
             "set enable_prefix_caching=False, or block_size=16",
         ),
+        (
+            {"speculative_config": {"method": "ngram"}, "enable_kv_cache": False},
+            "needs cached tokens to verify drafts: leave it out, or set enable_kv_cache=True",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}, "max_model_len": 8},
+            "num_speculative_tokens=8 drafts more than a sequence of max_model_len=8 holds: draft less, or raise",
+        ),
+        ({"speculative_config": "ngram"}, 'speculative_config: must be an object like {"method": "ngram"}'),
+        ({"speculative_config": {}}, "speculative_config lacks a method: choose one of ngram, draft_model, eagle"),
     ],
 )
 def test_a_contradiction_is_one_line_that_names_the_fix(settings: dict[str, object], says: str) -> None:
@@ -68,6 +79,89 @@ def test_a_contradiction_is_one_line_that_names_the_fix(settings: dict[str, obje
         EngineConfig(**settings)  # type: ignore[arg-type]
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"method": "lookahead"}, "method='lookahead': choose one of ngram, draft_model, eagle, medusa, custom"),
+        ({"method": 3}, "method=3 must be of type str"),
+        ({"method": None}, "method=None must be of type str"),
+        ({"method": "ngram", "num_tokens": 3}, "has no 'num_tokens', only method, num_speculative_tokens, model"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0: must be from 1 to 16"),
+        ({"method": "ngram", "num_speculative_tokens": 17}, "num_speculative_tokens=17: must be from 1 to 16"),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens='3' must be of type int"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True must be of type int"),
+        ({"method": "ngram", "num_speculative_tokens": 2.0}, "num_speculative_tokens=2.0 must be of type int"),
+        ({"method": "ngram", "adaptive": 1}, "adaptive=1 must be of type bool"),
+        ({"method": "draft_model"}, 'method=\'draft_model\' needs a model: add "model": "..."'),
+        ({"method": "eagle3"}, "method='eagle' needs a model"),
+        ({"method": "medusa", "model": None}, "method='medusa' needs a model"),
+        ({"method": "ngram", "model": "teachlm-draft"}, "has no model: leave model='teachlm-draft' out"),
+        ({"method": "custom", "model": "x"}, "method='custom' has no model: leave model='x' out"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min=0, prompt_lookup_max=4: the first must be"),
+        ({"method": "ngram", "prompt_lookup_min": 5}, "no more than the second"),
+        ({"method": "ngram", "rejection_sample_method": "fast"}, "='fast': choose standard or synthetic"),
+        ({"method": "ngram", "synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate=1.5: must be in [0, 1]"),
+        ({"method": "ngram", "synthetic_acceptance_rate": "1"}, "synthetic_acceptance_rate='1' must be of type float"),
+        ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "method='ngram' drafts no trees: leave"),
+    ],
+)
+def test_a_speculative_setting_that_cannot_work_is_one_line_that_names_it(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        EngineConfig(speculative_config=given)  # type: ignore[arg-type]
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ("(0,", "is no list of paths: give paths like '[(0,), (1,), (0, 0)]'"),
+        ("__import__('os')", "is no list of paths"),
+        ("5", "is no list of paths"),
+        ("[]", "is no list of paths"),
+        ("[()]", "is no list of paths"),
+        ("[(0,), (-1,)]", "is no list of paths"),
+        ("[(0,), (True,)]", "is no list of paths"),
+        ("['00']", "is no list of paths"),
+        ("[" * 100_000, "is no list of paths"),
+        ("-" * 100_000 + "1", "is no list of paths"),
+        ("[(0,), (0,), (0, 0)]", "names a path twice"),
+        ("[(0,), (1, 0)]", "has (1, 0) without (1,), which comes before it"),
+        ("[(0,), (2,), (0, 0)]", "has (2,) without (1,), which comes before it"),
+        ("[(0,), (1,)]", "is 1 deep: set num_speculative_tokens to that, not to 2"),
+        ("[(0,), (0, 0), (0, 0, 0)]", "is 3 deep: set num_speculative_tokens to that, not to 2"),
+    ],
+)
+def test_what_is_no_tree_of_drafts_is_refused_in_one_line(tree: str, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SpeculativeConfig(method="eagle", model="x", num_speculative_tokens=2, speculative_token_tree=tree)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_paths_of_a_tree_come_level_by_level_the_better_first() -> None:
+    tree = "[(0, 1), (1, 0), (0,), (0, 0), (1,)]"
+    config = SpeculativeConfig(method="medusa", model="x", num_speculative_tokens=2, speculative_token_tree=tree)
+    assert config.tree == ((0,), (1,), (0, 0), (0, 1), (1, 0))
+    assert SpeculativeConfig(method="medusa", model="x").tree is None
+
+
+def test_a_speculative_config_is_the_same_as_a_dictionary_and_as_an_object() -> None:
+    given = {"method": "eagle3", "model": "teachlm-eagle", "synthetic_acceptance_rate": 1, "revision": None}
+    config = EngineConfig(speculative_config=given)  # type: ignore[arg-type]
+    assert config.speculative_config == SpeculativeConfig(
+        method="eagle", model="teachlm-eagle", synthetic_acceptance_rate=1
+    )
+    assert EngineConfig(speculative_config=config.speculative_config) == config
+
+
+def test_drafting_as_many_tokens_as_a_sequence_holds_is_refused_when_the_models_length_is_known() -> None:
+    config = EngineConfig(speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=16))
+    assert config.resolve(17).max_model_len == 17
+    with pytest.raises(ValueError, match="drafts more than a sequence of max_model_len=16 holds"):
+        config.resolve(16)
 
 
 def test_what_is_left_open_is_filled_in_from_the_model() -> None:

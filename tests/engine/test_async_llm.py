@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import pytest
 
 from teachllm import EngineConfig, RequestOutput, SamplingParams
-from teachllm.core.trace import Recorder
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.stats import StepStats
+from teachllm.trace.recorder import Recorder
 from tests.worker.doors import FaultyExecutor, drain, make_engine, num_used_blocks, random_ids, tiny, tokens
 
 T = TypeVar("T")

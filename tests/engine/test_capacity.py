@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.info import describe_model
+from tests.spec_decode.drafters import speculation
 from tests.worker.doors import drain, make_engine, random_ids, tiny
 
 
@@ -67,3 +70,14 @@ def test_info_ends_with_the_number() -> None:
     assert "of 95 tokens in and 1 out" in describe_model(config, output_len=1)[-1][2]
     assert "of 1 tokens in and 95 out" in describe_model(config, 1, 95)[-1][2]
     assert describe_model(config)[-1][2].startswith("of 1 tokens in and 95 out")
+
+
+def test_info_counts_a_draft_models_weights_and_its_layers_of_kv() -> None:
+    config = EngineConfig(**tiny(num_gpu_blocks_override=24))
+    plain = {what: amount for what, amount, _ in describe_model(config)}
+    given = speculation("draft_model", "qwen3")
+    drafting = {what: amount for what, amount, _ in describe_model(replace(config, speculative_config=given))}
+    amounts = [[float(rows[name].split()[0]) for rows in (plain, drafting)] for name in ("weights", "KV per token")]
+    # The draft model is as large as the model.
+    assert all(twice == pytest.approx(2 * once, rel=0.01) for once, twice in amounts)
+    assert plain["layers"] == drafting["layers"]

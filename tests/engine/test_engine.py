@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from teachllm import LLM, RequestOutput, SamplingParams
 from teachllm.core.request import FinishReason, RequestStatus
-from teachllm.core.trace import Recorder
 from teachllm.engine.engine import Engine
 from teachllm.outputs import Logprob
+from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
@@ -563,16 +563,16 @@ def drafting(guess: Callable[[str, int], list[int]], depth: int = 1) -> MakeExec
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_drafts_are_accepted_if_they_are_what_would_be_sampled(plain: list[list[list[int]]], ahead: bool) -> None:
-    """Running ahead, drafts are a token late when they are scheduled: those that look one further are right."""
+    """Running ahead, drafts with ids come too late for the plan that is under way, and are left out."""
     drafters: list[DraftingExecutor] = []
 
     def make(_: Any, inner: Executor) -> Executor:
-        drafters.append(DraftingExecutor(inner, lambda name, count: continuation(plain, name, count + ahead)[:3]))
+        drafters.append(DraftingExecutor(inner, lambda name, count: continuation(plain, name, count)[:3]))
         return drafters[0]
 
     assert run_workload(make_engine(make_executor=make, async_scheduling=ahead)) == plain
-    assert drafters[0].num_accepted > (50 if ahead else 100)
-    assert ahead or drafters[0].num_rejected == 0
+    assert drafters[0].num_rejected == 0
+    assert drafters[0].num_accepted == 0 if ahead else drafters[0].num_accepted > 100
 
 
 # -- trace -------------------------------------------------------------------------------------------------

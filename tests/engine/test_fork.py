@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
-from teachllm.core.trace import Recorder
 from teachllm.engine.engine import Engine
 from teachllm.engine.fork import fork, fork_config
 from teachllm.trace.figures import figures
 from teachllm.trace.reader import Trace, parse_trace
+from teachllm.trace.recorder import Recorder
 from teachllm.trace.replay import Replay
+from tests.spec_decode.drafters import speculation
 from tests.trace.traced import live_state, spell, traced_engine
 from tests.worker.doors import drain, random_ids
 
@@ -42,6 +44,18 @@ def run(**changes: Any) -> tuple[Trace, dict[str, list[int]]]:
     trace = parse_trace(lines)
     assert trace.problem is None
     return trace, {name: request.output_ids for name, request in trace.replay.requests.items()}
+
+
+class Echo:
+    """A drafter: whatever was said will be said again."""
+
+    def propose(self, token_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+        return token_ids[-num_tokens:]
+
+
+def drafted(trace: Trace) -> list[dict[str, Any]]:
+    """Shares with drafts."""
+    return [share for line in trace.steps for share in line["scheduled"] if "num_draft" in share]
 
 
 def state_after(trace: Trace, step: int) -> tuple[Replay, float]:
@@ -177,6 +191,53 @@ def test_a_trace_without_ids_cannot_be_forked() -> None:
     engine.step()
     with pytest.raises(ValueError, match="no token ids"):
         forked(parse_trace(lines), 0)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["plain", "ahead"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "medusa"])
+def test_a_fork_of_an_engine_that_speculates_does_so_too_and_says_the_same_tokens(
+    method: str, async_scheduling: bool
+) -> None:
+    given = speculation(method, "qwen3", num_speculative_tokens=3, adaptive=False)
+    trace, outputs = run(speculative_config=given, async_scheduling=async_scheduling, num_gpu_blocks_override=60)
+    assert outputs == run(num_gpu_blocks_override=60)[1]
+    assert any(share["num_draft"] > share["num_accepted"] for share in drafted(trace))
+    for changes in ({}, {"num_gpu_blocks_override": 30, "block_size": 32}, {"speculative_config": None}):
+        engine, lines, state = forked(trace, 12, **changes)
+        made = drain(engine)
+        assert len(made) == sum(request.is_live for request in state.requests.values()) > 3
+        assert {name: output.outputs[0].token_ids for name, output in made.items()} == {
+            name: outputs[name] for name in made
+        }
+        continued = parse_trace(lines)
+        assert continued.problem is None
+        assert bool(drafted(continued)) == ("speculative_config" not in changes)
+
+
+def test_a_fork_of_a_plain_trace_may_speculate() -> None:
+    trace, outputs = run()
+    engine, lines, _ = forked(trace, STEP, speculative_config=speculation("draft_model", "qwen3", adaptive=False))
+    made = drain(engine)
+    assert all(output.outputs[0].token_ids == outputs[name] for name, output in made.items())
+    assert drafted(parse_trace(lines))
+
+
+def test_a_drafter_that_was_python_code_is_not_in_a_trace_and_the_fork_says_so_in_one_line() -> None:
+    trace, outputs = run(speculative_config={"method": "custom"}, drafter=Echo())
+    with pytest.raises(ValueError, match="which no trace holds: fork with speculative_config=None") as found:
+        forked(trace, STEP)
+    assert "\n" not in str(found.value)
+    engine, _, _ = forked(trace, 20, speculative_config=None)
+    made = drain(engine)
+    assert made and all(output.outputs[0].token_ids == outputs[name] for name, output in made.items())
+
+
+def test_pickles_that_a_fork_does_not_allow_it_does_not_allow_the_drafter_either() -> None:
+    given = {"method": "medusa", "model": "somebody/heads", "load_format": "pt"}
+    header = {"config": {"block_size": 16, "speculative_config": given}, "num_blocks": 10}
+    kept, changed = fork_config(header), fork_config(header, load_format="auto")
+    assert kept.speculative_config is not None and kept.speculative_config.load_format == "pt"
+    assert changed.speculative_config is not None and changed.speculative_config.load_format is None
 
 
 def test_requests_with_other_salts_share_nothing_in_a_fork_either() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from teachllm import EngineConfig, SamplingParams
-from teachllm.core.trace import Recorder
 from teachllm.engine import ceilings as known
 from teachllm.engine.ceilings import device_name, known_ceilings, remember
 from teachllm.engine.engine import Engine
 from teachllm.roofline import Ceilings, Step, Work, step_work
+from teachllm.trace.recorder import Recorder
 from tests.bench.h200_script import h200
 from tests.worker.doors import drain, make_engine, random_ids
 

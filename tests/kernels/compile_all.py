@@ -20,6 +20,14 @@ from triton.runtime.jit import JITFunction
 
 from teachllm_kernels import few_rows_linear, paged_decode, paged_prefill
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.draft_rows import (
+    accept,
+    draft_inputs,
+    draft_proposals,
+    following_ids,
+    push,
+    synthetic_verdict,
+)
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
@@ -30,6 +38,8 @@ from teachllm_kernels.hopper_prefill import hopper_prefill, plan_prefill
 from teachllm_kernels.kv_write import kv_write_triton
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton
+from teachllm_kernels.prompt_lookup import prompt_lookup_triton
+from teachllm_kernels.rejection import rejection_sample_triton
 from teachllm_kernels.rms_norm import rms_norm_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
 from teachllm_kernels.sampling import sample_triton
@@ -175,6 +185,10 @@ def compile_sampling() -> None:
         logits = torch.zeros(16, 151_936, dtype=dtype)
         parameters = (floats, longs, floats, floats, longs, longs, longs)
         sample_triton(logits, rows, *parameters, any_random=any_random, any_filtered=any_filtered)
+    drafted = torch.zeros(16, 151_936, dtype=torch.bfloat16)
+    for dtype, num_siblings, any_filtered in ((torch.bfloat16, 1, False), (torch.float32, 4, True)):
+        proposals = (drafted, rows, ints(16, num_siblings))
+        rejection_sample_triton(drafted.to(dtype), rows, *parameters, *proposals, any_filtered=any_filtered)
 
 
 def main() -> None:
@@ -194,8 +208,19 @@ def main() -> None:
     compile_sampling()
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
     step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)
+    step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s, True)
+    accept(ints(17), int32s, longs, ints(4, 64), int32s, int32s, int32s, ints(4, 64), ints(1), 7)
+    for num_tokens in (1, 2):
+        where = (longs, longs, longs, int32s)
+        rows = (int32s, int32s, ints(4, 64), int32s, ints(4, 4), 16)
+        draft_inputs(*rows, *where, num_tokens=num_tokens, offset=-2)
+    push(int32s, int32s, longs, ints(4, 64), int32s, int32s, 0)
+    following_ids(int32s, ints(17), longs, ints(4, 64), longs)
+    draft_proposals(ints(17), int32s, ints(4, 64), int32s, int32s, int32s, int32s, 4)
+    synthetic_verdict(ints(17), int32s, longs, ints(4, 64), int32s, 0.8, 4)
     append_tokens(int32s, longs, ints(4, 64), int32s, ints(4, 16), ints(1))
     write_runs(ints(16), ints(40), 4, 10)
+    prompt_lookup_triton(ints(4, 40_960), int32s, int32s, ints(16, 16), int32s, 8, 1)
     compile_large_tiles()
     for name, count in sorted(compiled.items()):
         print(f"{name} {count}")

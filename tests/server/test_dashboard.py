@@ -17,5 +17,5 @@ def test_every_expression_of_the_dashboard_names_metrics_that_the_server_tells()
     asked = {
         name for panel in panels for target in panel["targets"] for name in re.findall(r"teachllm:\w+", target["expr"])
     }
-    assert len(panels) == 15 and len(asked) > 15
+    assert len(panels) == 18 and len(asked) > 15
     assert asked <= told

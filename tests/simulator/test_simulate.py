@@ -10,7 +10,6 @@ import pytest
 
 from teachllm import EngineConfig, SamplingParams
 from teachllm.core.request import Request
-from teachllm.core.trace import Recorder
 from teachllm.engine.engine import Engine
 from teachllm.roofline import Ceilings
 from teachllm.simulator.shapes import model_shape
@@ -18,6 +17,7 @@ from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Arrival, Workload, arrivals_of
 from teachllm.trace.perfetto import to_perfetto
 from teachllm.trace.reader import parse_trace
+from teachllm.trace.recorder import Recorder
 from tests.simulator.doors import Constant, events, run, shape
 
 CPU = Ceilings("a CPU", "float32", 2e10, 1e10, 2e11, 2e11)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
-from teachllm.core.trace import Recorder
 from teachllm.engine.engine import Engine
 from teachllm.simulator import simulate as simulation
 from teachllm.simulator.workload import Arrival, Workload
 from teachllm.trace.figures import Figures, Spread, figures
+from teachllm.trace.recorder import Recorder
 from tests.simulator.doors import Constant, run
 
 
@@ -37,6 +37,9 @@ def test_a_run_of_one_request_counted_by_hand() -> None:
         budget_used=pytest.approx((20 + 4) / 5 / (16384 + 256)),
         blocks_used=pytest.approx((2 * 4 + 0) / 5 / 10),
         device_busy=pytest.approx(0.010 / 0.013),
+        num_drafts=0,
+        num_draft_tokens=0,
+        num_accepted_tokens=0,
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from teachllm.core.trace import TRACE_VERSION
 from teachllm.trace.reader import parse_trace
+from teachllm.trace.recorder import TRACE_VERSION
 
 NAMES = ("a", "b", "10", "2", "é", "\U0001f600", '"')
 

@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from teachllm.sampling_params import SamplingParams
+from tests.spec_decode.drafters import speculation
+from tests.trace.traced import traced_engine
+from tests.worker.doors import drain, random_ids
+
 pytestmark = pytest.mark.slow
 
 
@@ -322,3 +327,23 @@ def test_a_trace_without_text_shows_its_structure(open_page: Callable[..., Any],
     show(page, 20)
     assert page.locator("[data-view=tables] [data-table]").count() > 0
     assert "·" in page.locator("[data-view=tokens] .tl-text").first.text_content()
+
+
+def test_a_share_with_drafts_says_how_many_held_how_many_come_next_and_why(open_page: Callable[..., Any]) -> None:
+    engine, lines = traced_engine(speculative_config=speculation("medusa", "qwen3", adaptive=False))
+    engine.add_request("a", random_ids(5), SamplingParams(max_tokens=20, ignore_eos=True))
+    drain(engine)
+    with_drafts = next(i for i, line in enumerate(lines) if "num_draft" in line)
+    lines[with_drafts] = lines[with_drafts].replace('"num_accepted":', '"num_proposed":2,"num_accepted":')
+    page = open_page(lines)
+    num_with_drafts = 0
+    for k, step in enumerate(steps_of(lines)):
+        (share,) = step["scheduled"]
+        ask = "(k) => { const [row] = view.batch.rows; return teachllm.cellCard(row, row.at(k), k, view.timeline); }"
+        facts = dict(page.evaluate(ask, k)["facts"])
+        assert facts["drafts next"] == "{}: {}".format(*share["next_draft"])
+        if "num_draft" in share:
+            num_proposed = share.get("num_proposed", share["num_draft"])
+            assert facts["drafts"] == f"{share['num_accepted']} of {num_proposed} accepted"
+            num_with_drafts += 1
+    assert num_with_drafts > 2

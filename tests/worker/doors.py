@@ -8,8 +8,9 @@ from typing import Any
 
 from teachllm import LLM, EngineConfig, RequestOutput
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.core.trace import Recorder
 from teachllm.engine.engine import Engine
+from teachllm.spec_decode.drafter import Drafter
+from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, PendingOutput
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
@@ -38,9 +39,15 @@ def make_llm(name: str = "qwen3", **changes: Any) -> LLM:
 
 
 def make_engine(
-    name: str = "qwen3", make_executor: MakeExecutor | None = None, recorder: Recorder | None = None, **changes: Any
+    name: str = "qwen3",
+    make_executor: MakeExecutor | None = None,
+    recorder: Recorder | None = None,
+    drafter: Drafter | None = None,
+    **changes: Any,
 ) -> Engine:
-    return Engine(EngineConfig(**tiny(name, **changes)), make_executor=make_executor, recorder=recorder)
+    return Engine(
+        EngineConfig(**tiny(name, **changes)), make_executor=make_executor, recorder=recorder, drafter=drafter
+    )
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:

@@ -21,7 +21,9 @@ from teachllm.layers.attention_backends import selection
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
-from teachllm.models.loader import _build
+from teachllm.models.llama import LlamaForCausalLM
+from teachllm.models.llama_config import parse
+from teachllm.models.loader import new_module
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.sampling.sampler import Sampler
 from teachllm.worker import memory_needs
@@ -91,7 +93,8 @@ def make_runner(config: EngineConfig, model: ModelConfig) -> Any:
     runner._device, runner._plans, runner._backend = NOWHERE, {}, TritonBackend()
     sizes = (config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens)
     runner._batch = DeviceBatch(*sizes, NOWHERE)
-    runner.model = _build(model, NOWHERE, torch.bfloat16)
+    runner._drafting = None
+    runner.model = new_module(lambda: LlamaForCausalLM(parse(model.raw), model.max_model_len), NOWHERE, torch.bfloat16)
     return runner
 
 
@@ -283,7 +286,7 @@ def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_wo
     for row in range(num_rows):
         params = SamplingParams(temperature=0.9, presence_penalty=0.5, top_k=50, logprobs=row % 3 or None)
         sampler.open_rows([(row, NewRow([row, 2], 2, params, 0, row, frozenset(), ()))])
-    batch.num_known.fill_(2)
+    batch.positions.fill_(1)
     batch.sample_rows[:num_rows] = torch.arange(num_rows - 1, -1, -1)
     rows, logits = list(range(num_rows - 1, -1, -1)), torch.randn(num_rows, vocab_size)
     together = sampler.sample(logits.clone(), rows, torch.full((num_rows,), 2), batch.token_ids)

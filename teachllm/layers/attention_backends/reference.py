@@ -40,7 +40,8 @@ class ReferenceBackend:
         kind = (q.shape[1], num_kv_heads, settings.window)
         plan = metadata.plans.get(kind)
         if plan is None:
-            plan = plan_attention(metadata.block_tables, metadata.query_lens, metadata.kv_lens, block_size, *kind)
+            lens = (metadata.query_lens, metadata.kv_lens, block_size)
+            plan = plan_attention(metadata.block_tables, *lens, *kind, trees=metadata.trees)
             metadata.plans[kind] = plan
         result = attend(q, k_cache, v_cache, plan, settings.scale, settings.soft_cap)
         return result if out is None else out.copy_(result)

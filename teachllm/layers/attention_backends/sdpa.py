@@ -109,7 +109,8 @@ def _parts(metadata: AttentionMetadata) -> list[_Part]:
 
 def _cut(metadata: AttentionMetadata) -> Iterator[_Part]:
     query_lens, kv_lens = metadata.query_lens, metadata.kv_lens
-    first_request = first_token = token = metadata.num_decodes
+    first_request, first_token = metadata.num_decodes, metadata.first_prompt_token
+    token = first_token
 
     def others(request: int) -> _Part:
         starts = metadata.query_start[first_request : request + 1]

@@ -49,8 +49,8 @@ class TritonBackend:
         attend_decodes(q, kv_cache, metadata, settings, out)
         if count < rows.shape[0]:
             assert metadata.prefill_start is not None
-            requests = slice(count, rows.shape[0])
-            attend_prompts(q[count:], kv_cache, metadata, settings, requests, metadata.prefill_start, out[count:])
+            requests, token = slice(count, rows.shape[0]), metadata.first_prompt_token
+            attend_prompts(q[token:], kv_cache, metadata, settings, requests, metadata.prefill_start, out[token:])
         return out
 
 
@@ -63,7 +63,8 @@ def attend_decodes(
         starts, plan = metadata.query_start[: count + 1], metadata.decode_plans[settings.window]
         where = (*kv_cache, metadata.block_tables, starts, plan)
         scale, window, soft_cap = settings.scale, settings.window, settings.soft_cap
-        paged_decode_triton(q[:count], *where, scale, window, soft_cap, out=out[:count])
+        tokens = slice(0, metadata.first_prompt_token)
+        paged_decode_triton(q[tokens], *where, scale, window, soft_cap, metadata.decode_len, out=out[tokens])
 
 
 def attend_prompts(

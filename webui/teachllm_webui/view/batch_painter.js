@@ -261,10 +261,12 @@
     const title = `${label} · ${row.id} in step ${timeline.steps[k].step}`;
     const data = { "data-card": "cell", "data-card-id": row.id, "data-card-step": String(k) };
     if (!cell.share) return { title, data, facts: [["status", cell.kind], ["waits", cell.words]] };
-    const { start, num_tokens: n, num_draft: drafts, num_accepted: accepted, text } = cell.share;
+    const { start, num_tokens: n, num_draft: planned, num_accepted: accepted, text } = cell.share;
+    const { num_proposed: drafts = planned, next_draft: next } = cell.share;
     const computes = `${format.count(n, "token")}: ${start}${n > 1 ? ` to ${start + n - 1}` : ""}`;
     const facts = [["phase", cell.share.phase], ["computes", computes]];
     if (drafts) facts.push(["drafts", `${accepted} of ${drafts} accepted`]);
+    if (next) facts.push(["drafts next", `${next[0]}: ${next[1]}`]);
     if (text) facts.push(["samples", format.oneLine(text.join(""))]);
     if (cell.preempted) facts.push(["preempted", "since the step before, and admitted again"]);
     if (k === row.last) facts.push(["ends", row.ended]);

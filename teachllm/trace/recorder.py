@@ -96,14 +96,22 @@ class Recorder:
         )
 
     def _share(self, share: ScheduledRequest, update: RequestUpdate | None) -> dict[str, Any]:
+        num_draft, start = len(share.draft_token_ids), share.start
+        if update is not None and share.samples:  # a plan made ahead took all drafts in flight for accepted
+            num_known = len(update.request.token_ids) - len(update.new_token_ids)
+            start = num_known - (share.num_tokens - num_draft)
         entry: dict[str, Any] = {
             "request_id": share.request_id,
-            "start": share.start,
+            "start": start,
             "num_tokens": share.num_tokens,
-            "phase": "decode" if share.samples and share.num_tokens == 1 + len(share.draft_token_ids) else "prefill",
+            "phase": "decode" if share.samples and share.num_tokens == 1 + num_draft else "prefill",
         }
-        if share.draft_token_ids:
-            entry["num_draft"], entry["num_accepted"] = len(share.draft_token_ids), update.num_accepted if update else 0
+        if num_draft:
+            entry["num_draft"], entry["num_accepted"] = num_draft, update.num_accepted if update else 0
+            if update is not None and update.num_drafted != num_draft:
+                entry["num_proposed"] = update.num_drafted
+        if share.why is not None:
+            entry["next_draft"] = [share.num_next_drafts, share.why]
         if update is not None and update.new_token_ids:
             entry["num_sampled"] = len(update.new_token_ids)
             if self._text is not None:

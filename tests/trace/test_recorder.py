@@ -11,8 +11,8 @@ from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput
-from teachllm.core.trace import Recorder, StepTimes
 from teachllm.sampling_params import SamplingParams
+from teachllm.trace.recorder import Recorder, StepTimes
 from tests.core.helpers import EOS, add, make_request, make_scheduler, schedule
 
 TIMES = StepTimes(time=2.0, schedule=0.1, execute=0.2, wait=0.1, update=0.3, end=2.7)

@@ -1,0 +1,22 @@
+"""Speculation in a line, for every command that shows figures of an engine that speculates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from teachllm.engine.speculation import Speculation
+
+
+def speculation_line(found: Speculation) -> str:
+    """How many drafts held, how many steps that saved, and the time, as far as that is known."""
+    stats, cost = found.stats, found.step_cost
+    if not stats.num_drafts:
+        return "speculation: nothing was drafted"
+    held = f"{stats.num_accepted_tokens:,} of {stats.num_draft_tokens:,} drafted tokens accepted"
+    line = f"speculation: {held} ({found.acceptance:.0%}), mean length {found.mean_length:.2f}"
+    line += f"; {found.tokens_per_step:.2f} tokens a step instead of 1: {found.tokens_per_step:.1f} x fewer steps"
+    if cost is None or found.speed_up is None:
+        return f"{line}; what that does to the time was not measured"
+    timed = f"{cost.ratio:.2f} plain ones ({cost.num_drafting:,} timed against {cost.num_plain:,})"
+    return f"{line}; once under way a step with drafts takes {timed}: about {found.speed_up:.1f} x as fast"

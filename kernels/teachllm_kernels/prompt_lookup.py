@@ -1,0 +1,186 @@
+"""Prompt lookup: a draft model that costs nothing. What stood here before tells what comes next.
+
+Answers repeat their prompts: names, code, whole passages. So the last tokens of a sequence are looked for earlier in
+it, and what followed them there is proposed; the model verifies the proposals as any others.
+
+    the cat sat on the mat and then the cat
+    ======= ------------->          =======     the last two tokens stood here before; what followed is proposed
+
+Sources: Saxena, "Prompt Lookup Decoding", 2023; Yang et al., "Inference with Reference", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BLOCK = 1024  # tokens that a program of `_find_matches` takes at a time
+_FIND_PROGRAMS = 2048  # about: as many as a GPU holds at once; a short batch of long rows is spread over all of it
+
+# A match as an integer, the better the larger; 0 is none. From the highest bits: how many tokens match, how many may be
+# proposed, where the earlier occurrence ends.
+_MATCHED_SHIFT = tl.constexpr(40)
+_COUNT_SHIFT = tl.constexpr(32)
+_MAX_DRAFTS = 255  # what the bits between the two can say
+
+
+def find_match(tokens: np.ndarray, max_ngram: int, min_ngram: int, num_drafts: int) -> int:
+    """Where in one sequence the proposals begin: the rule itself.
+
+    Of all earlier positions it is the one in front of which the most tokens match the sequence's end, `max_ngram` at
+    most and `min_ngram` at least; of equal ones the one after which more tokens are known, `num_drafts` at most; of
+    those the latest. An occurrence may overlap the sequence's end.
+
+    Args:
+        tokens: [length] integers.
+
+    Returns:
+        The index one past the earlier occurrence; `length` where nothing matches.
+    """
+    length, matched = len(tokens), 1
+    ends = (tokens[:-1] == tokens[-1:]).nonzero()[0] + 1  # ascending, as all that is left of them below
+    for size in range(2, min(max_ngram, length - 1) + 1):
+        longer = ends[ends.searchsorted(size) :]  # the others begin before the sequence does
+        longer = longer[tokens[longer - size] == tokens[length - size]]
+        if not len(longer):
+            break
+        ends, matched = longer, size
+    if not len(ends) or matched < min_ngram:
+        return length
+    num_full = ends.searchsorted(length - num_drafts, side="right")
+    return int(ends[max(num_full - 1, 0)])  # of those that are all cut short by the end, more follows the earliest
+
+
+def prompt_lookup_reference(
+    token_ids: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, max_ngram: int, min_ngram: int, num_drafts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`find_match` in several rows.
+
+    Args:
+        token_ids: [max_rows, max_len] integers.
+        rows: [R] integers, the row of each sequence.
+        lengths: [R] integers, how many tokens of each are known; at least 1.
+        max_ngram, min_ngram, num_drafts: see `find_match`.
+
+    Returns:
+        [R, num_drafts] int64 proposals, behind the last of which the sequence's last token is repeated; [R] int64, how
+        many there are.
+    """
+    drafts = torch.empty((len(rows), num_drafts), dtype=torch.int64)
+    counts = torch.zeros(len(rows), dtype=torch.int64)
+    for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        tokens = token_ids[row, :length].cpu()
+        begin = find_match(tokens.numpy(), max_ngram, min_ngram, num_drafts)
+        proposed = tokens[begin : begin + num_drafts]
+        drafts[i] = tokens[-1]
+        drafts[i, : len(proposed)] = proposed
+        counts[i] = len(proposed)
+    return drafts.to(token_ids.device), counts.to(token_ids.device)
+
+
+@triton.jit(do_not_specialize=["num_drafts"])
+def _find_matches(
+    token_ids, rows, num_known, best, num_drafts, token_stride,
+    MAX_NGRAM: tl.constexpr, MIN_NGRAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i, chunk, num_chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.load(rows + i).to(tl.int64)
+    if row < 0:
+        return
+    token_ids += row * token_stride
+    length = tl.load(num_known + row)
+    best_of_lanes = tl.zeros([BLOCK], tl.int64)
+    for start in range(chunk * BLOCK, length - 1, num_chunks * BLOCK):
+        last = start + tl.arange(0, BLOCK)  # the last token of what may be an occurrence
+        is_match = last < length - 1
+        matched = tl.zeros([BLOCK], tl.int32)
+        for back in tl.static_range(MAX_NGRAM):
+            wanted = tl.load(token_ids + tl.maximum(length - 1 - back, 0))
+            is_match &= last >= back
+            # Few lanes match a token, so but for the first these loads ask for next to nothing.
+            is_match &= tl.load(token_ids + last - back, mask=is_match, other=0) == wanted
+            matched += is_match.to(tl.int32)
+        count = tl.minimum(length - 1 - last, num_drafts).to(tl.int64)
+        match = (matched.to(tl.int64) << _MATCHED_SHIFT) | (count << _COUNT_SHIFT) | (last + 1)
+        best_of_lanes = tl.maximum(best_of_lanes, tl.where(matched >= MIN_NGRAM, match, 0))
+    tl.store(best + i * num_chunks + chunk, tl.max(best_of_lanes))
+
+
+@triton.jit(do_not_specialize=["num_drafts", "num_chunks"])  # of which the second depends on the number of rows
+def _propose(
+    token_ids, rows, num_known, best, drafts, counts, num_drafts, num_chunks, token_stride, draft_stride,
+    NUM_CHUNKS_PADDED: tl.constexpr, NUM_DRAFTS_PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0)
+    row = tl.load(rows + i).to(tl.int64)
+    if row < 0:
+        return
+    chunk = tl.arange(0, NUM_CHUNKS_PADDED)
+    match = tl.max(tl.load(best + i * num_chunks + chunk, mask=chunk < num_chunks, other=0))
+    count = ((match >> _COUNT_SHIFT) & 255).to(tl.int32)
+    index = tl.arange(0, NUM_DRAFTS_PADDED)
+    at = tl.where(index < count, match.to(tl.int32) + index, tl.load(num_known + row) - 1)
+    token = tl.load(token_ids + row * token_stride + at)
+    tl.store(drafts + i * draft_stride + index, token, mask=index < num_drafts)
+    tl.store(counts + i, count)
+
+
+def prompt_lookup_triton(
+    token_ids: torch.Tensor,
+    rows: torch.Tensor,
+    num_known: torch.Tensor,
+    drafts: torch.Tensor,
+    counts: torch.Tensor,
+    max_ngram: int,
+    min_ngram: int,
+) -> None:
+    """As `prompt_lookup_reference`, on the device. The launches depend on the shapes alone, so a graph can hold them.
+
+    Args:
+        token_ids: [max_rows, max_len] int32.
+        rows: [R] int32, the row of each sequence; -1 is padding, whose drafts and count are left as they are.
+        num_known: [max_rows] int32, tokens of prompt and outputs; at least 1 in each of `rows`.
+        drafts: [R, num_drafts] int32, written; num_drafts is at most 255.
+        counts: [R] int32, written.
+        max_ngram, min_ngram: see `find_match`.
+    """
+    (num_rows, num_drafts), max_len = drafts.shape, token_ids.shape[1]
+    assert 1 <= min_ngram <= max_ngram and 1 <= num_drafts <= _MAX_DRAFTS
+    num_blocks = triton.cdiv(max_len, _BLOCK)
+    num_chunks = min(num_blocks, max(_FIND_PROGRAMS // num_rows, 1))
+    best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=rows.device)
+    options = launch_options(rows.device)
+    _find_matches[(num_rows, num_chunks)](
+        *(token_ids, rows, num_known, best, num_drafts, token_ids.stride(0)),
+        MAX_NGRAM=max_ngram,
+        MIN_NGRAM=min_ngram,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **options,
+    )
+    _propose[(num_rows,)](
+        *(token_ids, rows, num_known, best, drafts, counts),
+        *(num_drafts, num_chunks, token_ids.stride(0), drafts.stride(0)),
+        NUM_CHUNKS_PADDED=triton.next_power_of_2(num_blocks),
+        NUM_DRAFTS_PADDED=triton.next_power_of_2(num_drafts),
+        num_warps=1,
+        **options,
+    )
+
+
+def cost(lengths: Sequence[int], num_drafts: int) -> tuple[int, int]:
+    """(bytes, FLOPs): of each sequence its row, its length and its tokens in, its drafts and their count out."""
+    return 4 * (sum(lengths) + len(lengths) * (2 + num_drafts + 1)), 0

@@ -1,0 +1,76 @@
+"""Speculation as the scheduler sees it: a gap with guesses at its end.
+
+A step that samples may carry drafts, proposals for the tokens after the newest one. They are computed with it, and
+those that hold come back as tokens: one step, several tokens. What does not hold is rolled back by `settle`.
+
+    step n      ... newest | d1 d2 d3      `add_drafts`: what was proposed after step n - 1 is computed now
+    after it               | d1' d2'       `ask_for_drafts`: so many may be proposed now, for step n + 1
+
+How many to ask for is a `DraftLength`'s decision; here it is cut to what fits: the end of the request and the free
+blocks. Drafts never take anything away from anybody: they get the budget and the blocks that are left.
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from teachllm.core.kv_cache_manager import KVCacheManager
+from teachllm.core.request import Request
+from teachllm.core.scheduler_output import SchedulerOutput
+
+
+class DraftLength(Protocol):
+    def choose(self, requests: Sequence[Request], num_tokens: int) -> Sequence[tuple[int, str]]:
+        """How many tokens to draft for each request of a step of so many tokens, and why. It need not be possible."""
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """So many of a request's drafts were verified, and so many held."""
+
+
+def add_drafts(
+    plan: SchedulerOutput, requests: Mapping[str, Request], kv: KVCacheManager, budget: int, has_blocks: bool
+) -> None:
+    """Adds to a plan what was proposed for its requests, as far as budget and free blocks go."""
+    for share in plan.scheduled:
+        request = requests[share.request_id]
+        drafts, request.draft_token_ids = request.draft_token_ids, []
+        if not (has_blocks and drafts and share.samples and share.num_tokens == 1):
+            continue
+        # The step yields one token more than its drafts: no draft may lie beyond the last wanted token.
+        num_drafts = min(len(drafts), budget, request.max_len - request.num_expected_tokens)
+        while (new_blocks := kv.allocate(request, request.num_computed_tokens + num_drafts)) is None:
+            num_drafts -= 1
+        share.new_block_ids += new_blocks
+        share.draft_token_ids = drafts[:num_drafts]
+        share.num_tokens += num_drafts
+        request.num_computed_tokens += num_drafts
+        request.num_in_flight_tokens += num_drafts
+        budget -= num_drafts
+
+
+def ask_for_drafts(
+    plan: SchedulerOutput, requests: Mapping[str, Request], kv: KVCacheManager, length: DraftLength, has_blocks: bool
+) -> None:
+    """Says how many drafts to propose after a plan, and keeps blocks for them."""
+    planned = [requests[share.request_id] for share in plan.scheduled]
+    chosen = length.choose(planned, plan.num_tokens)
+    for share, request, (num_drafts, why) in zip(plan.scheduled, planned, chosen, strict=True):
+        share.why = why
+        if not share.samples:
+            share.num_next_drafts = num_drafts
+            continue
+        known = request.num_expected_tokens
+        if num_drafts > (most := max(request.max_len - known - 1, 0)):
+            num_drafts, share.why = most, "its end is near"
+        if num_drafts and not has_blocks:
+            num_drafts, share.why = 0, "a running request is short of blocks"
+        new_blocks: list[int] | None = []
+        # A model that drafts writes K and V of all drafts but the last.
+        while num_drafts and (new_blocks := kv.allocate(request, known + num_drafts - 1)) is None:
+            num_drafts, share.why = num_drafts - 1, "no more free blocks"
+        share.new_block_ids += new_blocks or []
+        share.num_next_drafts = num_drafts
+        request.draft_token_ids = [-1] * num_drafts  # until the worker tells them

@@ -1,0 +1,116 @@
+"""Drafters: guess the next few tokens cheaply, so that the model can check them all in one step.
+
+A step reads every weight once, whether it computes one token of a request or five. So guesses are verified for
+little more than the price of one token, and each that holds is a step saved. A guess can be wrong at no risk: the
+tokens that come out are the model's own (`sampling/verify.py`).
+
+Two kinds. A `Drafter` reads token ids and is ordinary Python; to write one takes ten lines:
+
+    class Echo:
+        def propose(self, token_ids, num_tokens):
+            return token_ids[-num_tokens:]          # whatever was said will be said again
+
+    LLM(drafter=Echo(), speculative_config={"method": "custom", "num_speculative_tokens": 3})
+
+A `ModelDrafter` is made of tensors and works in the step itself, on the rows of the batch that was just computed.
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.embedding import Embedding
+
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+# input_ids and positions, [num_tokens] int64 each, and where those tokens read and write KV
+FlatTokens = tuple[torch.Tensor, torch.Tensor, AttentionMetadata]
+
+
+class Drafter(Protocol):
+    def propose(self, token_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+        """Up to `num_tokens` guesses for what follows a request's prompt and output; none is an answer, too."""
+
+
+class DraftBatch(Protocol):
+    """The rows of a batch while tokens are drafted for them.
+
+    Attributes:
+        num_levels: how many tokens deep the drafts of a request go, at most.
+        last: [num_asking] integers, of the requests that ask for drafts the last token of `behind` or `verified`.
+        hidden: [num_tokens, hidden_size], what the model's head reads, of tokens of the step: of all, if the drafter
+            `reads_all_hidden`.
+        newest: [num_asking] integers, of the requests that ask for drafts, where in `hidden` their newest token was
+            predicted from.
+        features: by feature layer [num_tokens, hidden_size], the residual stream that comes into it.
+    """
+
+    num_levels: int
+    last: torch.Tensor
+    hidden: torch.Tensor
+    newest: torch.Tensor
+    features: Mapping[int, torch.Tensor]
+
+    def behind(self) -> FlatTokens:
+        """All known tokens whose K and V the drafter has not computed, the newest included."""
+
+    def verified(self) -> tuple[torch.Tensor, FlatTokens]:
+        """The step's own tokens that turned out to be true, each paired with the id of the one that follows it.
+
+        Returns:
+            Their places among the step's tokens, [num_tokens] int64; and their flat tokens, whose ids are those of
+            the following tokens.
+        """
+
+    def push(self, level: int, logits: torch.Tensor) -> None:
+        """Draws the drafts of one level.
+
+        A request draws as it samples: the most likely tokens, or at random at its temperature.
+
+        Args:
+            level: 0 for those right after the newest token.
+            logits: [num_rows, vocab_size] of any float dtype, what the model would say after each token of the level
+                before: of each request the newest one, then the rows of `pushed`. The first rows are taken.
+        """
+
+    def pushed(self, level: int, shift: int = 0) -> FlatTokens:
+        """The drafts of a level, of all requests that ask for more behind them.
+
+        Args:
+            shift: so many positions after where they will stand.
+        """
+
+    def parents(self, level: int) -> torch.Tensor:
+        """For each row of `pushed(level)` the row of the level before that its token was drawn from, [num_rows]."""
+
+
+class ModelDrafter(Protocol):
+    """Attributes:
+    feature_layers: of which layers of the model it reads the residual stream, see `DraftBatch.features`.
+    follows_always: it must see every step, also of requests that nothing is drafted for.
+    has_layers: it has K and V of its own, and catches up by `DraftBatch.behind` unless it follows always.
+    reads_all_hidden: see `DraftBatch.hidden`.
+    """
+
+    feature_layers: tuple[int, ...]
+    follows_always: bool
+    has_layers: bool
+    reads_all_hidden: bool
+
+    def propose(self, batch: DraftBatch) -> None:
+        """Catches up with what is known, and pushes drafts."""
+
+
+def logits_of(head: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """[num_rows, hidden_size] -> [num_rows, vocab_size] by a model or an output head: float32, on a GPU its own dtype.
+
+    A drafter's logits need no more: whatever they are, drafts are verified against what they were drawn from.
+    """
+    if hidden.is_cuda:
+        return head.lm_logits(hidden)
+    return head.logits(hidden) if isinstance(head, Embedding) else head.compute_logits(hidden)

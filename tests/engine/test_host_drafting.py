@@ -1,0 +1,207 @@
+"""A drafter that somebody wrote: whatever it does, the text is the model's, and what went wrong is said."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from teachllm import LLM, SamplingParams
+from teachllm.core.in_flight import RequestUpdate
+from teachllm.core.request import Request, RequestStatus
+from teachllm.engine.host_drafting import HostDrafting
+from tests.checkpoints import VOCAB_SIZE
+from tests.worker.doors import random_ids, tiny, tokens
+
+CUSTOM = {"method": "custom", "num_speculative_tokens": 3, "adaptive": False}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": random_ids(length, seed=length)} for length in (5, 9, 20)]
+
+Propose = Callable[[Sequence[int], int], Any]
+
+
+class Drafter:
+    """One that does what a function does, and counts how often."""
+
+    def __init__(self, does: Propose) -> None:
+        self._does = does
+        self.num_calls = 0
+
+    def propose(self, token_ids: Sequence[int], num_tokens: int) -> Any:
+        self.num_calls += 1
+        return self._does(token_ids, num_tokens)
+
+
+@cache
+def plain() -> list[list[list[int]]]:
+    return [tokens(output) for output in LLM(**tiny()).generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def run(does: Propose, **settings: Any) -> tuple[list[list[list[int]]], list[str], int]:
+    """The tokens with a drafter, the warnings, and how often it was asked."""
+    drafter = Drafter(does)
+    llm = LLM(**tiny(speculative_config=CUSTOM, **settings), drafter=drafter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [tokens(output) for output in outputs], [str(each.message) for each in caught], drafter.num_calls
+
+
+def raises(token_ids: Sequence[int], num_tokens: int) -> Any:
+    raise KeyError("no idea")
+
+
+def fails_half_way(token_ids: Sequence[int], num_tokens: int) -> Iterator[int]:
+    yield 3
+    raise OSError("gone")
+
+
+def closed(token_ids: Sequence[int], num_tokens: int) -> Any:
+    raise StopIteration
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        (raises, "Drafter failed, and the step goes on without drafts: KeyError('no idea')"),
+        (fails_half_way, "OSError('gone')"),
+        (closed, "StopIteration()"),
+        (lambda ids, n: None, "'NoneType' object is not iterable"),
+        (lambda ids, n: 7, "'int' object is not iterable"),
+        (lambda ids, n: [1.0, 2.0], "'float' object cannot be interpreted as an integer"),
+        (lambda ids, n: "abc", "'str' object cannot be interpreted as an integer"),
+        (lambda ids, n: torch.tensor([0.5]), "TypeError"),
+        (lambda ids, n: [None], "'NoneType' object cannot be interpreted as an integer"),
+        (lambda ids, n: [VOCAB_SIZE], f"Drafter proposed id {VOCAB_SIZE}, not in the vocabulary of {VOCAB_SIZE}"),
+        (lambda ids, n: [-1] * n, "Drafter proposed id -1, not in the vocabulary"),
+        (lambda ids, n: [1 << 80], f"Drafter proposed id {1 << 80}"),
+    ],
+    ids=[
+        *("raises", "fails half way", "closed", "none", "a number", "floats", "text", "a float tensor", "nones"),
+        *("too large", "negative", "huge"),
+    ],
+)
+def test_one_that_fails_costs_its_drafts_and_nothing_else(does: Propose, says: str) -> None:
+    found, warned, num_calls = run(does)
+    assert found == plain()
+    assert num_calls > 10  # a failure ends one proposal, not all
+    assert warned and all(says in each for each in warned)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda ids, n: [],
+        lambda ids, n: iter([1]),
+        lambda ids, n: count(5),
+        lambda ids, n: range(50),
+        lambda ids, n: np.array([1, 2, 3], dtype=np.int32),
+        lambda ids, n: torch.tensor([4, 5]),
+        lambda ids, n: {6, 7},
+        lambda ids, n: array("q", [1]),
+    ],
+    ids=["none", "fewer", "without end", "too many", "numpy", "torch", "a set", "an array"],
+)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_ids_in_any_form_and_number_are_taken_without_a_word(does: Propose, async_scheduling: bool) -> None:
+    found, warned, num_calls = run(does, async_scheduling=async_scheduling)
+    assert found == plain()
+    assert num_calls > 10 and warned == []
+
+
+def test_one_may_do_with_what_it_is_given_whatever_it_likes() -> None:
+    def destroys(token_ids: Any, num_tokens: int) -> Any:
+        del token_ids[2:]
+        token_ids[0] = 999_999
+        token_ids.extend([1, 2, 3])
+        return token_ids
+
+    kept: list[Any] = []
+
+    def keeps(token_ids: Any, num_tokens: int) -> Any:
+        kept.append(token_ids)
+        return memoryview(token_ids)[:2]  # which would keep a request from growing
+
+    for does in (destroys, keeps):
+        found, _, _ = run(does)
+        assert found == plain()
+    assert len(kept) > 10
+
+
+def test_it_is_told_all_that_is_known_and_how_many_tokens_are_wanted() -> None:
+    told: list[tuple[list[int], int]] = []
+
+    def listens(token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        told.append((list(token_ids), num_tokens))
+        return []
+
+    run(listens)
+    wholes = [each["prompt_token_ids"] + output[0] for each, output in zip(PROMPTS, plain(), strict=True)]
+    for known, num_tokens in told:
+        (whole,) = [each for each in wholes if each[: len(known)] == known]
+        # The step brings one token itself, so of the last wanted ones nothing is left to guess.
+        assert num_tokens == min(3, len(whole) - len(known) - 1)
+
+
+def test_what_it_says_right_saves_steps() -> None:
+    wholes = [each["prompt_token_ids"] + output[0] for each, output in zip(PROMPTS, plain(), strict=True)]
+
+    def knows(token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        (whole,) = [each for each in wholes if each[: len(token_ids)] == list(token_ids)]
+        return whole[len(token_ids) : len(token_ids) + num_tokens]
+
+    found, warned, num_calls = run(knows)
+    assert found == plain() and warned == []
+    assert num_calls <= 3 * len(PROMPTS)  # 12 tokens: one, then four a step
+
+
+# -- by itself -------------------------------------------------------------------------------------------------
+
+
+def updated(num_asked: int, status: RequestStatus = RequestStatus.RUNNING) -> RequestUpdate:
+    request = Request("a", [1, 2, 3], GREEDY)
+    request.status, request.draft_token_ids = status, [-1] * num_asked
+    return RequestUpdate(request, [3], 0, 0, None, None, 0)
+
+
+def test_ids_before_one_that_is_none_are_kept() -> None:
+    update = updated(4)
+    with pytest.warns(UserWarning, match="proposed id 99, not in the vocabulary of 50: left out"):
+        HostDrafting(Drafter(lambda ids, n: [5, 6, 99, 7]), 50).propose([update])
+    assert update.request.draft_token_ids == [5, 6]
+
+
+def test_nobody_is_asked_for_requests_that_have_ended_or_want_nothing() -> None:
+    drafter = Drafter(lambda ids, n: [1] * n)
+    updates = [updated(0), updated(3, RequestStatus.FINISHED), updated(2)]
+    HostDrafting(drafter, 50).propose(updates)
+    assert drafter.num_calls == 1
+    assert updates[2].request.draft_token_ids == [1, 1]
+    assert all(type(each) is int for each in updates[2].request.draft_token_ids)
+
+
+# -- how it is passed ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [None, {"method": "ngram"}, CUSTOM], ids=["nothing", "another", "no drafter"])
+def test_a_drafter_and_the_method_custom_need_each_other(config: dict[str, Any] | None) -> None:
+    drafter = None if config is CUSTOM else Drafter(lambda ids, n: [])
+    with pytest.raises(ValueError) as error:
+        LLM(**tiny(speculative_config=config), drafter=drafter)
+    assert "need each other: pass drafter=..., or choose another method" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_drafter_cannot_cross_into_a_process_of_its_own() -> None:
+    from teachllm import EngineConfig
+    from teachllm.engine.engine import Engine
+
+    with pytest.raises(ValueError, match="objects of this process: set own_process=False"):
+        Engine(EngineConfig(**tiny(speculative_config=CUSTOM)), own_process=True, drafter=Drafter(lambda ids, n: []))

@@ -1,0 +1,130 @@
+"""What an engine tells of its speculation: counts by hand, figures by hand, the same from another process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing
+from functools import reduce
+
+import pytest
+
+from teachllm import LLM, EngineConfig, SamplingParams
+from teachllm.core.scheduler_output import ModelRunnerOutput
+from teachllm.engine.async_llm import AsyncLLM
+from teachllm.engine.speculation import Speculation
+from teachllm.engine.stats import StepCounter, StepStats
+from teachllm.spec_decode.draft_length import StepCost
+from tests.core.helpers import add, make_scheduler, schedule
+from tests.spec_decode.drafters import speculation
+from tests.worker.doors import make_llm, random_ids, tiny
+
+NOTHING = StepStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+
+
+def stats(**counts: int | tuple[int, ...]) -> StepStats:
+    return StepStats(0, 0, 0.0, 0, 0, 0, 0, 0, **{"num_generation_tokens": 0} | counts)  # type: ignore[arg-type]
+
+
+def test_drafts_are_counted_by_request_by_token_and_by_position() -> None:
+    scheduler, counter = make_scheduler(), StepCounter()
+    a, b = add(scheduler, "a", 4), add(scheduler, "b", 4)
+
+    def step(tokens: list[list[int]], num_drafted: list[int] | None = None) -> None:
+        plan = schedule(scheduler)
+        counter.step(plan, scheduler.update(plan, ModelRunnerOutput(tokens, num_drafted=num_drafted)))
+
+    step([[7], [7]])  # the prompts
+    a.draft_token_ids, b.draft_token_ids = [7, 8, 9], [7, 8]
+    step([[7, 8, 5], [5]])  # two of three held, none of two
+    a.draft_token_ids = [7, 8]
+    step([[7, 8, 9], [5]])  # both held, and nothing was drafted for the other
+    b.draft_token_ids = [-1, -1]
+    step([[5], [5]], num_drafted=[0, 0])  # room for two, and the drafter had none to offer
+    found = counter.take(scheduler)
+    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (3, 3 + 2 + 2, 2 + 0 + 2)
+    assert found.num_accepted_tokens_per_pos == (2, 2)
+    assert (found.num_generation_tokens, found.num_samplings) == (2 + 4 + 4 + 2, 8)
+    assert counter.take(scheduler).num_drafts == 0
+
+
+def test_counts_add_up_position_by_position() -> None:
+    first = stats(num_drafts=3, num_draft_tokens=7, num_accepted_tokens=4, num_accepted_tokens_per_pos=(2, 1, 1))
+    later = stats(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1, num_accepted_tokens_per_pos=(1,))
+    both = first.then(later)
+    assert both.num_accepted_tokens_per_pos == later.then(first).num_accepted_tokens_per_pos == (3, 1, 1)
+    assert (both.num_drafts, both.num_draft_tokens, both.num_accepted_tokens) == (4, 9, 5)
+    assert NOTHING.then(NOTHING) == NOTHING
+
+
+def test_figures_are_what_their_names_say() -> None:
+    """40 tokens in 16 steps, of which 10 verified 4 drafts each, 24 of these held, and took 1.5 plain ones."""
+    counts = stats(
+        num_generation_tokens=40, num_samplings=16, num_drafts=10, num_draft_tokens=40, num_accepted_tokens=24
+    )
+    found = Speculation(counts, StepCost(1.5, num_plain=2, num_drafting=7))
+    assert found.acceptance == pytest.approx(0.6)
+    assert found.mean_length == pytest.approx(3.4)
+    assert found.tokens_per_step == pytest.approx(2.5)
+    assert found.speed_up == pytest.approx(40 / (6 + 10 * 1.5))
+    assert Speculation(counts, None).speed_up is None
+    idle = Speculation(stats(num_generation_tokens=5, num_samplings=5), None)
+    assert (idle.acceptance, idle.mean_length, idle.tokens_per_step) == (0, 1, 1)
+
+
+class Knows:
+    """A drafter that has read the answer; from the tenth output token on it is wrong from its second draft on."""
+
+    def __init__(self, prompt: list[int], answer: list[int], vocab_size: int) -> None:
+        self.text, self.num_prompt, self.vocab_size = prompt + answer, len(prompt), vocab_size
+
+    def propose(self, token_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+        drafts = self.text[len(token_ids) : len(token_ids) + num_tokens]
+        if len(token_ids) >= self.num_prompt + 10:
+            drafts[1:] = [(token_id + 1) % self.vocab_size for token_id in drafts[1:]]
+        return drafts
+
+
+def test_an_llm_tells_what_speculation_did_since_it_was_last_asked() -> None:
+    prompt, params = random_ids(9), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with closing(make_llm()) as plain:
+        answer = plain.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0].token_ids
+        assert plain.speculation() is None
+        vocab_size = plain.engine.model_config.vocab_size
+    given = {"method": "custom", "num_speculative_tokens": 3, "adaptive": False}
+    llm = LLM(**tiny(speculative_config=given), drafter=Knows(prompt, answer, vocab_size))
+    with closing(llm):
+        same = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0].token_ids
+        found, again = llm.speculation(), llm.speculation()
+    assert same == answer
+    assert found is not None and again is not None
+    # 1 from the prompt; 4, 4 and 4 from drafts that all hold; 2, 2 and 2 from those of which the first does; then one
+    # token is wanted, for which nothing is drafted.
+    assert found.stats.num_samplings == 1 + 3 + 3 + 1
+    assert (found.stats.num_drafts, found.stats.num_accepted_tokens) == (6, 12)
+    assert found.stats.num_accepted_tokens_per_pos == (6, 3, 3)
+    assert found.stats.num_draft_tokens == 3 * 3 + 3 + 2 + 1  # asked for before it is known how far the end still is
+    assert found.tokens_per_step == 20 / 8
+    assert found.step_cost is None  # a fixed length times nothing
+    assert again.stats.num_drafts == again.stats.num_generation_tokens == 0
+
+
+def test_an_engine_in_another_process_counts_the_same() -> None:
+    given = speculation("draft_model", "qwen3", num_speculative_tokens=3, adaptive=False)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    counted = []
+    for own_process in (False, True):
+        told: list[StepStats] = []
+        config = EngineConfig(**tiny(speculative_config=given))
+        with closing(AsyncLLM.start(config, own_process=own_process, on_stats=told.append)) as llm:
+
+            async def run(llm: AsyncLLM = llm) -> None:
+                async for _ in llm.generate({"prompt_token_ids": random_ids(9)}, params):
+                    pass
+
+            asyncio.run(run())
+        whole = reduce(StepStats.then, told)
+        names = ("num_samplings", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        counted.append([*(getattr(whole, name) for name in names), whole.num_accepted_tokens_per_pos])
+        assert 0 < whole.num_accepted_tokens == sum(whole.num_accepted_tokens_per_pos) < whole.num_draft_tokens
+    assert counted[0] == counted[1]

@@ -1,0 +1,132 @@
+"""The engine's rules for drafts leave the model's distribution as it is, and the test that says so sees what does not.
+
+The bar: of ten runs of 100,000 samples a rule may have one p-value below 0.01, and none below 1e-4; a rule that is
+biased must have all below 1e-6.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from teachllm.spec_decode import losslessness
+from teachllm.spec_decode.losslessness import RULES, check, chi_square_test, upper_gamma
+
+SEEDS = range(10)
+LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
+BIASED = [name for name, rule in RULES.items() if not rule.is_lossless]
+
+
+def p_values(rule: losslessness.Rule, seeds: range) -> list[float]:
+    return [check(rule, 100_000, seed).p_value for seed in seeds]
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_a_lossless_rule_draws_from_the_models_distribution(name: str) -> None:
+    found = p_values(RULES[name], SEEDS)
+    assert sum(p < 0.01 for p in found) <= 1 and min(found) >= 1e-4, found
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_a_biased_rule_is_found_out_every_time(name: str) -> None:
+    found = p_values(RULES[name], SEEDS)
+    assert max(found) < 1e-6, found
+
+
+@pytest.mark.parametrize("name", ["tree", "tree-replaced"])
+def test_siblings_must_be_verified_as_they_were_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replacement or without: either rule is biased for the other's siblings."""
+    rule, verify = RULES[name], losslessness.rejection_sample_reference
+    monkeypatch.setattr(
+        losslessness,
+        "rejection_sample_reference",
+        lambda *arguments, replaced: verify(*arguments, replaced=not replaced),
+    )
+    assert max(p_values(rule, SEEDS[:2])) < 1e-6
+
+
+def test_a_draft_is_accepted_as_often_as_the_two_distributions_overlap() -> None:
+    rule, num_samples = RULES["short-chain"], 100_000
+    models = losslessness._Models.of(rule, seed=3)
+    p, q = models.target[0].softmax(dim=0), models.draft[0].softmax(dim=0)
+    overlap = torch.minimum(p, q).sum().item()
+    # A first draft that is accepted makes two tokens of one round; otherwise there is a second round.
+    num_steps = check(rule, num_samples, seed=3).num_steps
+    deviation = math.sqrt(num_samples * overlap * (1 - overlap))
+    assert abs(num_steps - num_samples * (2 - overlap)) < 5 * deviation
+
+
+def test_the_same_seed_is_the_same_experiment_and_another_one_is_not() -> None:
+    rule = RULES["tree"]
+    assert check(rule, 1000, seed=1) == check(rule, 1000, seed=1)
+    other = check(rule, 1000, seed=2)
+    assert other.expected != check(rule, 1000, seed=1).expected
+
+
+def test_how_many_samples_are_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = check(RULES["chain"], 1000)
+    monkeypatch.setattr(losslessness, "_AT_A_TIME", 300)
+    assert check(RULES["chain"], 1000) == at_once
+
+
+def test_what_comes_out_is_summed_up() -> None:
+    found = check(RULES["accept-always"], 1000)
+    assert (found.num_samples, found.num_steps, found.num_accepted, found.mean_length) == (1000, 1000, 2000, 3.0)
+    assert found.is_biased and found.is_as_claimed
+    assert sum(found.expected) == pytest.approx(1) and sum(found.found) == pytest.approx(1)
+    assert not replace(found, p_value=0.5).is_as_claimed
+    filtered = check(RULES["tree"], 1000)
+    assert sum(share > 0 for share in filtered.expected) == RULES["tree"].top_k
+
+
+@pytest.mark.parametrize(
+    ("samples", "seed", "said"), [(99, 0, "num_samples=99"), (1000, -1, "seed=-1"), (1000, 2**31, "seed=")]
+)
+def test_an_experiment_that_says_nothing_is_refused(samples: int, seed: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(RULES["chain"], samples, seed)
+
+
+@pytest.mark.parametrize("x", [1e-3, 0.3, 1.0, 5.0, 25.0, 32.0, 40.0, 90.0, 250.0])
+@pytest.mark.parametrize("whole", [0, 1, 2, 12, 31])
+def test_the_gamma_function_equals_its_closed_forms(whole: int, x: float) -> None:
+    """Q(n, x) is a Poisson sum, and Q(n + 1/2, x) one that begins with the error function."""
+    half = math.erfc(math.sqrt(x)) + math.fsum(
+        math.exp((k - 0.5) * math.log(x) - x - math.lgamma(k + 0.5)) for k in range(1, whole + 1)
+    )
+    assert upper_gamma(whole + 0.5, x) == pytest.approx(half, rel=1e-11, abs=0)
+    if whole:
+        poisson = math.fsum(math.exp(k * math.log(x) - x - math.lgamma(k + 1)) for k in range(whole))
+        assert upper_gamma(whole, x) == pytest.approx(poisson, rel=1e-11, abs=0)
+
+
+def test_the_gamma_function_is_1_at_0_falls_and_does_not_fail_far_out() -> None:
+    values = [upper_gamma(31.5, x / 4) for x in range(2000)]
+    assert values[0] == 1.0 and all(0.0 < b <= a for a, b in pairwise(values))
+    assert upper_gamma(31.5, 1e6) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("degrees", "chi_square", "p"),
+    # From printed tables of the chi-square distribution.
+    [(1, 3.841459, 0.05), (1, 10.827566, 0.001), (5, 15.086272, 0.01), (24, 36.415029, 0.05), (63, 82.528727, 0.05)],
+)
+def test_the_critical_values_of_printed_tables_have_their_p_values(degrees: int, chi_square: float, p: float) -> None:
+    assert upper_gamma(degrees / 2, chi_square / 2) == pytest.approx(p, rel=1e-6)
+
+
+def test_a_loaded_die_of_the_text_books() -> None:
+    chi_square, degrees, p = chi_square_test([5, 8, 9, 8, 10, 20], [10.0] * 6)
+    assert (chi_square, degrees) == (pytest.approx(13.4), 5)
+    assert p == pytest.approx(0.0199, abs=1e-4)
+
+
+def test_rare_cells_count_together_and_impossible_ones_at_once() -> None:
+    chi_square, degrees, _ = chi_square_test([90, 0, 8, 0, 2], [94.0, 2.0, 2.0, 0.0, 2.0])
+    assert degrees == 1
+    assert chi_square == pytest.approx(4**2 / 94 + 4**2 / 6)
+    assert chi_square_test([90, 10, 1], [90.0, 11.0, 0.0])[2] == 0.0
