@@ -24,6 +24,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "model": "teachlm-draft"},
     "eagle": {"method": "eagle", "model": "teachlm-eagle"},
     "medusa": {"method": "medusa", "model": "teachlm-medusa"},
+    "tree": {
+        "method": "draft_model",
+        "model": "teachlm-draft",
+        "num_speculative_tokens": 3,
+        "speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]",
+    },
 }
 QUESTIONS = [  # of the test set, on which nothing was trained
     "So what exactly do people mean by paged attention?",
@@ -219,7 +225,7 @@ def test_a_drafter_that_is_certain_changes_no_token_of_a_seeded_request() -> Non
     assert sum(num_accepted for _, num_accepted in verified("ngram")[before:]) > 5
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa", "tree"])
 def test_a_seeded_request_gives_the_same_tokens_again_whatever_runs_beside_it(method: str) -> None:
     params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=24) for seed in range(12)]
     together = answers(method, params)
@@ -251,7 +257,7 @@ def exact() -> tuple[dict[str, list[int]], list[int], list[torch.Tensor]]:
     return prompt, few_ids, found[1:]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "tree"])
 def test_random_tokens_are_distributed_as_the_model_says_whoever_drafts(method: str) -> None:
     prompt, few_ids, expected = exact()
     params = [
