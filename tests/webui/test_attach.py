@@ -442,8 +442,7 @@ def test_an_attached_run_is_drawn_followed_and_begun_anew_in_the_browser(
         page.keyboard.press("End")
         is_at(num_steps(trace) - 1)
         server.close()
-        page.wait_for_selector("[data-problem]:not([hidden])")
-        assert "does not answer" in page.locator("[data-problem]").inner_text()
+        page.wait_for_selector("[data-problem]:not([hidden]):has-text('does not answer')")  # first: it is gone
 
         header = trace[0].replace('"time":', '"time":1', 1)
         later = serve(header, *trace[1:], num_gone=30, port=server.port)
