@@ -5,12 +5,21 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 METHODS = ("ngram", "draft_model", "eagle", "medusa", "custom")
-_SYNONYMS = {"eagle3": "eagle"}
 _NEED_MODEL = ("draft_model", "eagle", "medusa")
+_SYNONYMS = {"method": {"eagle3": "eagle"}, "rejection_sample_method": {"probabilistic": "standard"}}
+_NOT_OURS = {  # other ways to verify, and why not
+    "strict": "a draft that was drawn is accepted with probability min(1, p / q) here, which is lossless as well and "
+    "accepts more",
+    "block": "drafts are verified one after the other here",
+}
+_PROMPT_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 MAX_SPECULATIVE_TOKENS = 16
+MAX_NODES = 63  # of a tree: with the newest token as many as an integer has bits
+_UNSET: Any = None  # until `__post_init__` has filled it in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +29,21 @@ class SpeculativeConfig:
     Attributes:
         method: "ngram" looks up where the last tokens stood before; "draft_model" asks a smaller model; "eagle" and
             "medusa" are heads on the model itself; "custom" is a drafter that was passed to the engine.
-        num_speculative_tokens: tokens to draft, at most.
+        num_speculative_tokens: tokens to draft one after the other, at most. Of a tree its depth; its number of nodes
+            is taken, too, and becomes the depth.
         model: folder or hub id of the draft model, or of the heads; "teachlm-draft", "teachlm-eagle" and
             "teachlm-medusa" come with the package.
         revision: branch, tag or commit of it on the hub.
         load_format: as the engine's, which it is if None.
-        prompt_lookup_max, prompt_lookup_min: "ngram" looks for as many of the last tokens, at most and at least.
+        draft_tensor_parallel_size: 1, there is no other.
+        prompt_lookup_max, prompt_lookup_min: "ngram" looks for as many of the last tokens, at most and at least: 4 and
+            1, and where one is given that is beyond the other's default, the same number.
         speculative_token_tree: paths of a tree of drafts as a list in a string, "[(0,), (1,), (0, 0)]": the best and
             the second-best next token, and what follows the best. None is a chain.
         adaptive: the length follows load and measured acceptance, down to zero; False always drafts all.
-        rejection_sample_method: "standard" is lossless. "synthetic" is for benchmarks and its output means nothing: it
-            verifies in full, and then accepts each draft at random.
-        synthetic_acceptance_rate: how many of them, in the mean.
+        rejection_sample_method: "standard" is lossless (and "probabilistic" another word for it). "synthetic" is for
+            benchmarks and its output means nothing: it verifies in full, and then accepts each draft at random.
+        synthetic_acceptance_rate: the probability with which it accepts a draft whose ancestors it has accepted.
     """
 
     method: str
@@ -39,17 +51,20 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     load_format: str | None = None
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 1
+    draft_tensor_parallel_size: int = 1
+    prompt_lookup_max: int = _UNSET
+    prompt_lookup_min: int = _UNSET
     speculative_token_tree: str | None = None
     adaptive: bool = True
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rate: float = 0.8
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", _SYNONYMS.get(self.method, self.method))
+        for name, synonyms in _SYNONYMS.items():
+            self._set(name, synonyms.get(getattr(self, name), getattr(self, name)))
         if self.method not in METHODS:
             raise ValueError(f"speculative method={self.method!r}: choose one of {', '.join(METHODS)}")
+        self._take_depth()
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens}: must be from 1 to {MAX_SPECULATIVE_TOKENS}"
@@ -58,16 +73,67 @@ class SpeculativeConfig:
             raise ValueError(f'speculative method={self.method!r} needs a model: add "model": "..."')
         if self.method not in _NEED_MODEL and self.model is not None:
             raise ValueError(f"speculative method={self.method!r} has no model: leave model={self.model!r} out")
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+        if self.draft_tensor_parallel_size != 1:
             raise ValueError(
-                f"prompt_lookup_min={self.prompt_lookup_min}, prompt_lookup_max={self.prompt_lookup_max}: "
-                "the first must be at least 1, and no more than the second"
+                f"draft_tensor_parallel_size={self.draft_tensor_parallel_size}: tensor parallelism of a drafter is not "
+                "supported, set it to 1"
             )
         if self.rejection_sample_method not in ("standard", "synthetic"):
-            raise ValueError(f"rejection_sample_method={self.rejection_sample_method!r}: choose standard or synthetic")
+            why = _NOT_OURS.get(self.rejection_sample_method, "")
+            raise ValueError(
+                f"rejection_sample_method={self.rejection_sample_method!r}: choose standard or synthetic"
+                + (f" ({why})" if why else "")
+            )
         if not 0.0 <= self.synthetic_acceptance_rate <= 1.0:
             raise ValueError(f"synthetic_acceptance_rate={self.synthetic_acceptance_rate}: must be in [0, 1]")
-        self.tree  # noqa: B018 - or it is refused
+        self._refuse_idle()
+        self._take_prompt_lookup()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _take_depth(self) -> None:
+        """Of a tree, where its number of nodes was given; vLLM counts these."""
+        if self.tree is None:
+            return
+        depth = max(map(len, self.tree))
+        if self.num_speculative_tokens == len(self.tree):
+            self._set("num_speculative_tokens", depth)
+        if self.num_speculative_tokens != depth:
+            raise ValueError(
+                f"speculative_token_tree is {depth} deep: set num_speculative_tokens to that, not to "
+                f"{self.num_speculative_tokens} (or to its number of nodes, {len(self.tree)})"
+            )
+
+    def _take_prompt_lookup(self) -> None:
+        """Fills in what was not given, where need be by what was."""
+        longest, shortest = (getattr(self, name) for name in _PROMPT_LOOKUP)
+        if longest is None:
+            longest = max(_PROMPT_LOOKUP["prompt_lookup_max"], shortest or 0)
+        if shortest is None:
+            shortest = _PROMPT_LOOKUP["prompt_lookup_min"]
+        if not 1 <= shortest <= longest:
+            raise ValueError(
+                f"prompt_lookup_min={shortest}, prompt_lookup_max={longest}: the first must be at least 1, and no more "
+                "than the second"
+            )
+        self._set("prompt_lookup_max", longest)
+        self._set("prompt_lookup_min", shortest)
+
+    def _refuse_idle(self) -> None:
+        """What was given and would have no effect."""
+        idle: dict[str, tuple[Any, str]] = {}  # name -> its default, and where it would have one
+        if self.model is None:
+            models = f"with a model (method {', '.join(_NEED_MODEL)})"
+            idle |= {"revision": (None, models), "load_format": (None, models)}
+        if self.method != "ngram":
+            idle |= {name: (default, "with method='ngram'") for name, default in _PROMPT_LOOKUP.items()}
+        if self.rejection_sample_method != "synthetic":
+            default = type(self).synthetic_acceptance_rate
+            idle["synthetic_acceptance_rate"] = default, "with rejection_sample_method='synthetic'"
+        for name, (default, where) in idle.items():
+            if getattr(self, name) not in (None, default):
+                raise ValueError(f"speculative {name}={getattr(self, name)!r} has an effect only {where}: leave it out")
 
     @staticmethod
     def of(given: SpeculativeConfig | Mapping[str, Any]) -> SpeculativeConfig:
@@ -93,7 +159,7 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config lacks a method: choose one of {', '.join(METHODS)}")
         return SpeculativeConfig(**given)
 
-    @property
+    @cached_property
     def tree(self) -> tuple[tuple[int, ...], ...] | None:
         """The paths of `speculative_token_tree`; None: a chain.
 
@@ -115,18 +181,15 @@ class SpeculativeConfig:
             for before in (path[:-1], (*path[:-1], path[-1] - 1) if path[-1] else ()):
                 if before and before not in paths:
                     raise ValueError(f"speculative_token_tree has {path} without {before}, which comes before it")
+        if len(paths) > MAX_NODES:
+            raise ValueError(f"speculative_token_tree has {len(paths)} nodes: give at most {MAX_NODES}")
         if self.method not in ("eagle", "medusa", "draft_model"):
             raise ValueError(f"speculative method={self.method!r} drafts no trees: leave speculative_token_tree out")
-        if max(map(len, paths)) != self.num_speculative_tokens:
-            raise ValueError(
-                f"speculative_token_tree is {max(map(len, paths))} deep: set num_speculative_tokens to that, "
-                f"not to {self.num_speculative_tokens}"
-            )
         return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
     @property
     def synthetic_rate(self) -> float | None:
-        """Share of the drafts that hold in a benchmark; None: drafts are verified."""
+        """How likely a draft is accepted in a benchmark; None: drafts are verified."""
         return self.synthetic_acceptance_rate if self.rejection_sample_method == "synthetic" else None
 
     @property

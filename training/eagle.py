@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "draft_vocab_size": 4096,
     "attention_bias": False,
     "tie_word_embeddings": False,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True},
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True},
     "dtype": "bfloat16",
     "torch_dtype": "bfloat16",
 }
@@ -117,6 +117,7 @@ class Eagle(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
+        # Of layers whose outputs it sees, as SGLang numbers them here: the inputs of the layers after them.
         self.layer_ids: list[int] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         size = config["hidden_size"]
         self.fc = nn.Linear(len(self.layer_ids) * size, size, bias=False)
@@ -142,7 +143,7 @@ class Eagle(nn.Module):
         The tokens fed are the text's, or its own guesses; the states are its own after the first step either way.
         """
         # In float32 also where autocast multiplies in bfloat16: the states are added to at every step.
-        states = self.fc(torch.cat([batch.hidden[i] for i in self.layer_ids], dim=-1)).float()
+        states = self.fc(torch.cat([batch.hidden[i + 1] for i in self.layer_ids], dim=-1)).float()
         tokens = ahead(batch.ids, 1)
         past: list[tuple[Tensor, Tensor]] = []
         for step in range(NUM_DRAFTS):

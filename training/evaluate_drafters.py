@@ -6,7 +6,8 @@
 The mean length is the number of tokens that a step of verification yields: the accepted ones of a greedy chain of 4,
 and the one that the target adds. The target answers greedily, once; every drafter then guesses from every position
 of these answers at once, and the steps are counted as an engine would take them. The first token of an answer comes
-from the prefill and counts for none. This is a figure for development: the engine measures what it really does.
+from the prefill and counts for none. This is a figure for development: what an engine really does,
+`benchmarks/drafters.py` has it count.
 """
 
 from __future__ import annotations

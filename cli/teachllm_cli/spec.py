@@ -34,11 +34,15 @@ def check(
     rule: Annotated[
         list[str] | None, typer.Option(help="Only this rule; may be given several times. Default: all.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, where a kernel's reference samples, or cuda, where the kernel does.")
+    ] = "cpu",
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Compare what the engine's rules put out with what the model alone would, on a vocabulary of 8 tokens.
+    """Compare what rejection sampling puts out with what the target alone would, on a vocabulary of 8 tokens.
 
-    Two rules are biased on purpose, to show that the comparison would see it.
+    Tables stand in for the two models. Drafted, sampled and accepted is by the engine's own Sampler and DraftTree. Two
+    rules are biased on purpose, to show that the comparison would see it.
     """
     with one_line_errors(debug=debug):
         from teachllm.spec_decode import losslessness
@@ -51,21 +55,23 @@ def check(
         with progress_bar("rules") as progress:
             for name in names:
                 progress(len(found), len(names))
-                found.append(losslessness.check(losslessness.RULES[name], samples, seed))
-        _show(found)
+                found.append(losslessness.check(losslessness.RULES[name], samples, seed, device))
+        _show(found, device)
         wrong = [one for one in found if not one.is_as_claimed]
         if wrong:
             raise RuntimeError(". ".join(map(_complaint, wrong)))
 
 
-def _show(found: Sequence[Losslessness]) -> None:
+def _show(found: Sequence[Losslessness], device: str) -> None:
     console = answers()
     for table in (_rules(found), _figures(found), _pictures(found)):
         console.print(table)
         console.print()
+    sampled = "on a GPU the kernel" if device == "cuda" else "on a CPU the kernel's reference"
     console.print(
-        "Compared are pairs of first tokens with the model's exact probabilities. The p-value says how often chance "
-        "alone strays as far.",
+        "Compared are pairs of first tokens with the target's exact probabilities. The p-value says how often chance "
+        "alone strays as far. The engine's rules are Sampler.draw_drafts, Sampler.sample "
+        f"({sampled}) and DraftTree.walk; not the models, tree attention or how a batch is laid out.",
         style="dim",
     )
 

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
 
 
 def speculation_line(found: Speculation) -> str:
-    """How many drafts held, how many steps that saved, and the time, as far as that is known."""
+    """How many drafts were accepted, how many steps that saved, and the time, as far as that is known."""
     stats, cost = found.stats, found.step_cost
+    name = "synthetic speculation (output means nothing)" if found.is_synthetic else "speculation"
     if not stats.num_drafts:
-        return "speculation: nothing was drafted"
-    held = f"{stats.num_accepted_tokens:,} of {stats.num_draft_tokens:,} drafted tokens accepted"
-    line = f"speculation: {held} ({found.acceptance:.0%}), mean length {found.mean_length:.2f}"
+        return f"{name}: nothing was drafted"
+    accepted = f"{stats.num_accepted_tokens:,} of {stats.num_draft_tokens:,} drafted tokens accepted"
+    line = f"{name}: {accepted} ({found.acceptance:.0%}), mean length {found.mean_length:.2f}"
     line += f"; {found.tokens_per_step:.2f} tokens a step instead of 1: {found.tokens_per_step:.1f} x fewer steps"
     if cost is None or found.speed_up is None:
         return f"{line}; what that does to the time was not measured"

@@ -6,8 +6,9 @@ those that hold come back as tokens: one step, several tokens. What does not hol
     step n      ... newest | d1 d2 d3      `add_drafts`: what was proposed after step n - 1 is computed now
     after it               | d1' d2'       `ask_for_drafts`: so many may be proposed now, for step n + 1
 
-How many to ask for is a `DraftLength`'s decision; here it is cut to what fits: the end of the request and the free
-blocks. Drafts never take anything away from anybody: they get the budget and the blocks that are left.
+How many to ask for is a `DraftLength`'s decision; here it is cut to what fits: the drafter's context, the end of the
+request and the free blocks. Drafts never take anything away from anybody: they get the budget and the blocks that are
+left.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 """
@@ -52,17 +53,24 @@ def add_drafts(
 
 
 def ask_for_drafts(
-    plan: SchedulerOutput, requests: Mapping[str, Request], kv: KVCacheManager, length: DraftLength, has_blocks: bool
+    plan: SchedulerOutput,
+    requests: Mapping[str, Request],
+    kv: KVCacheManager,
+    length: DraftLength,
+    drafter_len: int | None,
+    has_blocks: bool,
 ) -> None:
-    """Says how many drafts to propose after a plan, and keeps blocks for them."""
+    """Says how many drafts to propose after a plan, no further than a drafter's context, and keeps blocks for them."""
     planned = [requests[share.request_id] for share in plan.scheduled]
     chosen = length.choose(planned, plan.num_tokens)
     for share, request, (num_drafts, why) in zip(plan.scheduled, planned, chosen, strict=True):
         share.why = why
+        known = request.num_expected_tokens
+        if drafter_len is not None and num_drafts > (most := max(drafter_len - known, 0)):
+            num_drafts, share.why = most, f"beyond the drafter's context of {drafter_len}"
         if not share.samples:
             share.num_next_drafts = num_drafts
             continue
-        known = request.num_expected_tokens
         if num_drafts > (most := max(request.max_len - known - 1, 0)):
             num_drafts, share.why = most, "its end is near"
         if num_drafts and not has_blocks:

@@ -57,6 +57,7 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.policy = policy or POLICIES[config.scheduling_policy]()
         self.draft_length = draft_length
+        self.drafter_len: int | None = None  # tokens of the drafter's context, if that is shorter than the model's
         caching, speculation = bool(config.enable_prefix_caching), config.speculative_config
         recomputes_last_hit = speculation is not None and speculation.reads_features
         self.kv = KVCacheManager(num_blocks, config.block_size, caching, cache_root, recomputes_last_hit)
@@ -118,7 +119,7 @@ class Scheduler:
         has_blocks = not self._short_of_blocks
         add_drafts(plan, self.requests, self.kv, self._budget, has_blocks)
         if self.draft_length is not None:
-            ask_for_drafts(plan, self.requests, self.kv, self.draft_length, has_blocks)
+            ask_for_drafts(plan, self.requests, self.kv, self.draft_length, self.drafter_len, has_blocks)
         if plan.scheduled:
             plan.dropped, self._dropped = self._dropped, []
             plan.preempted, self._preempted = self._preempted, []

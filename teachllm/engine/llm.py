@@ -149,8 +149,11 @@ class LLM:
 
     def speculation(self) -> Speculation | None:
         """What speculation did since the last call; None: the engine does not speculate."""
-        stats = None if self.config.speculative_config is None else self.engine.stats()
-        return None if stats is None else Speculation(stats, self.engine.core.draft_step_cost)
+        config = self.config.speculative_config
+        stats = None if config is None else self.engine.stats()
+        if config is None or stats is None:
+            return None
+        return Speculation(stats, self.engine.core.draft_step_cost, config.synthetic_rate is not None)
 
     def close(self) -> None:
         """Gives the model's memory back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,9 +19,10 @@ from teachllm.engine.tokenizer import Tokenizer
 from teachllm.engine.trace_file import TraceFile
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.spec_decode.draft_length import make_draft_length
-from teachllm.spec_decode.drafter import Drafter
+from teachllm.spec_decode.drafter import Drafter, check_drafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
 from teachllm.spec_decode.ngram import NgramDrafter
+from teachllm.spec_decode.step_times import Prior
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
 from teachllm.worker.gpu_model_runner import GPUModelRunner
@@ -81,8 +83,15 @@ def make_core(
         recorder,
         roofline=roofline,
         on_close=None if file is None else file.close,
-        **_speculation(config, model, drafter, weighty),
+        **_speculation(config, model, drafter, weighty, getattr(runner, "record_ahead", None)),
     )
+    if weighty is not None and weighty.max_len < model.max_model_len:
+        core.scheduler.drafter_len = weighty.max_len
+        warnings.warn(
+            f"the context of speculative model={weighty.speculation.model!r} is {weighty.max_len} tokens of the "
+            f"model's {model.max_model_len}: beyond them requests go on without drafts",
+            stacklevel=2,
+        )
     if recorder is not None and roofline is not None:
         shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
         ceilings = None if roofline.ceilings is None else asdict(roofline.ceilings)
@@ -92,7 +101,11 @@ def make_core(
 
 
 def _speculation(
-    config: EngineConfig, model: ModelConfig, drafter: Drafter | None, weighty: DrafterConfig | None
+    config: EngineConfig,
+    model: ModelConfig,
+    drafter: Drafter | None,
+    weighty: DrafterConfig | None,
+    measure: Callable[[Sequence[int]], Prior | None] | None,
 ) -> dict[str, Any]:
     """What a core needs to speculate, by the names of `EngineCore`'s arguments."""
     speculation = config.speculative_config
@@ -103,12 +116,18 @@ def _speculation(
         )
     if speculation is None:
         return {}
+    if drafter is not None:
+        check_drafter(drafter)
+    if speculation.synthetic_rate is not None:
+        warnings.warn(
+            "output means nothing: drafts are accepted at random, rejection_sample_method=synthetic", stacklevel=3
+        )
     if speculation.method == "ngram" and not config.device.startswith("cuda"):  # a GPU searches its own rows
         drafter = NgramDrafter(speculation.prompt_lookup_max, speculation.prompt_lookup_min)
     cost = 0.0 if weighty is None else weighty.weight_bytes / model.weight_bytes
     return {
         "drafter": None if drafter is None else HostDrafting(drafter, model.vocab_size),
-        "draft_length": make_draft_length(speculation, cost),
+        "draft_length": make_draft_length(speculation, cost, measure),
     }
 
 

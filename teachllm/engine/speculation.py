@@ -1,4 +1,4 @@
-"""What speculation was worth: how many drafts held, how many steps that saved, and how much time.
+"""What speculation was worth: how many drafts were accepted, how many steps that saved, and how much time.
 
 acceptance         accepted drafts / drafted tokens
 mean length        tokens that a verification of drafts yields: 1 + accepted drafts / verifications
@@ -21,10 +21,12 @@ class Speculation:
     Attributes:
         stats: counted in it.
         step_cost: what a step with drafts takes, as far as the engine has timed both kinds; None: it has not.
+        is_synthetic: drafts were accepted at random, for a benchmark.
     """
 
     stats: StepStats
     step_cost: StepCost | None
+    is_synthetic: bool = False
 
     @property
     def acceptance(self) -> float:
@@ -48,8 +50,9 @@ class Speculation:
         num_plain = self.stats.num_samplings - self.stats.num_drafts
         return self.stats.num_generation_tokens / (num_plain + self.stats.num_drafts * self.step_cost.ratio)
 
-    def as_json(self) -> dict[str, float | None]:
-        """Counts by the names of `StepStats`, and the figures."""
+    def as_json(self) -> dict[str, float | bool | None]:
+        """Counts by the names of `StepStats`, the figures, and whether they are synthetic."""
         counts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         figures = ("acceptance", "mean_length", "tokens_per_step", "speed_up")
-        return {name: getattr(self.stats, name) for name in counts} | {name: getattr(self, name) for name in figures}
+        counted: dict[str, float | bool | None] = {name: getattr(self.stats, name) for name in counts}
+        return counted | {name: getattr(self, name) for name in figures} | {"is_synthetic": self.is_synthetic}

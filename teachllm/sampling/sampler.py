@@ -97,7 +97,8 @@ class Sampler:
             token_ids: [max_num_rows, max_model_len] on the device: each request row's sequence, valid before
                 `lengths`.
             proposals: what the tokens of random rows may be, see `verify.py`.
-            histories: [R, max_model_len], what each logits row's own sequence is, where they differ: in a tree.
+            histories: [R, longest], what each logits row's own sequence is, where they differ: in a tree. Only rows
+                with penalties or bad words are read.
         """
         if self._state.is_plain_greedy(rows):
             return SamplerOutput(logits.argmax(dim=-1))

@@ -5,49 +5,46 @@ holds with probability a. Which k brings the most tokens a second depends on the
 batch waits for weights, and more tokens cost it next to nothing; a large one computes at the limit already, and every
 draft that falls has taken the time of somebody's token. So both are measured as the engine runs:
 
-    a      of each request, from its last verifications; a new one starts with what the others have shown
-    time   of a step, by the number of requests in it and the drafts of each
+    acceptance   of each request, from its last verifications; a new one starts with what the others have shown
+    times        of steps, by the number of requests and the drafts of each: `step_times.py`
 
-What was never tried is estimated from what was. Where no length pays, none is drafted, but for a few requests every
-once in a while, to see whether that has changed.
+The batch goes as deep as pays for all together, among the lengths that were tried. Each further draft brings less than
+the one before and costs no less, so speed has one peak over the length: where both neighbours are worse is the best,
+and only neighbours are tried. Where plain is best, a few requests draft one token each, once in a while, to see whether
+that has changed. What trying may cost: `trials.py`.
+
+Each request goes as deep as pays for itself: a row more to verify costs little, but not nothing, and where a request's
+next draft is not worth half of that, it drafts less than the others, or not at all.
 
 Source: Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", 2024.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from teachllm.core.request import Request
 from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.spec_decode.step_times import Prior, Step, StepCost, StepTimes
+from teachllm.spec_decode.trials import Option, Trials
 from teachllm.speculative_config import SpeculativeConfig
 
-_MEMORY = 0.9  # of a request's last verifications, each counts so much less than the one after it
+__all__ = ["AdaptiveLength", "FixedLength", "StepCost", "make_draft_length"]
+
+_MEMORY = 0.97  # of a request's last verifications, each counts so much less than the one after it
+_MEMORY_OF_ALL = 0.99
 _STRANGER = (2.0, 0.7)  # how many drafts the others' experience, or at first this guess, counts as
-_TIME_MEMORY = 0.8
-_VERIFY_COST = 0.02  # of a plain step for one more draft of each request, while it has not been measured
-_MARGIN = 1.02  # what a length must win, to be worth the change
-_PROBE_EVERY = 256  # steps, and for two of them
-_PATIENCE = 32  # steps to wait for a plain one to time, where prompts are in all of them
-_SETTLES = 3  # steps of a kind before it is timed: the first ones compile, or are recorded
-_PROBED_SHARE = 16  # one of so many requests
+_DOUBT = 4.0  # drafts that may as well have fallen, beside those that were seen
 
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """What a step with drafts takes.
-
-    Attributes:
-        ratio: to a plain step of as many requests.
-        num_plain, num_drafting: steps of each kind that were timed.
-    """
-
-    ratio: float
-    num_plain: int
-    num_drafting: int
+_START, _STOP = 1.03, 0.98  # x plain: drafting begins above, and ends below
+_SWITCH = 1.02  # x what is done now: the length changes
+_HORIZON = 64  # steps in which a drafter's catching up must have paid
+_WORTH = 0.5  # of what it costs, a request's next draft must bring
+_ASK_AGAIN = 16  # steps until a request without drafts gets one, to see whether they hold by now
+_FEW = 16  # one of so many requests
+_MOMENT, _SLOW = 0.05, 8.0  # what a step counts for how slow the machine is now, and at most
 
 
 class FixedLength:
@@ -80,103 +77,203 @@ class AdaptiveLength:
     Args:
         sizes: as of `FixedLength`.
         draft_cost: what drafting one token takes, in plain steps, while it has not been measured.
+        prior: what is known of the machine before anything was measured; None: next to nothing.
     """
 
-    def __init__(self, sizes: Sequence[int], draft_cost: float) -> None:
+    def __init__(self, sizes: Sequence[int], draft_cost: float, prior: Prior | None = None) -> None:
         self._sizes = sizes
-        self._cost = _VERIFY_COST * max(b - a for a, b in pairwise(sizes)) + draft_cost
-        self._seconds: dict[tuple[int, int], float] = {}  # (size class of the batch, levels) -> of a step
-        self._seen: Counter[tuple[int, int]] = Counter()
-        self._hits, self._trials = 0.0, 0.0  # of all requests
-        self._levels = len(sizes) - 1  # chosen last
+        self._times = StepTimes(sizes, draft_cost, prior)
+        self._trials = Trials()
+        self._num_held, self._num_tested = 0.0, 0.0  # drafts of all requests
+        self._num_accepted = 0  # since a step was timed
+        self._followed: dict[str, int] = {}  # request -> so many of its tokens a drafter has seen
+        self._levels, self._gain = 0, 1.0  # what is best for all one knows, and its gain
+        self._slowness = 1.0  # what steps take at the moment, slow ones and all, to their medians
         self._num_steps = 0
-        self._num_waited: Counter[int] = Counter()  # by size class, steps that were meant to be timed
 
     def choose(self, requests: Sequence[Request], num_tokens: int) -> list[tuple[int, str]]:
         """As `core.drafts.DraftLength`."""
         self._num_steps += 1
-        rates = [self.acceptance(request) for request in requests]
-        load = len(requests).bit_length()
-        gains = [self._gain(rates, load, levels) for levels in range(len(self._sizes))]
-        best = max(range(len(gains)), key=gains.__getitem__)
-        if gains[best] > _MARGIN * gains[self._levels]:
-            self._levels = best
-        levels, mean = self._levels, sum(rates) / max(len(rates), 1)
-        probes = self._num_steps % _PROBE_EVERY < 2
-        is_timed = self._seen[load, 0] > _SETTLES or self._num_waited[load] > _PATIENCE
-        if levels and (probes or not is_timed):
-            self._num_waited[load] += 1
+        if not requests or not self._times.is_ready:
             return [(0, "to see how long a plain step takes")] * len(requests)
-        if levels:
-            return [(self._sizes[levels], f"{gains[levels]:.2f} x plain at acceptance {mean:.2f}")] * len(requests)
-        why = f"at acceptance {mean:.2f} plain is faster for {len(requests)} at once"
-        chosen = [(0, why)] * len(requests)
-        if probes:
-            for index in range(self._num_steps // _PROBE_EVERY % _PROBED_SHARE, len(requests), _PROBED_SHARE):
-                chosen[index] = self._sizes[1], "to see whether it pays by now"
-        return chosen
+        rates = self._rates(requests)
+        options = self._weigh(rates)
+        self._settle(options, requests)
+        if self._trials.current is None:
+            self._look_further(options, requests)
+        return self._lengths(options, requests, rates)
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """As `core.drafts.DraftLength`."""
-        depth = max(levels for levels, size in enumerate(self._sizes) if size <= num_drafted)
-        trials = min(num_accepted + 1, max(depth, 1))
+        depth = bisect_right(self._sizes, num_drafted) - 1
+        num_tested = min(num_accepted + 1, max(depth, 1))
         request.draft_hits = request.draft_hits * _MEMORY + num_accepted
-        request.draft_trials = request.draft_trials * _MEMORY + trials
-        self._hits, self._trials = self._hits * 0.99 + num_accepted, self._trials * 0.99 + trials
+        request.draft_trials = request.draft_trials * _MEMORY + num_tested
+        self._num_held = self._num_held * _MEMORY_OF_ALL + num_accepted
+        self._num_tested = self._num_tested * _MEMORY_OF_ALL + num_tested
+        self._num_accepted += num_accepted
 
     def time(self, plan: SchedulerOutput, seconds: float) -> None:
-        """A step took so long. It counts if all its requests were decoding, and drafted as many as they verified."""
-        sizes = {(len(share.draft_token_ids), share.num_next_drafts) for share in plan.scheduled}
-        is_decode = all(share.num_tokens == 1 + len(share.draft_token_ids) for share in plan.scheduled)
-        if len(sizes) != 1 or not is_decode:
-            return
-        ((verified, drafted),) = sizes
-        if verified == drafted and verified in self._sizes:
-            key = len(plan.scheduled).bit_length(), self._sizes.index(verified)
-            self._seen[key] += 1
-            if self._seen[key] > _SETTLES:
-                before = self._seconds.get(key, seconds)
-                self._seconds[key] = before * _TIME_MEMORY + min(seconds, 2 * before) * (1 - _TIME_MEMORY)
+        """A step took so long. What it verified has been observed before."""
+        for request_id in plan.dropped:
+            self._followed.pop(request_id, None)
+        step = Step.of(plan, self._followed)
+        self._followed |= {s.request_id: s.start + s.num_tokens for s in plan.scheduled if s.num_next_drafts}
+        self._times.time(step, seconds)
+        lost = self._lost(step, seconds) if self._times.is_ready else 0.0
+        self._trials.count(lost if step.num_drafts or step.num_asked or self._levels else 0.0)
+        self._num_accepted = 0
+        trial = self._trials.current
+        if trial is not None and step.deepest == self._sizes[trial.levels] and not step.is_start:
+            trial.num_left -= 1
 
     def acceptance(self, request: Request) -> float:
         """How likely a draft of a request holds, if those before it do."""
-        weight, guess = _STRANGER
-        others = (self._hits + weight * guess) / (self._trials + weight)
-        return (request.draft_hits + weight * others) / (request.draft_trials + weight)
+        return self._rates([request])[0]
 
     def step_cost(self) -> StepCost | None:
-        """In the mean over those that were timed; None: there is no number of requests for which both kinds were."""
-        plain = {load: seconds for (load, levels), seconds in self._seconds.items() if not levels}
-        timed = {key: seconds / plain[key[0]] for key, seconds in self._seconds.items() if key[1] and key[0] in plain}
-        counts = {key: self._seen[key] - _SETTLES for key in self._seconds}
-        if not timed:
-            return None
-        num_plain = sum(counts[load, 0] for load in {load for load, _ in timed})
-        num_drafting = sum(counts[key] for key in timed)
-        return StepCost(sum(counts[key] * cost for key, cost in timed.items()) / num_drafting, num_plain, num_drafting)
+        """As `StepTimes`."""
+        return self._times.step_cost()
 
-    def _gain(self, rates: Sequence[float], load: int, levels: int) -> float:
-        """Tokens a second with so many levels of drafts, in those of a plain step."""
-        num_tokens = sum(sum(rate**level for level in range(levels + 1)) for rate in rates)
-        return num_tokens / max(len(rates), 1) / self._time(load, levels)
+    def _rates(self, requests: Sequence[Request]) -> list[float]:
+        weight, guess = _STRANGER
+        others = weight * (self._num_held + weight * guess) / (self._num_tested + weight)
+        return [(request.draft_hits + others) / (request.draft_trials + weight) for request in requests]
 
-    def _time(self, load: int, levels: int) -> float:
-        """Of a step with so many levels, in plain steps."""
-        measured = {k: s for (size, k), s in self._seconds.items() if size == load}
-        if levels in measured and 0 in measured:
-            return measured[levels] / measured[0]
+    def _lost(self, step: Step, seconds: float) -> float:
+        """Plain steps by which a step took longer than its tokens are worth; negative if they are worth more."""
+        times, levels = self._times, bisect_left(self._sizes, step.deepest)
+        plain = times.seconds(step.num_requests, 0, 0)
+        on_prompts = times.per_token * (step.num_tokens - step.num_drafts - step.num_requests)
+        if step.is_start and 2 * step.num_asked > step.num_requests:
+            return 0.0  # that a drafter catches up with everybody has been weighed before
+        if times.is_known(step.num_requests, levels) and not step.is_start:
+            usual = times.seconds(step.num_requests, levels, step.num_drafts) + on_prompts
+            self._slowness += _MOMENT * (min(seconds / usual, _SLOW) - self._slowness)
+        worth = plain * (1 + self._num_accepted / step.num_requests)
+        if levels != self._levels:
+            worth /= self._gain
+        return (seconds / max(self._slowness, 1.0) - worth - on_prompts) / plain
+
+    def _weigh(self, rates: Sequence[float]) -> list[Option]:
+        """Every number of levels, as far as any request drafts so deep."""
+        num_requests, times = len(rates), self._times
+        plain = times.seconds(num_requests, 0, 0)
+        # A token more takes `per_token`; the batch makes so many in that time.
+        bar = _WORTH * times.per_token * num_requests * self._gain / plain
+        options = [Option(1.0, 1.0, 0.0)]
+        num_tokens, num_drafts = float(num_requests), 0
+        deep = held = rates  # of the requests that draft so deep: acceptance, and that of all drafts up to this level
+        for levels in range(1, len(self._sizes)):
+            size = self._sizes[levels] - self._sizes[levels - 1]
+            if min(held) < bar * size:
+                pairs = [(rate, each) for rate, each in zip(deep, held, strict=True) if each >= bar * size]
+                if not pairs:
+                    break
+                deep, held = map(list, zip(*pairs, strict=True))
+            num_tokens += sum(held)
+            num_drafts += size * len(held)
+            ratio = times.seconds(num_requests, levels, num_drafts) / plain
+            options.append(Option(num_tokens / num_requests, ratio, (bar * size) ** (1 / levels)))
+            held = [each * rate for each, rate in zip(held, deep, strict=True)]
+        return options
+
+    def _settle(self, options: Sequence[Option], requests: Sequence[Request]) -> None:
+        """Chooses among the lengths that are known; ends a trial."""
+        num_requests, trials = len(requests), self._trials
+        self._levels = min(self._levels, len(options) - 1)
+        if options[self._levels].gain < (_STOP if trials.account >= 0 else _START):
+            self._levels = 0
+        known = [k for k in range(len(options)) if k in (0, self._levels) or self._times.is_known(num_requests, k)]
+        best = max(known, key=lambda levels: options[levels].gain)
+        if self._is_better(options, best, requests):
+            self._levels = best
+            trials.forget(num_requests.bit_length(), best)
+        self._gain = max(options[self._levels].gain, 1.0)
+        if (trial := trials.current) is not None:
+            is_over = trial.num_left <= 0 or trial.levels == self._levels or trial.levels >= len(options)
+            is_gone = trial.request_ids and trial.request_ids.isdisjoint([each.request_id for each in requests])
+            if is_over or is_gone or trials.account < 0:
+                trials.current = None
+
+    def _is_better(self, options: Sequence[Option], levels: int, requests: Sequence[Request]) -> bool:
+        """Than what is done now, by enough. A drafter that begins must catch up first, and that must pay."""
+        gain, now = options[levels].gain, options[self._levels].gain
+        if self._levels:
+            return gain > _SWITCH * now
+        return gain > _START and gain > _START * (1 + self._catch_up(requests) / _HORIZON)
+
+    def _catch_up(self, requests: Sequence[Request]) -> float:
+        """How long until a drafter has followed some requests, in plain steps of them."""
+        followed = self._followed
+        num_behind = sum([each.num_computed_tokens - followed.get(each.request_id, 0) for each in requests])
+        return self._times.per_token_behind * num_behind / self._times.seconds(len(requests), 0, 0)
+
+    def _look_further(self, options: Sequence[Option], requests: Sequence[Request]) -> None:
+        """Tries something, if anything is worth it and due."""
+        num_requests, now, trials = len(requests), self._levels, self._trials
+        load = num_requests.bit_length()
+        sure = self._num_tested / (self._num_tested + _DOUBT)
+        for levels in sorted(range(1, len(options)), key=lambda levels: -options[levels].gain):
+            if self._times.is_known(num_requests, levels):
+                trials.wait(load, levels)
+            elif self._is_better(options, levels, requests):
+                catch_up = self._catch_up(requests) if not now and sure < 0.5 else 0.0  # later it will pay
+                if trials.try_all(options, levels, load, self._gain, sure, catch_up):
+                    return
+        if now:
+            for levels in (min(now + 1, len(options) - 1), now - 1):
+                if trials.current is None and levels != now:
+                    trials.try_all(options, levels, load, self._gain, sure)
+            return
+        if trials.is_due(0, 0):
+            few = sorted(requests, key=lambda request: request.num_computed_tokens)  # the least to catch up with
+            few = few[: max(num_requests // _FEW, 2)]
+            ratio = self._times.seconds(num_requests, 1, len(few)) / self._times.seconds(num_requests, 0, 0)
+            catch_up = self._catch_up(few) * len(few) / num_requests
+            if trials.try_few(frozenset([each.request_id for each in few]), ratio, catch_up):
+                return
+        if len(options) > 1 and trials.is_due(load, 1):
+            trials.try_all(options, 1, load, self._gain, sure, self._catch_up(requests))
+
+    def _lengths(
+        self, options: Sequence[Option], requests: Sequence[Request], rates: Sequence[float]
+    ) -> list[tuple[int, str]]:
+        """For each request."""
+        trial, mean = self._trials.current, sum(rates) / len(rates)
+        levels = self._levels if trial is None else trial.levels
+        if not levels and self._levels:
+            return [(0, "to see how long a plain step takes")] * len(requests)
+        plain = 0, f"at acceptance {mean:.2f} plain is faster for {len(requests)} at once"
         if not levels:
-            return 1.0
-        known = [(seconds, k) for k, seconds in measured.items() if k]
-        if 0 in measured and known:  # in proportion to a length that was measured
-            seconds, k = min(known, key=lambda each: abs(each[1] - levels))
-            return 1.0 + (seconds / measured[0] - 1.0) * levels / k
-        return 1.0 + self._cost * levels
+            return [plain] * len(requests)
+        again = self._sizes[1], "to see whether it pays by now"
+        if trial is not None and trial.request_ids:
+            return [again if request.request_id in trial.request_ids else plain for request in requests]
+        why = f"{options[levels].gain:.2f} x plain at acceptance {mean:.2f}"
+        if trial is not None:
+            why = f"on trial, perhaps {why}"
+        thresholds = list(accumulate([option.threshold for option in options[1 : levels + 1]], max))
+        by_level = [(size, why) for size in self._sizes[: levels + 1]]
+        by_level[0] = 0, f"its acceptance is below {thresholds[0]:.2f}"
+        chosen = [by_level[bisect_right(thresholds, rate)] for rate in rates]
+        for index in range(self._num_steps % _ASK_AGAIN, len(requests), _ASK_AGAIN):
+            if not chosen[index][0]:
+                chosen[index] = again
+        return chosen
 
 
-def make_draft_length(speculation: SpeculativeConfig, draft_cost: float) -> FixedLength | AdaptiveLength:
-    """For a configuration; `draft_cost` as of `AdaptiveLength`."""
+def make_draft_length(
+    speculation: SpeculativeConfig, draft_cost: float, measure: Callable[[Sequence[int]], Prior | None] | None = None
+) -> FixedLength | AdaptiveLength:
+    """For a configuration.
+
+    Args:
+        draft_cost: as of `AdaptiveLength`.
+        measure: what the machine does, given `sizes` of `AdaptiveLength`; returns its `prior`.
+    """
     tree = speculation.tree
     levels = range(speculation.num_speculative_tokens + 1)
     sizes = list(levels) if tree is None else [sum(len(path) <= level for path in tree) for level in levels]
-    return AdaptiveLength(sizes, draft_cost) if speculation.adaptive else FixedLength(sizes)
+    prior = None if measure is None else measure(sizes)
+    return AdaptiveLength(sizes, draft_cost, prior) if speculation.adaptive else FixedLength(sizes)

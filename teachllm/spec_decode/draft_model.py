@@ -1,8 +1,9 @@
 """A small model drafts for a large one: the first kind of speculation, and still the one that needs no training.
 
-It must have the same vocabulary. Its layers are further layers under the same block ids: a block of a request holds K
-and V of both models, so what is shared, evicted or preempted is so for both. Like the model's, its computed tokens
-catch up with the known ones; only that drafting goes on from there, one token at a time, on its own guesses.
+It must have the same vocabulary, though rows of padding at its end may be more or fewer. Its layers are further layers
+under the same block ids: a block of a request holds K and V of both models, so what is shared, evicted or preempted is
+so for both. Like the model's, its computed tokens catch up with the known ones; only that drafting goes on from there,
+one token at a time, on its own guesses.
 
 Source: Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
 """
@@ -10,6 +11,9 @@ Source: Chen et al., "Accelerating Large Language Model Decoding with Speculativ
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from teachllm.spec_decode.drafter import DraftBatch, FlatTokens, KVCache, logits_of
 
@@ -20,6 +24,9 @@ class DraftModel:
     Args:
         model: from token ids to logits, as `LlamaForCausalLM`.
         kv_caches: its own, per layer (K, V).
+        num_ids: that it knows.
+        vocab_size: of the model that it drafts for.
+        max_len: positions that it has, if they are fewer than that model's.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -27,19 +34,33 @@ class DraftModel:
     has_layers = True
     reads_all_hidden = False
 
-    def __init__(self, model: Any, kv_caches: KVCache) -> None:
+    def __init__(
+        self, model: Any, kv_caches: KVCache, num_ids: int, vocab_size: int, max_len: int | None = None
+    ) -> None:
         self.model = model
         self.kv_caches = kv_caches
+        self._num_ids, self._vocab_size, self._max_len = num_ids, vocab_size, max_len
 
     def propose(self, batch: DraftBatch) -> None:
         hidden = self.model(*self._arguments(batch.behind()))
         if batch.num_levels:
             hidden = hidden.index_select(0, batch.last)
         for level in range(batch.num_levels):
-            batch.push(level, logits_of(self.model, hidden))
+            batch.push(level, self._logits(hidden))
             if level + 1 < batch.num_levels:
                 hidden = self.model(*self._arguments(batch.pushed(level)))
 
     def _arguments(self, tokens: FlatTokens) -> tuple[Any, ...]:
         input_ids, positions, metadata = tokens
+        if self._num_ids < self._vocab_size:
+            input_ids = input_ids.clamp(max=self._num_ids - 1)
+        if self._max_len is not None:  # a GPU may compute also requests that do not ask, whose results nobody reads
+            positions = positions.clamp(max=self._max_len - 1)
         return input_ids, positions, self.kv_caches, metadata
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size]; ids that it does not know are never drawn."""
+        logits = logits_of(self.model, hidden)
+        if self._num_ids < self._vocab_size:
+            return F.pad(logits, (0, self._vocab_size - self._num_ids), value=-torch.inf)
+        return logits[:, : self._vocab_size].contiguous()

@@ -1,8 +1,9 @@
-"""Drafters: guess the next few tokens cheaply, so that the model can check them all in one step.
+"""Drafters: guess the next few tokens cheaply, so that the model, the target, can check them all in one step.
 
-A step reads every weight once, whether it computes one token of a request or five. So guesses are verified for
-little more than the price of one token, and each that holds is a step saved. A guess can be wrong at no risk: the
-tokens that come out are the model's own (`sampling/verify.py`).
+A step reads every weight once, whether it computes one token of a request or five. So drafts are verified for little
+more than the price of one token, and each that is accepted is a step saved. A draft can be wrong at no risk: the tokens
+that come out are the target's own (`sampling/verify.py`). The field calls it speculative decoding, and with random
+tokens speculative sampling.
 
 Two kinds. A `Drafter` reads token ids and is ordinary Python; to write one takes ten lines:
 
@@ -14,11 +15,13 @@ Two kinds. A `Drafter` reads token ids and is ordinary Python; to write one take
 
 A `ModelDrafter` is made of tensors and works in the step itself, on the rows of the batch that was just computed.
 
-Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023; Chen et al.,
+"Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,6 +38,28 @@ FlatTokens = tuple[torch.Tensor, torch.Tensor, AttentionMetadata]
 class Drafter(Protocol):
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
         """Up to `num_tokens` guesses for what follows a request's prompt and output; none is an answer, too."""
+
+
+def check_drafter(drafter: object) -> None:
+    """Looks at one that somebody wrote before it is needed.
+
+    Raises:
+        ValueError: it is a class, or has no `propose` that takes what `Drafter.propose` does.
+    """
+    wanted = "propose(token_ids, num_tokens)"
+    if isinstance(drafter, type):
+        raise ValueError(f"drafter={drafter.__name__} is a class: pass an object of it, drafter={drafter.__name__}()")
+    propose, name = getattr(drafter, "propose", None), type(drafter).__name__
+    if not callable(propose):
+        raise ValueError(f"drafter is of type {name}, which has no method {wanted}: give it one")
+    try:
+        signature = inspect.signature(propose)
+    except (TypeError, ValueError):
+        return  # compiled code may not say
+    try:
+        signature.bind([], 1)
+    except TypeError as error:
+        raise ValueError(f"drafter is called as {wanted}, and {name}.propose{signature} is not: {error}") from None
 
 
 class DraftBatch(Protocol):
@@ -90,11 +115,22 @@ class DraftBatch(Protocol):
 
 
 class ModelDrafter(Protocol):
-    """Attributes:
-    feature_layers: of which layers of the model it reads the residual stream, see `DraftBatch.features`.
-    follows_always: it must see every step, also of requests that nothing is drafted for.
-    has_layers: it has K and V of its own, and catches up by `DraftBatch.behind` unless it follows always.
-    reads_all_hidden: see `DraftBatch.hidden`.
+    """A drafter with weights: what it says of itself tells the worker what it must be given, and when.
+
+                   feature_layers  follows_always  has_layers  reads_all_hidden
+        DraftModel      none             no            yes           no         reads tokens; catches up when asked
+        EAGLE           none             yes           yes           yes        continues the last hidden states
+        EAGLE-3      some, as 3          yes           yes           no         continues what comes into those layers
+        Medusa          none             no            no            no         reads the newest token's hidden state
+
+    What a step computes is gone after it. So a drafter whose own K and V are made from hidden states follows every
+    step, as nobody could make up for one that it missed; one that reads tokens can, as they are kept.
+
+    Attributes:
+        feature_layers: of which layers of the target it reads the residual stream, see `DraftBatch.features`.
+        follows_always: it must see every step, also of requests that nothing is drafted for.
+        has_layers: it has K and V of its own, and catches up by `DraftBatch.behind` unless it follows always.
+        reads_all_hidden: see `DraftBatch.hidden`.
     """
 
     feature_layers: tuple[int, ...]

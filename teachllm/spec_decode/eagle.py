@@ -18,7 +18,6 @@ Scaling up Inference Acceleration of Large Language Models via Training-Time Tes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,76 +30,9 @@ from teachllm.layers.linear import Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama import Angles, LlamaAttention, LlamaMLP
-from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.registry import ModelError
 from teachllm.spec_decode.drafter import DraftBatch, KVCache, logits_of
-
-
-@dataclass(frozen=True)
-class EagleConfig:
-    """What a config.json of an EAGLE head says, and what its tensors do.
-
-    Attributes:
-        llama: of its layer.
-        is_third: EAGLE-3.
-        feature_layers: whose inputs' residual streams are fused; none: the model's last hidden state.
-        draft_vocab_size: of its own output head, or the model's vocabulary.
-        norm_before_residual: the residual stream of EAGLE-3's layer starts normalised.
-        has_own_ids: `d2t` says which id of the model each of its output head's stands for.
-        has_embedding, has_head, has_fc_bias: which tensors the checkpoint has; what it lacks is the model's.
-    """
-
-    llama: LlamaConfig
-    is_third: bool
-    feature_layers: tuple[int, ...]
-    draft_vocab_size: int
-    norm_before_residual: bool
-    has_own_ids: bool
-    has_embedding: bool
-    has_head: bool
-    has_fc_bias: bool
-
-    @staticmethod
-    def parse(raw: dict[str, Any], stored: set[str], num_layers: int, hidden_size: int, vocab_size: int) -> EagleConfig:
-        """Reads it.
-
-        Args:
-            raw: config.json.
-            stored: names of the checkpoint's tensors.
-            num_layers, hidden_size, vocab_size: the model's.
-
-        Raises:
-            ModelError: the head is for another model, or of a form that is not known.
-        """
-        values = {"num_hidden_layers": 1} | raw | {"architectures": ["LlamaForCausalLM"]}
-        llama = parse(values)
-        is_third = any("midlayer." in name for name in stored) or any("d2t" in name for name in stored)
-        for name, theirs, ours in (
-            ("vocab_size", llama.vocab_size, vocab_size),
-            ("hidden_size", raw.get("target_hidden_size", llama.hidden_size), hidden_size),
-        ):
-            if theirs != ours:
-                raise ModelError(f"the EAGLE head has {name}={theirs} and the model has {ours}: take its own head")
-        if llama.hidden_size != hidden_size:
-            raise ModelError(f"an EAGLE head of hidden_size={llama.hidden_size} beside {hidden_size} is not supported")
-        if llama.num_layers != 1:
-            raise ModelError(f"an EAGLE head of {llama.num_layers} layers is not supported, only of one")
-        ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = tuple(ids or (2, num_layers // 2, num_layers - 3)) if is_third else ()
-        if any(not 0 <= index < num_layers for index in layers):
-            raise ModelError(f"the EAGLE head reads layers {layers} of a model that has {num_layers}")
-        draft_vocab_size = raw.get("draft_vocab_size") or vocab_size if is_third else vocab_size
-        return EagleConfig(
-            llama=llama,
-            is_third=is_third,
-            feature_layers=layers,
-            draft_vocab_size=draft_vocab_size,
-            norm_before_residual=bool(raw.get("norm_before_residual", False)),
-            has_own_ids=draft_vocab_size != vocab_size or any(name.endswith("d2t") for name in stored),
-            has_embedding=any(name.endswith("embed_tokens.weight") for name in stored),
-            has_head=any(name.endswith("lm_head.weight") for name in stored),
-            has_fc_bias=any(name.endswith("fc.bias") for name in stored),
-        )
+from teachllm.spec_decode.eagle_config import EagleConfig
 
 
 class EagleLayer(nn.Module):
@@ -156,6 +88,9 @@ class EagleHead(nn.Module):
         llama, size = config.llama, config.llama.hidden_size
         self.config = config
         num_inputs = len(config.feature_layers) if config.is_third else 2
+        self.input_norm = RMSNorm(num_inputs * size, eps=llama.norm_eps) if config.norm_before_fc else None
+        num_normed = num_inputs if config.fc_norm else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(size, eps=llama.norm_eps) for _ in range(num_normed))
         self.fc = Linear(num_inputs * size, {"fc": size}, config.has_fc_bias)
         self.rotary = Rotary(llama.rotary, max_len)
         self.layer = EagleLayer(config)
@@ -169,7 +104,12 @@ class EagleHead(nn.Module):
 
     def fused(self, hidden: torch.Tensor, features: list[torch.Tensor]) -> torch.Tensor:
         """What the model computed at some positions, as one feature each, [num_tokens, hidden_size]."""
-        return self.fc(torch.cat(features, dim=-1)) if self.config.is_third else hidden
+        if not self.config.is_third:
+            return hidden
+        if self.fc_norm:
+            features = [norm(feature)[0] for norm, feature in zip(self.fc_norm, features, strict=True)]
+        fused = torch.cat(features, dim=-1)
+        return self.fc(fused if self.input_norm is None else self.input_norm(fused)[0])
 
     def forward(
         self,
@@ -188,11 +128,12 @@ class EagleHead(nn.Module):
         x = features
         if not self.config.is_third:
             x = self.fc(torch.cat((embeddings, features), dim=-1))
-        return self.layer(embeddings, x, self.rotary(positions), kv_caches[0], metadata)
+        x = self.layer(embeddings, x, self.rotary(positions), kv_caches[0], metadata)
+        return self.norm(x)[0] if self.norm is not None and self.config.norm_output else x
 
     def logits(self, features: torch.Tensor, model: Any) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size], by its own output head or the model's."""
-        hidden = features if self.norm is None else self.norm(features)[0]
+        hidden = features if self.norm is None or self.config.norm_output else self.norm(features)[0]
         logits = logits_of(model if self.lm_head is None else self.lm_head, hidden)
         if self.d2t is None or self.lm_head is None:
             return logits
@@ -201,12 +142,15 @@ class EagleHead(nn.Module):
         return whole.index_copy_(1, ids, logits)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, destination) of every tensor of a checkpoint; EAGLE-3 calls its layer `midlayer`."""
-        for name, destination in self.fc.parts():
-            yield name, destination
-        prefix = "midlayer" if self.config.is_third else "layers.0"
+        """(name, destination) of every tensor of a checkpoint."""
+        if self.input_norm is not None:
+            yield "input_norm.weight", self.input_norm.weight.data
+        for index, norm in enumerate(self.fc_norm):
+            assert isinstance(norm, RMSNorm)
+            yield f"fc_norm.{index}.weight", norm.weight.data
+        yield from self.fc.parts()
         for name, destination in self.layer.checkpoint_tensors():
-            yield f"{prefix}.{name}", destination
+            yield f"{self.config.layer_name}.{name}", destination
         if self.norm is not None:
             yield "norm.weight", self.norm.weight.data
         if self.embed_tokens is not None:

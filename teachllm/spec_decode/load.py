@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +17,13 @@ from teachllm.models.model_config import DTYPE_BYTES, ModelConfig, load_model_co
 from teachllm.models.registry import ModelError
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import KVCache, ModelDrafter
-from teachllm.spec_decode.eagle import Eagle, EagleConfig, EagleHead
+from teachllm.spec_decode.eagle import Eagle, EagleHead
+from teachllm.spec_decode.eagle_config import EagleConfig, tensor_name
+from teachllm.spec_decode.head_settings import HeadSettings
 from teachllm.spec_decode.medusa import Medusa, MedusaConfig, MedusaHeads
 from teachllm.spec_decode.tree import DraftTree
+from teachllm.spec_decode.vocabulary import check_vocabularies
 from teachllm.speculative_config import SpeculativeConfig
-
-_NOT_READ = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$")  # tensors of which the others say the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +31,36 @@ class DrafterConfig:
     """A drafter with weights, before they are read.
 
     Attributes:
-        model: the draft model; or the model, on which the heads sit.
+        target: the model that it drafts for.
+        model: the draft model; or the target, on which the heads sit.
         dtype: of weights and KV.
         specs: what each of its layers keeps per token.
         head: None: it is a model of its own.
+        max_len: longer sequences it does not draft for: the model's `max_model_len`, or its own context, if that is
+            shorter.
         weight_bytes: of all that it keeps in memory beside the model.
     """
 
     speculation: SpeculativeConfig
+    target: ModelConfig
     model: ModelConfig
     folder: Path
     load_format: str
     dtype: str
     specs: Sequence[KVCacheSpec]
     head: EagleConfig | MedusaConfig | None
+    max_len: int
     weight_bytes: int
 
     @property
     def tree(self) -> DraftTree:
         """The shape of its drafts."""
-        paths, length = self.speculation.tree, self.speculation.num_speculative_tokens
-        return DraftTree.chain(length) if paths is None else DraftTree.of(paths)
+        return DraftTree.of_config(self.speculation)
+
+    @property
+    def num_features(self) -> int:
+        """Layers of the model of which it reads what they compute."""
+        return len(self.head.feature_layers) if isinstance(self.head, EagleConfig) else 0
 
     @property
     def num_heads(self) -> int:
@@ -78,29 +87,39 @@ def load_drafter_config(config: EngineConfig, model: ModelConfig, device_type: s
     )
     try:
         if speculation.method == "draft_model":
-            return _draft_model_config(speculation, load_model_config(wanted, device_type), model, load_format)
-        return _head_config(speculation, wanted, model)
+            found = _draft_model_config(speculation, wanted, model, device_type)
+        else:
+            found = _head_config(speculation, wanted, model)
+        num_ids = found.head.num_ids if isinstance(found.head, EagleConfig) else found.model.vocab_size
+        num_ids = min(num_ids, model.vocab_size)
+        if found.tree.most_siblings > num_ids:
+            raise ModelError(
+                f"speculative_token_tree has {found.tree.most_siblings} guesses for a token, and the drafter has only "
+                f"{num_ids} ids to guess among: give it fewer siblings"
+            )
+        return found
     except ModelError as error:
         raise ModelError(f"speculative model={speculation.model!r}: {error}") from error
 
 
 def _draft_model_config(
-    speculation: SpeculativeConfig, draft: ModelConfig, model: ModelConfig, load_format: str
+    speculation: SpeculativeConfig, config: EngineConfig, model: ModelConfig, device_type: str
 ) -> DrafterConfig:
-    if draft.vocab_size != model.vocab_size:
-        raise ModelError(
-            f"its vocabulary has {draft.vocab_size} ids and the model's has {model.vocab_size}: "
-            "take a draft model of the same family"
-        )
+    draft = load_model_config(replace(config, max_model_len=None), device_type)
+    if draft.max_model_len > model.max_model_len:
+        draft = load_model_config(replace(config, max_model_len=model.max_model_len), device_type)
+    check_vocabularies(Path(draft.path), Path(model.path), draft.vocab_size, model.vocab_size)
     size = DTYPE_BYTES[draft.dtype]
     return DrafterConfig(
         speculation=speculation,
+        target=model,
         model=draft,
         folder=Path(draft.path),
-        load_format=load_format,
+        load_format=config.load_format,
         dtype=draft.dtype,
         specs=[KVCacheSpec(draft.num_kv_heads, draft.head_size, size, window) for window in draft.windows],
         head=None,
+        max_len=draft.max_model_len,
         weight_bytes=draft.weight_bytes,
     )
 
@@ -108,43 +127,38 @@ def _draft_model_config(
 def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     assert speculation.model is not None
     folder = find_folder(speculation.model, speculation.revision, config.load_format)
-    raw = read_json(folder / "config.json")
-    size = DTYPE_BYTES[model.dtype]
+    settings = HeadSettings(folder, read_json(folder / "config.json"))
+    size, max_len = DTYPE_BYTES[model.dtype], model.max_model_len
+    stored = _stored_names(folder, config.load_format)
     head: EagleConfig | MedusaConfig
     specs: list[KVCacheSpec] = []
     if speculation.method == "medusa":
-        head = MedusaConfig.parse(raw, model.hidden_size, model.vocab_size)
-        if head.num_heads < speculation.num_speculative_tokens:
-            raise ModelError(
-                f"it has {head.num_heads} heads, one for each draft: set num_speculative_tokens to {head.num_heads} or "
-                f"less, not to {speculation.num_speculative_tokens}"
-            )
+        head = MedusaConfig.parse(settings, stored, model, speculation.num_speculative_tokens)
         module: torch.nn.Module = _on_meta(lambda: MedusaHeads(head))  # type: ignore[arg-type]
     else:
-        stored = set(_stored_names(folder, config.load_format))
-        head = EagleConfig.parse(raw, stored, model.num_layers, model.hidden_size, model.vocab_size)
+        # With random weights it is the smallest EAGLE-3 head.
+        names = {tensor_name(name) or "" for name in stored or ["midlayer."]}
+        head = EagleConfig.parse(settings, names, model)
         if model.implementation != "teachllm":
             raise ModelError(
                 f"an EAGLE head reads hidden states inside the model; transformers' code for {model.architecture} "
                 "hands out none: take a draft model, or method=ngram"
             )
-        if model.max_model_len > head.llama.rotary.context_len:
-            raise ModelError(
-                f"max_model_len={model.max_model_len} is more than its context of {head.llama.rotary.context_len}: "
-                f"set max_model_len={head.llama.rotary.context_len} or less"
-            )
+        max_len = min(max_len, head.llama.rotary.context_len)
         specs = [KVCacheSpec(head.llama.num_kv_heads, head.llama.head_size, size)]
         module = _on_meta(lambda: EagleHead(head, model.max_model_len))  # type: ignore[arg-type]
     tensors = [*module.parameters(), *module.buffers()]
     return DrafterConfig(
         speculation=speculation,
+        target=model,
         model=model,
         folder=folder,
         load_format=config.load_format,
         dtype=model.dtype,
         specs=specs,
         head=head,
-        weight_bytes=sum(tensor.numel() for tensor in tensors) * size,
+        max_len=max_len,
+        weight_bytes=sum(each.numel() * (size if each.is_floating_point() else each.itemsize) for each in tensors),
     )
 
 
@@ -162,7 +176,9 @@ def load_drafter(
     """
     if drafter.head is None:
         own = replace(config, load_format=drafter.load_format, speculative_config=None)
-        return DraftModel(load_model(drafter.model, own, device), kv_caches)
+        draft, target = drafter.model, drafter.target
+        max_len = drafter.max_len if drafter.max_len < target.max_model_len else None
+        return DraftModel(load_model(draft, own, device), kv_caches, draft.vocab_size, target.vocab_size, max_len)
     dtype = getattr(torch, drafter.dtype)
     if isinstance(drafter.head, MedusaConfig):
         medusa = drafter.head
@@ -174,7 +190,8 @@ def load_drafter(
         fill_randomly(module, config.seed)
     else:
         check_weights(drafter.folder, drafter.load_format)
-        fill(module.checkpoint_tensors(), drafter.folder, drafter.load_format, name_of=_name)
+        name_of = drafter.head.tensor_name if isinstance(drafter.head, MedusaConfig) else tensor_name
+        fill(module.checkpoint_tensors(), drafter.folder, drafter.load_format, name_of=name_of)
         if isinstance(module, EagleHead):
             module.check(drafter.folder)
     if device.type == "cpu":
@@ -185,22 +202,10 @@ def load_drafter(
     return Eagle(module, model, kv_caches)
 
 
-def _name(name: str) -> str | None:
-    """A tensor's name in the form that our modules use; None: it is not read."""
-    if _NOT_READ.search(name):
-        return None
-    name = re.sub(r"^(medusa_heads?|model)\.", "", name)
-    if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):  # as Medusa's authors write
-        return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
-    if found := re.fullmatch(r"(\d+)\.\d+\.weight", name):
-        return f"lm_heads.{found[1]}.weight"
-    return name.replace("layers.0.midlayer.", "midlayer.")
-
-
 def _stored_names(folder: Path, load_format: str) -> list[str]:
-    """Names of a checkpoint's tensors; with random weights those of the smallest EAGLE-3 head."""
+    """Names of a checkpoint's tensors; with random weights there are none."""
     if load_format == "dummy":
-        return ["midlayer."]
+        return []
     check_weights(folder, load_format)
     if load_format != "pt":
         return list(stored_tensors(folder))

@@ -1,31 +1,45 @@
 """Is speculation lossless? Measured: what comes out of many rounds of drafting and verifying, beside what should.
 
-On a vocabulary of 8 tokens a model can be a table, and the probability of each pair of first tokens is known exactly.
-`check` lets the engine's own rule (`teachllm_kernels/rejection.py`) draw that pair 100,000 times, each time in whole
-rounds, with another table as the drafter, and asks Pearson's chi-square test whether the counts fit. No test can prove
-that they do. So it is shown what it sees: two rules that look right and are not, and which it must find out.
+On a vocabulary of 8 tokens a target can be a table, and the probability of each pair of first tokens is known exactly.
+`check` draws that pair 100,000 times, each time in whole rounds, with another table as the drafter, and asks Pearson's
+chi-square test whether the counts fit. No test can prove that they do. So it is shown what it sees: two rules that look
+right and are not, and which it must find out.
 
-Source: Pearson, "On the criterion that a given system of deviations ... can be reasonably supposed to have arisen
-from random sampling", 1900.
+What works here is what works in an engine, with tables in the place of its two models:
+
+    drafts      `Sampler.draw_drafts`, for every node of a `DraftTree`
+    tokens      `Sampler.sample` at every node: filters, then rejection sampling of what was drafted there
+                (`teachllm_kernels/rejection.py`); on a GPU that is the kernel, on a CPU its reference
+    accepted    `DraftTree.walk`
+
+Not in it: how a batch's rows are laid out, tree attention, and the kernels that draw and walk on a GPU. Those are
+compared with the same on a CPU by tests.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.filters import apply_filters
-from teachllm_kernels.rejection import draft_sample_reference, rejection_sample_reference
-from teachllm_kernels.sampling import gumbel_sample_reference
+from teachllm.sampling.sampler import Sampler
+from teachllm.sampling.verify import Proposals
+from teachllm.sampling_params import SamplingParams
+from teachllm.spec_decode.chi_square import chi_square_test
+from teachllm.spec_decode.tree import DraftTree
+from teachllm_kernels.rejection import rejection_sample_reference
 
 VOCAB_SIZE = 8
 SUSPICIOUS = 1e-4  # a rule without bias has a smaller p-value once in ten thousand runs
 _NUM_COMPARED = 2  # output tokens
-_FEWEST_EXPECTED = 5.0  # of a cell, for its count to be near enough to normal
 _AT_A_TIME = 25_000  # samples: few enough for the processor's cache
+_NUM_REQUESTS = 256  # samples are stretches of these, each as long as a round may reach
+_STRETCH = 8
+_FAR = 1 << 24  # tokens behind all of them
+
+_CHAIN, _BRANCHES = ((0,), (0, 0)), ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +48,17 @@ class Rule:
 
     Attributes:
         name, about: what it is called, and how it works in a few words.
-        branching: how many siblings each level of the tree has; a chain has one each.
+        paths: of its tree of drafts, level by level.
         is_lossless: whether it claims to be.
-        replaced: siblings are drawn with replacement.
+        replaced: siblings are drawn with replacement, which no engine does.
         temperature, top_k: as of a request's sampling parameters; 0 keeps all tokens.
-        accepts_always: takes every draft for the model's own.
+        accepts_always: takes every draft for the target's own.
         per_path: verifies each path from the root as a chain of its own, and keeps the longest that is accepted.
     """
 
     name: str
     about: str
-    branching: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]
     is_lossless: bool = True
     replaced: bool = False
     temperature: float = 1.0
@@ -54,12 +68,26 @@ class Rule:
 
 
 _RULES = (
-    Rule("chain", "two drafts, one after the other", (1, 1)),
-    Rule("short-chain", "one draft, and a token more where it is accepted", (1,)),
-    Rule("tree", "three siblings, two below each; temperature 0.8, top-k 5", (3, 2), temperature=0.8, top_k=5),
-    Rule("tree-replaced", "three siblings, two below each, which may be equal", (3, 2), replaced=True),
-    Rule("accept-always", "drafts are not verified", (1, 1), False, accepts_always=True),
-    Rule("chain-per-path", "two siblings, two below each; each path verified as a chain", (2, 2), False, per_path=True),
+    Rule("chain", "the engine's: two drafts, one after the other", _CHAIN),
+    Rule("short-chain", "the engine's: one draft, and a bonus token where it is accepted", ((0,),)),
+    Rule(
+        "tree",
+        "the engine's: three siblings, two and one below; temperature 0.8, top-k 5",
+        _BRANCHES,
+        True,
+        False,
+        0.8,
+        5,
+    ),
+    Rule("tree-replaced", "three siblings, two and one below, which may be equal", _BRANCHES, replaced=True),
+    Rule("accept-always", "drafts are not verified", _CHAIN, False, accepts_always=True),
+    Rule(
+        "chain-per-path",
+        "two siblings, two below each; each path verified as a chain",
+        ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)),
+        False,
+        per_path=True,
+    ),
 )
 RULES = {rule.name: rule for rule in _RULES}
 
@@ -100,232 +128,176 @@ class Losslessness:
         return self.is_biased != self.rule.is_lossless
 
 
-@dataclass(frozen=True, slots=True)
-class _Models:
-    """Logits after each token: [VOCAB_SIZE, VOCAB_SIZE] float32, of the model without what the rule's filter cuts."""
-
-    target: torch.Tensor
-    draft: torch.Tensor
-    temperature: float
-
-    @staticmethod
-    def of(rule: Rule, seed: int) -> _Models:
-        generator = torch.Generator().manual_seed(seed)
-        target, other = torch.randn(2, VOCAB_SIZE, VOCAB_SIZE, generator=generator)
-        draft = 0.6 * target + 0.6 * other
-        if rule.top_k:
-            every = torch.ones(VOCAB_SIZE)
-            top_k = torch.full((VOCAB_SIZE,), rule.top_k)
-            target = apply_filters(target, rule.temperature * every, top_k, every, 0.0 * every, rule.top_k)
-        return _Models(target, draft, rule.temperature)
-
-    def pairs(self) -> torch.Tensor:
-        """[VOCAB_SIZE, VOCAB_SIZE] float64, the probability of each pair of tokens after token 0."""
-        after = (self.target.double() / self.temperature).softmax(dim=-1)
-        return after[0, :, None] * after
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Samples in the middle of a round: [n] int64 each.
-
-    Attributes:
-        previous: the last token.
-        output_index: how many tokens were put out before.
-    """
-
-    seeds: torch.Tensor
-    previous: torch.Tensor
-    output_index: torch.Tensor
-
-    def choose(self, chosen: torch.Tensor) -> _Rows:
-        return _Rows(self.seeds[chosen], self.previous[chosen], self.output_index[chosen])
-
-    def followed_by(self, tokens: torch.Tensor) -> _Rows:
-        return _Rows(self.seeds, tokens, self.output_index + 1)
-
-    def draws(self, child: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What names a draw. Different children make it another one; here, a sample has no other children."""
-        return self.seeds, self.output_index, torch.full_like(self.seeds, child)
-
-
-Propose = Callable[[int, torch.Tensor, _Rows], torch.Tensor]
-
-
-def check(rule: Rule, num_samples: int = 100_000, seed: int = 0) -> Losslessness:
+def check(
+    rule: Rule, num_samples: int = 100_000, seed: int = 0, device: str = "cpu", kernels: bool | None = None
+) -> Losslessness:
     """Draws pairs of first tokens by a rule, and compares their counts with the exact probabilities.
 
     Args:
         num_samples: pairs, at least 100.
         seed: of the two models and of the samples; another one is another experiment. At most 2^31 - 1.
+        device: "cpu" or "cuda".
+        kernels: tokens come from the Triton kernel; None: on a GPU they do.
 
     Raises:
-        ValueError: too few samples to say anything; a seed out of range.
+        ValueError: too few samples to say anything; a seed out of range; there is no such device.
     """
     if not 0 <= seed < 1 << 31:
         raise ValueError(f"seed={seed}: must be from 0 to {(1 << 31) - 1}")
     if num_samples < 100:
         raise ValueError(f"num_samples={num_samples}: must be at least 100, or there is nothing to compare")
-    models = _Models.of(rule, seed)
-    counts, num_steps, num_accepted = torch.zeros(VOCAB_SIZE**2, dtype=torch.int64), 0, 0
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(
+            f"device={device!r}: there is none here, choose {'cpu or cuda' if device != 'cuda' else 'cpu'}"
+        )
+    experiment = _Experiment(rule, seed, torch.device(device), device == "cuda" if kernels is None else kernels)
+    counts, num_steps, num_accepted = [0] * VOCAB_SIZE**2, 0, 0
     for first in range(0, num_samples, _AT_A_TIME):
-        seeds = (seed << 32) + torch.arange(first, min(first + _AT_A_TIME, num_samples))
-        pairs, steps, accepted = _sample(rule, models, seeds)
-        counts += torch.bincount(pairs[:, 0] * VOCAB_SIZE + pairs[:, 1], minlength=VOCAB_SIZE**2)
-        num_steps, num_accepted = num_steps + steps, num_accepted + accepted
-    probabilities = models.pairs()
-    expected = (probabilities.flatten() * num_samples).tolist()
+        for outputs, steps in experiment.samples(first, min(first + _AT_A_TIME, num_samples)):
+            counts[outputs[0] * VOCAB_SIZE + outputs[1]] += 1
+            num_steps, num_accepted = num_steps + steps, num_accepted + len(outputs) - steps
+    probabilities = experiment.pairs()
+    found = torch.tensor(counts).view(VOCAB_SIZE, VOCAB_SIZE).sum(dim=1) / num_samples
     return Losslessness(
         rule,
         num_samples,
         num_steps,
         num_accepted,
-        *chi_square_test(counts.tolist(), expected),
+        *chi_square_test(counts, (probabilities.flatten() * num_samples).tolist()),
         expected=probabilities.sum(dim=1).tolist(),
-        found=(counts.view(VOCAB_SIZE, VOCAB_SIZE).sum(dim=1) / num_samples).tolist(),
+        found=found.tolist(),
     )
 
 
-def _sample(rule: Rule, models: _Models, seeds: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """[n, 2] the first tokens after token 0, how many rounds that took, how many drafts were accepted."""
-    num_rows = len(seeds)
-    length, previous = torch.zeros(2, num_rows, dtype=torch.int64)
-    outputs = torch.zeros(num_rows, _NUM_COMPARED, dtype=torch.int64)
-    num_steps = num_accepted = 0
-    while len(short := (length < _NUM_COMPARED).nonzero()[:, 0]):
-        rows = _Rows(seeds[short], previous[short], length[short])
-        tokens, num_tokens = (_path_round if rule.per_path else _round)(rule, models, rows)
-        num_steps, num_accepted = num_steps + len(short), num_accepted + int(num_tokens.sum()) - len(short)
-        for place in range(tokens.shape[1]):
-            is_output = (place < num_tokens) & (length[short] + place < _NUM_COMPARED)
-            outputs[short[is_output], length[short[is_output]] + place] = tokens[is_output, place]
-        length[short] += num_tokens
-        previous[short] = tokens.gather(1, num_tokens[:, None] - 1)[:, 0]
-    return outputs, num_steps, num_accepted
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """Samples at the beginning of a round.
 
-
-def _round(rule: Rule, models: _Models, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of an engine: drafts a tree, verifies it from its root on, stops where no draft is accepted.
-
-    Returns:
-        [n, levels + 1] tokens, and how many of them there are: the accepted drafts and one more.
+    Attributes:
+        rows: of the sampler, [n].
+        lengths: tokens before the one to come, [n] int64.
+        previous: the last of them, [n] int64.
     """
 
-    def propose(level: int, chosen: torch.Tensor, here: _Rows) -> torch.Tensor:
-        # An engine drafts below every sibling; here, only where somebody is going to look.
-        return _drafts(models, here, rule.branching[level], rule.replaced)
-
-    return _verify(rule, models, rows, propose)
+    rows: list[int]
+    lengths: torch.Tensor
+    previous: torch.Tensor
 
 
-def _path_round(rule: Rule, models: _Models, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mistake: each path has its own chance to be accepted, so what is drafted often comes out too often."""
-    best_num = torch.zeros_like(rows.seeds)
-    best_tokens = torch.zeros(len(best_num), len(rule.branching) + 1, dtype=torch.int64)
-    for i, first in enumerate(_drafts(models, rows, rule.branching[0]).unbind(1)):
-        for j, second in enumerate(_drafts(models, rows.followed_by(first), rule.branching[1]).unbind(1)):
-            path = _along(torch.stack((first, second), dim=1))
-            tokens, num_tokens = _verify(rule, models, rows, path, child=i * rule.branching[1] + j)
-            best_tokens = torch.where((num_tokens > best_num)[:, None], tokens, best_tokens)
-            best_num = torch.maximum(best_num, num_tokens)
-    return best_tokens, best_num
+class _Experiment:
+    """A rule at work on two tables: logits after each token, [VOCAB_SIZE, VOCAB_SIZE] float32."""
 
+    def __init__(self, rule: Rule, seed: int, device: torch.device, kernels: bool) -> None:
+        self._rule, self._tree, self._seed = rule, DraftTree.of(rule.paths), seed
+        self._device, self._kernels = device, kernels
+        target, other = torch.randn(2, VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+        self._target, self._draft = target.to(device), (0.6 * target + 0.6 * other).to(device)
+        self._unread = torch.zeros((1, 1), dtype=torch.int64, device=device)  # what was said before: nobody asks
+        params = SamplingParams(temperature=rule.temperature, top_k=rule.top_k)
+        num_children = len(rule.paths) if rule.per_path else 1
+        self._sampler = Sampler(_NUM_REQUESTS * num_children, VOCAB_SIZE, device)
+        rows = range(_NUM_REQUESTS * num_children)
+        self._sampler.open_rows(
+            [
+                (row, NewRow([0], 1, params, row // _NUM_REQUESTS, (seed << 32) + row % _NUM_REQUESTS, frozenset()))
+                for row in rows
+            ]
+        )
 
-def _along(path: torch.Tensor) -> Propose:
-    """Drafts that are known: [n, levels]."""
-    return lambda level, chosen, rows: path[chosen, level : level + 1]
+    def pairs(self) -> torch.Tensor:
+        """[VOCAB_SIZE, VOCAB_SIZE] float64, the probability of each pair of tokens after token 0."""
+        target, rule = self._target.cpu(), self._rule
+        if rule.top_k:
+            every = torch.ones(VOCAB_SIZE)
+            top_k = torch.full((VOCAB_SIZE,), rule.top_k)
+            target = apply_filters(target, rule.temperature * every, top_k, every, 0.0 * every, rule.top_k)
+        after = (target.double() / rule.temperature).softmax(dim=-1)
+        return after[0, :, None] * after
 
-
-def _drafts(models: _Models, rows: _Rows, num: int, replaced: bool = False) -> torch.Tensor:
-    """[n, num] tokens that the drafter proposes after each row's last."""
-    logits, temperature = models.draft[rows.previous], torch.full((len(rows.seeds),), models.temperature)
-    if not replaced:
-        return draft_sample_reference(logits, temperature, *rows.draws(), num)
-    return torch.cat([draft_sample_reference(logits, temperature, *rows.draws(j), 1) for j in range(num)], dim=1)
-
-
-def _verify(
-    rule: Rule, models: _Models, rows: _Rows, propose: Propose, child: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `_round` does; `propose` says what was drafted at a level for some of the rows."""
-    num_rows, num_levels = len(rows.seeds), len(rule.branching)
-    tokens = torch.zeros(num_rows, num_levels + 1, dtype=torch.int64)
-    num_tokens = torch.zeros(num_rows, dtype=torch.int64)
-    going = torch.arange(num_rows)
-    for level in range(num_levels):
-        siblings = propose(level, going, rows)
-        token = siblings[:, 0]
-        if not rule.accepts_always:
-            token = rejection_sample_reference(
-                models.target[rows.previous],
-                torch.full((len(going),), models.temperature),
-                models.draft,
-                rows.previous,
-                siblings,
-                *rows.draws(child),
-                replaced=rule.replaced,
+    def samples(self, first: int, end: int) -> list[tuple[list[int], int]]:
+        """Of each its tokens after token 0, two or more, and how many rounds these took."""
+        outputs: list[list[int]] = [[] for _ in range(first, end)]
+        steps = [0] * len(outputs)
+        short = list(range(len(outputs)))
+        while short:
+            lengths = [1 + (first + index) // _NUM_REQUESTS * _STRETCH + len(outputs[index]) for index in short]
+            samples = _Samples(
+                [(first + index) % _NUM_REQUESTS for index in short],
+                torch.tensor(lengths, device=self._device),
+                torch.tensor([outputs[index][-1] if outputs[index] else 0 for index in short], device=self._device),
             )
-        tokens[going, level] = token
-        num_tokens[going] += 1
-        is_accepted = (siblings == token[:, None]).any(dim=1)
-        going, rows = going[is_accepted], rows.followed_by(token).choose(is_accepted)
-    # All accepted: the model has computed what follows the last one, too.
-    temperature = torch.full((len(going),), models.temperature)
-    token = gumbel_sample_reference(models.target[rows.previous], temperature, *rows.draws(child))
-    tokens[going, num_levels] = token
-    num_tokens[going] += 1
-    return tokens, num_tokens
+            for index, tokens in zip(short, self._round(samples), strict=True):
+                outputs[index] += tokens
+                steps[index] += 1
+            short = [index for index in short if len(outputs[index]) < _NUM_COMPARED]
+        return list(zip(outputs, steps, strict=True))
+
+    def _round(self, samples: _Samples) -> list[list[int]]:
+        """One step of an engine: the accepted drafts of each sample, and the token behind them."""
+        drafts = self._drafts(samples)
+        if not self._rule.per_path:
+            return self._verify(samples, self._tree, drafts)
+        # The mistake: each path has its own chance to be accepted, so what is drafted often comes out too often.
+        best: list[list[int]] = [[] for _ in samples.rows]
+        for child, node in enumerate(self._tree.levels[-1]):
+            rows = [row + child * _NUM_REQUESTS for row in samples.rows]  # of other noise
+            path = drafts[:, [self._tree.parents[node], node]]
+            found = self._verify(_Samples(rows, samples.lengths, samples.previous), DraftTree.chain(2), path)
+            best = [tokens if len(tokens) > len(old) else old for tokens, old in zip(found, best, strict=True)]
+        return best
+
+    def _drafts(self, samples: _Samples) -> torch.Tensor:
+        """[n, nodes of the tree] int64."""
+        drafts = torch.zeros((len(samples.rows), len(self._tree.parents)), dtype=torch.int64, device=self._device)
+        for place, children in enumerate(self._tree.children):
+            lengths, last = _at(self._tree, place, samples, drafts)
+            if not children:
+                continue
+            if self._rule.replaced:  # each as if it was the only one, with noise of its own
+                apart = [lengths + _FAR * (1 + sibling) for sibling in range(len(children))]
+                drawn = torch.cat([self._sampler.draw_drafts(self._draft[last], samples.rows, at) for at in apart], 1)
+            else:
+                drawn = self._sampler.draw_drafts(self._draft[last], samples.rows, lengths, len(children))
+            drafts[:, list(children)] = drawn
+        return drafts
+
+    def _verify(self, samples: _Samples, tree: DraftTree, drafts: torch.Tensor) -> list[list[int]]:
+        """Samples at every place of a tree, and walks it."""
+        sampled: list[torch.Tensor] = []
+        for place, children in enumerate(tree.children):
+            lengths, last = _at(tree, place, samples, drafts)
+            siblings = drafts[:, list(children)]
+            if self._rule.accepts_always and children:
+                sampled.append(siblings[:, 0])
+            else:
+                sampled.append(self._sample(samples.rows, lengths, last, siblings))
+        found = torch.stack(sampled, dim=1).tolist()
+        outputs = []
+        for tokens, drafted in zip(found, drafts.tolist(), strict=True):
+            outputs.append([tokens[0], *(tokens[1 + node] for node in tree.walk(tokens, drafted))])
+        return outputs
+
+    def _sample(
+        self, rows: list[int], lengths: torch.Tensor, last: torch.Tensor, siblings: torch.Tensor
+    ) -> torch.Tensor:
+        """[n] int64, the token of one place of each sample, for which `siblings` [n, M] were drafted."""
+        logits = self._target[last]
+        proposals = Proposals(siblings, self._draft, last) if siblings.shape[1] else None
+        if self._rule.replaced and proposals is not None:
+            temperature = torch.full((len(rows),), self._rule.temperature, device=self._device)
+            seeds = (self._seed << 32) + torch.tensor(rows, device=self._device)
+            draws = (siblings, seeds, lengths - 1, torch.zeros_like(seeds))
+            return rejection_sample_reference(logits, temperature, self._draft, last, *draws, replaced=True)
+        if not self._kernels:
+            return self._sampler.sample(logits, rows, lengths, self._unread, proposals).token_ids
+        if proposals is not None:
+            proposals = Proposals(siblings.int(), self._draft, last.int())
+        variant, at = (True, self._rule.top_k > 0), torch.tensor(rows, dtype=torch.int32, device=self._device)
+        return self._sampler.sample_positions(logits, at, lengths - 1, variant, proposals)
 
 
-def chi_square_test(found: Sequence[int], expected: Sequence[float]) -> tuple[float, int, float]:
-    """Pearson's test of counts against what was expected of each.
-
-    Cells of which little is expected are put together, the rarest first, until enough is expected of them.
-
-    Returns:
-        chi-square, its degrees of freedom, and the probability of one as large if nothing but chance is at work.
-    """
-    if any(count for count, share in zip(found, expected, strict=True) if share == 0.0):
-        return math.inf, len(expected) - 1, 0.0  # what is impossible has happened
-    groups: list[tuple[float, float]] = []
-    group_found = group_expected = 0.0
-    for share, count in sorted(zip(expected, found, strict=True)):
-        group_found, group_expected = group_found + count, group_expected + share
-        if group_expected >= _FEWEST_EXPECTED:
-            groups.append((group_found, group_expected))
-            group_found = group_expected = 0.0
-    chi_square = sum((count - share) ** 2 / share for count, share in groups)
-    return chi_square, len(groups) - 1, upper_gamma((len(groups) - 1) / 2, chi_square / 2)
-
-
-def upper_gamma(a: float, x: float) -> float:
-    """The regularised upper incomplete gamma function Q(a, x), for a > 0 and x >= 0.
-
-    By the series of 1 - Q below x = a + 1, by Lentz's continued fraction of Q above it: each converges fast there, and
-    a small Q is no difference of large numbers. Source: Press et al., "Numerical Recipes", section 6.2.
-    """
-    if x == 0.0:
-        return 1.0
-    factor = math.exp(a * math.log(x) - x - math.lgamma(a))
-    if x < a + 1.0:
-        term = total = 1.0 / a
-        n = 0
-        while term > total * 1e-17:
-            n += 1
-            term *= x / (a + n)
-            total += term
-        return 1.0 - factor * total
-    tiny = 1e-300
-    b = x + 1.0 - a
-    c, d = 1.0 / tiny, 1.0 / b
-    fraction = d
-    for n in range(1, 10_000):
-        step = -n * (n - a)
-        b += 2.0
-        d = step * d + b
-        c = b + step / c
-        d, c = 1.0 / (d or tiny), c or tiny
-        fraction *= d * c
-        if abs(d * c - 1.0) < 1e-16:
-            break
-    return factor * fraction
+def _at(tree: DraftTree, place: int, samples: _Samples, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tokens stand before the ones that come after a place, and the last of them, [n] each."""
+    if place == 0:
+        return samples.lengths, samples.previous
+    return samples.lengths + tree.depths[place - 1], drafts[:, place - 1]

@@ -11,7 +11,8 @@ Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Mu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,51 +23,94 @@ from torch import nn
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
 from teachllm.models.registry import ModelError
+from teachllm.models.shape import Shape
 from teachllm.spec_decode.drafter import DraftBatch, logits_of
+from teachllm.spec_decode.head_settings import HeadSettings
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """What a config.json of Medusa heads says; `shares_head`: all use the model's own output head."""
+    """What Medusa heads are.
+
+    Attributes:
+        num_heads: that are used; a checkpoint may hold more.
+        num_lm_heads: output heads of their own: one each, one for all, or none, where all use the model's.
+    """
 
     hidden_size: int
     vocab_size: int
     num_heads: int
     num_layers: int
     has_bias: bool
-    shares_head: bool
+    num_lm_heads: int
 
     @staticmethod
-    def parse(raw: dict[str, Any], hidden_size: int, vocab_size: int) -> MedusaConfig:
+    def parse(settings: HeadSettings, stored: Collection[str], model: Shape, num_drafts: int) -> MedusaConfig:
         """Reads it; what the authors' form leaves out is the model's.
 
+        Args:
+            settings: config.json.
+            stored: names of the checkpoint's tensors; none, if there are no weights.
+            model: that the heads were made for.
+            num_drafts: levels of drafts, each of which takes a head.
+
         Raises:
-            ModelError: the heads are for another model, or have a vocabulary of their own.
+            ModelError: the heads are for another model or too few, or have a vocabulary of their own, or a value has a
+                wrong type.
         """
-        is_authors = "medusa_num_heads" in raw
-        found = MedusaConfig(
-            hidden_size=hidden_size if is_authors else raw.get("hidden_size", hidden_size),
-            vocab_size=vocab_size if is_authors else raw.get("vocab_size", vocab_size),
-            num_heads=raw.get("medusa_num_heads", raw.get("num_heads", 0)),
-            num_layers=raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1)),
-            has_bias=is_authors or raw.get("medusa_fc_bias", False),
-            shares_head=raw.get("original_lm_head", False),
-        )
-        if found.num_heads < 1:
+        is_authors = "medusa_num_heads" in settings.raw
+        shares_head = settings.flag("original_lm_head")
+        names = {_in_one_form(name) for name in stored}
+        num_said = settings.size("medusa_num_heads", settings.size("num_heads", 0))
+        if not num_said:
             raise ModelError("config.json describes no Medusa heads: it lacks 'num_heads' and 'medusa_num_heads'")
+        # The authors' config.json says 2 beside 5 stored heads.
+        found = [int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))]
+        num_heads = max(found) + 1 if found else num_said
+        if num_heads < num_drafts:
+            raise ModelError(
+                f"it has {num_heads} heads, one for each draft: set num_speculative_tokens to {num_heads} or less, not "
+                f"to {num_drafts}"
+            )
+        hidden_size, vocab_size = settings.size("hidden_size", None), settings.size("vocab_size", None)
         for name, theirs, ours in (
-            ("hidden_size", found.hidden_size, hidden_size),
-            ("vocab_size", found.vocab_size, vocab_size),
+            ("hidden_size", hidden_size, model.hidden_size),
+            ("vocab_size", vocab_size, model.vocab_size),
         ):
-            if theirs != ours:
+            if theirs not in (None, ours) and not is_authors:
                 raise ModelError(f"the Medusa heads have {name}={theirs} and the model has {ours}: take its own heads")
-        if raw.get("truncated_vocab_size", vocab_size) != vocab_size:
+        if settings.size("truncated_vocab_size", model.vocab_size) != model.vocab_size:
             raise ModelError("Medusa heads with a truncated vocabulary are not supported: take heads with a whole one")
-        return found
+        return MedusaConfig(
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+            num_heads=num_drafts,
+            num_layers=settings.size("medusa_num_layers", settings.size("num_hidden_layers", 1)),
+            has_bias=is_authors or settings.flag("medusa_fc_bias"),
+            num_lm_heads=int("lm_heads.0.weight" in names) if shares_head else num_drafts,
+        )
+
+    def tensor_name(self, name: str) -> str | None:
+        """A tensor's name in vLLM's form; None: it is not read, as those of further heads."""
+        name = _in_one_form(name)
+        match = re.match(r"(blocks|lm_heads)\.(\d+)\.", name)
+        num_read = {"blocks": self.num_heads, "lm_heads": self.num_lm_heads}
+        is_read = name != "token_map" if match is None else int(match[2]) < num_read[match[1]]
+        return name if is_read else None
+
+
+def _in_one_form(name: str) -> str:
+    """vLLM's; an output head that is the only one is the first."""
+    name = re.sub(r"^(medusa_heads?|model)\.", "", name)
+    if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):  # as Medusa's authors write
+        return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
+    if found := re.fullmatch(r"(\d+)\.\d+\.weight", name):
+        return f"lm_heads.{found[1]}.weight"
+    return "lm_heads.0.weight" if name == "lm_head.weight" else name
 
 
 class MedusaHeads(nn.Module):
-    """The heads; `lm_heads` is empty where they share the model's."""
+    """The heads, and their output heads."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -75,8 +119,7 @@ class MedusaHeads(nn.Module):
             nn.ModuleList(Linear(size, {"linear": size}, config.has_bias) for _ in range(config.num_layers))
             for _ in range(config.num_heads)
         )
-        num_own = 0 if config.shares_head else config.num_heads
-        self.lm_heads = nn.ModuleList(Embedding(config.vocab_size, size) for _ in range(num_own))
+        self.lm_heads = nn.ModuleList(Embedding(config.vocab_size, size) for _ in range(config.num_lm_heads))
 
     def head(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> the same, for the output head."""
@@ -104,7 +147,7 @@ class Medusa:
 
     Args:
         heads: filled.
-        model: whose output head they share, unless they have their own.
+        model: whose output head they use, unless they have their own.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -123,7 +166,8 @@ class Medusa:
         own = self.heads.lm_heads
         rows = torch.arange(hidden.shape[0], device=hidden.device)
         for level in range(batch.num_levels):
-            logits = logits_of(own[level] if len(own) else self.model, self.heads.head(level, hidden))
+            lm_head = own[min(level, len(own) - 1)] if len(own) else self.model
+            logits = logits_of(lm_head, self.heads.head(level, hidden))
             batch.push(level, logits.index_select(0, rows))  # whatever was drawn before, the guess is the same
             if level + 1 < batch.num_levels:
                 rows = rows.index_select(0, batch.parents(level))

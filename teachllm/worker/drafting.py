@@ -56,12 +56,19 @@ class Drafting:
         self._drafted: dict[int, _Drafted] = {}
         self._num_computed: dict[int, int] = {}  # tokens of each row whose K and V the drafter has
         self._is_computed = np.zeros(num_blocks, dtype=bool)  # blocks of which it has all
+        self._history_rows: set[int] = set()  # whose logits depend on what was said before
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
         """Which cached blocks they begin with is known only when the plan is in the rows: see `begin`."""
+        for row, new_row in opened:
+            params = new_row.sampling_params
+            penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            if penalties != (1.0, 0.0, 0.0) or new_row.bad_word_token_ids:
+                self._history_rows.add(row)
 
     def close_row(self, row: int) -> None:
         """Forgets the request in `row`."""
+        self._history_rows.discard(row)
         self._drafted.pop(row, None)
         self._num_computed.pop(row, None)
 
@@ -109,23 +116,33 @@ class Drafting:
     def histories(
         self, inputs: StepInputs, drafts: Sequence[Sequence[int]], samples: list[bool]
     ) -> torch.Tensor | None:
-        """What stands before each position that samples, [num_logits, max_model_len]; None: what its row says.
+        """What stands before each position that samples, [num_logits, longest]; None: what its row says.
 
-        Nodes of a tree lie side by side in a row, but only those of one path follow each other. Arguments as above.
+        Nodes of a tree lie side by side in a row, but only those of one path follow each other. Zeros where nobody
+        reads it: only penalties and bad words do. Arguments as above.
         """
-        if self._tree.is_chain or not any(drafts):
+        reading = [row in self._history_rows for row in inputs.rows]
+        if self._tree.is_chain or not any(reads and ids for reads, ids in zip(reading, drafts, strict=True)):
             return None
-        found: list[torch.Tensor] = []
-        for row, verified, does_sample in zip(inputs.rows, drafts, samples, strict=True):
-            known = self._batch.num_known(row)
-            for place in range(len(verified) + does_sample):
-                history = self._batch.token_ids[row].clone()
+        nums = [len(verified) + does_sample for verified, does_sample in zip(drafts, samples, strict=True)]
+        known = [self._batch.num_known(row) for row in inputs.rows]
+        longest = max(
+            num_known + self._tree.num_levels(len(verified))
+            for num_known, verified, reads in zip(known, drafts, reading, strict=True)
+            if reads
+        )
+        found = torch.zeros((sum(nums), longest), dtype=torch.int64)
+        each = zip(inputs.rows, reading, known, drafts, found.split(nums), strict=True)
+        for row, reads, num_known, verified, histories in each:
+            if not reads:
+                continue
+            histories[:, :num_known] = self._batch.token_ids[row, :num_known]
+            for place in range(1, len(histories)):
                 node = place - 1
                 while node >= 0:
-                    history[known + self._tree.depths[node] - 1] = verified[node]
+                    histories[place, num_known + self._tree.depths[node] - 1] = verified[node]
                     node = self._tree.parents[node]
-                found.append(history)
-        return torch.stack(found)
+        return found
 
     def propose(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from teachllm.sampling import sampler
 from teachllm.spec_decode import losslessness
 
 FEW = ("--samples", "2000")
@@ -21,6 +22,7 @@ def test_every_rule_is_shown_with_figures_a_picture_and_a_verdict(teachllm) -> N
     for name, rule in losslessness.RULES.items():
         described, figures, picture = (line.split(maxsplit=1)[1] for line in lines if line.split()[:1] == [name])
         assert described.strip() == rule.about
+        assert rule.about.startswith("the engine's: ") == (name in ("chain", "short-chain", "tree"))
         assert figures.startswith("2,000 ")
         assert any(bar in picture for bar in "▁▂▃▄▅▆▇█")
         verdict = "lossless as far as this can tell" if rule.is_lossless else "biased"
@@ -38,10 +40,16 @@ def test_one_rule_can_be_chosen_and_the_figures_are_those_of_the_measurement(tea
     assert figures[4:] == [f"{found.chi_square:.4g}", "24", f"{found.p_value:.2g}"]
 
 
+def test_it_says_what_was_put_to_the_test_and_what_was_not(teachllm) -> None:
+    said = " ".join(teachllm("spec", "check", *FEW, "--rule", "chain").stdout.split())
+    assert "Sampler.draw_drafts, Sampler.sample (on a CPU the kernel's reference) and DraftTree.walk" in said
+    assert "not the models, tree attention" in said
+    told = " ".join(teachllm("spec", "check", "--help").stdout.split())
+    assert "--device" in told and "Sampler" in told
+
+
 def test_a_rule_that_breaks_its_claim_fails(teachllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        losslessness, "rejection_sample_reference", lambda *arguments, replaced: arguments[4][:, 0].clone()
-    )
+    monkeypatch.setattr(sampler, "rejection_sample_reference", lambda *arguments: arguments[4][:, 0].clone())
     result = teachllm("spec", "check", *FEW, "--rule", "chain", "--rule", "accept-always")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: chain claims to be lossless, and is not: p-value ")
@@ -61,6 +69,7 @@ def test_a_biased_rule_that_is_not_found_out_fails(teachllm, monkeypatch: pytest
         (("--rule", "tee"), "--rule tee: choose among chain, short-chain, tree, tree-replaced, "),
         (("--samples", "5"), "num_samples=5: must be at least 100"),
         (("--seed", "-1"), "seed=-1: must be from 0"),
+        (("--device", "tpu"), "device='tpu': "),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(teachllm, arguments: tuple[str, ...], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_the_line_says_what_held_what_that_saved_and_what_was_measured() -> None
     assert speculation_line(speculation(num_drafts=0)) == "speculation: nothing was drafted"
 
 
+@pytest.mark.parametrize("num_drafts", [0, 10])
+def test_the_line_says_when_drafts_were_accepted_at_random(num_drafts: int) -> None:
+    line = speculation_line(replace(speculation(num_drafts), is_synthetic=True))
+    assert line == f"synthetic {speculation_line(speculation(num_drafts))}".replace(":", " (output means nothing):", 1)
+
+
+def test_a_warning_comes_before_a_text_that_means_nothing(teachllm) -> None:
+    synthetic = '{"method": "ngram", "rejection_sample_method": "synthetic", "adaptive": false}'
+    result = teachllm("chat", *ON_CPU, "--stats", "--speculative-config", synthetic, stdin="What is a KV cache?")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stderr.splitlines()
+    said = "output means nothing: drafts are accepted at random, rejection_sample_method=synthetic"
+    assert lines[0] == f"warning: {said}"
+    assert lines[-1].startswith("synthetic speculation (output means nothing): ")
+
+
 def test_chat_shows_the_line_under_its_figures_and_only_of_its_own_answer(teachllm, llm) -> None:
     llm.speculated = [speculation(num_drafts=0), speculation()]  # from before, and of the answer
     result = teachllm("chat", "--stats", stdin="one two")
@@ -109,6 +126,7 @@ def test_bench_writes_and_shows_it(teachllm, tmp_path: Path, monkeypatch: pytest
     assert result.exit_code == 0, result.stderr
     found = json.loads(output.read_text())["speculation"]
     assert found["num_draft_tokens"] >= found["num_drafts"] > 0 and found["speed_up"] is None
+    assert found["is_synthetic"] is False
     assert found["acceptance"] == found["num_accepted_tokens"] / found["num_draft_tokens"]
     shown = " ".join(result.stdout.split())
     assert "With warm-up, speculation:" in shown and "plain decoding, a token a step" in shown

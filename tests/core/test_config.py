@@ -100,7 +100,7 @@ def test_a_contradiction_is_one_line_that_names_the_fix(settings: dict[str, obje
         ({"method": "ngram", "model": "teachlm-draft"}, "has no model: leave model='teachlm-draft' out"),
         ({"method": "custom", "model": "x"}, "method='custom' has no model: leave model='x' out"),
         ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min=0, prompt_lookup_max=4: the first must be"),
-        ({"method": "ngram", "prompt_lookup_min": 5}, "no more than the second"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "no more than the second"),
         ({"method": "ngram", "rejection_sample_method": "fast"}, "='fast': choose standard or synthetic"),
         ({"method": "ngram", "synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate=1.5: must be in [0, 1]"),
         ({"method": "ngram", "synthetic_acceptance_rate": "1"}, "synthetic_acceptance_rate='1' must be of type float"),
@@ -130,7 +130,10 @@ def test_a_speculative_setting_that_cannot_work_is_one_line_that_names_it(given:
         ("[(0,), (0,), (0, 0)]", "names a path twice"),
         ("[(0,), (1, 0)]", "has (1, 0) without (1,), which comes before it"),
         ("[(0,), (2,), (0, 0)]", "has (2,) without (1,), which comes before it"),
-        ("[(0,), (1,)]", "is 1 deep: set num_speculative_tokens to that, not to 2"),
+        (
+            "[(0,), (1,), (2,)]",
+            "is 1 deep: set num_speculative_tokens to that, not to 2 (or to its number of",
+        ),
         ("[(0,), (0, 0), (0, 0, 0)]", "is 3 deep: set num_speculative_tokens to that, not to 2"),
     ],
 )
@@ -149,10 +152,10 @@ def test_the_paths_of_a_tree_come_level_by_level_the_better_first() -> None:
 
 
 def test_a_speculative_config_is_the_same_as_a_dictionary_and_as_an_object() -> None:
-    given = {"method": "eagle3", "model": "teachlm-eagle", "synthetic_acceptance_rate": 1, "revision": None}
+    given = {"method": "eagle3", "model": "teachlm-eagle", "num_speculative_tokens": 1, "revision": None}
     config = EngineConfig(speculative_config=given)  # type: ignore[arg-type]
     assert config.speculative_config == SpeculativeConfig(
-        method="eagle", model="teachlm-eagle", synthetic_acceptance_rate=1
+        method="eagle", model="teachlm-eagle", num_speculative_tokens=1
     )
     assert EngineConfig(speculative_config=config.speculative_config) == config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ from teachllm import LLM, SamplingParams
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import Request, RequestStatus
 from teachllm.engine.host_drafting import HostDrafting
+from teachllm.spec_decode.drafter import check_drafter
 from tests.checkpoints import VOCAB_SIZE
 from tests.worker.doors import random_ids, tiny, tokens
 
@@ -91,8 +92,8 @@ def closed(token_ids: Sequence[int], num_tokens: int) -> Any:
 def test_one_that_fails_costs_its_drafts_and_nothing_else(does: Propose, says: str) -> None:
     found, warned, num_calls = run(does)
     assert found == plain()
-    assert num_calls > 10  # a failure ends one proposal, not all
-    assert warned and all(says in each for each in warned)
+    assert num_calls == len(warned) == 3 and all(says in each for each in warned)
+    assert [each.endswith("failure 3 in a row: it is asked no more") for each in warned] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,24 @@ def test_ids_in_any_form_and_number_are_taken_without_a_word(does: Propose, asyn
     found, warned, num_calls = run(does, async_scheduling=async_scheduling)
     assert found == plain()
     assert num_calls > 10 and warned == []
+
+
+def test_one_that_fails_now_and_then_is_asked_again() -> None:
+    num_calls = count()
+
+    def fails_twice_of_three(token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        return [5] if next(num_calls) % 3 == 2 else raises(token_ids, num_tokens)
+
+    found, warned, num_asked = run(fails_twice_of_three)
+    assert found == plain()
+    assert num_asked > 10 and len(warned) > 6
+    assert not any("asked no more" in each for each in warned)
+
+
+def test_one_that_is_right_before_it_is_wrong_is_asked_again() -> None:
+    found, warned, num_asked = run(lambda ids, n: [5, VOCAB_SIZE])
+    assert found == plain()
+    assert num_asked > 10 and not any("asked no more" in each for each in warned)
 
 
 def test_one_may_do_with_what_it_is_given_whatever_it_likes() -> None:
@@ -197,6 +216,54 @@ def test_a_drafter_and_the_method_custom_need_each_other(config: dict[str, Any] 
         LLM(**tiny(speculative_config=config), drafter=drafter)
     assert "need each other: pass drafter=..., or choose another method" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+class WithoutPropose:
+    propose = 3
+
+
+class TooFew:
+    def propose(self, token_ids: Sequence[int]) -> list[int]:
+        return []
+
+
+class OneMore:
+    def propose(self, token_ids: Sequence[int], num_tokens: int, *, temperature: float) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        (Drafter, "drafter=Drafter is a class: pass an object of it, drafter=Drafter()"),
+        (WithoutPropose(), "of type WithoutPropose, which has no method propose(token_ids, num_tokens): give it one"),
+        ("ngram", "of type str, which has no method propose(token_ids, num_tokens)"),
+        (TooFew(), "TooFew.propose(token_ids: 'Sequence[int]') -> 'list[int]' is not: too many positional arguments"),
+        (OneMore(), "is not: missing a required"),
+    ],
+)
+def test_what_is_no_drafter_is_refused_at_once(drafter: Any, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        LLM(**tiny(speculative_config=CUSTOM), drafter=drafter)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+class Wide:
+    def propose(self, *arguments: Any, **more: Any) -> list[int]:
+        return []
+
+
+class Compiled:
+    """Its `propose` is no function."""
+
+    def __init__(self) -> None:
+        self.propose = partial(max, 1)  # of compiled code
+
+
+@pytest.mark.parametrize("drafter", [Wide(), Compiled(), Drafter(lambda ids, n: [])])
+def test_what_can_be_called_as_a_drafter_is_one(drafter: Any) -> None:
+    check_drafter(drafter)
 
 
 def test_a_drafter_cannot_cross_into_a_process_of_its_own() -> None:

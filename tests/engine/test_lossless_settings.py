@@ -95,19 +95,26 @@ def count_accepted(engine: Engine) -> list[int]:
     return count
 
 
+ANYTHING: dict[str, st.SearchStrategy[Any]] = {
+    "configuration": configurations,
+    "workload": workloads,
+    "family": st.sampled_from(["qwen3", "mistral", "llama2", "gemma2"]),
+    "depth": st.integers(1, 3),
+    "spare_blocks": st.sampled_from([0, 1, 3, 1000]),
+    "drafts": st.sampled_from(["none", "right", "wrong", "mixed", *METHODS, *METHODS]),
+    "num_drafts": st.integers(1, 4),
+    "tree": st.sampled_from([None, *TREES]),
+    "is_adaptive": st.booleans(),
+}
+
+
 @settings(max_examples=150)
-@given(
-    configuration=configurations,
-    workload=workloads,
-    family=st.sampled_from(["qwen3", "mistral", "llama2", "gemma2"]),
-    depth=st.integers(1, 3),
-    spare_blocks=st.sampled_from([0, 1, 3, 1000]),
-    drafts=st.sampled_from(["none", "right", "wrong", "mixed", *METHODS, *METHODS]),
-    num_drafts=st.integers(1, 4),
-    tree=st.sampled_from([None, *TREES]),
-    is_adaptive=st.booleans(),
-)
-def test_settings_do_not_change_greedy_tokens(
+@given(**ANYTHING)
+def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
+    check(**drawn)
+
+
+def check(
     configuration: dict[str, Any],
     workload: list[Arrival],
     family: str,
@@ -118,6 +125,7 @@ def test_settings_do_not_change_greedy_tokens(
     tree: str | None,
     is_adaptive: bool,
 ) -> None:
+    """One example of the property."""
     judge = reference(family)
     drafter = None
     if drafts in METHODS:

@@ -63,7 +63,7 @@ def eagle(name: str, is_third: bool = True, num_layers: int | None = None, draft
         layer |= {"input_layernorm.weight": norm.clone(), "hidden_norm.weight": norm.clone()}
         tensors = {f"midlayer.{key}": value for key, value in layer.items()}
         tensors |= {"fc.weight": random(hidden, 3 * hidden), "norm.weight": norm.clone()}
-        raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, num_layers // 2, num_layers - 1]}
+        raw["eagle_aux_hidden_state_layer_ids"] = [0, num_layers // 2, num_layers - 1]
         raw["draft_vocab_size"] = draft_vocab_size
         if draft_vocab_size < VOCAB_SIZE:
             ids = torch.randperm(VOCAB_SIZE, generator=generator)[:draft_vocab_size].sort().values

@@ -66,7 +66,14 @@ def turned(x: torch.Tensor, theta: float) -> torch.Tensor:
 def attention(x: torch.Tensor, weights: Tensors, raw: Mapping[str, Any]) -> torch.Tensor:
     """[length, input size] -> [length, hidden_size]; every position looks at itself and all before it."""
     size, heads, kv_heads = (raw[key] for key in ("head_dim", "num_attention_heads", "num_key_value_heads"))
-    q, k, v = (F.linear(x, weights[f"{name}_proj.weight"]).unflatten(-1, (-1, size)) for name in "qkv")
+    q, k, v = (
+        F.linear(x, weights[f"{name}_proj.weight"], weights.get(f"{name}_proj.bias")).unflatten(-1, (-1, size))
+        for name in "qkv"
+    )
+    if "q_norm.weight" in weights:
+        q, k = (
+            rms_norm(x, weights[f"{n}_norm.weight"], raw.get("rms_norm_eps", 1e-6)) for n, x in (("q", q), ("k", k))
+        )
     theta = raw.get("rope_theta", 10000.0)
     q, k = turned(q, theta), turned(k, theta)
     k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
@@ -81,10 +88,11 @@ def _under(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def eagle(raw: Mapping[str, Any], tensors: Tensors, model: Any, states: States) -> Naive:
-    """EAGLE, or EAGLE-3 if there is a `midlayer`."""
+    """EAGLE, or EAGLE-3 if the layer has a `hidden_norm`."""
+    raw = {**raw, **raw.get("transformer_layer_config", {})}
     tensors = {name: each.double() if each.is_floating_point() else each for name, each in tensors.items()}
-    is_third = any(name.startswith("midlayer.") for name in tensors)
-    block = _under(tensors, "midlayer." if is_third else "layers.0.")
+    is_third = any("hidden_norm" in name for name in tensors)
+    block = _under(tensors, "midlayer.") or _under(tensors, "layers.0.")
     eps = raw.get("rms_norm_eps", 1e-6)
     embedding = tensors.get("embed_tokens.weight", model.model.embed_tokens.weight.detach())
     head = tensors.get("lm_head.weight", model.lm_head.weight.detach())
@@ -100,10 +108,24 @@ def eagle(raw: Mapping[str, Any], tensors: Tensors, model: Any, states: States) 
         stream = stream + attention(x, _under(block, "self_attn."), raw)
         x, mlp = rms_norm(stream, block["post_attention_layernorm.weight"], eps), _under(block, "mlp.")
         gated = F.silu(F.linear(x, mlp["gate_proj.weight"])) * F.linear(x, mlp["up_proj.weight"])
-        return stream + F.linear(gated, mlp["down_proj.weight"])
+        stream = stream + F.linear(gated, mlp["down_proj.weight"])
+        return rms_norm(stream, tensors["norm.weight"], eps) if raw.get("norm_output") else stream
+
+    def fused(of_model: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The features that EAGLE-3 begins with."""
+        key = "eagle_aux_hidden_state_layer_ids"
+        layers = raw[key] if key in raw else [layer + 1 for layer in raw["eagle_config"][key]]
+        parts = [of_model[layer] for layer in layers]
+        if raw.get("fc_norm"):
+            parts = [rms_norm(part, tensors[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
+        whole = torch.cat(parts, dim=-1)
+        if raw.get("norm_before_fc"):
+            whole = rms_norm(whole, tensors["input_norm.weight"], eps)
+        return F.linear(whole, tensors["fc.weight"])
 
     def logits(feature: torch.Tensor) -> torch.Tensor:
-        found = F.linear(rms_norm(feature, tensors["norm.weight"], eps) if is_third else feature, head)
+        is_plain = not is_third or raw.get("norm_output")
+        found = F.linear(feature if is_plain else rms_norm(feature, tensors["norm.weight"], eps), head)
         if "d2t" not in tensors or "lm_head.weight" not in tensors:
             return found
         whole = torch.full((raw["vocab_size"],), -torch.inf, dtype=torch.float64)
@@ -114,10 +136,7 @@ def eagle(raw: Mapping[str, Any], tensors: Tensors, model: Any, states: States) 
 
     def naive(known: Sequence[int], drafts: Sequence[int]) -> torch.Tensor:
         of_model = states(known[:-1])  # the model has not read the newest token
-        features = of_model[-1]
-        if is_third:
-            layers = raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-            features = F.linear(torch.cat([of_model[layer] for layer in layers], dim=-1), tensors["fc.weight"])
+        features = fused(of_model) if is_third else of_model[-1]
         for num_read in range(len(drafts) + 1):
             ids = (*known[1:], *drafts[:num_read])
             if (key := (len(known), ids)) not in next_features:
@@ -140,6 +159,8 @@ def medusa(raw: Mapping[str, Any], tensors: Tensors, model: Any, states: States)
             name = f"{index}.{layer}.linear" if is_authors else f"blocks.{index}.layers.{layer}"
             x = x + F.silu(F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias")))
         own = tensors.get(f"{index}.{num_layers}.weight" if is_authors else f"lm_heads.{index}.weight")
+        if raw.get("original_lm_head"):
+            own = tensors.get("lm_heads.0.weight", tensors.get("lm_head.weight"))
         return F.linear(x, model.lm_head.weight.detach() if own is None else own)
 
     return naive

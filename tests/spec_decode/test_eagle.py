@@ -48,7 +48,10 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
         lambda: forms.eagle_1(has_bias=False, has_embedding=False),
         "model.safetensors",
     ),
+    "eagle for Qwen2": ("llama2", lambda: forms.eagle_1(has_qkv_bias=True), "model.safetensors"),
     "eagle 3": ("llama2", forms.eagle_3, "model.safetensors"),
+    "eagle 3 that names outputs": ("llama2", lambda: forms.eagle_3(outputs=(1, 0, 1)), "model.safetensors"),
+    "eagle 3 that names two layers": ("llama2", lambda: forms.eagle_3(outputs=(0, 1)), "model.safetensors"),
     "eagle 3 with fewer tokens": ("llama2", lambda: forms.eagle_3(draft_vocab_size=200), "model.safetensors"),
     "eagle 3 with fewer tokens, pickled": (
         "llama2",
@@ -64,7 +67,23 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
     "eagle 3 with an embedding": ("llama2", lambda: forms.eagle_3(has_embedding=True), "model.safetensors"),
     "eagle 3 whose stream is normalised": (
         "llama2",
-        lambda: forms.eagle_3(norm_before_residual=True, layer_ids=(2, 0, 1)),
+        lambda: forms.eagle_3(norm_before_residual=True, inputs=(2, 0, 1)),
+        "model.safetensors",
+    ),
+    "speculators": ("llama2", forms.speculators_eagle_3, "model.safetensors"),
+    "speculators for Qwen3": (
+        "llama2",
+        lambda: forms.speculators_eagle_3(inputs=(2, 0, 1), has_qk_norm=True, norm_before_residual=True),
+        "model.safetensors",
+    ),
+    "speculators with norms": (
+        "llama2",
+        lambda: forms.speculators_eagle_3(norm_before_fc=True, norm_output=True),
+        "model.safetensors",
+    ),
+    "speculators with a norm a layer": (
+        "llama2",
+        lambda: forms.speculators_eagle_3(fc_norm=True),
         "model.safetensors",
     ),
 }

@@ -11,61 +11,15 @@ import pytest
 import torch
 
 from teachllm import EngineConfig, SamplingParams
-from teachllm.engine.engine import Engine
 from teachllm.models.model_config import load_model_config
-from teachllm.models.registry import ModelError
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
-from tests.checkpoints import make_checkpoint
 from tests.spec_decode import forms
+from tests.spec_decode.refusals import edited, make, refusal, short
 from tests.worker.doors import drain, random_ids, tiny
 
 zeros = torch.zeros
 
-
-def edited(head: forms.Head, tensors: dict[str, torch.Tensor | None] | None = None, **raw: Any) -> forms.Head:
-    """The head with other settings and tensors; `...` and None take one out."""
-    config = {key: value for key, value in (head[0] | raw).items() if value is not ...}
-    return config, {key: value for key, value in (head[1] | (tensors or {})).items() if value is not None}
-
-
-def make(method: str, model: Path | str, family: str = "llama2", **changes: Any) -> Engine:
-    speculation = {key: changes.pop(key) for key in ("load_format", "num_speculative_tokens") if key in changes}
-    given: Any = {"method": method, "model": str(model), "num_speculative_tokens": 3, "adaptive": False} | speculation
-    return Engine(EngineConfig(**tiny(family, **changes), speculative_config=given))
-
-
-def refusal(method: str, model: Path | str, family: str = "llama2", **changes: Any) -> str:
-    with pytest.raises(ModelError) as error:
-        make(method, model, family, **changes)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
-
-
-def short(value: Any) -> str:
-    """A parameter's name; one of a function is not the same in every process."""
-    return "" if callable(value) else str(value)[:40]
-
-
 # -- draft models ----------------------------------------------------------------------------------------------
-
-
-def test_a_draft_model_with_another_vocabulary_is_refused() -> None:
-    message = refusal("draft_model", "teachlm-draft")
-    assert message == (
-        "speculative model='teachlm-draft': its vocabulary has 4096 ids and the model's has 512: take a draft model "
-        "of the same family"
-    )
-
-
-def test_a_draft_model_must_reach_as_far_as_the_model(tmp_path: Path) -> None:
-    make_checkpoint("llama2", tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 64}))
-    message = refusal("draft_model", tmp_path)
-    assert f"speculative model='{tmp_path}': max_model_len=96 is more than the model's context of 64" in message
-    assert message.endswith("set max_model_len=64 or less")
-    make("draft_model", tmp_path, max_model_len=64).close()
 
 
 def test_a_draft_model_that_is_not_there_or_not_supported_is_named_as_such(tmp_path: Path) -> None:
@@ -95,21 +49,18 @@ def test_a_draft_model_that_is_not_there_or_not_supported_is_named_as_such(tmp_p
         ),
         ({"num_hidden_layers": 2}, "llama2", "an EAGLE head of 2 layers is not supported, only of one"),
         (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+            {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
             "llama2",
-            "the EAGLE head reads layers (0, 1, 3) of a model that has 3",
+            "reads the inputs of layers (0, 1, 3), and of the model's 3 layers it can read the inputs of 0 to 2",
         ),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, -1]}, "llama2", "reads the inputs of layers (0, 1, -1)"),
         (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, -1]}},
+            {"eagle_aux_hidden_state_layer_ids": ..., "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
             "llama2",
-            "the EAGLE head reads layers (0, 1, -1) of a model that has 3",
+            "reads the outputs of layers (0, 1, 2), and of the model's 3 layers it can read the inputs of 0 to 2",
         ),
-        ({"eagle_config": ...}, "qwen3", "the EAGLE head reads layers (2, 1, -1) of a model that has 2"),
-        (
-            {"max_position_embeddings": 64},
-            "llama2",
-            "max_model_len=96 is more than its context of 64: set max_model_len=64 or less",
-        ),
+        ({"eagle_aux_hidden_state_layer_ids": ...}, "qwen3", "reads the inputs of layers (2, 1, -1)"),
+        ({"draft_vocab_size": 900}, "llama2", "the EAGLE head has draft_vocab_size=900 and the model 512"),
         ({"vocab_size": ...}, "llama2", "lacks 'vocab_size'"),
         (
             {},
@@ -133,17 +84,54 @@ def test_a_model_that_transformers_runs_hands_out_no_features_whatever_its_archi
 
 
 @pytest.mark.parametrize(
+    ("make_head", "changes", "tensors", "says"),
+    [
+        (
+            forms.eagle_1,
+            {},
+            {"layers.0.input_layernorm.weight": zeros(64)},
+            "an EAGLE head whose layer has an input_layernorm is not supported",
+        ),
+        (forms.eagle_1, {"add_para_norm": True}, {}, "an EAGLE head with add_para_norm=True is not supported"),
+        (
+            forms.eagle_3,
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            {},
+            "an EAGLE head with eagle_config.use_aux_hidden_state=False is not supported",
+        ),
+        (forms.eagle_3, {"parallel_drafting": True}, {}, "with parallel_drafting=True is not supported"),
+        (
+            forms.speculators_eagle_3,
+            {"speculators_model_type": "peagle"},
+            {},
+            "a speculator of speculators_model_type='peagle' is not supported, only of 'eagle3'",
+        ),
+        (
+            forms.speculators_eagle_3,
+            {"norm_before_fc": True, "fc_norm": True},
+            {},
+            "has norm_before_fc or fc_norm, not both",
+        ),
+    ],
+    ids=short,
+)
+def test_a_form_of_eagle_that_computes_something_else_is_refused_by_its_name(
+    make_head: Callable[[], forms.Head],
+    changes: dict[str, Any],
+    tensors: dict[str, torch.Tensor | None],
+    says: str,
+    tmp_path: Path,
+) -> None:
+    assert says in refusal("eagle", forms.write(tmp_path, edited(make_head(), tensors, **changes)))
+
+
+@pytest.mark.parametrize(
     ("changes", "family", "says"),
     [
         ({}, "qwen2", "the Medusa heads have hidden_size=64 and the model has 128: take its own heads"),
         ({"vocab_size": 500}, "llama2", "the Medusa heads have vocab_size=500 and the model has 512"),
         ({"truncated_vocab_size": 100}, "llama2", "a truncated vocabulary are not supported: take heads with a whole"),
         ({"num_heads": ...}, "llama2", "describes no Medusa heads: it lacks 'num_heads' and 'medusa_num_heads'"),
-        (
-            {"num_heads": 2},
-            "llama2",
-            "it has 2 heads, one for each draft: set num_speculative_tokens to 2 or less, not to 3",
-        ),
     ],
     ids=short,
 )
@@ -155,114 +143,27 @@ def test_medusa_heads_for_another_model_are_refused(
     assert message.startswith(f"speculative model='{folder}': ") and says in message
 
 
+@pytest.mark.parametrize("head", [forms.medusa(num_heads=2), forms.authors_medusa(num_heads=2, num_said=5)])
+def test_medusa_heads_are_counted_where_they_are_stored(head: forms.Head, tmp_path: Path) -> None:
+    folder = forms.write(tmp_path, head)
+    assert "it has 2 heads, one for each draft: set num_speculative_tokens to 2 or less, not to 3" in refusal(
+        "medusa", folder
+    )
+    make("medusa", folder, num_speculative_tokens=2).close()
+
+
+def test_a_tree_has_no_more_siblings_than_the_drafter_has_ids(tmp_path: Path) -> None:
+    folder = forms.write(tmp_path, forms.eagle_3(draft_vocab_size=4))
+    tree = {"num_speculative_tokens": 1, "speculative_token_tree": "[(0,), (1,), (2,), (3,)]"}
+    make("eagle", folder, **tree).close()
+    message = refusal("eagle", folder, **(tree | {"speculative_token_tree": "[(0,), (1,), (2,), (3,), (4,)]"}))
+    assert "speculative_token_tree has 5 guesses for a token, and the drafter has only 4 ids to guess among" in message
+
+
 def test_the_authors_heads_of_another_size_are_refused_by_their_shapes(tmp_path: Path) -> None:
     folder = forms.write(tmp_path, forms.authors_medusa())  # their config.json names no sizes
     message = refusal("medusa", folder, "qwen2")
     assert "tensor 0.0.linear" in message and "config.json means [128" in message
-
-
-# -- broken checkpoints ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("method", "make_head", "tensors", "says"),
-    [
-        ("eagle", forms.eagle_3, {"fc.weight": None}, "{folder} lacks tensor fc.weight (1 missing in all)"),
-        ("eagle", forms.eagle_1, {"layers.0.mlp.up_proj.weight": None}, "lacks tensor layers.0.mlp.up_proj.weight"),
-        ("eagle", lambda: forms.eagle_3(draft_vocab_size=200), {"d2t": None}, "lacks tensor d2t (1 missing in all)"),
-        (
-            "eagle",
-            forms.eagle_3,
-            {"midlayer.self_attn.q_norm.weight": zeros(16)},
-            "{file} holds tensor midlayer.self_attn.q_norm.weight, which the model of its config.json does not have",
-        ),
-        (
-            "eagle",
-            forms.eagle_3,
-            {"fc.weight": zeros(64, 128)},
-            "{file}: tensor fc.weight has shape [64, 128], config.json means [64, 192]",
-        ),
-        (
-            "eagle",
-            lambda: forms.eagle_3(draft_vocab_size=200),
-            {"lm_head.weight": zeros(201, 64)},
-            "{file}: tensor lm_head.weight has shape [201, 64], config.json means [200, 64]",
-        ),
-        (
-            "eagle",
-            lambda: forms.eagle_3(has_embedding=True),
-            {"embed_tokens.weight": zeros(100, 64)},
-            "{file}: tensor embed_tokens.weight has shape [100, 64], config.json means [512, 64]",
-        ),
-        (
-            "eagle",
-            lambda: forms.eagle_3(draft_vocab_size=200),
-            {"d2t": torch.full((200,), 400)},
-            "{folder}: tensor d2t leads to ids from 400 to 599, outside the vocabulary of 512",
-        ),
-        (
-            "medusa",
-            forms.medusa,
-            {"blocks.1.layers.0.weight": None, "blocks.2.layers.1.bias": None},
-            "{folder} lacks tensor blocks.1.layers.0.weight (2 missing in all)",
-        ),
-        (
-            "medusa",
-            lambda: forms.medusa(shares_head=False),
-            {"lm_heads.1.weight": None},
-            "lacks tensor lm_heads.1.weight",
-        ),
-        ("medusa", forms.medusa, {"blocks.7.layers.0.weight": zeros(64, 64)}, "holds tensor blocks.7.layers.0.weight"),
-        (
-            "medusa",
-            forms.medusa,
-            {"blocks.0.layers.0.weight": zeros(64, 32)},
-            "{file}: tensor blocks.0.layers.0.weight has shape [64, 32], config.json means [64, 64]",
-        ),
-        ("medusa", forms.authors_medusa, {"2.2.weight": None}, "{folder} lacks tensor lm_heads.2.weight"),
-    ],
-    ids=short,
-)
-def test_a_tensor_that_is_missing_unknown_or_of_another_shape_is_named_with_its_file(
-    method: str,
-    make_head: Callable[[], forms.Head],
-    tensors: dict[str, torch.Tensor | None],
-    says: str,
-    tmp_path: Path,
-) -> None:
-    folder = forms.write(tmp_path, edited(make_head(), tensors))
-    assert says.format(folder=folder, file=f"{folder}/model.safetensors") in refusal(method, folder)
-
-
-def test_a_file_that_was_cut_off_is_named_before_a_weight_is_read(tmp_path: Path) -> None:
-    folder = forms.write(tmp_path, forms.eagle_3())
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    assert f"{file} is truncated: tensor " in refusal("eagle", folder)
-
-
-@pytest.mark.parametrize(
-    ("method", "head", "file"),
-    [("eagle", forms.eagle_1(), "pytorch_model.bin"), ("medusa", forms.authors_medusa(), "medusa_lm_head.pt")],
-)
-def test_pickles_are_read_only_where_they_are_asked_for_and_never_run(
-    method: str, head: forms.Head, file: str, tmp_path: Path
-) -> None:
-    folder = forms.write(tmp_path, head, file)
-    message = refusal(method, folder)
-    assert "only as pickles" in message and "set load_format='pt' if you trust them" in message
-    make(method, folder, load_format="pt").close()
-    torch.save({"0.0.linear.weight": Engine}, tmp_path / file)
-    assert f"{tmp_path / file} cannot be read as plain tensors" in refusal(method, folder, load_format="pt")
-
-
-def test_a_folder_without_weights_says_what_can_be_done(tmp_path: Path) -> None:
-    folder = forms.write(tmp_path, forms.eagle_3(), "elsewhere.bin")
-    assert f"{folder} has no .safetensors file: set load_format='dummy'" in refusal("eagle", folder)
-    assert f"{folder} has no pytorch_model.bin: set load_format='auto'" in refusal("eagle", folder, load_format="pt")
-    (tmp_path / "config.json").unlink()
-    for method in ("eagle", "medusa", "draft_model"):
-        assert f"{folder} has no config.json" in refusal(method, folder)
 
 
 # -- what is accepted ------------------------------------------------------------------------------------------
@@ -307,15 +208,22 @@ def test_a_map_to_all_of_the_models_ids_is_read_although_it_maps_to_as_many(tmp_
 
 @pytest.mark.parametrize(
     ("method", "head", "num_layers"),
-    [("eagle", forms.eagle_3(has_embedding=True), 1), ("eagle", forms.eagle_1(), 1), ("medusa", forms.medusa(), 0)],
+    [
+        ("eagle", forms.eagle_3(has_embedding=True), 1),
+        ("eagle", forms.eagle_3(draft_vocab_size=200), 1),
+        ("eagle", forms.eagle_1(), 1),
+        ("medusa", forms.medusa(), 0),
+    ],
+    ids=["eagle 3", "eagle 3 with its own ids", "eagle", "medusa"],
 )
 def test_memory_is_counted_for_weights_and_for_every_layers_k_and_v(
     method: str, head: forms.Head, num_layers: int, tmp_path: Path
 ) -> None:
     described = drafter_config(method, forms.write(tmp_path, head))
-    num_stored = sum(tensor.numel() for tensor in head[1].values())
-    tables = 2 * 96 * 16 * num_layers  # cosines and sines
-    assert described.weight_bytes == 4 * (num_stored + tables)
+    # The third head is not needed, and a map of the model's ids not read.
+    read = {name: tensor for name, tensor in head[1].items() if name != "t2d" and not name.startswith("blocks.2")}
+    tables = 4 * 2 * 96 * 16 * num_layers  # cosines and sines
+    assert described.weight_bytes == sum(tensor.nbytes for tensor in read.values()) + tables
     assert [(spec.num_kv_heads, spec.head_size) for spec in described.specs] == [(2, 16)] * num_layers
 
 

@@ -9,14 +9,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from teachllm.sampling import sampler, state
 from teachllm.spec_decode import losslessness
-from teachllm.spec_decode.losslessness import RULES, check, chi_square_test, upper_gamma
+from teachllm.spec_decode.chi_square import chi_square_test, upper_gamma
+from teachllm.spec_decode.losslessness import RULES, check
+from teachllm.spec_decode.tree import DraftTree
+from teachllm_kernels.rejection import rejection_sample_reference
+from tests.kernels.test_sampling_triton import DEVICE
 
 SEEDS = range(10)
+on_device = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
 BIASED = [name for name, rule in RULES.items() if not rule.is_lossless]
 
@@ -40,19 +47,40 @@ def test_a_biased_rule_is_found_out_every_time(name: str) -> None:
 @pytest.mark.parametrize("name", ["tree", "tree-replaced"])
 def test_siblings_must_be_verified_as_they_were_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With replacement or without: either rule is biased for the other's siblings."""
-    rule, verify = RULES[name], losslessness.rejection_sample_reference
+    verify = rejection_sample_reference
+    where = sampler if name == "tree" else losslessness  # the engine's, and the other one
     monkeypatch.setattr(
-        losslessness,
-        "rejection_sample_reference",
-        lambda *arguments, replaced: verify(*arguments, replaced=not replaced),
+        where, "rejection_sample_reference", lambda *given, replaced=False: verify(*given, replaced=not replaced)
     )
-    assert max(p_values(rule, SEEDS[:2])) < 1e-6
+    assert max(check(RULES[name], 100_000, seed).p_value for seed in SEEDS[:2]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_what_is_accepted_is_what_the_engine_accepts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own walk decides, and one that goes on after a rejection is found out."""
+    monkeypatch.setattr(DraftTree, "walk", lambda self, sampled, drafts: list(range(len(self.levels))))
+    assert max(p_values(RULES[name], SEEDS[:2])) < 1e-6
+
+
+@on_device
+@pytest.mark.parametrize("name", ["chain", "tree"] if DEVICE == "cuda" else ["short-chain"])  # interpreted it is slow
+def test_the_kernel_draws_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    kernel = state.rejection_sample_triton
+
+    def noting(*given: Any, **more: Any) -> torch.Tensor:
+        drawn.append(len(given[0]))
+        return kernel(*given, **more)
+
+    monkeypatch.setattr(state, "rejection_sample_triton", noting)
+    assert check(RULES[name], 100, seed=5, device=DEVICE, kernels=True) == check(RULES[name], 100, seed=5)
+    assert sum(drawn) >= 100
 
 
 def test_a_draft_is_accepted_as_often_as_the_two_distributions_overlap() -> None:
     rule, num_samples = RULES["short-chain"], 100_000
-    models = losslessness._Models.of(rule, seed=3)
-    p, q = models.target[0].softmax(dim=0), models.draft[0].softmax(dim=0)
+    tables = losslessness._Experiment(rule, 3, torch.device("cpu"), kernels=False)
+    p, q = tables._target[0].softmax(dim=0), tables._draft[0].softmax(dim=0)
     overlap = torch.minimum(p, q).sum().item()
     # A first draft that is accepted makes two tokens of one round; otherwise there is a second round.
     num_steps = check(rule, num_samples, seed=3).num_steps
@@ -84,11 +112,17 @@ def test_what_comes_out_is_summed_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "seed", "said"), [(99, 0, "num_samples=99"), (1000, -1, "seed=-1"), (1000, 2**31, "seed=")]
+    ("samples", "seed", "device", "said"),
+    [
+        (99, 0, "cpu", "num_samples=99"),
+        (1000, -1, "cpu", "seed=-1"),
+        (1000, 2**31, "cpu", "seed="),
+        (1000, 0, "tpu", "device='tpu'"),
+    ],
 )
-def test_an_experiment_that_says_nothing_is_refused(samples: int, seed: int, said: str) -> None:
+def test_an_experiment_that_says_nothing_is_refused(samples: int, seed: int, device: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check(RULES["chain"], samples, seed)
+        check(RULES["chain"], samples, seed, device)
 
 
 @pytest.mark.parametrize("x", [1e-3, 0.3, 1.0, 5.0, 25.0, 32.0, 40.0, 90.0, 250.0])

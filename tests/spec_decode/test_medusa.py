@@ -43,7 +43,14 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
     "heads of their own": ("llama2", lambda: forms.medusa(shares_head=False), "model.safetensors"),
     "the model's head": ("qwen3", lambda: forms.medusa(num_layers=1, has_bias=False), "model.safetensors"),
     "more heads than are asked": ("llama2", lambda: forms.medusa(num_heads=5), "model.safetensors"),
+    "one head of their own": ("llama2", lambda: forms.medusa(shared="lm_head.weight"), "model.safetensors"),
+    "the first head of their own": ("llama2", lambda: forms.medusa(shared="lm_heads.0.weight"), "model.safetensors"),
     "the authors' pickle": ("llama2", forms.authors_medusa, "medusa_lm_head.pt"),
+    "the authors' five heads, of which they count two": (
+        "llama2",
+        lambda: forms.authors_medusa(num_heads=5, num_layers=1),
+        "medusa_lm_head.pt",
+    ),
     "the authors' form": ("llama2", lambda: forms.authors_medusa(num_layers=1), "model.safetensors"),
     "the authors' form with a prefix": (
         "gemma2",  # hidden states and head of a model of transformers
