@@ -53,6 +53,7 @@ def make_core(
     device = select_device(config.device)
     model = load_model_config(config, device.type)
     config = replace(config, device=str(device)).resolve(model.max_model_len)
+    _check_drafter(config, drafter)
     is_traced = recorder is None and (config.trace_path is not None or trace_sink is not None)
     tokenizer = load_tokenizer(config, model.path) if needs_tokenizer or (is_traced and config.trace_text) else None
     file = TraceFile(config.trace_path) if is_traced and config.trace_path is not None else None
@@ -109,15 +110,8 @@ def _speculation(
 ) -> dict[str, Any]:
     """What a core needs to speculate, by the names of `EngineCore`'s arguments."""
     speculation = config.speculative_config
-    if (drafter is not None) != (speculation is not None and speculation.method == "custom"):
-        raise ValueError(
-            'a drafter of your own and speculative_config={"method": "custom"} need each other: pass drafter=..., or '
-            "choose another method"
-        )
     if speculation is None:
         return {}
-    if drafter is not None:
-        check_drafter(drafter)
     if speculation.synthetic_rate is not None:
         warnings.warn(
             "output means nothing: drafts are accepted at random, rejection_sample_method=synthetic", stacklevel=3
@@ -129,6 +123,22 @@ def _speculation(
         "drafter": None if drafter is None else HostDrafting(drafter, model.vocab_size),
         "draft_length": make_draft_length(speculation, cost, measure),
     }
+
+
+def _check_drafter(config: EngineConfig, drafter: Drafter | None) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        ValueError: a learner's drafter is missing, is one too many, or is none.
+    """
+    speculation = config.speculative_config
+    if (drafter is not None) != (speculation is not None and speculation.method == "custom"):
+        raise ValueError(
+            'a drafter of your own and speculative_config={"method": "custom"} need each other: pass drafter=..., or '
+            "choose another method"
+        )
+    if drafter is not None:
+        check_drafter(drafter)
 
 
 def _to_all(sinks: Sequence[Callable[[str], None]]) -> Callable[[str], None]:

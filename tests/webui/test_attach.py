@@ -20,7 +20,7 @@ from teachllm_webui import attach
 from teachllm_webui.latecomer import Latecomer
 from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Seen, Timeline
-from tests.webui.waiting import wait_for
+from tests.waiting import wait_for
 
 
 class TraceServer:

@@ -17,7 +17,7 @@ from teachllm_webui.plan import PlannedRequest
 from teachllm_webui.presets import PRESETS
 from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Seen
-from tests.webui.waiting import wait_for
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
