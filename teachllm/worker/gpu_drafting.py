@@ -83,7 +83,7 @@ class GPUDrafting:
         self._batch, self._sampler, self._backend, self._plans = batch, sampler, backend, plans
         self._num_kv_heads = num_kv_heads
         device, num_rows, self._most = batch.device, batch.num_known.shape[0], batch.max_drafts
-        self._room = max_num_tokens + 2 * num_rows
+        self._room = max_num_tokens + 3 * num_rows
         self.input_ids, self.positions, self.slot_mapping = (
             torch.zeros(self._room, dtype=torch.int64, device=device) for _ in range(3)
         )
@@ -122,7 +122,7 @@ class GPUDrafting:
         if self.drafter is None or not self.drafter.has_layers or self.drafter.follows_always:
             return None
         behind: list[Behind] = []
-        room = self._room
+        room = self._room - 2 * len(shares)  # of who is in step the two newest
         for share, row in zip(shares, rows, strict=True):
             end = share.start + share.num_tokens
             if row in self._in_step and not share.num_next_drafts:
