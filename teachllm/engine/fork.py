@@ -53,7 +53,7 @@ def fork_config(header: Mapping[str, Any], **changes: Any) -> EngineConfig:
     if isinstance(speculation, dict) and "load_format" in changes:
         settings["speculative_config"] = speculation | {"load_format": None}
     config = EngineConfig(**settings | changes)
-    if config.speculative_config is not None and config.speculative_config.method == "custom":
+    if config.speculative_config is not None and config.speculative_config.drafts_on_host:
         raise ValueError(
             'the drafter of this trace was an object in its engine\'s process (speculative method "custom"), which no '
             "trace holds: fork with speculative_config=None"

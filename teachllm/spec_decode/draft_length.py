@@ -22,12 +22,13 @@ Source: Liu et al., "Optimizing Speculative Decoding for Serving Large Language 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from teachllm.core.request import Request
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.spec_decode.step_times import Prior, Step, StepCost, StepTimes
+from teachllm.spec_decode.tree import DraftTree
 from teachllm.spec_decode.trials import Option, Trials
 from teachllm.speculative_config import SpeculativeConfig
 
@@ -264,16 +265,8 @@ class AdaptiveLength:
 
 
 def make_draft_length(
-    speculation: SpeculativeConfig, draft_cost: float, measure: Callable[[Sequence[int]], Prior | None] | None = None
+    speculation: SpeculativeConfig, draft_cost: float, prior: Prior | None = None
 ) -> FixedLength | AdaptiveLength:
-    """For a configuration.
-
-    Args:
-        draft_cost: as of `AdaptiveLength`.
-        measure: what the machine does, given `sizes` of `AdaptiveLength`; returns its `prior`.
-    """
-    tree = speculation.tree
-    levels = range(speculation.num_speculative_tokens + 1)
-    sizes = list(levels) if tree is None else [sum(len(path) <= level for path in tree) for level in levels]
-    prior = None if measure is None else measure(sizes)
+    """For a configuration; `draft_cost` and `prior` as of `AdaptiveLength`."""
+    sizes = [0, *accumulate(map(len, DraftTree.of_config(speculation).levels))]
     return AdaptiveLength(sizes, draft_cost, prior) if speculation.adaptive else FixedLength(sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.models.checkpoint import find_folder, read_json, stored_tensors
-from teachllm.models.loader import check_weights, fill, fill_randomly, load_model, new_module, pack
+from teachllm.models.loader import check_weights, fill, fill_randomly, load_model, new_module, pack, read_pickles
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig, load_model_config
 from teachllm.models.registry import ModelError
 from teachllm.spec_decode.draft_model import DraftModel
@@ -56,11 +56,6 @@ class DrafterConfig:
     def tree(self) -> DraftTree:
         """The shape of its drafts."""
         return DraftTree.of_config(self.speculation)
-
-    @property
-    def num_features(self) -> int:
-        """Layers of the model of which it reads what they compute."""
-        return len(self.head.feature_layers) if isinstance(self.head, EagleConfig) else 0
 
     @property
     def num_heads(self) -> int:
@@ -128,13 +123,13 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
     assert speculation.model is not None
     folder = find_folder(speculation.model, speculation.revision, config.load_format)
     settings = HeadSettings(folder, read_json(folder / "config.json"))
-    size, max_len = DTYPE_BYTES[model.dtype], model.max_model_len
+    nowhere, dtype, max_len = torch.device("meta"), getattr(torch, model.dtype), model.max_model_len
     stored = _stored_names(folder, config.load_format)
     head: EagleConfig | MedusaConfig
     specs: list[KVCacheSpec] = []
     if speculation.method == "medusa":
         head = MedusaConfig.parse(settings, stored, model, speculation.num_speculative_tokens)
-        module: torch.nn.Module = _on_meta(lambda: MedusaHeads(head))  # type: ignore[arg-type]
+        module: torch.nn.Module = new_module(lambda: MedusaHeads(head), nowhere, dtype)  # type: ignore[arg-type]
     else:
         # With random weights it is the smallest EAGLE-3 head.
         names = {tensor_name(name) or "" for name in stored or ["midlayer."]}
@@ -145,9 +140,8 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
                 "hands out none: take a draft model, or method=ngram"
             )
         max_len = min(max_len, head.llama.rotary.context_len)
-        specs = [KVCacheSpec(head.llama.num_kv_heads, head.llama.head_size, size)]
-        module = _on_meta(lambda: EagleHead(head, model.max_model_len))  # type: ignore[arg-type]
-    tensors = [*module.parameters(), *module.buffers()]
+        specs = [KVCacheSpec(head.llama.num_kv_heads, head.llama.head_size, DTYPE_BYTES[model.dtype])]
+        module = new_module(lambda: EagleHead(head, model.max_model_len), nowhere, dtype)  # type: ignore[arg-type]
     return DrafterConfig(
         speculation=speculation,
         target=model,
@@ -158,7 +152,7 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
         specs=specs,
         head=head,
         max_len=max_len,
-        weight_bytes=sum(each.numel() * (size if each.is_floating_point() else each.itemsize) for each in tensors),
+        weight_bytes=sum(each.nbytes for each in (*module.parameters(), *module.buffers())),
     )
 
 
@@ -209,11 +203,4 @@ def _stored_names(folder: Path, load_format: str) -> list[str]:
     check_weights(folder, load_format)
     if load_format != "pt":
         return list(stored_tensors(folder))
-    from teachllm.models.loader import read_pickles
-
     return [name for name, _, _ in read_pickles(folder, None)]
-
-
-def _on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    with torch.device("meta"):
-        return build()
