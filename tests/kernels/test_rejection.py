@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm.sampling.filters import apply_filters
 from teachllm_kernels import rejection, sampling
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.philox import STREAM_ACCEPT, STREAM_DRAFT, STREAM_SAMPLE, gumbel_noise, philox_uniform_reference
@@ -24,7 +23,7 @@ from teachllm_kernels.rejection import (
     workspace_bytes,
 )
 from teachllm_kernels.sampling import gumbel_sample_reference, sample_triton
-from tests.kernels.test_sampling_triton import DEVICE, make_table
+from tests.kernels.test_sampling_triton import DEVICE, make_table, one_by_one
 
 on_device = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test  # natively there, else interpreted
 EXAMPLES = 300 if DEVICE == "cuda" else 50
@@ -196,25 +195,13 @@ def test_the_cost_counts_both_logits_once_and_a_draw_where_a_proposal_is_rejecte
 
 
 def expected_tokens(batch: dict, table: dict[str, torch.Tensor]) -> list[int]:
-    """One row after the other, by the references."""
-    logits, vocab_size, tokens = batch["logits"], batch["logits"].shape[1], []
-    for i, row in enumerate(batch["rows"]):
-        one = logits[i : i + 1].float()
-        p = {name: column[row : row + 1] for name, column in table.items()}
-        if row < 0:
-            tokens.append(0)
-        elif p["temperature"].item() == 0:
-            tokens.append(int(one.cpu().argmax()))  # on a CPU the lowest of equal ids wins
-        else:
-            if p["top_k"].item() < vocab_size or p["top_p"].item() < 1 or p["min_p"].item() > 0:
-                filters = (p["temperature"], p["top_k"], p["top_p"], p["min_p"])
-                one = apply_filters(one, *filters, num_candidates=int(p["top_k"]))
-            proposals = (batch["draft_rows"][i : i + 1].long(), batch["siblings"][i : i + 1].long())
-            draws = (p["seed"], batch["output_index"][i : i + 1], p["child_index"])
-            drafts = batch["draft_logits"]
-            token = rejection_sample_reference(one, p["temperature"], drafts, *proposals, *draws, batch["replaced"])
-            tokens.append(int(token))
-    return tokens
+    def draw(i: int, one: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
+        proposals = (batch["draft_rows"][i : i + 1].long(), batch["siblings"][i : i + 1].long())
+        draws = (p["seed"], batch["output_index"][i : i + 1], p["child_index"])
+        given = (one, p["temperature"], batch["draft_logits"], *proposals, *draws)
+        return rejection_sample_reference(*given, batch["replaced"])
+
+    return one_by_one(batch["logits"], batch["rows"], table, draw)
 
 
 def sample(batch: dict, table: dict[str, torch.Tensor]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,10 +36,13 @@ def make_table(vocab_size: int, requests: list[dict]) -> dict[str, torch.Tensor]
     return dict(zip(FLOATS + INTS, columns, strict=True))
 
 
-def expected_tokens(
-    logits: torch.Tensor, rows: list[int], table: dict[str, torch.Tensor], output_index: torch.Tensor
+def one_by_one(
+    logits: torch.Tensor,
+    rows: list[int],
+    table: dict[str, torch.Tensor],
+    draw: Callable[[int, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor],
 ) -> list[int]:
-    """One row after the other, by the references."""
+    """One row after the other, by the references; `draw` gives row i's token from its filtered logits, at random."""
     vocab_size, tokens = logits.shape[1], []
     for i, row in enumerate(rows):
         one = logits[i : i + 1].float()
@@ -50,9 +55,17 @@ def expected_tokens(
             if p["top_k"].item() < vocab_size or p["top_p"].item() < 1 or p["min_p"].item() > 0:
                 filters = (p["temperature"], p["top_k"], p["top_p"], p["min_p"])
                 one = apply_filters(one, *filters, num_candidates=int(p["top_k"]))
-            at = output_index[i : i + 1]
-            tokens.append(int(gumbel_sample_reference(one, p["temperature"], p["seed"], at, p["child_index"])))
+            tokens.append(int(draw(i, one, p)))
     return tokens
+
+
+def expected_tokens(
+    logits: torch.Tensor, rows: list[int], table: dict[str, torch.Tensor], output_index: torch.Tensor
+) -> list[int]:
+    def draw(i: int, one: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
+        return gumbel_sample_reference(one, p["temperature"], p["seed"], output_index[i : i + 1], p["child_index"])
+
+    return one_by_one(logits, rows, table, draw)
 
 
 def sample(
