@@ -68,7 +68,7 @@ def measure(settings: dict[str, Any], vocab_size: int, taken_before: int) -> dic
     weights = sum(t.nbytes for t in (*runner.model.parameters(), *runner.model.buffers()))
     kv = sum(tensor.nbytes for pair in runner._kv_caches for tensor in pair)
     workspaces_and_buffers = torch.cuda.memory_allocated() - allocated_before - weights - kv
-    plans = [getattr(plan, name) for plan in runner._plans.values() for name in plan.__slots__]
+    plans = [getattr(plan, name) for plan in runner._attention.plans.values() for name in plan.__slots__]
     kept = [t for t in (*plans, *vars(runner._batch).values()) if isinstance(t, torch.Tensor) and not t._is_view()]
     buffers = sum(t.nbytes for t in kept if t.is_cuda)
     rng = random.Random(0)

@@ -225,7 +225,8 @@ def plan_decode(
         seq_lens: [num_seqs] int32, this step's tokens included; 0 for padding.
         query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
         rows: [num_seqs] int32, each sequence's row of the block tables.
-        window: of keys that any of a sequence's new tokens sees: a layer's window and `max_query_len` - 1.
+        window: of keys that any of a sequence's new tokens sees: a layer's window, `max_query_len` - 1, and those of a
+            tree of drafts that were there before.
         fused: it is for `fused_paged_decode`.
     """
     num_seqs = seq_lens.shape[0]

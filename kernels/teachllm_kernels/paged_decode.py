@@ -5,7 +5,8 @@ all the work goes into keeping every multiprocessor reading until the end, howev
 
     split     a sequence's KV is cut into splits, so that one long sequence occupies the whole card; `decode_plan.py`
               says who reads what.
-    pack      the query heads that share a KV head, and up to 8 query tokens, are the rows of one matrix product.
+    pack      the query heads that share a KV head, and up to 8 query tokens, are the rows of one matrix product; of
+              more tokens, each 8 are a program's.
     merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's
               last split merges them, so there is no second kernel. Of several query tokens there is too much to merge
               for one program: there it is a kernel, with a program for each token and head.
@@ -50,6 +51,7 @@ from teachllm_kernels.rotary import normed_and_turned
 __all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
 _MERGED = 4096  # numbers that merging holds at once
+_QUERIES = 8  # tokens of a sequence that a program takes
 _SHORTEST = 16  # keys of a tile: the tensor cores multiply so many at once
 
 
@@ -79,19 +81,19 @@ def _side_by_side(a, b):
 
 
 @triton.jit
-def _depth(bits, MAX_Q: tl.constexpr):
+def _depth(bits):
     """How many of a tree's tokens lie before one that sees `bits`: it sees them, and itself."""
     depth = tl.full(bits.shape, -1, tl.int32)
-    for j in tl.static_range(MAX_Q):
+    for j in range(64):
         depth += ((bits >> j) & 1).to(tl.int32)
     return depth
 
 
 @triton.jit
 def _paged_decode(
-    q, k_cache, v_cache, out, block_tables, tree_mask, items, partial, lse, finished,
-    cos, signed_sin, qk_weight, eps, scale_log2, soft_cap, q_stride, table_stride, query_start,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, ROWS: tl.constexpr,
+    q, k_cache, v_cache, out, block_tables, tree, items, partial, lse, finished,
+    cos, signed_sin, qk_weight, eps, scale_log2, soft_cap, q_stride, table_stride, query_start, first_place,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr,
     FUSED: tl.constexpr, HAS_NORM: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
@@ -117,6 +119,9 @@ def _paged_decode(
         num_queries = 1
         if MAX_Q > 1:
             num_queries = tl.load(query_start + seq + 1) - token
+        first_query = 0
+        if MAX_Q > QUERIES:
+            first_query = tl.program_id(1) * QUERIES
         key = begin + tl.arange(0, TILE)
         next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
         if PDL:
@@ -129,9 +134,11 @@ def _paged_decode(
             channel = column // HALF_PADDED * HALF + column % HALF_PADDED
             is_channel = column % HALF_PADDED < HALF
         row = tl.arange(0, ROWS)
-        query, member = row // GROUP, row % GROUP
+        query, member = first_query + row // GROUP, row % GROUP
         head = kv_head * GROUP + member  # [ROWS]
         is_row = query < num_queries
+        if MAX_Q > QUERIES:
+            is_row = is_row & (row < QUERIES * GROUP)
         dtype = k_cache.dtype.element_ty
         holds_new = FUSED and end == seq_len
         if FUSED:
@@ -162,17 +169,18 @@ def _paged_decode(
             if HAS_CAP:
                 score = _capped(score, soft_cap)
             visible = is_key[None, :]
-            if MAX_Q > 1:
+            if MAX_Q > 1 or HAS_TREE:
                 ahead = key - (seq_len - num_queries)  # index among the new tokens; negative: before them
                 key_position, query_position = ahead, query  # from the first new token's
                 if HAS_TREE:
-                    bits = tl.load(tree_mask + token + query, mask=is_row, other=0)
+                    ahead += first_place  # from the tree's first token on
+                    bits = tl.load(tree + first_place + query, mask=is_row, other=0)
                     sees = ((bits[:, None] >> tl.maximum(ahead, 0)[None, :]) & 1) != 0
                     visible = visible & ((ahead < 0)[None, :] | sees)
                     if WINDOW > 0:
-                        query_position = _depth(bits, MAX_Q)
-                        key_bits = tl.load(tree_mask + token + ahead, mask=is_key & (ahead >= 0), other=0)
-                        key_position = tl.where(ahead < 0, ahead, _depth(key_bits, MAX_Q))
+                        query_position = _depth(bits)
+                        key_bits = tl.load(tree + ahead, mask=is_key & (ahead >= 0), other=0)
+                        key_position = tl.where(ahead < 0, ahead, _depth(key_bits))
                 else:
                     visible = visible & (ahead[None, :] <= query[:, None])
                 if WINDOW > 0:
@@ -221,8 +229,10 @@ def _paged_decode(
         if num_splits == 1:
             tl.store(out_at, normalised.to(out.dtype.element_ty), mask=is_out)
         else:
-            part_row = (item * NUM_KV_HEADS + kv_head) * GROUP * MAX_Q + row
+            part_row = (item * NUM_KV_HEADS + kv_head) * GROUP * MAX_Q + first_query * GROUP + row
             is_part = row < GROUP * MAX_Q
+            if MAX_Q > QUERIES:
+                is_part = is_row
             tl.store(
                 partial + part_row[:, None] * D + channel[None, :],
                 normalised,
@@ -332,10 +342,11 @@ def paged_decode_triton(
     window: int | None = None,
     soft_cap: float | None = None,
     max_query_len: int = 1,
-    tree_mask: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
+    first_place: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention for the last 1 to 8 tokens of each sequence, whose K and V are written already.
+    """Attention for the last few tokens of each sequence, whose K and V are written already.
 
     Args:
         q: [num_tokens, num_heads, head_size], each token's heads side by side; tokens may lie apart.
@@ -345,9 +356,10 @@ def paged_decode_triton(
         plan: filled by `plan_decode` for this batch and window. Padding gets no output.
         scale, window, soft_cap: as in `paged_attention_reference`.
         max_query_len: the most tokens of one sequence, and no more than `plan` was allocated for.
-        tree_mask: [num_tokens] int64, bit j says that a token sees its sequence's j-th token of this step: those before
-            it in a tree of drafts, of which there are as many as it is deep, and itself. Without it a token sees itself
-            and those before it.
+        tree: [num_places] int64 where the tokens are a tree of drafts, the same one for all sequences: bit j of place i
+            says that the token there sees the one at place j, as it does itself and those before it in the tree. 64
+            places at most. Without it a token sees itself and those before it.
+        first_place: where in the tree the first token of each sequence stands; those before it are in the cache.
         out: [num_tokens, num_heads, head_size], contiguous, to write to.
 
     Returns:
@@ -355,8 +367,8 @@ def paged_decode_triton(
     """
     if out is None:
         out = q.new_empty(q.shape)
-    tensors = (q, k_cache, v_cache, out, block_tables, tree_mask)
-    _launch(tensors, plan, None, scale, window, soft_cap, query_start, max_query_len)
+    tensors = (q, k_cache, v_cache, out, block_tables, tree)
+    _launch(tensors, plan, None, scale, window, soft_cap, query_start, max_query_len, first_place)
     return out
 
 
@@ -404,15 +416,17 @@ def _launch(
     soft_cap: float | None,
     query_start: torch.Tensor | None,
     max_query_len: int,
+    first_place: int = 0,
 ) -> None:
-    """`tensors`: q or qkv, K and V, out, block tables, tree mask. `prologue`: what comes before, of the fused form."""
-    q, k_cache, _, out, block_tables, tree_mask = tensors
+    """`tensors`: q or qkv, K and V, out, block tables, tree. `prologue`: what comes before, of the fused form."""
+    q, k_cache, _, out, block_tables, tree = tensors
     assert q is not None and k_cache is not None and block_tables is not None and out is not None
     _, block_size, num_kv_heads, head_size = k_cache.shape
     group, half = out.shape[1] // num_kv_heads, head_size // 2
     num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
     cos, signed_sin, qk_weight, eps = (None, None, None, 0.0) if prologue is None else prologue
-    half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * max_query_len)
+    queries = min(max_query_len, _QUERIES)
+    half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * queries)
     dtype_bytes, rows_padded = k_cache.element_size(), max(rows, 16)
     fits_any_shape = rows <= 16 and half_padded <= 64 and dtype_bytes <= 2  # others fit COMMON_SHAPE only
     planned = decode_shape(num_seqs, num_kv_heads, prologue is not None, plan.on_hopper)
@@ -420,14 +434,15 @@ def _launch(
     shape = planned if fits_any_shape and planned is not HOPPER_SHAPE else COMMON_SHAPE
     # The plan is read before the wait, see `_triton.py`. What is launched the ordinary way behind the plan of a last
     # layer's wanted tokens is the selection of their queries.
-    _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads,)](
+    _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads, triton.cdiv(max_query_len, queries))](
         *tensors,
         *(plan.items, plan.partial, plan.lse, plan.finished),
         *(cos, signed_sin, qk_weight, eps, scale * LOG2_E, (soft_cap or 0.0) * LOG2_E),
-        *(q.stride(0), block_tables.stride(0), query_start),
+        *(q.stride(0), block_tables.stride(0), query_start, first_place),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         MAX_Q=max_query_len,
+        QUERIES=queries,
         ROWS=rows_padded,
         HALF=half,
         HALF_PADDED=half_padded,
@@ -435,7 +450,7 @@ def _launch(
         TILE=_tile(shape, rows_padded, 2 * half_padded, dtype_bytes, shared_memory(q.device)),
         WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
-        HAS_TREE=tree_mask is not None,
+        HAS_TREE=tree is not None,
         FUSED=prologue is not None,
         HAS_NORM=qk_weight is not None,
         MERGE=max(_MERGED // (min(rows, 8) * 2 * half_padded), 1),

@@ -20,11 +20,11 @@ _RUN_BLOCK = 1024
 _MAX_RUN_PROGRAMS = 16  # for one run: most are a block-table entry or two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_trees"])
 def _step_inputs(
     rows, query_start, planned_start, token_ids, num_known, block_tables,
-    input_ids, positions, slot_mapping, seq_lens, token_stride, table_stride,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, ALL_KNOWN: tl.constexpr, PDL: tl.constexpr,
+    input_ids, positions, slot_mapping, seq_lens, token_stride, table_stride, depths, num_trees, num_places,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, ALL_KNOWN: tl.constexpr, HAS_TREES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -52,6 +52,9 @@ def _step_inputs(
         block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
         slot = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(input_ids + first + index, token.to(tl.int64), mask=inside)
+        if HAS_TREES:  # noqa: SIM102 (settled when the kernel is compiled)
+            if seq < num_trees:
+                position = start + tl.load(depths + index, mask=inside & (index < num_places), other=0)
         tl.store(positions + first + index, tl.where(known, position, 0).to(tl.int64), mask=inside)
         tl.store(slot_mapping + first + index, slot, mask=inside)
 
@@ -69,6 +72,8 @@ def step_inputs(
     slot_mapping: torch.Tensor,
     seq_lens: torch.Tensor,
     all_known: bool = False,
+    depths: torch.Tensor | None = None,
+    num_trees: int = 0,
 ) -> None:
     """Fills the four before the last from the others; one program a sequence.
 
@@ -82,13 +87,18 @@ def step_inputs(
         input_ids, positions, slot_mapping: [num_tokens] int64, written.
         seq_lens: [num_seqs] int32, written: tokens of each sequence after this step; 0 for padding.
         all_known: no token is a draft: a sequence's last one is at most its newest. Else the first one is, at most.
+        depths: [num_places] int32, where drafts are trees: how far behind a sequence's first token the position of each
+            is.
+        num_trees: so many of the first sequences have such drafts, or could have.
     """
     _step_inputs[(rows.shape[0],)](
         *(rows, query_start, planned_start, token_ids, num_known, block_tables),
         *(input_ids, positions, slot_mapping, seq_lens, token_ids.stride(0), block_tables.stride(0)),
+        *(depths, num_trees, 0 if depths is None else depths.shape[0]),
         BLOCK_SIZE=block_size,
         BLOCK=_BLOCK,
         ALL_KNOWN=all_known,
+        HAS_TREES=depths is not None,
         **launch_options(rows.device),
     )
 

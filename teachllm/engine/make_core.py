@@ -22,6 +22,7 @@ from teachllm.spec_decode.draft_length import make_draft_length
 from teachllm.spec_decode.drafter import Drafter, check_drafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
 from teachllm.spec_decode.ngram import NgramDrafter
+from teachllm.spec_decode.step_times import Prior
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
 from teachllm.worker.gpu_model_runner import GPUModelRunner
@@ -83,7 +84,7 @@ def make_core(
         recorder,
         roofline=roofline,
         on_close=None if file is None else file.close,
-        **_speculation(config, model, drafter, weighty),
+        **_speculation(config, model, drafter, weighty, getattr(runner, "record_ahead", None)),
     )
     if weighty is not None and weighty.max_len < model.max_model_len:
         core.scheduler.drafter_len = weighty.max_len
@@ -101,7 +102,11 @@ def make_core(
 
 
 def _speculation(
-    config: EngineConfig, model: ModelConfig, drafter: Drafter | None, weighty: DrafterConfig | None
+    config: EngineConfig,
+    model: ModelConfig,
+    drafter: Drafter | None,
+    weighty: DrafterConfig | None,
+    measure: Callable[[Sequence[int]], Prior | None] | None,
 ) -> dict[str, Any]:
     """What a core needs to speculate, by the names of `EngineCore`'s arguments."""
     speculation = config.speculative_config
@@ -116,7 +121,7 @@ def _speculation(
     cost = 0.0 if weighty is None else weighty.weight_bytes / model.weight_bytes
     return {
         "drafter": None if drafter is None else HostDrafting(drafter, model.vocab_size),
-        "draft_length": make_draft_length(speculation, cost),
+        "draft_length": make_draft_length(speculation, cost, measure),
     }
 
 

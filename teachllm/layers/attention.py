@@ -46,6 +46,7 @@ class AttentionMetadata:
         plans: what was prepared for the step and is read by all layers: decode plans by their window, anything else by
             a key of the backend's own.
         trees: of each request what its tokens see, where drafts are trees; on a CPU only.
+        tree, first_place: what tokens of decodes see, the same for all, as `paged_decode_triton` takes it; on a GPU.
         wanted: [num_wanted] int32, the tokens whose hidden states the model is to return, each the last one that its
             request computes; None: all tokens.
         ending: makes the metadata of the wanted tokens as decodes, for the last layer's attention; None: all its tokens
@@ -69,6 +70,8 @@ class AttentionMetadata:
     prefill_start: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
     trees: Trees = None
+    tree: torch.Tensor | None = None
+    first_place: int = 0
     wanted: torch.Tensor | None = None
     ending: Callable[[], AttentionMetadata] | None = None
     outside: Callable[[Callable[[AttentionMetadata], None]], None] | None = None

@@ -22,11 +22,11 @@ Source: Liu et al., "Optimizing Speculative Decoding for Serving Large Language 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from teachllm.core.request import Request
-from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.spec_decode.step_times import Prior, Step, StepCost, StepTimes
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.spec_decode.trials import Option, Trials
@@ -119,7 +119,9 @@ class AdaptiveLength:
         for request_id in plan.dropped:
             self._followed.pop(request_id, None)
         step = Step.of(plan, self._followed)
-        self._followed |= {s.request_id: s.start + s.num_tokens for s in plan.scheduled if s.num_next_drafts}
+        if step.num_asked:  # who was followed so far is followed on
+            ends = {each.request_id: each.start + each.num_tokens for each in plan.scheduled if self._follows(each)}
+            self._followed |= ends
         self._times.time(step, seconds)
         lost = self._lost(step, seconds) if self._times.is_ready else 0.0
         self._trials.count(lost if step.num_drafts or step.num_asked or self._levels else 0.0)
@@ -135,6 +137,9 @@ class AdaptiveLength:
     def step_cost(self) -> StepCost | None:
         """As `StepTimes`."""
         return self._times.step_cost()
+
+    def _follows(self, share: ScheduledRequest) -> bool:
+        return share.num_next_drafts > 0 or self._followed.get(share.request_id, -1) >= share.start
 
     def _rates(self, requests: Sequence[Request]) -> list[float]:
         weight, guess = _STRANGER
@@ -265,8 +270,14 @@ class AdaptiveLength:
 
 
 def make_draft_length(
-    speculation: SpeculativeConfig, draft_cost: float, prior: Prior | None = None
+    speculation: SpeculativeConfig, draft_cost: float, measure: Callable[[Sequence[int]], Prior | None] | None = None
 ) -> FixedLength | AdaptiveLength:
-    """For a configuration; `draft_cost` and `prior` as of `AdaptiveLength`."""
+    """For a configuration.
+
+    Args:
+        draft_cost: as of `AdaptiveLength`.
+        measure: what the machine does, given `sizes` of `AdaptiveLength`; returns its `prior`.
+    """
     sizes = [0, *accumulate(map(len, DraftTree.of_config(speculation).levels))]
+    prior = None if measure is None else measure(sizes)
     return AdaptiveLength(sizes, draft_cost, prior) if speculation.adaptive else FixedLength(sizes)

@@ -58,6 +58,11 @@ class DrafterConfig:
         return DraftTree.of_config(self.speculation)
 
     @property
+    def num_features(self) -> int:
+        """Layers of the model of which it reads what they compute."""
+        return len(self.head.feature_layers) if isinstance(self.head, EagleConfig) else 0
+
+    @property
     def num_heads(self) -> int:
         """Query heads of its layers."""
         return self.head.llama.num_heads if isinstance(self.head, EagleConfig) else self.model.num_attention_heads

@@ -22,15 +22,25 @@ from typing import NamedTuple
 
 from teachllm.core.scheduler_output import SchedulerOutput
 
-# (number of requests, levels of drafts) -> of a step, to a plain one
-Prior = Callable[[int, int], float]
-
 _SETTLES = 3  # steps of a kind before it counts as timed: the first ones compile, or are recorded
 _LATEST = 7  # steps of a kind that are remembered
 _NEEDED = 2  # of them, to be known; without, steps of other kinds at that length
 _PATIENCE = 32  # steps to wait for a plain one without prompts
 _NOISE, _DRIFT = 0.05, 0.002  # of a step's time; of the line's figures, from step to step
 _PER_TOKEN, _PER_ROUND = 0.02, 0.3  # of a step's fixed part: how large the line's figures may well be
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is known of a machine beforehand.
+
+    Attributes:
+        ratio: (number of requests, levels of drafts) -> what a step takes, to a plain one.
+        per_token_behind: seconds that a drafter takes to catch up with a token.
+    """
+
+    ratio: Callable[[int, int], float]
+    per_token_behind: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +213,7 @@ class StepTimes:
     @property
     def per_token_behind(self) -> float:
         """Seconds that a drafter takes to catch up with a token."""
-        guess = 2 * self._draft_cost * self.per_token
+        guess = 2 * self._draft_cost * self.per_token if self._prior is None else self._prior.per_token_behind
         return median_low([guess, *self._behind])
 
     @property
@@ -240,6 +250,6 @@ class StepTimes:
         fixed, _, round_of_all, round_of_each = self._line.weights
         plain = max(fixed, 0.0) + self.per_token * num_requests
         if self._prior is not None:
-            return plain * self._prior(round(num_requests), levels)
+            return plain * self._prior.ratio(round(num_requests), levels)
         a_round = max(self._draft_cost * plain + round_of_all + round_of_each * num_requests, 0.0)
         return plain + self.per_token * num_drafts + a_round * levels

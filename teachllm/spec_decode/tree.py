@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from teachllm.speculative_config import SpeculativeConfig
 
 
@@ -104,3 +106,48 @@ class DraftTree:
                 return path
             path.append(held[0])
             at = held[0] + 1
+
+    def tensors(self, device: torch.device) -> TreeTensors:
+        """The same for kernels."""
+
+        def ints(values: Sequence[object], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        inner = [place for place, children in enumerate(self.children) if children]
+        num_levels = len(self.levels)
+        paths: list[list[int]] = [[]]
+        for node, parent in enumerate(self.parents):
+            paths.append([*paths[parent + 1], node])
+        as_signed = [bits - (bits >> 63 << 64) for bits in self.sees]
+        return TreeTensors(
+            sees=ints(as_signed, torch.int64),
+            depths=ints((0, *self.depths)),
+            parents=ints([parent + 1 for parent in self.parents]),
+            children=ints([[*nodes, *[-1] * (self.most_siblings - len(nodes))] for nodes in self.children]),
+            kept=ints([inner.index(place) if place in inner else -1 for place in range(len(paths))]),
+            paths=ints([[*path, *[-1] * (num_levels - len(path))] for path in paths]),
+            num_kept=len(inner),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTensors:
+    """A tree of N nodes on a device. Place 0 is the newest token, place i + 1 node i.
+
+    Attributes:
+        sees: [N + 1] int64, bit j of place i: it sees place j.
+        depths: [N + 1] int32, 0 for the newest token.
+        parents: [N] int32, the place before each node.
+        children: [N + 1, M] int32, the nodes after each place, in order; then -1.
+        kept: [N + 1] int32, numbers the places that have children; -1 for the others.
+        paths: [N + 1, num_levels] int32, the nodes on the way to each place, and the node there; then -1.
+        num_kept: places that have children.
+    """
+
+    sees: torch.Tensor
+    depths: torch.Tensor
+    parents: torch.Tensor
+    children: torch.Tensor
+    kept: torch.Tensor
+    paths: torch.Tensor
+    num_kept: int

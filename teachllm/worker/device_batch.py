@@ -11,19 +11,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
+from teachllm.sampling.transfers import to_device
+from teachllm.spec_decode.tree import DraftTree, TreeTensors
+from teachllm.speculative_config import MAX_NODES
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.rows import Rows
-from teachllm_kernels.draft_rows import accept
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
+from teachllm_kernels.verify_drafts import accept
 
-LONGEST_DECODE = 8  # tokens, of which all but one are drafts: what attention takes as one decode
+LONGEST_DECODE = 1 + MAX_NODES  # tokens, of which all but one are drafts: what attention takes as one decode
 _LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 _NUM_STEPS = 4  # whose inputs and outputs are kept on the host: more than are in flight, one under way and one ahead
 
@@ -72,9 +76,28 @@ class DeviceStep:
         return [row for row, count in zip(rows, self.num_drafts, strict=True) for _ in range(1 + count)]
 
     @property
+    def sampled_places(self) -> list[int]:
+        """Of each such position how many of its request's stand before it in the step."""
+        counts = self.num_drafts or [0] * len(self.sampling)
+        return [place for count in counts for place in range(1 + count)]
+
+    @property
     def is_decode(self) -> bool:
         """All are decodes that sample."""
         return self.num_decodes == len(self.rows) == len(self.sampling)
+
+    @property
+    def speculates(self) -> bool:
+        """Drafts are verified in it, or asked for."""
+        return bool(self.num_drafts or self.num_next)
+
+    def with_drafts_inside(self) -> DeviceStep:
+        """A decode as one graph: it verifies as many drafts as it makes room for the next, the larger of both numbers.
+
+        They differ when a length changes. A step with some padding takes less than a graph more for each pair.
+        """
+        most = max(self.decode_len - 1, self.most_next)
+        return replace(self, decode_len=1 + most, most_next=most)
 
     def full_graph_shape(self, max_num_seqs: int, max_num_tokens: int) -> tuple[int, int] | None:
         """(sequences, tokens), with padding, of the graph that holds this whole step; None if there is no such graph.
@@ -89,7 +112,7 @@ class DeviceStep:
             if num_tokens > max_num_tokens:
                 return None
             # What some have less than others is padding, and padding needs an owner.
-            return size + (size == count and num_tokens > self.num_tokens), num_tokens
+            return size + (self.decode_len > 1), num_tokens
         num_seqs = padded_size(count + 1, max_num_seqs + 1)
         if self.num_decodes or self.num_drafts or num_seqs > _LARGEST_PROMPT_GRAPH:
             return None
@@ -126,10 +149,15 @@ class DeviceBatch(Rows):
         output_row: [1] int32, further: which of the host's outputs is this step's.
         input_ids, positions, slot_mapping: [max_num_batched_tokens] int64, seq_lens: [max_num_seqs + 1] int32; made of
             it.
-        last: [max_num_seqs + 1] int32, of each sequence that samples the position whose token is its newest.
+        last, last_token: [max_num_seqs + 1] int32, of each sequence that samples the position whose token is its
+            newest, and the flat token before that one, once those that are true stand together.
+        path: [max_num_seqs + 1, num_levels] int32, the drafts of each that hold.
+        places: [max_num_batched_tokens] int64, of the flat tokens where the true ones of each sequence stand together,
+            where the step has computed each; None: there already, in a chain.
+        tree: the shape of the drafts; of one that is only a newest token, nothing speculates.
 
     Args:
-        max_drafts: that a request verifies in a step; 0: nothing speculates.
+        tree: None: nothing speculates.
     """
 
     def __init__(
@@ -139,10 +167,10 @@ class DeviceBatch(Rows):
         block_size: int,
         max_num_batched_tokens: int,
         device: torch.device,
-        max_drafts: int = 0,
+        tree: DraftTree | None = None,
     ) -> None:
         super().__init__(max_num_seqs)
-        self.max_drafts = max_drafts
+        max_drafts = self.max_drafts = 0 if tree is None else len(tree.parents)
         self.block_size = block_size
         self.device = device
         # All rows and the header lie in one tensor, so that one kernel reaches them all:
@@ -166,14 +194,22 @@ class DeviceBatch(Rows):
         self._header_fields = np.split(self._header, np.cumsum(sizes)[:-1])
         self._added = _Additions()
         self._sent: deque[torch.Tensor] = deque(maxlen=_NUM_STEPS)
-        # Of each sequence that samples one id; or how many, how many drafts were verified, and the ids.
-        self.num_fields = 3 + max_drafts if max_drafts else 1
+        # Of each sequence that samples one id; or what `accept` tells.
+        self.num_fields = 1 if tree is None else 3 + 2 * len(tree.levels)
         self._outputs = self._on_host(_NUM_STEPS * max_num_seqs * self.num_fields).view(_NUM_STEPS, -1)
         self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self.last = torch.zeros(most, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros_like(self.last)
+        self.tree: TreeTensors | None = None
+        self.path, self.places = self.last.unsqueeze(1), None
+        if tree is not None:
+            self.tree = tree.tensors(device)
+            self.path = torch.full((most, len(tree.levels)), -1, dtype=torch.int32, device=device)
+            self._in_order = torch.arange(max_num_batched_tokens, device=device)
+            self.places = None if tree.is_chain else self._in_order.clone()
 
     def prepare(self, plan: SchedulerOutput) -> DeviceStep:
         """Notes a plan's new tokens and blocks and returns the rest, for `send`."""
@@ -196,11 +232,11 @@ class DeviceBatch(Rows):
             *(rows, query_lens, starts, num_decodes, sampling),
             num_drafts=num_drafts if any(num_drafts) else [],
             num_next=num_next if any(num_next) else [],
-            decode_len=min(1 + self._padded_drafts(max(num_drafts, default=0)), LONGEST_DECODE),
-            most_next=self._padded_drafts(max(num_next, default=0)),
+            decode_len=min(1 + self.padded_drafts(max(num_drafts, default=0)), LONGEST_DECODE),
+            most_next=self.padded_drafts(max(num_next, default=0)),
         )
 
-    def _padded_drafts(self, count: int) -> int:
+    def padded_drafts(self, count: int) -> int:
         """Drafts that a graph is recorded for: few numbers, since each is one more recording of every size of batch."""
         return min(1 << (count - 1).bit_length(), self.max_drafts) if count else 0
 
@@ -301,8 +337,21 @@ class DeviceBatch(Rows):
             self.sample_first.fill_(0)
             self.num_next.fill_(0)
 
-    def build(self, num_seqs: int) -> None:
-        """Fills `input_ids`, `positions`, `slot_mapping` and `seq_lens` on the device."""
+    def pretend(self, num_known: int, num_blocks: int) -> None:
+        """All rows know so many tokens, in blocks of their own as far as there are enough: to time steps."""
+        self.num_known.fill_(num_known)
+        self.block_tables.view(-1).copy_(torch.arange(self.block_tables.numel(), device=self.device) % num_blocks)
+
+    def forget(self) -> None:
+        """Rows and header are as they were in the beginning."""
+        self._memory.zero_()
+
+    def build(self, num_seqs: int, num_decodes: int = 0) -> None:
+        """Fills `input_ids`, `positions`, `slot_mapping` and `seq_lens` on the device.
+
+        Args:
+            num_decodes: the first so many sequences may have drafts.
+        """
         step_inputs(
             rows=self.rows[:num_seqs],
             query_start=self.query_start[: num_seqs + 1],
@@ -315,6 +364,8 @@ class DeviceBatch(Rows):
             positions=self.positions,
             slot_mapping=self.slot_mapping,
             seq_lens=self.seq_lens,
+            depths=None if self.tree is None or self.places is None else self.tree.depths,
+            num_trees=num_decodes,
         )
 
     def append(self, sampled: torch.Tensor) -> None:
@@ -328,9 +379,39 @@ class DeviceBatch(Rows):
         Args:
             sampled: [num_logits or more] int64, the token of each position.
         """
+        assert self.tree is not None
+        if self.places is not None:
+            self.places.copy_(self._in_order)
         accept(
-            *(self.sample_first[: num_seqs + 1], self.sample_rows, sampled, self.token_ids, self.num_known),
-            *(self.num_real, self.last[:num_seqs], self._outputs, self.output_row, self.num_fields),
+            *(self.sample_first[: num_seqs + 1], self.sample_rows, self.logit_index, sampled),
+            *(self.token_ids, self.num_known, self.num_real, self.tree.parents),
+            *(self.last[:num_seqs], self.last_token[:num_seqs], self.path[:num_seqs]),
+            places=self.places,
+            outputs=self._outputs,
+            output_row=self.output_row,
+        )
+
+    def histories(self, positions: slice, places: Sequence[int]) -> torch.Tensor | None:
+        """What stands before some positions that are sampled from; None: what their rows say.
+
+        Nodes of a tree lie side by side in a row, but only those of one path follow each other.
+
+        Args:
+            positions: which of them.
+            places: in the tree, of all positions of the step.
+
+        Returns:
+            [num_positions, max_model_len and a few more].
+        """
+        if self.tree is None or self.places is None:
+            return None
+        path = self.tree.paths.index_select(0, to_device(places[positions], torch.int64, self.device)).long()
+        rows = self.sample_rows[: len(places)][positions]
+        known = self.num_known.index_select(0, rows).unsqueeze(1) + torch.zeros_like(path)
+        found = F.pad(self.token_ids.index_select(0, rows), (0, path.shape[1]))
+        # What lies behind a position's own path, nobody reads.
+        return found.scatter(
+            1, known + torch.arange(path.shape[1], device=self.device), found.gather(1, known + path.clamp(min=0))
         )
 
     def _on_host(self, size: int) -> torch.Tensor:

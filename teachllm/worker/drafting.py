@@ -4,9 +4,10 @@
     sampled      what held is known, what was asked for is drafted    `propose`
     next plan    comes back with as many of these drafts as fit, by their number: their ids stay here
 
-The plan says by `num_next_drafts` whom to draft for. A drafter that is not asked for a while falls behind, and catches
-up when it is asked again: then it computes all that is known and it has not. Which blocks hold what it computed is kept
-by block, since another request may share them.
+The plan says by `num_next_drafts` whom to draft for. While anybody is drafted for, the drafter follows everybody it has
+followed so far. One that is not asked for a while falls behind, and catches up when it is asked again: then it computes
+all that is known and it has not. Which blocks hold what it computed is kept by block, since another request may share
+them.
 """
 
 from __future__ import annotations
@@ -163,14 +164,16 @@ class Drafting:
             For each request as many -1 as it has drafts now.
         """
         followed: list[_Followed] = []
+        is_asked = any(share.samples and share.num_next_drafts for share in shares)
         for index, (share, row) in enumerate(zip(shares, inputs.rows, strict=True)):
             self._drafted.pop(row, None)
             start, end = inputs.starts[index], inputs.starts[index] + share.num_tokens
+            goes_on = is_asked and self._num_computed[row] >= start
             if share.samples:
                 end = self._batch.num_known(row) - 1
                 # What the drafter computed from drafts that did not hold is worth nothing.
                 self._num_computed[row] = min(self._num_computed[row], end)
-            if share.num_next_drafts or self.drafter.follows_always:
+            if share.num_next_drafts or goes_on or self.drafter.follows_always:
                 first = inputs.query_ends[index] - share.num_tokens
                 places = list(range(first, first + share.num_tokens))
                 if share.samples:  # up to the newest token's, and then those of the drafts that held

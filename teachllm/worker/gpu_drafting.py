@@ -3,52 +3,39 @@
 The host counts on every draft it has asked for and learns what held a step later. A batch of decodes is drafted for
 inside the graph that verified it; behind a step with prompts the same calls are launched one by one.
 
-    in step    the newest token of every request, and the one before, are all that a draft model has not computed: two
-               tokens each, whatever held
-    behind     a prompt, or a request that was not drafted for meanwhile: the host knows at most how many tokens that
-               are, and so many are computed, though some may have been before
+    in step    the newest token of a request, and the one before, are all that a draft model has not computed: two
+               tokens each, whatever held. While anybody asks for drafts it follows all, also who asks for none
+    behind     a prompt, or a request of a time when nobody asked: all of it that was known before the step is
+               computed. The host knows how many tokens that are at most; some may have been computed before
 
 Drafts of requests that sample at random are drawn, and the logits they were drawn from are kept for the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest
-from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.attention_backends.base import AttentionBackend
 from teachllm.models.llama import Tap
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.transfers import to_device
 from teachllm.sampling.verify import Proposals
-from teachllm.spec_decode.drafter import FlatTokens, ModelDrafter
+from teachllm.spec_decode.drafter import ModelDrafter
+from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import SpeculativeConfig
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
-from teachllm_kernels.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.draft_rows import draft_inputs, draft_proposals, following_ids, push
+from teachllm.worker.gpu_attention import FlatBatch, GPUAttention
+from teachllm.worker.gpu_draft_batch import Asking, Behind, GPUDraftBatch, UndraftedBatch
+from teachllm_kernels.draft_rows import push
 from teachllm_kernels.prompt_lookup import prompt_lookup_triton
 from teachllm_kernels.step_inputs import step_inputs
-
-
-@dataclass(slots=True)
-class Behind:
-    """A request whose drafter computes more than its two newest tokens.
-
-    Attributes:
-        start: the first of them; of one that drafts, at most.
-        count: how many.
-    """
-
-    row: int
-    start: int
-    count: int
+from teachllm_kernels.verify_drafts import draft_proposals
 
 
 class GPUDrafting:
@@ -56,9 +43,9 @@ class GPUDrafting:
 
     Args:
         drafter: None for prompt lookup.
+        tree: the shape of its drafts.
         model: which it drafts for.
-        plans: for the drafter's layers, by window; empty where the backend splits no decodes.
-        num_kv_heads: of the drafter's layers.
+        attention: of the drafter's layers.
 
     Attributes:
         reads_step: it needs hidden states or features of every step.
@@ -69,45 +56,56 @@ class GPUDrafting:
         self,
         speculation: SpeculativeConfig,
         drafter: ModelDrafter | None,
+        tree: DraftTree,
         model: ModelConfig,
         batch: DeviceBatch,
         sampler: Sampler,
-        backend: AttentionBackend,
-        plans: Mapping[int | None, DecodePlan],
-        num_kv_heads: int,
+        attention: GPUAttention,
     ) -> None:
         dtype, vocab_size, max_num_tokens = getattr(torch, model.dtype), model.vocab_size, batch.input_ids.shape[0]
-        self.drafter = drafter
+        self.drafter, self.tree = drafter, tree
         self.reads_step = drafter is not None and (drafter.follows_always or not drafter.has_layers)
         self._speculation = speculation
-        self._batch, self._sampler, self._backend, self._plans = batch, sampler, backend, plans
-        self._num_kv_heads = num_kv_heads
+        self._batch, self._sampler, self.attention = batch, sampler, attention
         device, num_rows, self._most = batch.device, batch.num_known.shape[0], batch.max_drafts
-        self._room = max_num_tokens + 3 * num_rows
+        widths = [len(nodes) for nodes in tree.levels]
+        self._room = max(max_num_tokens, max(2, *widths) * (num_rows + 1))
         self.input_ids, self.positions, self.slot_mapping = (
             torch.zeros(self._room, dtype=torch.int64, device=device) for _ in range(3)
         )
         self.seq_lens = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        # First tokens of sequences of one and of two tokens each, and the last ones of the latter.
-        self.starts = {n: n * torch.arange(num_rows + 2, dtype=torch.int32, device=device) for n in (1, 2)}
-        self.second = self.starts[2] + 1
+        self.in_order = torch.arange(self._room, device=device)
+        # First tokens of sequences of so many tokens each, and the last ones of those of two.
+        each = torch.arange(num_rows + 2, dtype=torch.int32, device=device)
+        self._starts = {num: num * each for num in {1, 2, *widths}}
+        self.second = self._starts[2] + 1
+        self._levels = _levels(tree, num_rows + 1, device)
+        self.parents = [level.parents for level in self._levels]
         layers = () if drafter is None else drafter.feature_layers
         size = (max_num_tokens, model.hidden_size)
         self.features = {layer: torch.zeros(size, dtype=dtype, device=device) for layer in layers}
         self.keeps_logits = drafter is not None
-        kept = (num_rows + 1) * self._most if self.keeps_logits else 0  # a row of padding has its place, too
+        self._num_inner = sum(map(bool, tree.children))
+        kept = (num_rows + 1) * self._num_inner if self.keeps_logits else 0  # a row of padding has its place, too
         self.draft_logits = torch.zeros((kept, vocab_size), dtype=dtype, device=device)
         self._vocab_size = vocab_size
         self._in_step: dict[int, int] = {}  # rows that were drafted for last, and a bound below what was computed
         self._computed: dict[int, int] = {}  # of the others, as far as the drafter has come, at least
+        self._blocks: dict[int, list[int]] = {}  # of each row
+        self._num_kept: dict[int, int] = {}  # of these, which are among the next, at least
+        self._drafted_blocks: set[int] = set()  # of which the drafter has K and V, whoever may find them
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
         """Nothing is computed of these yet; `note` says from where on."""
 
     def close_row(self, row: int) -> None:
         """Forgets the request in `row`."""
-        self._in_step.pop(row, None)
-        self._computed.pop(row, None)
+        for each in (self._in_step, self._computed, self._blocks, self._num_kept):
+            each.pop(row, None)
+
+    def starts(self, num_tokens: int) -> torch.Tensor:
+        """[max_num_seqs + 2] int32, where the flat tokens of each sequence begin, if all have so many."""
+        return self._starts[num_tokens]
 
     def taps(self) -> dict[int, Tap]:
         """What keeps the features of a step, as `LlamaForCausalLM.forward` takes it."""
@@ -117,81 +115,76 @@ class GPUDrafting:
 
         return {layer: partial(keep, kept) for layer, kept in self.features.items()}
 
-    def note(self, shares: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind] | None:
-        """Which requests of a plan the drafter is behind with, if it is to follow them; None: all are in step."""
-        if self.drafter is None or not self.drafter.has_layers or self.drafter.follows_always:
-            return None
+    def note(self, shares: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
+        """What the drafter has to compute, beside a plan's step, to be in step behind it."""
+        if not self.catches_up:
+            return []
         behind: list[Behind] = []
-        room = self._room - 2 * len(shares)  # of who is in step the two newest
+        is_asked = any(share.samples and share.num_next_drafts for share in shares)
         for share, row in zip(shares, rows, strict=True):
+            self._note_blocks(share, row)
             end = share.start + share.num_tokens
-            if row in self._in_step and not share.num_next_drafts:
-                self._computed[row] = self._in_step.pop(row)
-            if not share.num_next_drafts:
-                self._computed.setdefault(row, share.start)
-                continue
-            if row not in self._in_step:
-                start = self._computed.pop(row, share.start)
-                count = end + share.samples - start
-                if count > room:  # its drafts will be bad ones, and it tries again with the next plan
-                    self._computed[row] = start
-                    continue
-                room -= count
-                behind.append(Behind(row, start, count))
-            if share.samples:
-                # Of two plans in flight, all drafts may have fallen.
-                self._in_step[row] = max(share.start - 2 * self._most, 0)
-            else:
-                self._computed[row] = end
-        return behind or None
+            # Of two plans in flight, all drafts may have fallen; of this one too.
+            bound = max(end - len(share.draft_token_ids) - 2 * self._most, 0)
+            if row in self._in_step:
+                if is_asked:
+                    self._in_step[row] = bound
+                else:
+                    self._computed[row] = self._in_step.pop(row)
+            elif share.num_next_drafts:
+                start = self._computed.pop(row)
+                if end > start:
+                    behind.append(Behind(row, start, end - start))
+                if share.samples:
+                    self._in_step[row] = max(start, bound)
+                else:
+                    self._computed[row] = end
+        return behind
+
+    def _note_blocks(self, share: ScheduledRequest, row: int) -> None:
+        """Blocks that a request gets, or finds, and those of which the drafter has all by now."""
+        blocks, size = self._blocks.setdefault(row, []), self._batch.block_size
+        num_found = share.first_new_block if share.new_row is None else share.start // size
+        blocks[share.first_new_block :] = share.new_block_ids
+        self._drafted_blocks.difference_update(blocks[num_found:])
+        if share.new_row is not None:
+            missing = (index for index, block in enumerate(blocks[:num_found]) if block not in self._drafted_blocks)
+            self._num_kept[row] = next(missing, num_found)
+            self._computed[row] = self._num_kept[row] * size
+        num_full = self._in_step.get(row, self._computed.get(row, 0)) // size
+        if num_full > (kept := self._num_kept[row]):
+            self._drafted_blocks.update(blocks[kept:num_full])
+            self._num_kept[row] = num_full
 
     def proposals(self, num_seqs: int, num_logits: int) -> Proposals | None:
         """What the positions of the step were proposed by drawing, see `Sampler`; None: drafts are certain."""
         if not self.keeps_logits:
             return None
         batch = self._batch
-        siblings, draft_rows = torch.full((2, num_logits), -1, dtype=torch.int32, device=batch.device)
-        first = batch.sample_first[: num_seqs + 1]
-        where = (first, batch.sample_rows, batch.token_ids, batch.num_known, batch.num_real)
-        draft_proposals(*where, siblings, draft_rows, self._most)
-        return Proposals(siblings.unsqueeze(1), self.draft_logits, draft_rows)
+        assert batch.tree is not None
+        width = self.tree.most_siblings
+        found = torch.full((num_logits * (width + 1),), -1, dtype=torch.int32, device=batch.device)
+        siblings, draft_rows = found[num_logits:].view(num_logits, width), found[:num_logits]
+        where = (
+            batch.sample_first[: num_seqs + 1],
+            batch.sample_rows,
+            batch.token_ids,
+            batch.num_known,
+            batch.num_real,
+        )
+        draft_proposals(*where, batch.tree.children, batch.tree.kept, siblings, draft_rows, self._num_inner)
+        return Proposals(siblings, self.draft_logits, draft_rows)
 
     # -- drafting ------------------------------------------------------------------------------------------
 
-    def propose_decodes(
-        self,
-        num_seqs: int,
-        num_tokens: int,
-        decode_len: int,
-        num_drafts: int,
-        any_random: bool,
-        hidden: torch.Tensor,
-    ) -> None:
+    def propose_decodes(self, step: FlatBatch, num_drafts: int, any_random: bool, hidden: torch.Tensor) -> None:
         """Drafts for a batch of decodes, all in step, as its header says; the same launches whatever it says."""
-        batch = self._batch
-        rows, num_next = batch.rows[:num_seqs], batch.num_next[:num_seqs]
-        if self.drafter is None:
-            self._look_up(rows, num_next, num_drafts)
-            return
-        step = _Tokens(
-            input_ids=batch.input_ids[:num_tokens],
-            positions=batch.positions[:num_tokens],
-            slot_mapping=batch.slot_mapping[:num_tokens],
-            seq_lens=batch.seq_lens[:num_seqs],
-            query_start=batch.query_start[: num_seqs + 1],
-            rows=rows,
-            num_decodes=num_seqs,
-            decode_len=decode_len,
-            query_lens=[],
-            kv_lens=[],
-        )
-        self.drafter.propose(_Batch(self, rows, num_next, num_drafts, any_random, step, None, batch.last, hidden))
+        self._propose(step.rows, num_drafts, any_random, step, hidden)
 
     def propose(
         self,
         step: DeviceStep,
-        padded_seqs: int,
-        size: int,
+        tokens: FlatBatch,
         behind: Sequence[Behind],
         any_random: bool,
         hidden: torch.Tensor,
@@ -199,54 +192,64 @@ class GPUDrafting:
         """Drafts behind any other step.
 
         Args:
-            padded_seqs, size: sequences and tokens of the step, with padding.
-            behind: as `note` has found them.
+            tokens: the step's, with padding.
+            behind: as of `catch_up`.
             hidden: see `DraftBatch`.
         """
-        batch, device = self._batch, self._batch.device
-        asking = [index for index, num in enumerate(step.num_next) if num]
-        if not asking and not behind and (self.drafter is None or not self.drafter.follows_always):
+        self.catch_up(behind)
+        if not step.num_next and (self.drafter is None or not self.drafter.follows_always):
             return
-        rows = to_device([step.rows[step.sampling[index]] for index in asking], torch.int32, device)
-        num_next = to_device([step.num_next[index] for index in asking], torch.int32, device)
-        num_drafts = max(step.num_next, default=0)
+        rows = to_device([step.rows[index] for index in step.sampling], torch.int32, self._batch.device)
+        self._propose(rows, max(step.num_next, default=0), any_random, tokens, hidden)
+
+    def _propose(
+        self, rows: torch.Tensor, num_drafts: int, any_random: bool, step: FlatBatch, hidden: torch.Tensor
+    ) -> None:
+        batch, num_seqs = self._batch, rows.shape[0]
+        num_next = batch.num_next[:num_seqs]
         if self.drafter is None:
             self._look_up(rows, num_next, num_drafts)
             return
-        newest = batch.last.index_select(0, to_device(asking, torch.int64, device))
-        num_prompts = padded_seqs - step.num_decodes
-        tokens = _Tokens(
-            input_ids=batch.input_ids[:size],
-            positions=batch.positions[:size],
-            slot_mapping=batch.slot_mapping[:size],
-            seq_lens=batch.seq_lens[:padded_seqs],
-            query_start=batch.query_start[: padded_seqs + 1],
-            rows=batch.rows[:padded_seqs],
-            num_decodes=step.num_decodes,
-            decode_len=step.decode_len,
-            query_lens=step.query_lens,
-            kv_lens=[start + count for start, count in zip(step.starts, step.query_lens, strict=True)],
-            num_decode_tokens=sum(step.query_lens[: step.num_decodes]) if num_prompts else None,
+        newest = (batch.last[:num_seqs], batch.last_token[:num_seqs])
+        asking = Asking(rows, num_next, num_drafts, any_random, *newest)
+        self.drafter.propose(GPUDraftBatch(self, asking, step, hidden))
+
+    @property
+    def catches_up(self) -> bool:
+        """It has layers, and does not follow every step."""
+        return self.drafter is not None and self.drafter.has_layers and not self.drafter.follows_always
+
+    def catch_up(self, behind: Sequence[Behind]) -> None:
+        """Computes what `note` has found, before the step or behind it, once its tokens have been sent."""
+        if self.drafter is None or not behind:
+            return
+        batch = self._batch
+        for part in _parts(behind, self._room):
+            rows, starts, counts = zip(*part, strict=True)
+            ends = np.cumsum(counts).tolist()
+            header = to_device([0, *ends, *rows, *starts], torch.int32, batch.device)
+            query_start, every_row, planned = header.split([len(rows) + 1, len(rows), len(rows)])
+            tokens = self.flat(every_row, query_start, ends[-1])
+            tokens.query_lens = list(counts)
+            tokens.kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+            step_inputs(
+                *(every_row, query_start, planned, batch.token_ids, batch.num_known, batch.block_tables),
+                *(batch.block_size, tokens.input_ids, tokens.positions, tokens.slot_mapping, tokens.seq_lens),
+                all_known=True,
+            )
+            flat = (tokens.input_ids, tokens.positions, self.attention.metadata(tokens))
+            self.drafter.propose(UndraftedBatch(self, flat, batch.input_ids[:0]))
+
+    def flat(self, rows: torch.Tensor, query_start: torch.Tensor, num_tokens: int) -> FlatBatch:
+        """So many tokens of the drafter, yet to be filled."""
+        return FlatBatch(
+            input_ids=self.input_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            slot_mapping=self.slot_mapping[:num_tokens],
+            seq_lens=self.seq_lens[: rows.shape[0]],
+            query_start=query_start,
+            rows=rows,
         )
-        sampling = [step.sampling[index] for index in asking]
-        late = self._late(behind, [(step.rows[i], step.starts[i] + step.query_lens[i]) for i in sampling])
-        self.drafter.propose(_Batch(self, rows, num_next, num_drafts, any_random, tokens, late, newest, hidden))
-
-    def _late(self, behind: Sequence[Behind], asking: Sequence[tuple[int, int]]) -> _Late:
-        """The flat tokens of a draft model that is behind with some requests.
-
-        Args:
-            asking: (row, tokens that the model has computed at most) of those that ask for drafts, who come first.
-        """
-        count_of = {each.row: each for each in behind}
-        # Of who is in step the newest two, wherever they are by now.
-        known = [count_of.pop(row, Behind(row, end - 1, 2)) for row, end in asking]
-        every = [*known, *count_of.values()]
-        starts = np.cumsum([0] + [each.count for each in every])
-        device, total = self._batch.device, int(starts[-1])
-        header = to_device([*starts.tolist(), *(e.row for e in every), *(e.start for e in every)], torch.int32, device)
-        query_start, every_row, planned = header.split([len(every) + 1, len(every), len(every)])
-        return _Late(every, total, query_start, every_row, planned)
 
     def _look_up(self, rows: torch.Tensor, num_next: torch.Tensor, num_drafts: int) -> None:
         """Prompt lookup."""
@@ -271,207 +274,106 @@ class GPUDrafting:
         Args:
             hidden: [max_num_tokens, hidden_size], of the model's largest step.
         """
-        if self.drafter is not None and self.drafter.has_layers:
-            self.drafter.propose(_Largest(self, hidden))
+        if self.drafter is None or not self.drafter.has_layers:
+            return
+        size = hidden.shape[0] if self.drafter.follows_always else self._room
+        tokens = self.flat(self.starts(1)[:1], self.starts(1)[:2], size)
+        tokens.slot_mapping.fill_(-1)
+        metadata = self.attention.metadata(tokens)
+        metadata.outside = lambda call: None
+        self.drafter.propose(UndraftedBatch(self, (tokens.input_ids, tokens.positions, metadata), hidden))
 
-    def draw(
-        self, index: int, logits: torch.Tensor, rows: torch.Tensor, num_next: torch.Tensor, any_random: bool
-    ) -> None:
-        """Draws draft `index` from logits, [num_seqs, vocab_size], and keeps these where they may be asked for."""
-        batch = self._batch
-        drafted = self._sampler.draw_drafts_plain(logits, rows, batch.num_known, index, any_random)
-        push(rows, num_next, drafted, batch.token_ids, batch.num_known, batch.num_real, index)
-        if any_random:
+    def draw(self, level: int, logits: torch.Tensor, asking: Asking) -> None:
+        """Draws the drafts of a level, and keeps the logits they were drawn from where they may be asked for.
+
+        Args:
+            logits: [num_seqs * nodes of the level before, vocab_size].
+        """
+        batch, what, rows = self._batch, self._levels[level], asking.rows
+        num_seqs = rows.shape[0]
+        each = rows if what.num_before == 1 else rows.repeat_interleave(what.num_before)
+        if asking.any_random:  # also what they are verified against: drawn from nothing finer
+            logits = logits.to(self.draft_logits.dtype)
             padding = batch.num_known.shape[0]
-            places = torch.where(rows >= 0, rows, padding).long() * self._most + index
-            self.draft_logits.index_copy_(0, places, logits.to(self.draft_logits.dtype))
-
-    def metadata(self, tokens: _Tokens) -> AttentionMetadata:
-        """Where flat tokens read and write, in the drafter's layers; the decodes among them planned."""
-        count = tokens.num_decodes
-        num_seqs = tokens.rows.shape[0]
-        fits = count == num_seqs and tokens.decode_len == 1
-        is_fused = fits and self._backend.splits_decodes and all(plan.fuses(num_seqs) for plan in self._plans.values())
-        if count:
-            starts, lens = tokens.query_start[: count + 1], tokens.seq_lens[:count]
-            for window, plan in self._plans.items():
-                seen = None if window is None else window + tokens.decode_len - 1
-                plan_decode(plan, lens, starts, tokens.rows[:count], self._num_kv_heads, seen, is_fused)
-        first_prompt = count if tokens.num_decode_tokens is None else tokens.num_decode_tokens
-        return AttentionMetadata(
-            query_start=tokens.query_start,
-            seq_lens=tokens.seq_lens,
-            block_tables=self._batch.block_tables,
-            slot_mapping=tokens.slot_mapping,
-            query_lens=tokens.query_lens,
-            kv_lens=tokens.kv_lens,
-            backend=self._backend,
-            rows=tokens.rows,
-            num_decodes=count,
-            decode_len=tokens.decode_len,
-            num_decode_tokens=tokens.input_ids.shape[0] if count == num_seqs else tokens.num_decode_tokens,
-            is_fused=is_fused,
-            prefill_start=tokens.query_start[count:] - first_prompt if count < num_seqs else None,
-            plans=dict(self._plans),
-        )
+            places = torch.where(rows >= 0, rows, padding).long().unsqueeze(1) * self._num_inner + what.kept
+            inner = logits if what.inner is None else logits.unflatten(0, (num_seqs, -1)).index_select(1, what.inner)
+            self.draft_logits.index_copy_(0, places.flatten(), inner.view(-1, inner.shape[-1]))
+        drawn: list[torch.Tensor] = []
+        for _ in range(what.num_siblings):
+            if drawn:  # one after the other, of what is left: the noise of each id is the same
+                logits = logits.scatter(1, drawn[-1].unsqueeze(1), float("-inf"))
+            drawn.append(self._sampler.draw_drafts_plain(logits, each, batch.num_known, level, asking.any_random))
+        drafts = torch.stack(drawn, dim=1).view(num_seqs, -1)
+        if what.picked is not None:
+            drafts = drafts.index_select(1, what.picked)
+        where = (batch.token_ids, batch.num_known, batch.num_real)
+        push(rows, asking.num_next, drafts, *where, self.tree.levels[level][0])
 
     @property
     def batch(self) -> DeviceBatch:
         return self._batch
 
 
-@dataclass(slots=True)
-class _Tokens:
-    """Flat tokens and where they belong; the fields are those of `AttentionMetadata`."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start: torch.Tensor
-    rows: torch.Tensor
-    num_decodes: int = 0
-    decode_len: int = 1
-    query_lens: list[int] = field(default_factory=list)
-    kv_lens: list[int] = field(default_factory=list)
-    num_decode_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class _Late:
-    """What `DraftBatch.behind` computes where some requests are behind; `planned` is the first token of each."""
-
-    every: Sequence[Behind]
-    num_tokens: int
-    query_start: torch.Tensor
-    rows: torch.Tensor
-    planned: torch.Tensor
+def _parts(behind: Sequence[Behind], room: int) -> Iterator[list[Behind]]:
+    """So many tokens at once, at most."""
+    part: list[Behind] = []
+    left = room
+    for row, start, missing in behind:
+        while missing:
+            now = min(missing, left)
+            part.append(Behind(row, start, now))
+            start, missing, left = start + now, missing - now, left - now
+            if not left:
+                yield part
+                part, left = [], room
+    if part:
+        yield part
 
 
-class _Largest:
-    """`DraftBatch` of padding, for which nothing is drafted."""
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """How the drafts of a level come from the logits after the level before, of which each request has `num_before`.
 
-    num_levels = 0
+    Attributes:
+        num_siblings: that are drawn from each.
+        picked: [num_nodes] int64, which of them the nodes are, by parent and sibling; None: all.
+        inner: [num_inner] int64, those of the level before that have children; None: all.
+        kept: [num_inner] int64, as of `TreeTensors`.
+        parents: [num_seqs * num_nodes] int64, see `DraftBatch.parents`.
+    """
 
-    def __init__(self, drafting: GPUDrafting, hidden: torch.Tensor) -> None:
-        self._drafting = drafting
-        self.hidden = hidden
-        self.features: Mapping[int, torch.Tensor] = drafting.features
-        self.last = self.newest = drafting.starts[1][:0]
-
-    def behind(self) -> FlatTokens:
-        return self._flat(self._drafting.input_ids.shape[0])
-
-    def verified(self) -> tuple[torch.Tensor, FlatTokens]:
-        size = self.hidden.shape[0]
-        return torch.arange(size, device=self.hidden.device), self._flat(size)
-
-    def _flat(self, size: int) -> FlatTokens:
-        drafting = self._drafting
-        ids, positions, slots = (t[:size] for t in (drafting.input_ids, drafting.positions, drafting.slot_mapping))
-        slots.fill_(-1)
-        tokens = _Tokens(ids, positions, slots, drafting.seq_lens[:1], drafting.starts[1][:2], drafting.starts[1][:1])
-        metadata = drafting.metadata(tokens)
-        metadata.outside = lambda call: None
-        return ids, positions, metadata
-
-    def push(self, level: int, logits: torch.Tensor) -> None:
-        raise AssertionError("nothing is drafted")
-
-    def pushed(self, level: int, shift: int = 0) -> FlatTokens:
-        raise AssertionError("nothing is drafted")
-
-    def parents(self, level: int) -> torch.Tensor:
-        raise AssertionError("nothing is drafted")
+    num_before: int
+    num_siblings: int
+    picked: torch.Tensor | None
+    inner: torch.Tensor | None
+    kept: torch.Tensor
+    parents: torch.Tensor
 
 
-class _Batch:
-    """`DraftBatch` on the device. All requests ask as long as one does; who does not is told so by its slots."""
+def _levels(tree: DraftTree, num_seqs: int, device: torch.device) -> list[_Level]:
+    numbers = [place for place, children in enumerate(tree.children) if children]
+    found = []
+    before: tuple[int, ...] = (-1,)
 
-    def __init__(
-        self,
-        drafting: GPUDrafting,
-        rows: torch.Tensor,
-        num_next: torch.Tensor,
-        num_drafts: int,
-        any_random: bool,
-        step: _Tokens,
-        late: _Late | None,
-        newest: torch.Tensor,
-        hidden: torch.Tensor,
-    ) -> None:
-        self._drafting, self._step, self._late = drafting, step, late
-        self._rows, self._num_next, self._any_random = rows, num_next, any_random
-        self.num_levels = num_drafts
-        self.hidden = hidden
-        self.features: Mapping[int, torch.Tensor] = drafting.features
-        self.newest = self.last = newest[: rows.shape[0]]
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
-    def behind(self) -> FlatTokens:
-        drafting, batch, count = self._drafting, self._drafting.batch, self._rows.shape[0]
-        if self._late is None:
-            tokens = self._fill(num_tokens=2, offset=-2)
-            self.last = drafting.second[:count]
-            return self._flat(tokens)
-        late = self._late
-        tokens = self._tokens(len(late.every), late.num_tokens, late.rows, late.query_start)
-        tokens.num_decodes, tokens.num_decode_tokens = 0, 0
-        tokens.query_lens = [each.count for each in late.every]
-        tokens.kv_lens = [each.start + each.count for each in late.every]
-        step_inputs(
-            *(late.rows, late.query_start, late.planned, batch.token_ids, batch.num_known, batch.block_tables),
-            *(batch.block_size, tokens.input_ids, tokens.positions, tokens.slot_mapping, tokens.seq_lens),
-            all_known=True,
+    for nodes in tree.levels:
+        families = [tree.children[node + 1] for node in before]
+        width = max(map(len, families))
+        picked = [index * width + rank for index, family in enumerate(families) for rank in range(len(family))]
+        inner = [index for index, family in enumerate(families) if family]
+        parents = ints([before.index(tree.parents[node]) for node in nodes])
+        seqs = torch.arange(num_seqs, device=device).unsqueeze(1) * len(before)
+        found.append(
+            _Level(
+                num_before=len(before),
+                num_siblings=width,
+                picked=None if len(picked) == width * len(families) else ints(picked),
+                inner=None if len(inner) == len(before) else ints(inner),
+                kept=ints([numbers.index(before[index] + 1) for index in inner]),
+                parents=(seqs + parents).flatten(),
+            )
         )
-        self.last = late.query_start[1 : count + 1] - 1
-        return self._flat(tokens)
-
-    def verified(self) -> tuple[torch.Tensor, FlatTokens]:
-        step, batch = self._step, self._drafting.batch
-        following = self._drafting.input_ids[: step.input_ids.shape[0]]
-        following_ids(step.rows, step.query_start, step.positions, batch.token_ids, following)
-        self.last = batch.logit_index.index_select(0, self.newest)
-        places = torch.arange(following.shape[0], device=following.device)
-        return places, (following, step.positions, self._drafting.metadata(step))
-
-    def push(self, level: int, logits: torch.Tensor) -> None:
-        self._drafting.draw(level, logits, self._rows, self._num_next, self._any_random)
-
-    def pushed(self, level: int, shift: int = 0) -> FlatTokens:
-        return self._flat(self._fill(num_tokens=1, offset=level + shift, id_shift=-shift, least=level + 2))
-
-    def parents(self, level: int) -> torch.Tensor:
-        return self._drafting.starts[1][: self._rows.shape[0]]
-
-    def _fill(self, num_tokens: int, offset: int, id_shift: int = 0, least: int = 1) -> _Tokens:
-        batch, count = self._drafting.batch, self._rows.shape[0]
-        query_start = self._drafting.starts[num_tokens][: count + 1]
-        tokens = self._tokens(count, num_tokens * count, self._rows, query_start)
-        tokens.decode_len = num_tokens
-        draft_inputs(
-            *(self._rows, self._num_next, batch.token_ids, batch.num_known, batch.block_tables, batch.block_size),
-            *(tokens.input_ids, tokens.positions, tokens.slot_mapping, tokens.seq_lens),
-            num_tokens=num_tokens,
-            offset=offset,
-            id_shift=id_shift,
-            least=least,
-        )
-        return tokens
-
-    def _tokens(self, num_seqs: int, num_tokens: int, rows: torch.Tensor, query_start: torch.Tensor) -> _Tokens:
-        drafting = self._drafting
-        return _Tokens(
-            input_ids=drafting.input_ids[:num_tokens],
-            positions=drafting.positions[:num_tokens],
-            slot_mapping=drafting.slot_mapping[:num_tokens],
-            seq_lens=drafting.seq_lens[:num_seqs],
-            query_start=query_start,
-            rows=rows,
-            num_decodes=num_seqs,
-            decode_len=1,
-            query_lens=[],
-            kv_lens=[],
-        )
-
-    def _flat(self, tokens: _Tokens) -> FlatTokens:
-        return tokens.input_ids, tokens.positions, self._drafting.metadata(tokens)
+        before = nodes
+    return found

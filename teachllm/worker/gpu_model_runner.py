@@ -13,8 +13,7 @@ constraints) are sampled outside.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,16 +23,19 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.attention_backends.base import AttentionNeeds
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler, SamplerOutput
-from teachllm.sampling.verify import Proposals
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
+from teachllm.spec_decode.step_times import Prior
+from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
-from teachllm.worker.device_batch import LONGEST_DECODE, DeviceBatch, DeviceStep
+from teachllm.worker.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.gpu_attention import FlatBatch, GPUAttention
+from teachllm.worker.gpu_draft_batch import Behind
 from teachllm.worker.gpu_drafting import GPUDrafting
+from teachllm.worker.gpu_sampling import GPUSampling
 from teachllm.worker.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -44,12 +46,11 @@ from teachllm.worker.kv_cache import (
     plan_memory,
 )
 from teachllm.worker.launched_step import LaunchedStep, PendingStep
-from teachllm.worker.memory_needs import SAMPLED_AT_ONCE, compare, measure_needs, sampling_bytes, ungated_bytes
+from teachllm.worker.memory_needs import compare, measure_needs, sampling_bytes, ungated_bytes
 from teachllm.worker.prompt_scores import PromptScores
+from teachllm.worker.record_ahead import as_prior, decode_steps, known_tokens, per_token_behind, seconds_of
 from teachllm_kernels.compile_ahead import compiling_ahead
-from teachllm_kernels.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.draft_rows import synthetic_verdict
-from teachllm_kernels.hopper_decode import fits_hopper_decode
+from teachllm_kernels.kv_move import KVMover
 
 _PROMPTS = (8, 32)  # tokens; batches of 2 to 8 and of 17 to 32 decodes have the same products
 
@@ -88,8 +89,9 @@ class GPUModelRunner:
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
         free, total = torch.cuda.mem_get_info(device)
-        if drafter is not None and not drafter.tree.is_chain:
-            raise ValueError("speculative_token_tree: a GPU verifies chains only: leave it out, or set device=cpu")
+        tree = None if speculation is None else DraftTree.of_config(speculation)
+        if tree is not None and not tree.is_chain and not self._backend.splits_decodes:
+            raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
         predicted = plan_memory(config, model_config, device, drafter)  # before any weight is read
         allocated = torch.cuda.memory_allocated(device)
         self.model: Any = load_model(model_config, config, device, progress)
@@ -98,19 +100,20 @@ class GPUModelRunner:
         weights = torch.cuda.memory_allocated(device) - allocated
         self._batch = DeviceBatch(
             *(config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device),
-            max_drafts=0 if speculation is None else speculation.max_drafts,
+            tree=tree,
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
         self._graphs: Graphs[Any] = Graphs(device)
         self._graph_mode = "eager"  # of the last step, see `ModelRunnerOutput`
-        self._plans = self._decode_plans(needs, 1 + self._batch.max_drafts)
-        self._synthetic_rate = None if speculation is None else speculation.synthetic_rate
+        self._attention = GPUAttention(needs, self._backend, self._batch, 1 + self._batch.max_drafts)
         self._drafting: GPUDrafting | None = None
-        if speculation is not None and (loaded is not None or speculation.method == "ngram"):
+        if speculation is not None and tree is not None and (loaded is not None or speculation.method == "ngram"):
             own = needs if drafter is None else drafter_needs(drafter, needs)
-            plans = self._decode_plans(own, max(1 + self._batch.max_drafts, 2))
-            workers = (self._batch, self._sampler, self._backend)
-            self._drafting = GPUDrafting(speculation, loaded, model_config, *workers, plans, own.num_kv_heads)
+            attention = GPUAttention(own, self._backend, self._batch, max(1 + self._batch.max_drafts, 2))
+            workers = (self._batch, self._sampler, attention)
+            self._drafting = GPUDrafting(speculation, loaded, tree, model_config, *workers)
+        rate = None if speculation is None else speculation.synthetic_rate
+        self._sampling = GPUSampling(self._batch, self._sampler, self._drafting, rate)
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
         self.memory = self._measured(predicted, config, weights, free, total)
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
@@ -146,16 +149,6 @@ class GPUModelRunner:
         now.record()
         return now
 
-    def _decode_plans(self, needs: AttentionNeeds, decode_len: int) -> dict[int | None, DecodePlan]:
-        """Room for the plans of some layers' decodes, of so many tokens each, by window."""
-        if not self._backend.splits_decodes:
-            return {}
-        dtype, group = getattr(torch, needs.dtype), needs.num_heads // needs.num_kv_heads
-        on_hopper = fits_hopper_decode(self._device, dtype, needs.head_size, group, needs.block_size)
-        heads = (needs.num_heads, needs.num_kv_heads, needs.head_size)
-        options: dict[str, Any] = {"max_query_len": min(decode_len, LONGEST_DECODE), "on_hopper": on_hopper}
-        return {w: DecodePlan.allocate(self._max_num_seqs, *heads, self._device, **options) for w in needs.windows}
-
     def _allocate(
         self, config: EngineConfig, drafter: DrafterConfig | None, num_blocks: int, draft_caches: KVCache
     ) -> None:
@@ -165,6 +158,8 @@ class GPUModelRunner:
         self._kv_caches = allocate_kv_cache(self._model_config, num_blocks, config.block_size, self._device)
         if drafter is not None:
             draft_caches += allocate_layers(drafter.specs, drafter.dtype, num_blocks, config.block_size, self._device)
+        if self._batch.places is not None:
+            self._sampling.mover = KVMover([*self._kv_caches, *draft_caches])
 
     def close(self) -> None:
         """Lets collections look at everything again."""
@@ -207,34 +202,36 @@ class GPUModelRunner:
         """As many tokens as a step may have, all padding, as many logits, and room to sample from them."""
         batch, size = self._batch, self._batch.input_ids.shape[0]
         batch.slot_mapping.fill_(-1)
-        metadata = self._metadata(1, size, 0)
+        metadata = self._attention.metadata(FlatBatch.of(batch, 1, size, 0))
         metadata.outside = lambda call: None
         hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
-        logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index[:-1]))  # none of padding
         if self._drafting is not None:
             self._drafting.largest_step(hidden)
+        logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index[:-1]))  # none of padding
         return hidden, logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
         drafting, kept = self._drafting, (self._sampler, self._prompt_scores)
         self._batch.update(plan, kept if drafting is None else (*kept, drafting))
         step = self._batch.prepare(plan)
-        behind = None if drafting is None else drafting.note(plan.scheduled, step.rows)
+        behind = [] if drafting is None else drafting.note(plan.scheduled, step.rows)
         rows = step.sampled_rows
         variant = self._sampler.plain_variant(rows)
         scores = self._prompt_scores.any_due(plan.scheduled, step.rows)
         if not scores and self._backend.in_graphs:
-            full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
             # What a graph leaves behind is gone with the next one: a drafter that reads it must be in the same.
-            is_whole = step.is_decode and variant is not None and behind is None
+            is_whole = step.is_decode and variant is not None
+            drafts_inside = drafting is not None and is_whole and step.speculates
+            if drafts_inside:
+                step = step.with_drafts_inside()
+            full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
             if full is not None and (is_whole or drafting is None or not drafting.reads_step):
-                num_inside = None
-                if drafting is not None and is_whole and (step.num_next or drafting.reads_step):
-                    num_inside = step.most_next
-                logits = self._full(step, *full, variant, num_inside)
+                drafts_inside |= drafting is not None and is_whole and drafting.reads_step
+                logits = self._full(step, *full, variant, step.most_next if drafts_inside else None, behind)
                 to_draft = None
-                if drafting is not None and num_inside is None and (step.num_next or behind):
-                    to_draft = partial(drafting.propose, step, *full, behind or [], hidden=self._batch.input_ids)
+                if drafting is not None and not is_whole:
+                    tokens = self._tokens(step, *full)
+                    to_draft = partial(drafting.propose, step, tokens, behind, hidden=self._batch.input_ids)
                 return self._launched(step, rows, variant, logits, None, to_draft)
         wanted = self._batch.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
@@ -250,7 +247,8 @@ class GPUModelRunner:
             hidden = hidden if reads_all else chosen
         to_draft = None
         if drafting is not None:
-            to_draft = partial(drafting.propose, step, *self._mixed_shape(step), behind or [], hidden=hidden)
+            tokens = self._tokens(step, *self._mixed_shape(step))
+            to_draft = partial(drafting.propose, step, tokens, behind, hidden=hidden)
         return self._launched(step, rows, variant, logits, prompt_logprobs, to_draft)
 
     def _launched(
@@ -273,62 +271,15 @@ class GPUModelRunner:
         if launched.logits is not None:
             logits, num_seqs = launched.logits[: len(rows)], len(launched.step.sampling)
             if variant is not None:
-                self._sample_plain(logits, num_seqs, variant, bool(launched.step.num_drafts))
+                self._sampling.plain(logits, num_seqs, variant, bool(launched.step.num_drafts))
             else:
-                proposals = self._proposals(num_seqs, len(rows), bool(launched.step.num_drafts))
-                sampled, outputs = self._sample_any(logits, rows, proposals)
-                self._take(sampled, num_seqs)
+                outputs = self._sampling.any(logits, rows, num_seqs, launched.step.sampled_places)
             launched.logits = None  # the next step may have the memory
         pending = PendingStep(launched, outputs)
         if launched.to_draft is not None:  # the host need not wait for it
             launched.to_draft(any_random=variant is None or variant[0])
             launched.to_draft = None
         return pending
-
-    def _sample_plain(self, logits: torch.Tensor, num_seqs: int, variant: tuple[bool, bool], verifies: bool) -> None:
-        """Samples positions of `num_seqs` sequences, [num_logits, vocab_size], that ask for no more than filters."""
-        batch, count = self._batch, logits.shape[0]
-        rows = batch.sample_rows[:count]
-        if not batch.max_drafts:
-            batch.append(self._sampler.sample_plain(logits, rows, batch.num_known, variant))
-            return
-        positions = batch.positions.index_select(0, batch.logit_index[:count])
-        proposals = self._proposals(num_seqs, count, verifies and variant[0])
-        self._take(self._sampler.sample_positions(logits, rows, positions, variant, proposals), num_seqs)
-
-    def _proposals(self, num_seqs: int, num_logits: int, verifies: bool) -> Proposals | None:
-        """What positions were proposed by drawing."""
-        return self._drafting.proposals(num_seqs, num_logits) if self._drafting is not None and verifies else None
-
-    def _take(self, sampled: torch.Tensor, num_seqs: int) -> None:
-        """Sampled tokens of `num_seqs` sequences become known, with the drafts that they confirm."""
-        batch = self._batch
-        if not batch.max_drafts:
-            batch.append(sampled)
-            return
-        if self._synthetic_rate is not None:
-            where = (batch.sample_first[: num_seqs + 1], batch.sample_rows, sampled, batch.token_ids, batch.num_known)
-            synthetic_verdict(*where, self._synthetic_rate, batch.max_drafts)
-        batch.accept(sampled, num_seqs)
-
-    def _sample_any(
-        self, logits: torch.Tensor, rows: list[int], proposals: Proposals | None = None
-    ) -> tuple[torch.Tensor, list[SamplerOutput]]:
-        """Token ids, and what the sampler makes of the rows, whatever they ask for.
-
-        A few rows at a time, which bounds the memory that it takes.
-        """
-        batch = self._batch
-        lengths = batch.positions.index_select(0, batch.logit_index[: len(rows)]) + 1
-        outputs: list[SamplerOutput] = []
-        for first in range(0, len(rows), SAMPLED_AT_ONCE):
-            some = slice(first, first + SAMPLED_AT_ONCE)
-            theirs = proposals
-            if proposals is not None:
-                theirs = replace(proposals, siblings=proposals.siblings[some], draft_rows=proposals.draft_rows[some])
-            output = self._sampler.sample(logits[some].float(), rows[some], lengths[some], batch.token_ids, theirs)
-            outputs.append(output)
-        return torch.cat([output.token_ids for output in outputs]), outputs
 
     # -- in one graph --------------------------------------------------------------------------------------
 
@@ -339,22 +290,64 @@ class GPUModelRunner:
         num_tokens: int,
         variant: tuple[bool, bool] | None,
         num_drafts: int | None,
+        behind: Sequence[Behind],
     ) -> torch.Tensor | None:
         """The logits of a step padded to a graph's size; None if it has sampled.
 
         Args:
             num_drafts: to propose in it, at most; None: the drafter is not in it.
+            behind: what it has to catch up with, if it is in it.
         """
         decode_len = step.decode_len if step.is_decode else 0
         what = (num_seqs, num_tokens, decode_len, variant, num_drafts)
         key = ("full", *what)
         has_graph = self._graphs.has(key)
         if not has_graph and not self._eager and self._graphs.is_due(key):
-            self._batch.clear(num_seqs, num_tokens)  # what is captured also runs once: on padding alone
-            has_graph = self._graphs.capture(key, lambda: self._full_step(*what))
+            has_graph = self._record(*what)
         self._batch.send(step, num_seqs, num_tokens)
+        if num_drafts is not None and self._drafting is not None:
+            self._drafting.catch_up(behind)
         self._graph_mode = "full" if has_graph else "eager"
         return self._graphs.replay(key) if has_graph else self._full_step(*what)
+
+    def _record(self, num_seqs: int, num_tokens: int, *what: Any) -> bool:
+        """Records a full graph, by its key; what is captured also runs once before: on padding alone."""
+        self._batch.clear(num_seqs, num_tokens)
+        key = (num_seqs, num_tokens, *what)
+        return self._graphs.capture(("full", *key), lambda: self._full_step(*key))
+
+    @torch.inference_mode()
+    def record_ahead(self, sizes: Sequence[int]) -> Prior | None:
+        """Records the decodes of an engine that speculates, and times them. See `record_ahead.py`.
+
+        Args:
+            sizes: as of `AdaptiveLength`.
+
+        Returns:
+            None: nothing is recorded, or the drafter is not in a graph.
+        """
+        batch, drafting = self._batch, self._drafting
+        if self._eager or drafting is None:
+            return None
+        recorded: dict[tuple[int, int], tuple[Any, ...]] = {}
+        seconds: dict[tuple[int, int], float] = {}
+        with torch.cuda.device(self._device):
+            steps = decode_steps(batch)
+            for size, step in steps.items():
+                shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
+                assert shape is not None
+                inside = step.most_next if step.speculates or drafting.reads_step else None
+                for any_random in (True, False):
+                    key = (*shape, step.decode_len, (any_random, False), inside)
+                    if self._record(*key):
+                        recorded[size] = key
+            batch.pretend(known_tokens(batch), self.memory.num_blocks)
+            for size, key in recorded.items():
+                batch.send(steps[size], *key[:2])
+                seconds[size] = seconds_of(partial(self._graphs.replay, ("full", *key)), batch)
+            behind = per_token_behind(drafting)
+            batch.forget()
+        return as_prior(seconds, behind, batch, sizes)
 
     def _full_step(
         self,
@@ -371,22 +364,17 @@ class GPUModelRunner:
             num_drafts: as of `_full`.
         """
         batch, drafting = self._batch, self._drafting
-        batch.build(num_seqs)
-        can_fuse = decode_len == 1 and self.model.fuses_decodes and self._backend.splits_decodes
-        is_fused = can_fuse and all(plan.fuses(num_seqs) for plan in self._plans.values())
-        if decode_len:
-            self._plan_decodes(num_seqs, decode_len, is_fused)
-        metadata = self._metadata(num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
-        metadata.is_fused = is_fused
-        hidden = self._forward(num_tokens, metadata)
+        batch.build(num_seqs, num_seqs if decode_len else 0)
+        tokens = FlatBatch.of(batch, num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
+        hidden = self._forward(num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
         if not decode_len:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
         logits = self.model.lm_logits(hidden)
         if variant is None:
             return logits
-        self._sample_plain(logits, num_seqs, variant, verifies=decode_len > 1)
+        self._sampling.plain(logits, num_seqs, variant, verifies=decode_len > 1)
         if drafting is not None and num_drafts is not None:
-            drafting.propose_decodes(num_seqs, num_tokens, decode_len, num_drafts, variant[0], hidden)
+            drafting.propose_decodes(tokens, num_drafts, variant[0], hidden)
         return None
 
     def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
@@ -409,14 +397,10 @@ class GPUModelRunner:
         if is_padded and not in_pieces and not self._eager and self._graphs.is_due(key):
             in_pieces = self._capture_mixed(key, size)
         batch.send(step, padded_seqs, size)
-        batch.build(padded_seqs)
-        if step.num_decodes:
-            self._plan_decodes(step.num_decodes, step.decode_len)
-        num_decode_tokens = sum(step.query_lens[: step.num_decodes])
-        metadata = self._metadata(padded_seqs, size, step.num_decodes, step.decode_len, num_decode_tokens)
+        batch.build(padded_seqs, step.num_decodes)
+        tokens = self._tokens(step, padded_seqs, size)
+        metadata = self._attention.metadata(tokens, can_fuse=False)
         self._graph_mode = "piecewise" if in_pieces else "eager"
-        metadata.query_lens = step.query_lens
-        metadata.kv_lens = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
         if in_pieces:
             hidden = self._graphs.replay_pieces(key, metadata)
         else:
@@ -440,7 +424,7 @@ class GPUModelRunner:
         """Records a mixed step of `size` tokens; they are all padding meanwhile. False if that cannot be done."""
         batch = self._batch
         batch.slot_mapping[:size].fill_(-1)
-        metadata = self._metadata(1, size, 0)
+        metadata = self._attention.metadata(FlatBatch.of(batch, 1, size, 0))
 
         def run(outside: Callable[[AttentionCall], None] | None) -> torch.Tensor:
             metadata.outside = outside or (lambda call: None)
@@ -448,67 +432,26 @@ class GPUModelRunner:
 
         return self._graphs.capture_pieces(key, run)
 
-    def _metadata(
-        self,
-        num_seqs: int,
-        num_tokens: int,
-        num_decodes: int,
-        decode_len: int = 1,
-        num_decode_tokens: int | None = None,
-    ) -> AttentionMetadata:
-        batch = self._batch
-        prefill_start = None
-        if num_decodes < num_seqs:
-            first = num_decodes if num_decode_tokens is None else num_decode_tokens
-            prefill_start = batch.query_start[num_decodes : num_seqs + 1] - first
-        elif num_decode_tokens is None:
-            num_decode_tokens = num_tokens
-        return AttentionMetadata(
-            query_start=batch.query_start[: num_seqs + 1],
-            seq_lens=batch.seq_lens[:num_seqs],
-            block_tables=batch.block_tables,
-            slot_mapping=batch.slot_mapping[:num_tokens],
-            query_lens=[],
-            kv_lens=[],
-            backend=self._backend,
-            rows=batch.rows[:num_seqs],
-            num_decodes=num_decodes,
-            decode_len=decode_len,
-            num_decode_tokens=num_decode_tokens,
-            prefill_start=prefill_start,
-            plans=dict(self._plans),
-        )
+    def _tokens(self, step: DeviceStep, num_seqs: int, size: int) -> FlatBatch:
+        """A mixed step, built."""
+        tokens = FlatBatch.of(self._batch, num_seqs, size, step.num_decodes, step.decode_len)
+        tokens.query_lens = step.query_lens
+        tokens.kv_lens = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
+        if step.num_decodes < num_seqs:
+            tokens.num_decode_tokens = sum(step.query_lens[: step.num_decodes])
+        return tokens
 
     def _ending(self, wanted: torch.Tensor) -> AttentionMetadata:
         """The wanted tokens as decodes, planned. Behind the attention of all layers but the last one."""
         batch, count = self._batch, wanted.shape[0]
-        metadata = AttentionMetadata(
-            query_start=torch.arange(count + 1, dtype=torch.int32, device=self._device),
-            seq_lens=batch.positions.index_select(0, wanted).int() + 1,
-            block_tables=batch.block_tables,
+        positions = batch.positions.index_select(0, wanted)
+        tokens = FlatBatch(
+            input_ids=wanted,
+            positions=positions,
             slot_mapping=batch.slot_mapping[:0],
-            query_lens=[],
-            kv_lens=[],
-            backend=self._backend,
+            seq_lens=positions.int() + 1,
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=self._device),
             rows=batch.sample_rows[:count],
             num_decodes=count,
-            plans=dict(self._plans),
         )
-        self._plan(metadata.seq_lens, metadata.query_start, batch.sample_rows[:count])
-        return metadata
-
-    def _plan_decodes(self, count: int, decode_len: int = 1, fused: bool = False) -> None:
-        batch = self._batch
-        self._plan(batch.seq_lens[:count], batch.query_start[: count + 1], batch.rows[:count], decode_len, fused)
-
-    def _plan(
-        self,
-        seq_lens: torch.Tensor,
-        query_start: torch.Tensor,
-        rows: torch.Tensor,
-        decode_len: int = 1,
-        fused: bool = False,
-    ) -> None:
-        for window, plan in self._plans.items():
-            seen = None if window is None else window + decode_len - 1
-            plan_decode(plan, seq_lens, query_start, rows, self._model_config.num_kv_heads, seen, fused)
+        return self._attention.metadata(tokens, can_fuse=False)

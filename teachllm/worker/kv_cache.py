@@ -80,7 +80,7 @@ def plan_memory(
         specs, weights = [*specs, *drafter.specs], weights + drafter.weight_bytes
     plan = MemoryPlan(0, weights, 0, specs, config.block_size, config.max_model_len)
     if device.type == "cuda":
-        needs: dict[str, Any] = predict_needs(config, model, device)
+        needs: dict[str, Any] = predict_needs(config, model, device, drafter)
         plan = replace(plan, **needs)
     else:
         plan = replace(plan, activations=_cpu_activation_bytes(config, model))

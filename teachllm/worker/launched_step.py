@@ -80,11 +80,13 @@ class PendingStep:
         for order, index in enumerate(step.sampling):
             if num_fields == 1:
                 sampled[index] = told[order]
+                path: list[int] = []
             else:
                 count, num_drafted[index], *token_ids = told[order]
-                sampled[index] = token_ids[:count]
+                sampled[index], path = token_ids[:count], token_ids[len(token_ids) // 2 + 1 :][: count - 1]
             if entries and entries[first] is not None:
-                logprobs[index] = [entry for entry in entries[first : first + len(sampled[index])] if entry is not None]
+                at = [first, *(first + 1 + node for node in path)]
+                logprobs[index] = [entry for i in at if (entry := entries[i]) is not None]
             first += 1 + (step.num_drafts[order] if step.num_drafts else 0)
         return ModelRunnerOutput(
             sampled,

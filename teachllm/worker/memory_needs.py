@@ -23,8 +23,11 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.layers.attention_backends import selection
 from teachllm.models.model_config import ModelConfig
+from teachllm.spec_decode.load import DrafterConfig
+from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.record_ahead import decode_steps
 from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from teachllm_kernels.hopper_linear import has_hopper
@@ -49,7 +52,9 @@ def dtype_bytes(name: str) -> int:
     return torch.empty((), dtype=getattr(torch, name)).element_size()
 
 
-def predict_needs(config: EngineConfig, model: ModelConfig, device: torch.device) -> dict[str, int]:
+def predict_needs(
+    config: EngineConfig, model: ModelConfig, device: torch.device, drafter: DrafterConfig | None = None
+) -> dict[str, int]:
     """Bytes by the names of `MemoryPlan`'s fields; the weights are `model.weight_bytes`.
 
     Args:
@@ -57,26 +62,34 @@ def predict_needs(config: EngineConfig, model: ModelConfig, device: torch.device
         device: a GPU.
     """
     return {
-        "activations": activation_bytes(config, model, device),
-        "buffers": buffer_bytes(config, model),
-        "graphs": graph_bytes(config, model) if has_graphs(config) else 0,
+        "activations": activation_bytes(config, model, device, drafter),
+        "buffers": buffer_bytes(config, model, drafter),
+        "graphs": graph_bytes(config, model, drafter) if has_graphs(config) else 0,
         "libraries": _CODE + (2 if has_graphs(config) else 1) * _workspace_bytes(device),
     }
 
 
-def activation_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+def activation_bytes(
+    config: EngineConfig, model: ModelConfig, device: torch.device, drafter: DrafterConfig | None = None
+) -> int:
     """What a step keeps alive at its peak, at most."""
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     assert num_tokens and num_seqs
-    size = dtype_bytes(model.dtype)
-    width = model.gated_peak_width if _is_gated(config, model, device) else _peak_width(config, model)
+    size, speculation = dtype_bytes(model.dtype), config.speculative_config
     hidden = num_tokens * model.hidden_size * size
-    logits = num_seqs * model.vocab_size * size
+    num_logits = num_seqs * (1 if speculation is None else 1 + len(DraftTree.of_config(speculation).parents))
     return max(
-        num_tokens * width * size,
+        num_tokens * _width(config, model, device) * size,
         ungated_bytes(config, model, device),
-        hidden + logits + sampling_bytes(config, model),
+        hidden + num_logits * model.vocab_size * size + sampling_bytes(config, model),
+        # Heads are narrow. A draft model of many layers may catch up with as many tokens as a step has.
+        hidden + num_tokens * _width(config, drafter.model, device) * size if drafter and drafter.head is None else 0,
     )
+
+
+def _width(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+    """Numbers that a token of the largest step keeps alive."""
+    return model.gated_peak_width if _is_gated(config, model, device) else _peak_width(config, model)
 
 
 def _peak_width(config: EngineConfig, model: ModelConfig) -> int:
@@ -108,19 +121,26 @@ def sampling_bytes(config: EngineConfig, model: ModelConfig) -> int:
     return max(min(num_seqs, SAMPLED_AT_ONCE) * per_row, scored, workspace_bytes(num_seqs, model.vocab_size))
 
 
-def buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
+def buffer_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None = None) -> int:
     """What a runner keeps from step to step beside weights and KV."""
-    rows, max_len, budget = config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens
-    assert rows and max_len and budget
-    nowhere = torch.device("meta")
+    rows, budget, nowhere = config.max_num_seqs, config.max_num_batched_tokens, torch.device("meta")
+    assert rows and budget
+    tree = None if config.speculative_config is None else DraftTree.of_config(config.speculative_config)
+    batch = _meta_batch(config, tree)
     heads = (model.num_attention_heads, model.num_kv_heads, model.head_size)
-    plans = [DecodePlan.allocate(rows, *heads, nowhere) for _ in set(model.windows)]
-    batch = DeviceBatch(rows, max_len, config.block_size, budget, nowhere)
+    kinds = [heads for _ in set(model.windows)]
+    drafting = 0
+    if drafter is not None and tree is not None:
+        kinds += [(drafter.num_heads, spec.num_kv_heads, spec.head_size) for spec in drafter.specs[:1]]
+        num_inner, size = sum(map(bool, tree.children)), dtype_bytes(model.dtype)
+        drafting = (rows + 1) * num_inner * model.vocab_size * size  # logits that drafts were drawn from
+        drafting += drafter.num_features * budget * model.hidden_size * size
+    plans = [DecodePlan.allocate(rows, *kind, nowhere, max_query_len=1 + batch.max_drafts) for kind in kinds]
     found = [getattr(plan, name) for plan in plans for name in plan.__slots__]
     found += vars(batch).values()
     tensors = [each for each in found if isinstance(each, torch.Tensor) and not each._is_view()]
     kept = selection.workspace_bytes(config.attention_backend)
-    return kept + sum(tensor.nbytes for tensor in tensors if tensor.device == nowhere)
+    return kept + drafting + sum(tensor.nbytes for tensor in tensors if tensor.device == nowhere)
 
 
 def has_graphs(config: EngineConfig) -> bool:
@@ -128,15 +148,30 @@ def has_graphs(config: EngineConfig) -> bool:
     return not config.enforce_eager and selection.is_recordable(config.attention_backend)
 
 
-def graph_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What all of `num_recordings` hold."""
+def graph_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None = None) -> int:
+    """What all of `num_recordings` hold, and those that an engine that speculates records ahead."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
     size, largest = dtype_bytes(model.dtype), min(LARGEST_MIXED_GRAPH, num_tokens)
     most = num_seqs + 1  # with one of padding
+    num_layers = num_recordings(config) * model.num_layers
+    if config.speculative_config is not None:
+        tree = DraftTree.of_config(config.speculative_config)
+        steps = decode_steps(_meta_batch(config, tree)).values()
+        most = max(most, *(step.num_tokens + 1 for step in steps))
+        # Each is recorded for greedy tokens and for random ones; a drafter runs once for each level.
+        rounds = sum(tree.num_levels(step.most_next) for step in steps)
+        num_layers += 2 * (len(steps) * model.num_layers + rounds * (0 if drafter is None else len(drafter.specs)))
     logits = most * (model.hidden_size + model.vocab_size) * size + workspace_bytes(most, model.vocab_size)
-    num_kernels = num_recordings(config) * _KERNELS_A_LAYER * model.num_layers
-    return largest * _peak_width(config, model) * size + logits + num_kernels * _BYTES_A_KERNEL
+    num_kernels = num_layers * _KERNELS_A_LAYER
+    return max(largest, most) * _peak_width(config, model) * size + logits + num_kernels * _BYTES_A_KERNEL
+
+
+def _meta_batch(config: EngineConfig, tree: DraftTree | None) -> DeviceBatch:
+    """Its tensors have sizes only."""
+    rows, max_len, budget = config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens
+    assert rows and max_len and budget
+    return DeviceBatch(rows, max_len, config.block_size, budget, torch.device("meta"), tree)
 
 
 def num_recordings(config: EngineConfig) -> int:

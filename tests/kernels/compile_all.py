@@ -20,14 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from teachllm_kernels import few_rows_linear, paged_decode, paged_prefill
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.draft_rows import (
-    accept,
-    draft_inputs,
-    draft_proposals,
-    following_ids,
-    push,
-    synthetic_verdict,
-)
+from teachllm_kernels.draft_rows import draft_inputs, following_ids, push
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
@@ -35,6 +28,7 @@ from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.hopper_linear import hopper_linear
 from teachllm_kernels.hopper_prefill import hopper_prefill, plan_prefill
+from teachllm_kernels.kv_move import KVMover
 from teachllm_kernels.kv_write import kv_write_triton
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton
@@ -45,6 +39,7 @@ from teachllm_kernels.rope_kv_write import rope_kv_write_triton
 from teachllm_kernels.sampling import sample_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_triton
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
+from teachllm_kernels.verify_drafts import accept, draft_proposals, synthetic_verdict
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # bytes that a program may have, by architecture
 TYPES = {
@@ -148,7 +143,7 @@ def compile_attention(
     q = torch.zeros(4, num_heads, head_size, dtype=dtype)
     paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap)
     tree = ints(4, dtype=torch.int64)
-    paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap, max_query_len=4, tree_mask=tree)
+    paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap, max_query_len=4, tree=tree)
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
     norm = torch.zeros(num_heads + 2, head_size, dtype=dtype)
     plan_decode(plan, lens, starts, rows, 2, window, fused=True)
@@ -209,15 +204,23 @@ def main() -> None:
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
     step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)
     step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s, True)
-    accept(ints(17), int32s, longs, ints(4, 64), int32s, int32s, int32s, ints(4, 64), ints(1), 7)
-    for num_tokens in (1, 2):
-        where = (longs, longs, longs, int32s)
-        rows = (int32s, int32s, ints(4, 64), int32s, ints(4, 4), 16)
-        draft_inputs(*rows, *where, num_tokens=num_tokens, offset=-2)
+    flat = (longs, longs, longs, int32s)
+    step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, *flat, depths=int32s, num_trees=4)
+    known, told = (ints(4, 64), int32s, int32s), (ints(4, 64), ints(1))
+    for places in (longs, None):
+        accept(ints(17), int32s, int32s, longs, *known, ints(4), int32s, int32s, ints(16, 3), places, *told)
+    KVMover([(torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 64))]).move(
+        ints(16, 3), ints(17), int32s, int32s, ints(4, 4)
+    )
+    rows = (int32s, int32s, ints(4, 64), int32s, ints(4, 4), 16)
+    for num_tokens, depth in ((1, None), (2, None), (3, 0)):
+        draft_inputs(*rows, *flat, num_tokens=num_tokens, offset=-2, depth=depth)
     push(int32s, int32s, longs, ints(4, 64), int32s, int32s, 0)
-    following_ids(int32s, ints(17), longs, ints(4, 64), longs)
-    draft_proposals(ints(17), int32s, ints(4, 64), int32s, int32s, int32s, int32s, 4)
-    synthetic_verdict(ints(17), int32s, longs, ints(4, 64), int32s, 0.8, 4)
+    following_ids(int32s, ints(17), int32s, ints(4, 64), longs, longs)
+    for siblings in (1, 2):
+        tree = (ints(5, siblings), ints(5))
+        draft_proposals(ints(17), int32s, ints(4, 64), int32s, int32s, *tree, ints(16, siblings), int32s, 4)
+    synthetic_verdict(ints(17), int32s, longs, ints(4, 64), int32s, ints(5, 1), 0.8)
     append_tokens(int32s, longs, ints(4, 64), int32s, ints(4, 16), ints(1))
     write_runs(ints(16), ints(40), 4, 10)
     prompt_lookup_triton(ints(4, 40_960), int32s, int32s, ints(16, 16), int32s, 8, 1)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.guard import guard
+
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
@@ -15,6 +17,13 @@ def poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # of which filling new memory is a part
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, kernels keep to the memory of their arguments."""
+    if not torch.cuda.is_available():
+        guard(monkeypatch)
 
 
 @pytest.fixture(scope="module")

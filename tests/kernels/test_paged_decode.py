@@ -67,12 +67,18 @@ def make_batch(
 
 
 def plan_for(
-    batch: Batch, num_heads: int, max_query_len: int, window: int | None, fused: bool = False, on_hopper: bool = False
+    batch: Batch,
+    num_heads: int,
+    max_query_len: int,
+    window: int | None,
+    fused: bool = False,
+    on_hopper: bool = False,
+    num_before: int = 0,
 ) -> DecodePlan:
     _, _, num_kv_heads, head_size = batch.k_cache.shape
     sizes = (len(batch.rows), num_heads, num_kv_heads, head_size)
     plan = DecodePlan.allocate(*sizes, DEVICE, max_query_len, on_hopper)
-    seen = None if window is None else window + max_query_len - 1
+    seen = None if window is None else window + num_before + max_query_len - 1
     plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen, fused)
     return plan
 
@@ -130,17 +136,18 @@ def test_one_token_a_sequence(lens: list[int], kind: Kind) -> None:
 
 @examples
 @given(
-    st.lists(st.tuples(st.integers(1, LONGEST), st.integers(1, 8)), min_size=1, max_size=3),
-    st.sampled_from([KINDS[1], KINDS[3]]),
+    st.lists(st.tuples(st.integers(1, LONGEST), st.integers(1, 64)), min_size=1, max_size=3),
+    st.sampled_from([8, 17, 64]),
+    st.sampled_from([KINDS[1], KINDS[2], KINDS[3]]),
 )
-def test_up_to_eight_tokens_a_sequence(sizes: list[tuple[int, int]], kind: Kind) -> None:
-    query_lens = [count for _, count in sizes]
-    lens = [before + count - 1 for before, count in sizes]
+def test_several_tokens_a_sequence(sizes: list[tuple[int, int]], most: int, kind: Kind) -> None:
+    query_lens = [min(count, most) for _, count in sizes]
+    lens = [before + count - 1 for (before, _), count in zip(sizes, query_lens, strict=True)]
     batch = make_batch(lens, query_lens, kind.heads, kind.head_size, 16, kind.dtype)
-    plan = plan_for(batch, kind.heads[0], 8, kind.window)
+    plan = plan_for(batch, kind.heads[0], most, kind.window)
     out = paged_decode_triton(
         *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3, kind.window),
-        max_query_len=8,
+        max_query_len=most,
     )
     assert_near(out, reference(batch, query_lens, 0.3, kind.window, None))
 
@@ -156,34 +163,37 @@ def test_no_more_tokens_a_sequence_than_the_plan_has_room_for() -> None:
 def trees(draw: st.DrawFn) -> list[list[int]]:
     """What each node of a tree of drafts sees: its ancestors, the root first, and itself."""
     sees = [[0]]
-    for node in range(1, draw(st.integers(1, 8))):
+    for node in range(1, draw(st.integers(2, 64))):
         sees.append([*sees[draw(st.integers(0, node - 1))], node])
     return sees
 
 
 @examples
 @given(
-    st.lists(st.tuples(st.integers(0, LONGEST), trees()), min_size=1, max_size=3),
+    trees(),
+    st.lists(st.tuples(st.integers(0, LONGEST), st.integers(1, 64)), min_size=1, max_size=3),
+    st.sampled_from([0, 0, 1, 5]),
     st.sampled_from([KINDS[1], Kind((4, 1), 80, torch.float32, window=20), Kind((2, 2), 64, HALF, 48, window=2)]),
 )
-def test_a_tree_of_drafts(sizes: list[tuple[int, list[list[int]]]], kind: Kind) -> None:
-    befores, forest = zip(*sizes, strict=True)
-    query_lens = [len(tree) for tree in forest]
-    lens = [before + count for before, count in zip(befores, query_lens, strict=True)]
+def test_a_tree_of_drafts(tree: list[list[int]], sizes: list[tuple[int, int]], first: int, kind: Kind) -> None:
+    """Of which some tokens may be in the cache, and each sequence has only the first few."""
+    first = min(first, len(tree) - 1)
+    most = len(tree) - first
+    befores, query_lens = [before for before, _ in sizes], [min(count, most) for _, count in sizes]
+    lens = [before + first + count for before, count in zip(befores, query_lens, strict=True)]
     batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype)
-    mask = torch.tensor([sum(1 << j for j in who) for tree in forest for who in tree], device=DEVICE)
     out = paged_decode_triton(
         *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start),
-        *(plan_for(batch, kind.heads[0], 8, kind.window), 0.3, kind.window),
-        max_query_len=8,
-        tree_mask=mask,
+        *(plan_for(batch, kind.heads[0], most, kind.window, num_before=first), 0.3, kind.window),
+        max_query_len=most,
+        tree=torch.tensor([sum(1 << j for j in who) - ((who[-1] == 63) << 64) for who in tree], device=DEVICE),
+        first_place=first,
         out=torch.full_like(batch.q, float("nan"), memory_format=torch.contiguous_format),
     )
+    nodes = [(seq, node) for seq, count in enumerate(query_lens) for node in tree[first : first + count]]
     expected = [
-        attend_to(batch, kind, seq, token, seen(before, who, kind.window))
-        for token, (seq, before, who) in enumerate(
-            (seq, before, who) for seq, (before, tree) in enumerate(sizes) for who in tree
-        )
+        attend_to(batch, kind, seq, token, seen(befores[seq], who, kind.window))
+        for token, (seq, who) in enumerate(nodes)
     ]
     assert_near(out, torch.stack(expected))
 

@@ -13,6 +13,7 @@ from teachllm.core.request import Request
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.draft_length import AdaptiveLength, FixedLength, make_draft_length
+from teachllm.spec_decode.step_times import Prior
 from teachllm.speculative_config import SpeculativeConfig
 from tests.spec_decode.simulated import Machine, OverTime, Simulated, Work, h200, roofline, straight
 
@@ -126,12 +127,14 @@ def test_where_every_step_has_somebody_who_comes_or_goes_it_is_noticed_in_time_t
 
 # -- a batch on an H200 ----------------------------------------------------------------------------------------
 
+CATCH_UP = 3.3e-6  # seconds a token
+
 
 def batch(length: AdaptiveLength | FixedLength, has_draft_model: bool, acceptance: float, seed: int) -> float:
     """Seconds of 64 requests that come at once and want about 384 tokens each, of an engine that runs ahead."""
     machine, load = h200(has_draft_model), (constant(64), constant(acceptance))
     arrivals = {"num_total": 64, "max_starts": 16, "num_output": 384, "output_spread": 0.25, "num_prompt": 512}
-    catch_up = 0.005e-3 if has_draft_model else 0.0
+    catch_up = CATCH_UP if has_draft_model else 0.0
     return Simulated(length, machine, *load, **arrivals, catch_up=catch_up, delay=2, seed=seed).run_out().seconds  # type: ignore[arg-type]
 
 
@@ -148,7 +151,8 @@ def of_h200(has_draft_model: bool, knows_times: bool) -> AdaptiveLength:
         return seconds(levels) / seconds(0)
 
     weights = 0.6 / 8 if has_draft_model else 0.0
-    return AdaptiveLength(range(5), weights, exactly if knows_times else None)
+    prior = Prior(exactly, CATCH_UP if has_draft_model else 0.0)
+    return AdaptiveLength(range(5), weights, prior if knows_times else None)
 
 
 @pytest.mark.parametrize("knows_times", [False, True])
@@ -291,7 +295,7 @@ def test_a_drafter_that_finds_nothing_for_a_while_is_still_asked() -> None:
 @pytest.mark.parametrize("said", [1.0, 1.2])
 def test_what_is_known_beforehand_counts_until_it_is_measured(said: float) -> None:
     machine = MACHINES["pays for every token"]
-    length = AdaptiveLength(range(5), 0.1, prior=lambda num_requests, levels: said if levels else 1.0)
+    length = AdaptiveLength(range(5), 0.1, prior=Prior(lambda num_requests, levels: said if levels else 1.0, 0.0))
     run = Simulated(length, machine, constant(8), constant(0.3))
     assert max(run.run(50).asked) > 0
     assert sum(run.run(600).asked[-200:]) < 0.1 * 200

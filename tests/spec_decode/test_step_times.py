@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from teachllm.spec_decode.step_times import Line, Step, StepTimes
+from teachllm.spec_decode.step_times import Line, Prior, Step, StepTimes
 
 
 def decode(num_requests: int, levels: int) -> Step:
@@ -81,10 +81,11 @@ def test_what_other_loads_have_shown_holds_until_a_load_was_timed_itself() -> No
 
 
 def test_before_anything_else_is_known_the_prior_is_believed() -> None:
-    found = StepTimes(range(5), 0.1, prior=lambda num_requests, levels: 1.0 + 0.5 * levels)
+    found = StepTimes(range(5), 0.1, prior=Prior(lambda num_requests, levels: 1.0 + 0.5 * levels, 2e-6))
     for _ in range(5):
         found.time(decode(8, 0), 4.0)
     assert [found.seconds(8, k, 8 * k) for k in range(5)] == pytest.approx([4.0, 6.0, 8.0, 10.0, 12.0])
+    assert found.per_token_behind == 2e-6
     for _ in range(5):
         found.time(decode(8, 2), 6.0)
     assert found.seconds(8, 2, 16) == pytest.approx(6.0)

@@ -24,6 +24,18 @@ QUESTIONS = [
 ]
 MODELS = {"draft_model": "teachlm-draft", "eagle": "teachlm-eagle", "medusa": "teachlm-medusa"}
 METHODS = ["ngram", "custom", *MODELS]
+TREES = {
+    "small": {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1), (1, 0)]", "num_speculative_tokens": 2},
+    "large": {
+        "speculative_token_tree": str(
+            [(a,) for a in range(4)]
+            + [(a, b) for a in range(3) for b in range(3)]
+            + [(a, b, c) for a in range(2) for b in range(2) for c in range(2)]
+            + [(0, 0, 0, 0), (0, 1, 0, 0)]
+        ),
+        "num_speculative_tokens": 4,
+    },
+}
 
 
 class Echo:
@@ -92,6 +104,32 @@ def test_greedy_tokens_are_those_without(method: str, settings: dict[str, Any], 
     llm.close()
 
 
+@pytest.mark.parametrize(
+    "settings", [{"enforce_eager": True}, {}, {"num_gpu_blocks_override": 16, "max_model_len": 150}]
+)
+@pytest.mark.parametrize("tree", list(TREES))
+@pytest.mark.parametrize("method", list(MODELS))
+def test_trees_of_drafts_leave_greedy_tokens_as_they_are(
+    method: str, tree: str, settings: dict[str, Any], plain: list[list[int]]
+) -> None:
+    llm = make(method, speculation=TREES[tree], **settings)
+    accepted = count_accepted(llm)
+    assert answers(llm) == plain
+    assert 1 + accepted[0] / accepted[1] > 2
+    llm.close()
+
+
+@pytest.mark.parametrize("params", [{"repetition_penalty": 1.3}, {"logprobs": 3}, {"bad_words": ["cache", "the"]}])
+@pytest.mark.parametrize("method", list(MODELS))
+def test_what_else_a_request_with_trees_may_ask_for(method: str, params: dict[str, Any]) -> None:
+    found = []
+    for each in (None, method):
+        llm = make(each, **({} if each is None else {"speculation": TREES["small"]}))
+        found.append(answers(llm, **params))
+        llm.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_blocks_that_run_out_and_prefixes_that_are_found_change_nothing(method: str, plain: list[list[int]]) -> None:
     llm = make(method, num_gpu_blocks_override=10, max_model_len=150, max_num_batched_tokens=24)
@@ -144,13 +182,15 @@ def test_a_certain_drafter_leaves_even_random_tokens_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 8}, {"top_p": 0.8, "frequency_penalty": 0.1}, {"logprobs": 1}])
+@pytest.mark.parametrize("tree", [None, "small"])
 @pytest.mark.parametrize("method", list(MODELS))
-def test_random_tokens_are_distributed_as_without(method: str, params: dict[str, Any]) -> None:
+def test_random_tokens_are_distributed_as_without(method: str, tree: str | None, params: dict[str, Any]) -> None:
     """The second output token of many requests: by Pearson's chi-square, with and without, over the common ones."""
     counts: list[dict[int, int]] = []
     prompt = [{"role": "user", "content": "Tell me a random thing about memory"}]
     for each in (None, method):
-        llm = make(each, max_num_seqs=64, max_num_batched_tokens=4096)
+        shape = {} if tree is None or each is None else {"speculation": TREES[tree]}
+        llm = make(each, max_num_seqs=64, max_num_batched_tokens=4096, **shape)
         params_of = [SamplingParams(temperature=1.5, max_tokens=4, seed=seed, **params) for seed in range(1200)]
         outputs = llm.chat([prompt] * len(params_of), params_of, False)  # type: ignore[arg-type]
         found: dict[int, int] = {}

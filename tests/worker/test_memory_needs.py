@@ -26,10 +26,13 @@ from teachllm.models.llama_config import parse
 from teachllm.models.loader import new_module
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.sampling.sampler import Sampler
+from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker import memory_needs
 from teachllm.worker.device_batch import DeviceBatch
+from teachllm.worker.gpu_attention import GPUAttention
 from teachllm.worker.gpu_model_runner import GPUModelRunner
-from teachllm.worker.kv_cache import allocate_kv_cache, kv_cache_specs, plan_memory
+from teachllm.worker.gpu_sampling import GPUSampling
+from teachllm.worker.kv_cache import allocate_kv_cache, attention_needs, kv_cache_specs, plan_memory
 from teachllm.worker.launched_step import logprobs_of
 from teachllm.worker.memory_needs import (
     SAMPLED_AT_ONCE,
@@ -90,9 +93,10 @@ def make_runner(config: EngineConfig, model: ModelConfig) -> Any:
     """A runner as far as its largest step goes."""
     assert config.max_num_seqs and config.max_model_len and config.max_num_batched_tokens
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
-    runner._device, runner._plans, runner._backend = NOWHERE, {}, TritonBackend()
+    runner._device, runner._backend = NOWHERE, TritonBackend()
     sizes = (config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens)
     runner._batch = DeviceBatch(*sizes, NOWHERE)
+    runner._attention = GPUAttention(attention_needs(config, model), runner._backend, runner._batch, 1)
     runner._drafting = None
     runner.model = new_module(lambda: LlamaForCausalLM(parse(model.raw), model.max_model_len), NOWHERE, torch.bfloat16)
     return runner
@@ -290,11 +294,11 @@ def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_wo
     batch.sample_rows[:num_rows] = torch.arange(num_rows - 1, -1, -1)
     rows, logits = list(range(num_rows - 1, -1, -1)), torch.randn(num_rows, vocab_size)
     together = sampler.sample(logits.clone(), rows, torch.full((num_rows,), 2), batch.token_ids)
-    runner: Any = GPUModelRunner.__new__(GPUModelRunner)
-    runner._batch, runner._sampler = batch, sampler
-    ids, outputs = runner._sample_any(logits.clone(), rows)
+    outputs = GPUSampling(batch, sampler, None, None).any(logits.clone(), rows, num_rows, [0] * num_rows)
+    ids = torch.cat([output.token_ids for output in outputs])
     logprobs = logprobs_of(outputs)
     assert logprobs is not None and ids.equal(together.token_ids) and logprobs == together.logprobs
+    assert batch.token_ids[rows, batch.num_known[rows] - 1].equal(ids.int())
     assert len({*ids.tolist()}) > 10 and sum(entry is None for entry in logprobs) == len(range(0, num_rows, 3))
 
 
@@ -317,6 +321,24 @@ def test_a_gpu_uses_what_was_predicted(name: str, tmp_path: Path) -> None:
     used = torch.cuda.max_memory_allocated() - before
     llm.close()
     assert used == pytest.approx(predicted.activations, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_what_a_draft_model_takes_is_in_the_prediction(tmp_path: Path) -> None:
+    small = h200.write_shape("qwen3-0.6b", tmp_path)
+    speculation = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 4}
+    settings: dict[str, Any] = {"max_model_len": 4096, "num_gpu_blocks_override": 1400}
+    settings["speculative_config"] = speculation
+    config, model = describe("qwen3-8b", tmp_path, **settings)
+    predicted = plan_memory(config, model, torch.device("cuda"), load_drafter_config(config, model, "cuda"))
+    torch.cuda.empty_cache()
+    before = _pool_bytes()
+    llm = LLM(**h200.engine_settings(tmp_path / "qwen3-8b", "cuda") | settings)
+    found, recordings = llm.engine.core.executor._runner.memory, _pool_bytes() - before  # type: ignore[attr-defined]
+    llm.close()
+    assert found.weights == pytest.approx(predicted.weights, rel=0.02)
+    assert found.activations == pytest.approx(predicted.activations, rel=0.02)
+    assert 0 < recordings < predicted.graphs
 
 
 @pytest.mark.gpu

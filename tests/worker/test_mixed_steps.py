@@ -33,9 +33,9 @@ def make_runner(recorded: set[int]) -> Any:
     )
     runner._backend = SimpleNamespace(in_graphs=True, splits_decodes=False)
     runner._max_num_seqs, runner._eager, runner._kv_caches = MAX_NUM_SEQS, False, []
-    runner._plan_decodes = lambda count, decode_len: None
     runner._drafting = None
-    runner._metadata = lambda *_: SimpleNamespace(wanted=None, ending=None)
+    runner._tokens = lambda *_: None
+    runner._attention = SimpleNamespace(metadata=lambda *_, **__: SimpleNamespace(wanted=None, ending=None))
     runner.model = model
     return runner
 

@@ -64,7 +64,8 @@ def attend_decodes(
         where = (*kv_cache, metadata.block_tables, starts, plan)
         scale, window, soft_cap = settings.scale, settings.window, settings.soft_cap
         tokens = slice(0, metadata.first_prompt_token)
-        paged_decode_triton(q[tokens], *where, scale, window, soft_cap, metadata.decode_len, out=out[tokens])
+        what = (metadata.decode_len, metadata.tree, metadata.first_place)
+        paged_decode_triton(q[tokens], *where, scale, window, soft_cap, *what, out=out[tokens])
 
 
 def attend_prompts(

@@ -1,0 +1,92 @@
+"""Moving K and V of drafts together: what holds of a tree is a path, and its nodes lie between others.
+
+Node i was computed at the i-th slot behind the known tokens. The nodes that hold go, in order, to the first slots
+there, where the tokens of their positions belong. None lies before its new place, so a program that moves them one
+after the other, each thread its own channels, overwrites nothing that it still needs. A chain's lie where they belong.
+
+Source: Miao et al., "SpecInfer", ASPLOS 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+_BLOCK = 512  # words
+
+
+@triton.jit
+def _move_kv(
+    addresses, widths, path, first, rows, num_known, block_tables, table_stride,
+    LEVELS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq = tl.program_id(0)
+    level = tl.arange(0, PADDED)
+    nodes = tl.load(path + seq * LEVELS + level, mask=level < LEVELS, other=-1)
+    if tl.sum((nodes > level).to(tl.int32)) == 0:
+        return
+    cache = tl.load(addresses + tl.program_id(1)).to(tl.pointer_type(tl.int32))
+    width = tl.load(widths + tl.program_id(1))
+    row = tl.load(rows + tl.load(first + seq)).to(tl.int64)
+    table = block_tables + row * table_stride
+    behind = tl.load(num_known + row) - 1 - tl.sum((nodes >= 0).to(tl.int32))
+    for begin in range(0, width, BLOCK):
+        word = begin + tl.arange(0, BLOCK)
+        for place in range(LEVELS):
+            node = tl.load(path + seq * LEVELS + place)
+            if node > place:
+                source, target = behind + node, behind + place
+                source_slot = tl.load(table + source // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + source % BLOCK_SIZE
+                target_slot = tl.load(table + target // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + target % BLOCK_SIZE
+                moved = tl.load(cache + source_slot * width + word, mask=word < width)
+                tl.store(cache + target_slot * width + word, moved, mask=word < width)
+
+
+class KVMover:
+    """Moves K and V of some layers.
+
+    Args:
+        caches: K and V of each layer, [num_blocks, block_size, num_kv_heads, head_size]; they stay where they are.
+    """
+
+    def __init__(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        tensors = [tensor for cache in caches for tensor in cache]
+        self._caches = list(caches)  # kept: the kernel has only their addresses
+        self._block_size, device = tensors[0].shape[1], tensors[0].device
+        words = [tensor[0, 0].numel() * tensor.element_size() // 4 for tensor in tensors]
+        self._addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
+        self._widths = torch.tensor(words, dtype=torch.int32, device=device)
+
+    def move(
+        self,
+        path: torch.Tensor,
+        first: torch.Tensor,
+        rows: torch.Tensor,
+        num_known: torch.Tensor,
+        block_tables: torch.Tensor,
+    ) -> None:
+        """After `accept`, whose `path`, `first`, `rows` and `num_known` these are.
+
+        Args:
+            block_tables: [max_rows, max_blocks] int32.
+        """
+        num_seqs, num_levels = path.shape
+        _move_kv[(num_seqs, self._widths.shape[0])](
+            *(self._addresses, self._widths, path, first, rows, num_known, block_tables, block_tables.stride(0)),
+            LEVELS=num_levels,
+            PADDED=triton.next_power_of_2(num_levels),
+            BLOCK_SIZE=self._block_size,
+            BLOCK=_BLOCK,
+            **launch_options(path.device),
+        )
+
+
+def cost(num_moved: int, bytes_per_token: int) -> tuple[int, int]:
+    """(bytes, FLOPs): K and V of all layers in and out, of each token that moves."""
+    return 2 * num_moved * bytes_per_token, 0

@@ -1,0 +1,236 @@
+"""Verifying the drafts in the rows of a batch on the device: what was proposed, which of it holds, and what is told.
+
+A row's known tokens end at `num_known`, and behind them lie its drafts, which a step has just computed. The host counts
+on all of them and never waits to learn how many held:
+
+    token_ids   | prompt and output | d0 d1 d2 |        num_known points at d0
+    accept      the tokens sampled at each position are compared with the drafts after it: on the path that holds the
+                tokens are written behind the known ones, then the one sampled at its end, and `num_known` moves behind
+
+Drafts are a tree, node i is d_i, and places count the newest token, too: place 0; node i is at place i + 1. Of a chain
+each node comes after the one before it. `DraftTree` makes the tensors that describe a tree.
+
+Sources of the rules: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023; Miao et
+al., "SpecInfer", ASPLOS 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+
+@triton.jit
+def _draft_proposals(
+    first, rows, token_ids, num_known, num_drawn, children, kept, siblings, draft_rows, token_stride, num_kept,
+    WIDTH: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq = tl.program_id(0)
+    begin, end = tl.load(first + seq), tl.load(first + seq + 1)
+    row = tl.load(rows + begin).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    inside = begin + place < end
+    known = tl.load(num_known + row, mask=row >= 0, other=0)
+    count = tl.minimum(tl.load(num_drawn + row, mask=row >= 0, other=0), end - begin - 1)
+    number = tl.load(kept + place, mask=inside, other=-1)
+    for i in tl.static_range(MOST):
+        node = tl.load(children + place * MOST + i, mask=inside, other=-1)
+        drawn = (node >= 0) & (node < count)
+        draft = tl.load(token_ids + row * token_stride + known + node, mask=drawn, other=-1)
+        tl.store(siblings + (begin + place) * MOST + i, draft, mask=inside)
+        if i == 0:
+            tl.store(draft_rows + begin + place, tl.where(drawn, row * num_kept + number, -1).to(tl.int32), mask=inside)
+
+
+def draft_proposals(
+    first: torch.Tensor,
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_drawn: torch.Tensor,
+    children: torch.Tensor,
+    kept: torch.Tensor,
+    siblings: torch.Tensor,
+    draft_rows: torch.Tensor,
+    num_kept: int,
+) -> None:
+    """What rejection sampling needs to know of the drafts after each logits row's token.
+
+    Args:
+        first, rows, token_ids, num_known: as of `accept`, before it.
+        num_drawn: [max_rows] int32, how many drafts of each row were drawn from logits that were kept.
+        children, kept: of the tree, see `TreeTensors`.
+        siblings, draft_rows: [R, most children] and [R] int32, written for all rows of a sequence: the drafts, and
+            which row of the kept logits they were drawn from, `row * num_kept + kept[place]`; -1: none.
+    """
+    _draft_proposals[(first.shape[0] - 1,)](
+        *(first, rows, token_ids, num_known, num_drawn, children, kept, siblings, draft_rows),
+        *(token_ids.stride(0), num_kept),
+        WIDTH=triton.next_power_of_2(children.shape[0]),
+        MOST=children.shape[1],
+        num_warps=1,
+        **launch_options(rows.device),
+    )
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _synthetic_drafts(
+    first, rows, sampled, token_ids, num_known, children, token_stride, threshold,
+    WIDTH: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq = tl.program_id(0)
+    begin, end = tl.load(first + seq), tl.load(first + seq + 1)
+    row = tl.load(rows + begin).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    node = tl.load(children + place * MOST, mask=begin + place < end, other=-1)
+    is_draft = (row >= 0) & (node >= 0) & (node < end - begin - 1)
+    known = tl.load(num_known + row, mask=row >= 0, other=0)
+    draft = tl.load(token_ids + row * token_stride + known + node, mask=is_draft, other=-1).to(tl.int64)
+    token = tl.load(sampled + begin + place, mask=is_draft, other=0)
+    coin, _, _, _ = tl.philox(0, known + place, row.to(tl.int32), 0, 0)
+    other = tl.where(token == draft, (token == 0).to(tl.int64), token)
+    holds = (coin >> 8).to(tl.int32) < threshold
+    tl.store(sampled + begin + place, tl.where(holds, draft, other), mask=is_draft)
+
+
+def synthetic_verdict(
+    first: torch.Tensor,
+    rows: torch.Tensor,
+    sampled: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    children: torch.Tensor,
+    rate: float,
+) -> None:
+    """For benchmarks: makes the first draft after each token hold by a seeded coin; the text means nothing.
+
+    Args:
+        sampled: [R] int64, changed in place.
+        children: of the tree, see `TreeTensors`.
+        rate: how many hold, in the mean. The others as of `accept`, before it.
+    """
+    _synthetic_drafts[(first.shape[0] - 1,)](
+        *(first, rows, sampled, token_ids, num_known, children, token_ids.stride(0), int(rate * 2**24)),
+        WIDTH=triton.next_power_of_2(children.shape[0]),
+        MOST=children.shape[1],
+        num_warps=1,
+        **launch_options(rows.device),
+    )
+
+
+@triton.jit
+def _accept_drafts(
+    first, rows, logit_index, sampled, token_ids, num_known, num_real, parents,
+    last, last_token, path, places, outputs, output_row, token_stride, output_stride, num_nodes,
+    WIDTH: tl.constexpr, LEVELS: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq = tl.program_id(0)
+    begin = tl.load(first + seq)
+    num_drafts = tl.load(first + seq + 1) - begin - 1
+    row = tl.load(rows + begin).to(tl.int64)
+    path += seq * LEVELS
+    if (row < 0) | (num_drafts < 0):
+        tl.store(last + seq, 0)
+        tl.store(last_token + seq, 0)
+        for level in tl.static_range(LEVELS):
+            tl.store(path + level, -1)
+        return
+    newest, known = tl.load(logit_index + begin), tl.load(num_known + row)
+    num_drafts = tl.minimum(num_drafts, tl.load(num_real + row))  # what lies behind these is no guess of anybody's
+    index = tl.arange(0, WIDTH)
+    behind = token_ids + row * token_stride + known
+    token = tl.load(sampled + begin + index, mask=index <= num_drafts, other=-1).to(tl.int32)
+    draft = tl.load(behind + index, mask=index < num_drafts, other=-2)
+    parent = tl.load(parents + index, mask=index < num_nodes, other=-1)
+    told = outputs + tl.load(output_row) * output_stride + seq * (3 + 2 * LEVELS)
+    place, num_held = 0, 0
+    for level in range(LEVELS + 1):
+        said = tl.sum(tl.where(index == place, token, 0))
+        is_reached = num_held == level
+        tl.store(behind + level, said, mask=is_reached)
+        tl.store(told + 2 + level, said, mask=is_reached)
+        # Siblings are different, but for those that stand in where nothing more could be drawn.
+        node = tl.min(tl.where((parent == place) & (draft == said), index, WIDTH))
+        holds = node < WIDTH
+        is_level = level < LEVELS
+        tl.store(path + level, tl.where(holds, node, -1), mask=is_level)
+        tl.store(told + 3 + LEVELS + level, node, mask=holds & is_level)
+        if HAS_PLACES:
+            tl.store(places + newest + 1 + level, (newest + 1 + node).to(tl.int64), mask=holds)
+        place = tl.where(holds, node + 1, place)
+        num_held += holds.to(tl.int32)
+    tl.store(num_known + row, known + num_held + 1)
+    tl.store(num_real + row, 0)
+    tl.store(last + seq, begin + place)
+    tl.store(last_token + seq, newest + num_held)
+    tl.store(told, num_held + 1)
+    tl.store(told + 1, num_drafts)
+
+
+def accept(
+    first: torch.Tensor,
+    rows: torch.Tensor,
+    logit_index: torch.Tensor,
+    sampled: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_real: torch.Tensor,
+    parents: torch.Tensor,
+    last: torch.Tensor,
+    last_token: torch.Tensor,
+    path: torch.Tensor,
+    places: torch.Tensor | None,
+    outputs: torch.Tensor,
+    output_row: torch.Tensor,
+) -> None:
+    """Keeps the drafts that hold, and the one token after them; for one logits row of each, that one.
+
+    Args:
+        first: [num_seqs + 1] int32, the first logits row of each sequence that samples; its drafts are one fewer than
+            its logits rows. A sequence of padding begins at a row of padding.
+        rows: [R + 1] int32, the request row of each logits row; -1 is padding.
+        logit_index: [R + 1] int32, which flat token of the step each logits row is of.
+        sampled: [R] int64, the token of each logits row.
+        token_ids: [max_rows, max_len] int32, drafts behind the known tokens.
+        num_known: [max_rows] int32, counted up in place.
+        num_real: [max_rows] int32, how many drafts of each row its drafter stood behind; set to 0.
+        parents: [num_nodes] int32, the place before each node.
+        last: [num_seqs] int32, written: the logits row after whose token the known ones end.
+        last_token: [num_seqs] int32, written: the flat token before the newest one, once the true ones stand together.
+        path: [num_seqs, num_levels] int32, written: the nodes that hold, then -1.
+        places: [num_tokens] int64 or None, written where drafts hold: of the flat tokens that stand together, which
+            flat token of the step each is.
+        outputs: [num_steps, size] int32, on the device or in the host's pinned memory. Of each sequence 3 + 2 *
+            num_levels numbers: how many tokens it gained, how many drafts were verified, those tokens, and from number
+            3 + num_levels on the path.
+        output_row: [1] int32, the row of `outputs` to write to.
+    """
+    num_nodes = parents.shape[0]
+    _accept_drafts[(first.shape[0] - 1,)](
+        *(first, rows, logit_index, sampled, token_ids, num_known, num_real, parents),
+        *(last, last_token, path, places, outputs, output_row, token_ids.stride(0), outputs.stride(0), num_nodes),
+        WIDTH=triton.next_power_of_2(num_nodes + 1),
+        LEVELS=path.shape[1],
+        HAS_PLACES=places is not None,
+        num_warps=1,
+        **launch_options(rows.device),
+    )
+
+
+def cost(num_seqs: int, num_drafts: int) -> tuple[int, int]:
+    """(bytes, FLOPs) of accepting so many drafts of each sequence. It is latency.
+
+    Of each token its sampled id and its draft in, and an id out to the row and to the host; of each sequence its row
+    and its length.
+    """
+    return num_seqs * ((num_drafts + 1) * (8 + 4 + 2 * 4) + 16), 0
