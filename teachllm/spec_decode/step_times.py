@@ -213,8 +213,9 @@ class StepTimes:
     @property
     def per_token_behind(self) -> float:
         """Seconds that a drafter takes to catch up with a token."""
-        guess = 2 * self._draft_cost * self.per_token if self._prior is None else self._prior.per_token_behind
-        return median_low([guess, *self._behind])
+        if self._prior is not None:  # an engine that runs ahead does not see it in the step that it was in
+            return self._prior.per_token_behind
+        return median_low([2 * self._draft_cost * self.per_token, *self._behind])
 
     @property
     def per_token(self) -> float:
