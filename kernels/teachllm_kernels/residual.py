@@ -19,6 +19,7 @@ from teachllm_kernels.filtered_draw import is_kept
 from teachllm_kernels.philox import STREAM_ACCEPT, uniform_numbers
 
 _STREAM = tl.constexpr(STREAM_ACCEPT)
+_ROUNDING = tl.constexpr(2.0**-20)  # p and q of the same logits may differ by so much of either, and are the same
 
 
 @triton.jit
@@ -94,9 +95,9 @@ def left(p, y, ids, num_rejected, siblings, tops, inverses, sums, scale):
         q = tl.exp2((y - _at(tops, j)) * scale) * _at(inverses, j)
         # A token that was rejected has p < q, and nothing left: also where rounding says otherwise. So what q says of
         # it from here on, nobody asks.
-        rest = tl.where(ids == token, 0.0, tl.maximum(p - q, 0.0))
+        rest = tl.where((ids == token) | (p - q <= p * _ROUNDING), 0.0, p - q)
         before = p
-        # Nothing is left of anything by rounding alone; then p stays as it was.
+        # Where nothing is left of anything, it was rejected by rounding alone: p stays as it was.
         p = tl.where(total > 0.0, rest * (1.0 / tl.where(total > 0.0, total, 1.0)), p)
     return p, before
 

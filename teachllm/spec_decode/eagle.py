@@ -198,9 +198,7 @@ class Eagle:
 
     def propose(self, batch: DraftBatch) -> None:
         places, (next_ids, positions, metadata) = batch.verified()
-        low_to_high = [batch.features[layer].index_select(0, places) for layer in self.feature_layers]
-        hidden = batch.hidden.index_select(0, places) if self.reads_all_hidden else batch.hidden
-        x = self.head.fused(hidden, low_to_high)
+        x = self._features(batch, places)
         x = self.head(self._embed(next_ids), x, positions, self.kv_caches, metadata)
         if batch.num_levels:
             x = x.index_select(0, batch.last)
@@ -210,6 +208,12 @@ class Eagle:
                 ids, positions, metadata = batch.pushed(level, shift=-1)
                 x = x.index_select(0, batch.parents(level))
                 x = self.head(self._embed(ids), x, positions, self.kv_caches, metadata)
+
+    def _features(self, batch: DraftBatch, places: torch.Tensor) -> torch.Tensor:
+        """Of the tokens at `places` of the step, [num_tokens, hidden_size]."""
+        low_to_high = [batch.features[layer].index_select(0, places) for layer in self.feature_layers]
+        hidden = batch.hidden.index_select(0, places) if self.reads_all_hidden else batch.hidden
+        return self.head.fused(hidden, low_to_high)
 
 
 def _added_up(y: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:

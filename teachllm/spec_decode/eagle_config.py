@@ -70,6 +70,19 @@ class EagleConfig:
         """That it can guess among."""
         return self.draft_vocab_size if self.has_head else self.llama.vocab_size
 
+    def peak_width(self, is_gated: bool) -> int:
+        """Numbers that a token of a step keeps alive beside what the model made of it, as `llama.peak_width`."""
+        llama, size = self.llama, self.llama.hidden_size
+        num_fused = len(self.feature_layers)
+        fusing = (num_fused * (2 + self.fc_norm + self.norm_before_fc) + 1) * size
+        heads_size = llama.num_heads * llama.head_size
+        attending = heads_size + 2 * llama.num_kv_heads * llama.head_size + heads_size
+        if self.is_third:  # of embedding and feature, side by side
+            attending += 2 * size
+        mlp = size + (1 if is_gated else 3) * llama.intermediate_size
+        # All the way: the embedding, the residual stream, and the feature or what a norm made of it.
+        return max(fusing, 2 * llama.head_size + 3 * size + max(attending, mlp))
+
     @staticmethod
     def parse(settings: HeadSettings, stored: Collection[str], model: Shape) -> EagleConfig:
         """Reads it.

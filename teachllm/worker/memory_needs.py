@@ -24,6 +24,7 @@ from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.layers.attention_backends import selection
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
+from teachllm.spec_decode.medusa import MedusaConfig
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
@@ -82,9 +83,17 @@ def activation_bytes(
         num_tokens * _width(config, model, device) * size,
         ungated_bytes(config, model, device),
         hidden + num_logits * model.vocab_size * size + sampling_bytes(config, model),
-        # Heads are narrow. A draft model of many layers may catch up with as many tokens as a step has.
-        hidden + num_tokens * _width(config, drafter.model, device) * size if drafter and drafter.head is None else 0,
+        hidden + num_tokens * _drafter_width(config, drafter, device) * size,
     )
+
+
+def _drafter_width(config: EngineConfig, drafter: DrafterConfig | None, device: torch.device) -> int:
+    """The same of a drafter that follows every token of a step, or catches up with as many."""
+    if drafter is None or isinstance(drafter.head, MedusaConfig):
+        return 0
+    if drafter.head is None:
+        return _width(config, drafter.model, device)
+    return drafter.head.peak_width(_is_gated(config, drafter.model, device))
 
 
 def _width(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:

@@ -334,7 +334,7 @@ def one_request(num_rows: int, vocab_size: int, **request: float) -> tuple[dict,
 def test_accepted_and_rejected_proposals_both_come_out_as_the_reference_has_them(
     num_siblings: int, filters: dict
 ) -> None:
-    batch, table = one_request(40 if DEVICE == "cuda" else 8, 60, **filters)
+    batch, table = one_request(120 if DEVICE == "cuda" else 8, 60, **filters)
     batch["siblings"] = propose(batch, table, num_siblings)
     tokens = sample(batch, table)
     assert tokens == expected_tokens(batch, table)

@@ -26,13 +26,25 @@ from teachllm.models.llama_config import parse
 from teachllm.models.loader import new_module
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.sampling.sampler import Sampler
+from teachllm.spec_decode.draft_model import DraftModel
+from teachllm.spec_decode.eagle import Eagle, EagleHead
+from teachllm.spec_decode.eagle_config import EagleConfig
 from teachllm.spec_decode.load import load_drafter_config
+from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker import memory_needs
 from teachllm.worker.device_batch import DeviceBatch
 from teachllm.worker.gpu_attention import GPUAttention
+from teachllm.worker.gpu_drafting import GPUDrafting
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.gpu_sampling import GPUSampling
-from teachllm.worker.kv_cache import allocate_kv_cache, attention_needs, kv_cache_specs, plan_memory
+from teachllm.worker.kv_cache import (
+    allocate_kv_cache,
+    allocate_layers,
+    attention_needs,
+    drafter_needs,
+    kv_cache_specs,
+    plan_memory,
+)
 from teachllm.worker.launched_step import logprobs_of
 from teachllm.worker.memory_needs import (
     SAMPLED_AT_ONCE,
@@ -89,17 +101,24 @@ def describe(name: str, folder: Path, **settings: Any) -> tuple[EngineConfig, Mo
     return config.resolve(model.max_model_len), model
 
 
-def make_runner(config: EngineConfig, model: ModelConfig) -> Any:
+def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None = None) -> Any:
     """A runner as far as its largest step goes."""
     assert config.max_num_seqs and config.max_model_len and config.max_num_batched_tokens
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
     runner._device, runner._backend = NOWHERE, TritonBackend()
     sizes = (config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens)
-    runner._batch = DeviceBatch(*sizes, NOWHERE)
+    runner._batch = DeviceBatch(*sizes, NOWHERE, tree)
     runner._attention = GPUAttention(attention_needs(config, model), runner._backend, runner._batch, 1)
     runner._drafting = None
     runner.model = new_module(lambda: LlamaForCausalLM(parse(model.raw), model.max_model_len), NOWHERE, torch.bfloat16)
     return runner
+
+
+def fix_products(model: torch.nn.Module, config: EngineConfig) -> None:
+    """As the loader does, if they are to be."""
+    for module in model.modules():
+        if isinstance(module, Linear | Embedding):
+            module.is_fixed = config.batch_invariant
 
 
 @pytest.mark.parametrize(
@@ -118,9 +137,7 @@ def test_activations_and_weights_are_what_the_gpus_code_allocates(
 ) -> None:
     config, model = describe(name, tmp_path, **settings)
     runner = make_runner(config, model)
-    for module in runner.model.modules():
-        if isinstance(module, Linear | Embedding):
-            module.is_fixed = config.batch_invariant
+    fix_products(runner.model, config)
     tensors = [*runner.model.parameters(), *runner.model.buffers()]
     assert sum(tensor.nbytes for tensor in tensors) == model.weight_bytes
     caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
@@ -255,6 +272,41 @@ def test_only_backends_that_can_be_recorded_have_graphs() -> None:
     assert not has_graphs(EngineConfig(enforce_eager=True))
 
 
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 2000, "max_num_seqs": 8}])
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+@pytest.mark.usefixtures("imagined_gpu")
+def test_a_drafters_activations_are_what_its_code_allocates(method: str, settings: dict[str, Any]) -> None:
+    speculation = {"method": method, "model": f"teachlm-{method.removesuffix('_model')}"}
+    options: dict[str, Any] = {"model": "teachlm", "device": "cuda", "dtype": "bfloat16"} | settings
+    config = EngineConfig(speculative_config=speculation, **options)  # type: ignore[arg-type]
+    model = load_model_config(config, "cuda")
+    config = config.resolve(model.max_model_len)
+    described = load_drafter_config(config, model, "cuda")
+    assert described is not None and config.speculative_config is not None and config.max_num_batched_tokens
+    runner = make_runner(config, model, DraftTree.of_config(config.speculative_config))
+    caches = allocate_layers(described.specs, described.dtype, 1, config.block_size, NOWHERE)
+    head, own = described.head, described.model
+    if isinstance(head, EagleConfig):
+        module: Any = new_module(lambda: EagleHead(head, own.max_model_len), NOWHERE, torch.bfloat16)
+        drafter: Any = Eagle(module, runner.model, caches)
+    else:
+        module = make_runner(config, own).model
+        drafter = DraftModel(module, caches, own.vocab_size, own.vocab_size)
+    fix_products(module, config)
+    needs = drafter_needs(described, attention_needs(config, model))
+    attention_of = GPUAttention(needs, runner._backend, runner._batch, 2)
+    rest = (model, runner._batch, None, attention_of)
+    drafting: Any = GPUDrafting(config.speculative_config, drafter, described.tree, *rest)  # type: ignore[arg-type]
+    hidden = torch.empty(config.max_num_batched_tokens, model.hidden_size, dtype=torch.bfloat16, device=NOWHERE)
+    with torch.inference_mode(), LiveBytes() as live:
+        drafting.largest_step(hidden)
+    width = live.peak / (2 * config.max_num_batched_tokens)
+    predicted = (
+        described.head.peak_width(False) if isinstance(described.head, EagleConfig) else described.model.peak_width
+    )
+    assert width == pytest.approx(predicted, rel=2e-2)
+
+
 def test_a_prediction_that_fails_is_said_in_one_line_and_a_good_one_is_not(tmp_path: Path) -> None:
     _, model = describe("qwen3-8b", tmp_path)
     plan = MemoryPlan(1 << 40, 16 << 30, 2 << 30, kv_cache_specs(model), 16, 4096)
@@ -339,6 +391,15 @@ def test_what_a_draft_model_takes_is_in_the_prediction(tmp_path: Path) -> None:
     assert found.weights == pytest.approx(predicted.weights, rel=0.02)
     assert found.activations == pytest.approx(predicted.activations, rel=0.02)
     assert 0 < recordings < predicted.graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa"])
+def test_the_embedded_drafters_take_what_was_predicted(method: str) -> None:
+    speculation = {"method": method, "model": f"teachlm-{method.removesuffix('_model')}"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="memory is not as predicted")
+        LLM("teachlm", device="cuda", speculative_config=speculation, gpu_memory_utilization=0.3).close()
 
 
 @pytest.mark.gpu
