@@ -207,13 +207,13 @@ class AdaptiveLength:
         gain, now = options[levels].gain, options[self._levels].gain
         if self._levels:
             return gain > _SWITCH * now
-        return gain > _START and gain > _START * (1 + self._catch_up(requests) / _HORIZON)
+        return gain > _START and gain > _START * (1 + self._catch_up(requests, len(requests)) / _HORIZON)
 
-    def _catch_up(self, requests: Sequence[Request]) -> float:
-        """How long until a drafter has followed some requests, in plain steps of them."""
+    def _catch_up(self, some: Sequence[Request], num_requests: int) -> float:
+        """How long until a drafter has followed some of so many requests, in plain steps of all."""
         followed = self._followed
-        num_behind = sum([each.num_computed_tokens - followed.get(each.request_id, 0) for each in requests])
-        return self._times.per_token_behind * num_behind / self._times.seconds(len(requests), 0, 0)
+        num_behind = sum([each.num_computed_tokens - followed.get(each.request_id, 0) for each in some])
+        return self._times.per_token_behind * num_behind / self._times.seconds(num_requests, 0, 0)
 
     def _look_further(self, options: Sequence[Option], requests: Sequence[Request]) -> None:
         """Tries something, if anything is worth it and due."""
@@ -224,7 +224,9 @@ class AdaptiveLength:
             if self._times.is_known(num_requests, levels):
                 trials.wait(load, levels)
             elif self._is_better(options, levels, requests):
-                catch_up = self._catch_up(requests) if not now and sure < 0.5 else 0.0  # later it will pay
+                catch_up = (
+                    self._catch_up(requests, num_requests) if not now and sure < 0.5 else 0.0
+                )  # later it will pay
                 if trials.try_all(options, levels, load, self._gain, sure, catch_up):
                     return
         if now:
@@ -236,11 +238,10 @@ class AdaptiveLength:
             few = sorted(requests, key=lambda request: request.num_computed_tokens)  # the least to catch up with
             few = few[: max(num_requests // _FEW, 2)]
             ratio = self._times.seconds(num_requests, 1, len(few)) / self._times.seconds(num_requests, 0, 0)
-            catch_up = self._catch_up(few) * len(few) / num_requests
-            if trials.try_few(frozenset([each.request_id for each in few]), ratio, catch_up):
+            if trials.try_few(frozenset([each.request_id for each in few]), ratio, self._catch_up(few, num_requests)):
                 return
         if len(options) > 1 and trials.is_due(load, 1):
-            trials.try_all(options, 1, load, self._gain, sure, self._catch_up(requests))
+            trials.try_all(options, 1, load, self._gain, sure, self._catch_up(requests, num_requests))
 
     def _lengths(
         self, options: Sequence[Option], requests: Sequence[Request], rates: Sequence[float]

@@ -56,6 +56,7 @@ class Drafting:
         self._batch, self._sampler, self._tree = batch, sampler, tree
         self._drafted: dict[int, _Drafted] = {}
         self._num_computed: dict[int, int] = {}  # tokens of each row whose K and V the drafter has
+        self._in_step: set[int] = set()  # rows that it has followed so far
         self._is_computed = np.zeros(num_blocks, dtype=bool)  # blocks of which it has all
         self._history_rows: set[int] = set()  # whose logits depend on what was said before
 
@@ -70,6 +71,7 @@ class Drafting:
     def close_row(self, row: int) -> None:
         """Forgets the request in `row`."""
         self._history_rows.discard(row)
+        self._in_step.discard(row)
         self._drafted.pop(row, None)
         self._num_computed.pop(row, None)
 
@@ -168,7 +170,10 @@ class Drafting:
         for index, (share, row) in enumerate(zip(shares, inputs.rows, strict=True)):
             self._drafted.pop(row, None)
             start, end = inputs.starts[index], inputs.starts[index] + share.num_tokens
-            goes_on = is_asked and self._num_computed[row] >= start
+            goes_on = is_asked and row in self._in_step
+            self._in_step.discard(row)
+            if share.samples and (share.num_next_drafts or goes_on):
+                self._in_step.add(row)
             if share.samples:
                 end = self._batch.num_known(row) - 1
                 # What the drafter computed from drafts that did not hold is worth nothing.

@@ -58,7 +58,7 @@ KERNELS = {
     "matrix products": ["_few_rows_linear", "_fixed_linear", "_gemv", "_hopper_gated_linear", "_hopper_linear"],
     "drafts": [
         *("_accept_drafts", "_draft_inputs", "_draft_proposals", "_find_matches", "_following", "_propose"),
-        *("_push_drafts", "_synthetic_drafts"),
+        *("_move_kv", "_push_drafts", "_synthetic_drafts"),
     ],
     "sampling": ["_append_tokens", "_cut", "_measure", "_pick", "_reject", "_scan", "_settle"],
     "norms and the rest": ["_kv_write", "_rms_norm", "_rope_kv_write", "_silu_and_mul", "_step_inputs", "_write_runs"],

@@ -15,6 +15,7 @@ import torch
 from teachllm.core.request import Request
 from teachllm.engine.engine import Engine
 from teachllm.models.checkpoint import find_folder
+from teachllm.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
 from tests.spec_decode import naive
@@ -120,6 +121,25 @@ def test_of_requests_that_are_asked_for_more_or_less_or_nothing_each_gets_its_ow
     answer(engine, prompts_of(engine), 24)
     assert {len(each.drafts) for each in listening.heard} == {1, 2, 3}
     assert_naive(listening.heard, embedded())
+
+
+def test_while_others_ask_it_follows_whom_it_has_followed_and_nobody_else() -> None:
+    class Some(Pattern):
+        def choose(self, requests: Sequence[Request], num_tokens: int) -> list[tuple[int, str]]:
+            numbers = {"0": 2, "1": super().choose(requests[:1], num_tokens)[0][0], "2": 0}
+            return [(numbers[request.request_id], "by name") for request in requests]
+
+    engine = make(EMBEDDED)
+    engine.core.scheduler.draft_length = Some([2, 2, 0])
+    drafting: Any = engine.core.executor._runner._drafting  # type: ignore[attr-defined]
+    for name, prompt in zip("012", prompts_of(engine), strict=False):
+        engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=30))
+    while len(engine.core.scheduler.requests["0"].token_ids) < 32:
+        engine.step()
+    known = [drafting._batch.num_known(row) for row in range(3)]
+    computed = sorted(drafting._num_computed.values())
+    assert computed[0] == 0 and len(computed) == 3 and computed[1] >= min(known) - 1 > 20
+    engine.close()
 
 
 def test_blocks_that_were_filled_while_nobody_drafted_are_computed_again() -> None:
