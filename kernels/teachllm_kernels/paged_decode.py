@@ -9,7 +9,7 @@ all the work goes into keeping every multiprocessor reading until the end, howev
               more tokens, each 8 are a program's.
     merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's
               last split merges them, so there is no second kernel. Of several query tokens there is too much to merge
-              for one program: there it is a kernel, with a program for each token and head.
+              for one program: there is a second one (`merge_splits.py`).
 
 More than one query token a sequence, and a tree mask, are for verifying drafts.
 
@@ -45,12 +45,12 @@ from teachllm_kernels.decode_plan import (
     max_splits,
 )
 from teachllm_kernels.hopper_decode import hopper_decode
+from teachllm_kernels.merge_splits import MERGED, merge, merge_splits
 from teachllm_kernels.paged_attention import cost
 from teachllm_kernels.rotary import normed_and_turned
 
 __all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
-_MERGED = 4096  # numbers that merging holds at once
 _QUERIES = 8  # tokens of a sequence that a program takes
 _SHORTEST = 16  # keys of a tile: the tensor cores multiply so many at once
 
@@ -244,7 +244,7 @@ def _paged_decode(
                 count = tl.atomic_add(finished + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
                 if count == num_splits - 1:
                     tl.store(finished + seq * NUM_KV_HEADS + kv_head, 0)
-                    _merge(
+                    merge(
                         partial, lse, out, first, num_splits, kv_head, token, channel, is_channel,
                         NUM_KV_HEADS, GROUP, D, MERGE, MERGE_ROWS,
                     )  # fmt: skip
@@ -256,79 +256,6 @@ def _paged_decode(
 def _capped(score, soft_cap):
     """tanh(score / soft_cap) * soft_cap; both in the base-2 scale."""
     return (2.0 * tl.sigmoid(2.0 * score / soft_cap) - 1.0) * soft_cap
-
-
-@triton.jit
-def _merge(
-    partial, lse, out, first, num_splits, kv_head, token, channel, is_channel,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGE` splits of `MERGE_ROWS` at a time."""
-    for first_row in tl.static_range(0, GROUP, MERGE_ROWS):
-        row = first_row + tl.arange(0, MERGE_ROWS)
-        is_row = row < GROUP
-        highest = tl.full([MERGE_ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([MERGE_ROWS], tl.float32)
-        acc = tl.zeros([MERGE_ROWS, channel.shape[0]], tl.float32)
-        for start in range(0, num_splits, MERGE):
-            split = start + tl.arange(0, MERGE)
-            part_row = ((first + split) * NUM_KV_HEADS + kv_head)[:, None] * GROUP + row[None, :]
-            is_part = (split < num_splits)[:, None] & is_row[None, :]
-            # Past the first-level cache, which may hold what these addresses were before.
-            part_lse = tl.load(lse + part_row, mask=is_part, other=-float("inf"), cache_modifier=".cg")
-            part = tl.load(
-                partial + part_row[:, :, None] * D + channel[None, None, :],
-                mask=is_part[:, :, None] & is_channel[None, None, :], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            higher = tl.maximum(highest, tl.max(part_lse, axis=0))
-            base = tl.where(higher == -float("inf"), 0.0, higher)
-            weight = tl.exp2(part_lse - base[None, :])
-            shrink = tl.exp2(highest - base)
-            acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
-            total = total * shrink + tl.sum(weight, axis=0)
-            highest = higher
-        to = out + (token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + row)[:, None] * D
-        merged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(to + channel[None, :], merged.to(out.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])
-
-
-@triton.jit
-def _merge_splits(
-    partial, lse, out, spans, query_start,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
-    MERGE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `_merge`, of one of a sequence's query tokens and one head."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    seq, query, head = tl.program_id(0) // MAX_Q, tl.program_id(0) % MAX_Q, tl.program_id(1)
-    num_splits = tl.load(spans + 2 * seq + 1)
-    token = tl.load(query_start + seq) + query
-    if (num_splits < 2) | (token >= tl.load(query_start + seq + 1)):
-        return
-    first = tl.load(spans + 2 * seq)
-    row = query * GROUP + head % GROUP
-    channel = tl.arange(0, D_PADDED)
-    highest = tl.full([1], -float("inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([D_PADDED], tl.float32)
-    for start in range(0, num_splits, MERGE):
-        split = start + tl.arange(0, MERGE)
-        part_row = ((first + split) * NUM_KV_HEADS + head // GROUP) * GROUP * MAX_Q + row
-        part_lse = tl.load(lse + part_row, mask=split < num_splits, other=-float("inf"))
-        is_part = (split < num_splits)[:, None] & (channel < D)[None, :]
-        part = tl.load(partial + part_row[:, None] * D + channel[None, :], mask=is_part, other=0.0)
-        higher = tl.maximum(highest, tl.max(part_lse, axis=0))
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        weight = tl.exp2(part_lse - base)
-        shrink = tl.exp2(highest - base)
-        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
-        total = total * shrink + tl.sum(weight, axis=0)
-        highest = higher
-    merged = acc / tl.where(total == 0.0, 1.0, total)
-    to = out + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * D + channel
-    tl.store(to, merged.to(out.dtype.element_ty), mask=channel < D)
 
 
 def paged_decode_triton(
@@ -453,7 +380,7 @@ def _launch(
         HAS_TREE=tree is not None,
         FUSED=prologue is not None,
         HAS_NORM=qk_weight is not None,
-        MERGE=max(_MERGED // (min(rows, 8) * 2 * half_padded), 1),
+        MERGE=max(MERGED // (min(rows, 8) * 2 * half_padded), 1),
         MERGE_ROWS=min(rows, 8),
         STAGES=shape.stages,
         num_warps=shape.num_warps,
@@ -461,16 +388,8 @@ def _launch(
         **launch_options(q.device),
     )
     if max_query_len > 1:
-        _merge_splits[(num_seqs * max_query_len, out.shape[1])](
-            *(plan.partial, plan.lse, out, plan.spans, query_start),
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=group,
-            MAX_Q=max_query_len,
-            D=head_size,
-            D_PADDED=triton.next_power_of_2(head_size),
-            MERGE=max(_MERGED // triton.next_power_of_2(head_size), 1),
-            **launch_options(q.device),
-        )
+        assert query_start is not None
+        merge_splits(plan.partial, plan.lse, out, plan.spans, query_start, num_kv_heads, max_query_len)
 
 
 def _tile(shape: DecodeShape, rows: int, head_padded: int, dtype_bytes: int, most_bytes: int) -> int:

@@ -26,7 +26,7 @@ except ImportError:
     libdevice = None
 
 STREAM_SAMPLE = 0  # Gumbel noise: which token is drawn
-STREAM_ACCEPT = 1  # uniform numbers: whether a draft is accepted, see `rejection.py`
+STREAM_ACCEPT = 1  # uniform numbers: whether a draft is accepted, see `rejection_reference.py`
 STREAM_DRAFT = 2  # Gumbel noise: which token is drafted
 
 _ROUNDS = 10

@@ -106,7 +106,7 @@ def _speculation(
     model: ModelConfig,
     drafter: Drafter | None,
     weighty: DrafterConfig | None,
-    measure: Callable[[Sequence[int]], Prior | None] | None,
+    record: Callable[[Sequence[int], bool], Prior | None] | None,
 ) -> dict[str, Any]:
     """What a core needs to speculate, by the names of `EngineCore`'s arguments."""
     speculation = config.speculative_config
@@ -121,7 +121,7 @@ def _speculation(
     cost = 0.0 if weighty is None else weighty.weight_bytes / model.weight_bytes
     return {
         "drafter": None if drafter is None else HostDrafting(drafter, model.vocab_size),
-        "draft_length": make_draft_length(speculation, cost, measure),
+        "draft_length": make_draft_length(speculation, cost, record),
     }
 
 

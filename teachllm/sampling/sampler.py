@@ -28,7 +28,7 @@ from teachllm.sampling.penalties import apply_penalties
 from teachllm.sampling.state import Parameters, SamplingState, Selection
 from teachllm.sampling.verify import Proposals
 from teachllm_kernels.philox import STREAM_DRAFT
-from teachllm_kernels.rejection import draft_sample_reference, rejection_sample_reference
+from teachllm_kernels.rejection_reference import draft_sample_reference, rejection_sample_reference
 from teachllm_kernels.sampling import gumbel_sample_reference
 
 

@@ -271,14 +271,16 @@ class AdaptiveLength:
 
 
 def make_draft_length(
-    speculation: SpeculativeConfig, draft_cost: float, measure: Callable[[Sequence[int]], Prior | None] | None = None
+    speculation: SpeculativeConfig,
+    draft_cost: float,
+    record: Callable[[Sequence[int], bool], Prior | None] | None = None,
 ) -> FixedLength | AdaptiveLength:
     """For a configuration.
 
     Args:
         draft_cost: as of `AdaptiveLength`.
-        measure: what the machine does, given `sizes` of `AdaptiveLength`; returns its `prior`.
+        record: prepares a machine for `sizes` of `AdaptiveLength`, and whether lengths adapt; returns its `prior`.
     """
     sizes = [0, *accumulate(map(len, DraftTree.of_config(speculation).levels))]
-    prior = None if measure is None else measure(sizes)
+    prior = None if record is None else record(sizes, speculation.adaptive)
     return AdaptiveLength(sizes, draft_cost, prior) if speculation.adaptive else FixedLength(sizes)

@@ -49,7 +49,7 @@ class DraftTree:
     def chain(length: int) -> DraftTree:
         return DraftTree(tuple(range(-1, length - 1)))
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         return self == DraftTree.chain(len(self.parents))
 
@@ -107,13 +107,17 @@ class DraftTree:
             path.append(held[0])
             at = held[0] + 1
 
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """Places that have children."""
+        return tuple(place for place, children in enumerate(self.children) if children)
+
     def tensors(self, device: torch.device) -> TreeTensors:
         """The same for kernels."""
 
         def ints(values: Sequence[object], dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        inner = [place for place, children in enumerate(self.children) if children]
         num_levels = len(self.levels)
         paths: list[list[int]] = [[]]
         for node, parent in enumerate(self.parents):
@@ -124,9 +128,8 @@ class DraftTree:
             depths=ints((0, *self.depths)),
             parents=ints([parent + 1 for parent in self.parents]),
             children=ints([[*nodes, *[-1] * (self.most_siblings - len(nodes))] for nodes in self.children]),
-            kept=ints([inner.index(place) if place in inner else -1 for place in range(len(paths))]),
+            kept=ints([self.inner.index(place) if place in self.inner else -1 for place in range(len(paths))]),
             paths=ints([[*path, *[-1] * (num_levels - len(path))] for path in paths]),
-            num_kept=len(inner),
         )
 
 
@@ -141,7 +144,6 @@ class TreeTensors:
         children: [N + 1, M] int32, the nodes after each place, in order; then -1.
         kept: [N + 1] int32, numbers the places that have children; -1 for the others.
         paths: [N + 1, num_levels] int32, the nodes on the way to each place, and the node there; then -1.
-        num_kept: places that have children.
     """
 
     sees: torch.Tensor
@@ -150,4 +152,3 @@ class TreeTensors:
     children: torch.Tensor
     kept: torch.Tensor
     paths: torch.Tensor
-    num_kept: int

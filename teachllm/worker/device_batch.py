@@ -92,7 +92,7 @@ class DeviceStep:
         return bool(self.num_drafts or self.num_next)
 
     def with_drafts_inside(self) -> DeviceStep:
-        """A decode as one graph: it verifies as many drafts as it makes room for the next, the larger of both numbers.
+        """Padded so that it verifies and asks for equally many drafts: the larger of both numbers.
 
         They differ when a length changes. A step with some padding takes less than a graph more for each pair.
         """
@@ -138,7 +138,7 @@ class DeviceBatch(Rows):
         token_ids: [max_num_seqs, max_model_len] int32.
         num_known: [max_num_seqs] int32, tokens of prompt and outputs.
         block_tables: [max_num_seqs, max_blocks] int32.
-        num_real: [max_num_seqs] int32, drafts behind those that a drafter stands behind, see `draft_rows.py`.
+        num_real: [max_num_seqs] int32, drafts behind those that a drafter stands behind, see `verify_drafts.py`.
         rows, query_start, planned_start: this step's header: [max_num_seqs + 1] int32, with room for a sequence of
             padding beside those that run, query_start one more; of each sequence its row (-1: padding), its first flat
             token, and its first token's index in the sequence.
@@ -154,7 +154,7 @@ class DeviceBatch(Rows):
         path: [max_num_seqs + 1, num_levels] int32, the drafts of each that hold.
         places: [max_num_batched_tokens] int64, of the flat tokens where the true ones of each sequence stand together,
             where the step has computed each; None: there already, in a chain.
-        tree: the shape of the drafts; of one that is only a newest token, nothing speculates.
+        tree: the shape of the drafts; None: nothing speculates.
 
     Args:
         tree: None: nothing speculates.
@@ -352,6 +352,8 @@ class DeviceBatch(Rows):
         Args:
             num_decodes: the first so many sequences may have drafts.
         """
+        if self.places is not None:
+            self.places.copy_(self._in_order)
         step_inputs(
             rows=self.rows[:num_seqs],
             query_start=self.query_start[: num_seqs + 1],
@@ -380,8 +382,6 @@ class DeviceBatch(Rows):
             sampled: [num_logits or more] int64, the token of each position.
         """
         assert self.tree is not None
-        if self.places is not None:
-            self.places.copy_(self._in_order)
         accept(
             *(self.sample_first[: num_seqs + 1], self.sample_rows, self.logit_index, sampled),
             *(self.token_ids, self.num_known, self.num_real, self.tree.parents),

@@ -8,8 +8,8 @@ its slots. Tensors are those of `GPUDrafting` and stay where they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,14 +19,6 @@ from teachllm_kernels.draft_rows import draft_inputs, following_ids
 
 if TYPE_CHECKING:
     from teachllm.worker.gpu_drafting import GPUDrafting
-
-
-class Behind(NamedTuple):
-    """Tokens of a request that its drafter has not computed: so many from `start` on, or from before it."""
-
-    row: int
-    start: int
-    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -54,14 +46,14 @@ class GPUDraftBatch:
 
     Args:
         step: the tokens that the model has just computed.
-        hidden: see `DraftBatch`.
+        hidden: see `DraftBatch`; None: the drafter reads none.
     """
 
-    def __init__(self, drafting: GPUDrafting, asking: Asking, step: FlatBatch, hidden: torch.Tensor) -> None:
+    def __init__(self, drafting: GPUDrafting, asking: Asking, step: FlatBatch, hidden: torch.Tensor | None) -> None:
         self._drafting, self._asking, self._step = drafting, asking, step
         self._rows, self._tree = asking.rows, drafting.tree
         self.num_levels = drafting.tree.num_levels(asking.num_drafts)
-        self.hidden = hidden
+        self.hidden = drafting.no_hidden if hidden is None else hidden
         self.features: Mapping[int, torch.Tensor] = drafting.features
         self.newest = self.last = asking.newest
 
@@ -78,7 +70,8 @@ class GPUDraftBatch:
         following_ids(step.rows, step.query_start, step.seq_lens, batch.token_ids, following, positions)
         self.last = self._asking.newest_token
         places = drafting.in_order[:size] if batch.places is None else batch.places[:size]
-        return places, (following, positions, drafting.attention.metadata(step))
+        # A path that held is a chain by now: no mask of the tree.
+        return places, (following, positions, drafting.attention.metadata(replace(step, first_place=None)))
 
     def push(self, level: int, logits: torch.Tensor) -> None:
         self._drafting.draw(level, logits, self._asking)
@@ -87,9 +80,7 @@ class GPUDraftBatch:
         nodes, least = self._tree.levels[level], self._tree.levels[level + 1][0] + 1
         depth = None if self._tree.is_chain else level + shift
         tokens = self._fill(len(nodes), nodes[0] + shift, id_shift=-shift, least=least, depth=depth)
-        if self._tree.is_chain:
-            return self._flat(tokens)
-        tokens.first_place = nodes[0] + 1
+        tokens.first_place = None if self._tree.is_chain else nodes[0] + 1
         return self._flat(tokens)
 
     def parents(self, level: int) -> torch.Tensor:
@@ -128,14 +119,14 @@ class UndraftedBatch:
     """Tokens that a drafter computes, and drafts nothing behind.
 
     Args:
-        hidden: see `DraftBatch`; one that catches up reads none.
+        hidden: see `DraftBatch`; None: a drafter that catches up reads none.
     """
 
     num_levels = 0
 
-    def __init__(self, drafting: GPUDrafting, tokens: FlatTokens, hidden: torch.Tensor) -> None:
+    def __init__(self, drafting: GPUDrafting, tokens: FlatTokens, hidden: torch.Tensor | None = None) -> None:
         self._tokens, self._places = tokens, drafting.in_order[: tokens[0].shape[0]]
-        self.hidden = hidden
+        self.hidden = drafting.no_hidden if hidden is None else hidden
         self.features: Mapping[int, torch.Tensor] = drafting.features
         self.last = self.newest = self._places[:0]
 

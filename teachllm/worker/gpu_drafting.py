@@ -3,17 +3,16 @@
 The host counts on every draft it has asked for and learns what held a step later. A batch of decodes is drafted for
 inside the graph that verified it; behind a step with prompts the same calls are launched one by one.
 
-    in step    the newest token of a request, and the one before, are all that a draft model has not computed: two
-               tokens each, whatever held. While anybody asks for drafts it follows all, also who asks for none
-    behind     a prompt, or a request of a time when nobody asked: all of it that was known before the step is
-               computed. The host knows how many tokens that are at most; some may have been computed before
+A draft model computes two tokens of each request that it is in step with (`draft_progress.py`), whatever held: the
+newest, and the one before. Of who asks for no drafts it computes the latter alone; the newest one's block may be
+another's yet. What it is behind with is a pass of its own, before the graph.
 
 Drafts of requests that sample at random are drawn, and the logits they were drawn from are kept for the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,8 +29,9 @@ from teachllm.spec_decode.drafter import ModelDrafter
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import SpeculativeConfig
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.draft_progress import Behind, DraftProgress, in_parts
 from teachllm.worker.gpu_attention import FlatBatch, GPUAttention
-from teachllm.worker.gpu_draft_batch import Asking, Behind, GPUDraftBatch, UndraftedBatch
+from teachllm.worker.gpu_draft_batch import Asking, GPUDraftBatch, UndraftedBatch
 from teachllm_kernels.draft_rows import push
 from teachllm_kernels.prompt_lookup import prompt_lookup_triton
 from teachllm_kernels.step_inputs import step_inputs
@@ -67,7 +67,7 @@ class GPUDrafting:
         self.reads_step = drafter is not None and (drafter.follows_always or not drafter.has_layers)
         self._speculation = speculation
         self._batch, self._sampler, self.attention = batch, sampler, attention
-        device, num_rows, self._most = batch.device, batch.num_known.shape[0], batch.max_drafts
+        device, num_rows = batch.device, batch.num_known.shape[0]
         widths = [len(nodes) for nodes in tree.levels]
         self._room = max(max_num_tokens, max(2, *widths) * (num_rows + 1))
         self.input_ids, self.positions, self.slot_mapping = (
@@ -84,24 +84,20 @@ class GPUDrafting:
         layers = () if drafter is None else drafter.feature_layers
         size = (max_num_tokens, model.hidden_size)
         self.features = {layer: torch.zeros(size, dtype=dtype, device=device) for layer in layers}
+        self.no_hidden = torch.empty((0, model.hidden_size), dtype=dtype, device=device)
         self.keeps_logits = drafter is not None
-        self._num_inner = sum(map(bool, tree.children))
+        self._num_inner = len(tree.inner)
         kept = (num_rows + 1) * self._num_inner if self.keeps_logits else 0  # a row of padding has its place, too
         self.draft_logits = torch.zeros((kept, vocab_size), dtype=dtype, device=device)
         self._vocab_size = vocab_size
-        self._in_step: dict[int, int] = {}  # rows that were drafted for last, and a bound below what was computed
-        self._computed: dict[int, int] = {}  # of the others, as far as the drafter has come, at least
-        self._blocks: dict[int, list[int]] = {}  # of each row
-        self._num_kept: dict[int, int] = {}  # of these, which are among the next, at least
-        self._drafted_blocks: set[int] = set()  # of which the drafter has K and V, whoever may find them
+        self._progress = DraftProgress(batch.block_size, batch.max_drafts)
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
         """Nothing is computed of these yet; `note` says from where on."""
 
     def close_row(self, row: int) -> None:
         """Forgets the request in `row`."""
-        for each in (self._in_step, self._computed, self._blocks, self._num_kept):
-            each.pop(row, None)
+        self._progress.close_row(row)
 
     def starts(self, num_tokens: int) -> torch.Tensor:
         """[max_num_seqs + 2] int32, where the flat tokens of each sequence begin, if all have so many."""
@@ -117,44 +113,7 @@ class GPUDrafting:
 
     def note(self, shares: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
         """What the drafter has to compute, beside a plan's step, to be in step behind it."""
-        if not self.catches_up:
-            return []
-        behind: list[Behind] = []
-        is_asked = any(share.samples and share.num_next_drafts for share in shares)
-        for share, row in zip(shares, rows, strict=True):
-            self._note_blocks(share, row)
-            end = share.start + share.num_tokens
-            # Of two plans in flight, all drafts may have fallen; of this one too.
-            bound = max(end - len(share.draft_token_ids) - 2 * self._most, 0)
-            if row in self._in_step:
-                if is_asked:
-                    self._in_step[row] = bound
-                else:
-                    self._computed[row] = self._in_step.pop(row)
-            elif share.num_next_drafts:
-                start = self._computed.pop(row)
-                if end > start:
-                    behind.append(Behind(row, start, end - start))
-                if share.samples:
-                    self._in_step[row] = max(start, bound)
-                else:
-                    self._computed[row] = end
-        return behind
-
-    def _note_blocks(self, share: ScheduledRequest, row: int) -> None:
-        """Blocks that a request gets, or finds, and those of which the drafter has all by now."""
-        blocks, size = self._blocks.setdefault(row, []), self._batch.block_size
-        num_found = share.first_new_block if share.new_row is None else share.start // size
-        blocks[share.first_new_block :] = share.new_block_ids
-        self._drafted_blocks.difference_update(blocks[num_found:])
-        if share.new_row is not None:
-            missing = (index for index, block in enumerate(blocks[:num_found]) if block not in self._drafted_blocks)
-            self._num_kept[row] = next(missing, num_found)
-            self._computed[row] = self._num_kept[row] * size
-        num_full = self._in_step.get(row, self._computed.get(row, 0)) // size
-        if num_full > (kept := self._num_kept[row]):
-            self._drafted_blocks.update(blocks[kept:num_full])
-            self._num_kept[row] = num_full
+        return self._progress.note(shares, rows) if self.catches_up else []
 
     def proposals(self, num_seqs: int, num_logits: int) -> Proposals | None:
         """What the positions of the step were proposed by drawing, see `Sampler`; None: drafts are certain."""
@@ -187,14 +146,14 @@ class GPUDrafting:
         tokens: FlatBatch,
         behind: Sequence[Behind],
         any_random: bool,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None = None,
     ) -> None:
         """Drafts behind any other step.
 
         Args:
             tokens: the step's, with padding.
             behind: as of `catch_up`.
-            hidden: see `DraftBatch`.
+            hidden: see `DraftBatch`; None: the drafter reads none.
         """
         self.catch_up(behind)
         if not step.num_next and (self.drafter is None or not self.drafter.follows_always):
@@ -203,7 +162,7 @@ class GPUDrafting:
         self._propose(rows, max(step.num_next, default=0), any_random, tokens, hidden)
 
     def _propose(
-        self, rows: torch.Tensor, num_drafts: int, any_random: bool, step: FlatBatch, hidden: torch.Tensor
+        self, rows: torch.Tensor, num_drafts: int, any_random: bool, step: FlatBatch, hidden: torch.Tensor | None
     ) -> None:
         batch, num_seqs = self._batch, rows.shape[0]
         num_next = batch.num_next[:num_seqs]
@@ -224,7 +183,7 @@ class GPUDrafting:
         if self.drafter is None or not behind:
             return
         batch = self._batch
-        for part in _parts(behind, self._room):
+        for part in in_parts(behind, self._room):
             rows, starts, counts = zip(*part, strict=True)
             ends = np.cumsum(counts).tolist()
             header = to_device([0, *ends, *rows, *starts], torch.int32, batch.device)
@@ -238,7 +197,7 @@ class GPUDrafting:
                 all_known=True,
             )
             flat = (tokens.input_ids, tokens.positions, self.attention.metadata(tokens))
-            self.drafter.propose(UndraftedBatch(self, flat, batch.input_ids[:0]))
+            self.drafter.propose(UndraftedBatch(self, flat))
 
     def flat(self, rows: torch.Tensor, query_start: torch.Tensor, num_tokens: int) -> FlatBatch:
         """So many tokens of the drafter, yet to be filled."""
@@ -276,7 +235,7 @@ class GPUDrafting:
         """
         if self.drafter is None or not self.drafter.has_layers:
             return
-        size = hidden.shape[0] if self.drafter.follows_always else self._room
+        size = hidden.shape[0] if self.reads_step else self._room
         tokens = self.flat(self.starts(1)[:1], self.starts(1)[:2], size)
         tokens.slot_mapping.fill_(-1)
         metadata = self.attention.metadata(tokens)
@@ -314,22 +273,6 @@ class GPUDrafting:
         return self._batch
 
 
-def _parts(behind: Sequence[Behind], room: int) -> Iterator[list[Behind]]:
-    """So many tokens at once, at most."""
-    part: list[Behind] = []
-    left = room
-    for row, start, missing in behind:
-        while missing:
-            now = min(missing, left)
-            part.append(Behind(row, start, now))
-            start, missing, left = start + now, missing - now, left - now
-            if not left:
-                yield part
-                part, left = [], room
-    if part:
-        yield part
-
-
 @dataclass(frozen=True, slots=True)
 class _Level:
     """How the drafts of a level come from the logits after the level before, of which each request has `num_before`.
@@ -351,7 +294,6 @@ class _Level:
 
 
 def _levels(tree: DraftTree, num_seqs: int, device: torch.device) -> list[_Level]:
-    numbers = [place for place, children in enumerate(tree.children) if children]
     found = []
     before: tuple[int, ...] = (-1,)
 
@@ -371,7 +313,7 @@ def _levels(tree: DraftTree, num_seqs: int, device: torch.device) -> list[_Level
                 num_siblings=width,
                 picked=None if len(picked) == width * len(families) else ints(picked),
                 inner=None if len(inner) == len(before) else ints(inner),
-                kept=ints([numbers.index(before[index] + 1) for index in inner]),
+                kept=ints([tree.inner.index(before[index] + 1) for index in inner]),
                 parents=(seqs + parents).flatten(),
             )
         )

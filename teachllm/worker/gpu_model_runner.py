@@ -32,8 +32,8 @@ from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.draft_progress import Behind
 from teachllm.worker.gpu_attention import FlatBatch, GPUAttention
-from teachllm.worker.gpu_draft_batch import Behind
 from teachllm.worker.gpu_drafting import GPUDrafting
 from teachllm.worker.gpu_sampling import GPUSampling
 from teachllm.worker.kv_cache import (
@@ -48,7 +48,14 @@ from teachllm.worker.kv_cache import (
 from teachllm.worker.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.memory_needs import compare, measure_needs, sampling_bytes, ungated_bytes
 from teachllm.worker.prompt_scores import PromptScores
-from teachllm.worker.record_ahead import as_prior, decode_steps, known_tokens, per_token_behind, seconds_of
+from teachllm.worker.record_ahead import (
+    VARIANTS,
+    as_prior,
+    decode_steps,
+    known_tokens,
+    per_token_behind,
+    seconds_of,
+)
 from teachllm_kernels.compile_ahead import compiling_ahead
 from teachllm_kernels.kv_move import KVMover
 
@@ -219,19 +226,16 @@ class GPUModelRunner:
         variant = self._sampler.plain_variant(rows)
         scores = self._prompt_scores.any_due(plan.scheduled, step.rows)
         if not scores and self._backend.in_graphs:
-            # What a graph leaves behind is gone with the next one: a drafter that reads it must be in the same.
             is_whole = step.is_decode and variant is not None
-            drafts_inside = drafting is not None and is_whole and step.speculates
-            if drafts_inside:
-                step = step.with_drafts_inside()
-            full = step.full_graph_shape(self._max_num_seqs, self._batch.input_ids.shape[0])
+            # What a graph leaves behind is gone with the next one: a drafter that reads it must be in the same.
+            inside = drafting is not None and is_whole and (step.speculates or drafting.reads_step)
+            step, full = self._graph_shape(step, inside)
             if full is not None and (is_whole or drafting is None or not drafting.reads_step):
-                drafts_inside |= drafting is not None and is_whole and drafting.reads_step
-                logits = self._full(step, *full, variant, step.most_next if drafts_inside else None, behind)
+                logits = self._full(step, *full, variant, step.most_next if inside else None, behind)
                 to_draft = None
                 if drafting is not None and not is_whole:
                     tokens = self._tokens(step, *full)
-                    to_draft = partial(drafting.propose, step, tokens, behind, hidden=self._batch.input_ids)
+                    to_draft = partial(drafting.propose, step, tokens, behind)
                 return self._launched(step, rows, variant, logits, None, to_draft)
         wanted = self._batch.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
@@ -250,6 +254,15 @@ class GPUModelRunner:
             tokens = self._tokens(step, *self._mixed_shape(step))
             to_draft = partial(drafting.propose, step, tokens, behind, hidden=hidden)
         return self._launched(step, rows, variant, logits, prompt_logprobs, to_draft)
+
+    def _graph_shape(self, step: DeviceStep, drafts_inside: bool) -> tuple[DeviceStep, tuple[int, int] | None]:
+        """A step, padded as the graph that holds it wants it, and that one's shape; None: no graph does."""
+        limits = (self._max_num_seqs, self._batch.input_ids.shape[0])
+        if drafts_inside:
+            padded = step.with_drafts_inside()
+            if (shape := padded.full_graph_shape(*limits)) is not None:
+                return padded, shape
+        return step, step.full_graph_shape(*limits)
 
     def _launched(
         self,
@@ -317,14 +330,14 @@ class GPUModelRunner:
         return self._graphs.capture(("full", *key), lambda: self._full_step(*key))
 
     @torch.inference_mode()
-    def record_ahead(self, sizes: Sequence[int]) -> Prior | None:
-        """Records the decodes of an engine that speculates, and times them. See `record_ahead.py`.
+    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """Records the decodes of an engine that speculates, and times them if lengths adapt. See `record_ahead.py`.
 
         Args:
             sizes: as of `AdaptiveLength`.
 
         Returns:
-            None: nothing is recorded, or the drafter is not in a graph.
+            None: nothing was timed.
         """
         batch, drafting = self._batch, self._drafting
         if self._eager or drafting is None:
@@ -332,16 +345,19 @@ class GPUModelRunner:
         recorded: dict[tuple[int, int], tuple[Any, ...]] = {}
         seconds: dict[tuple[int, int], float] = {}
         with torch.cuda.device(self._device):
-            steps = decode_steps(batch)
+            steps = decode_steps(batch, is_adaptive)
             for size, step in steps.items():
                 shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
                 assert shape is not None
                 inside = step.most_next if step.speculates or drafting.reads_step else None
-                for any_random in (True, False):
-                    key = (*shape, step.decode_len, (any_random, False), inside)
+                for variant in VARIANTS:
+                    key = (*shape, step.decode_len, variant, inside)
                     if self._record(*key):
                         recorded[size] = key
-            batch.pretend(known_tokens(batch), self.memory.num_blocks)
+            num_known = known_tokens(batch)
+            if not is_adaptive or not num_known:
+                return None
+            batch.pretend(num_known, self.memory.num_blocks)
             for size, key in recorded.items():
                 batch.send(steps[size], *key[:2])
                 seconds[size] = seconds_of(partial(self._graphs.replay, ("full", *key)), batch)

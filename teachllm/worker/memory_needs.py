@@ -28,7 +28,7 @@ from teachllm.spec_decode.medusa import MedusaConfig
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
-from teachllm.worker.record_ahead import decode_steps
+from teachllm.worker.record_ahead import VARIANTS, decode_steps
 from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from teachllm_kernels.hopper_linear import has_hopper
@@ -141,7 +141,7 @@ def buffer_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfi
     drafting = 0
     if drafter is not None and tree is not None:
         kinds += [(drafter.num_heads, spec.num_kv_heads, spec.head_size) for spec in drafter.specs[:1]]
-        num_inner, size = sum(map(bool, tree.children)), dtype_bytes(model.dtype)
+        num_inner, size = len(tree.inner), dtype_bytes(model.dtype)
         drafting = (rows + 1) * num_inner * model.vocab_size * size  # logits that drafts were drawn from
         drafting += drafter.num_features * budget * model.hidden_size * size
     plans = [DecodePlan.allocate(rows, *kind, nowhere, max_query_len=1 + batch.max_drafts) for kind in kinds]
@@ -166,11 +166,14 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig
     num_layers = num_recordings(config) * model.num_layers
     if config.speculative_config is not None:
         tree = DraftTree.of_config(config.speculative_config)
-        steps = decode_steps(_meta_batch(config, tree)).values()
-        most = max(most, *(step.num_tokens + 1 for step in steps))
-        # Each is recorded for greedy tokens and for random ones; a drafter runs once for each level.
-        rounds = sum(tree.num_levels(step.most_next) for step in steps)
-        num_layers += 2 * (len(steps) * model.num_layers + rounds * (0 if drafter is None else len(drafter.specs)))
+        batch = _meta_batch(config, tree)
+        # What speculates is recorded when it is needed, too: as many tokens as the most requests may verify.
+        sizes = [padded_size(count, num_seqs) * (1 + batch.max_drafts) for count in range(1, num_seqs + 1)]
+        most = max(most, *(1 + size for size in sizes if size <= num_tokens))
+        steps = decode_steps(batch, config.speculative_config.adaptive).values()
+        rounds = sum(tree.num_levels(step.most_next) for step in steps)  # a drafter runs once for each level
+        num_drafter_layers = 0 if drafter is None else len(drafter.specs)
+        num_layers += len(VARIANTS) * (len(steps) * model.num_layers + rounds * num_drafter_layers)
     logits = most * (model.hidden_size + model.vocab_size) * size + workspace_bytes(most, model.vocab_size)
     num_kernels = num_layers * _KERNELS_A_LAYER
     return max(largest, most) * _peak_width(config, model) * size + logits + num_kernels * _BYTES_A_KERNEL

@@ -18,22 +18,26 @@ import torch
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.cuda_graphs import padded_size
 from teachllm.worker.device_batch import DeviceBatch, DeviceStep
-from teachllm.worker.gpu_draft_batch import Behind
+from teachllm.worker.draft_progress import Behind
 from teachllm.worker.gpu_drafting import GPUDrafting
 
 _NUM_KNOWN = 1024  # tokens of a request, if that many fit
+# Of random tokens and of filters, see `Sampler.plain_variant`.
+VARIANTS = ((True, True), (True, False), (False, False))
 _REPLAYS = 3  # of which the median counts
 _MOST_DRAFTED_FOR = 64  # requests at once; for more it rarely pays, and what is needed all the same is recorded then
 
 
-def decode_steps(batch: DeviceBatch) -> dict[tuple[int, int], DeviceStep]:
+def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int], DeviceStep]:
     """Of decodes by the hundred and one by one: (requests, drafts of each) -> what such a step is like.
 
-    Both numbers with padding: those of a batch that is not as large, or drafts less, are the next larger ones.
+    Both numbers with padding: those of a batch that is not as large, or drafts less, are the next larger ones. Without
+    `is_adaptive` all draft as much as they can, but for those near their end.
     """
     max_num_seqs = batch.num_known.shape[0]
-    num_known = known_tokens(batch)
-    lengths = sorted({batch.padded_drafts(count) for count in range(batch.max_drafts + 1)})
+    num_known = max(known_tokens(batch), 1)
+    counts = range(batch.max_drafts + 1) if is_adaptive else (0, batch.max_drafts)
+    lengths = sorted({batch.padded_drafts(count) for count in counts})
     found: dict[tuple[int, int], DeviceStep] = {}
     for num_seqs in sorted({padded_size(count, max_num_seqs) for count in range(1, max_num_seqs + 1)}):
         every = list(range(num_seqs))
@@ -50,8 +54,8 @@ def decode_steps(batch: DeviceBatch) -> dict[tuple[int, int], DeviceStep]:
 
 
 def known_tokens(batch: DeviceBatch) -> int:
-    """So many tokens of a request leave room for what a step adds to them, and the next one drafts."""
-    return max(min(_NUM_KNOWN, batch.token_ids.shape[1] - 2 * (1 + batch.max_drafts)), 1)
+    """So many tokens of a request leave room for what a step adds to them, and the next one drafts; 0: none do."""
+    return max(min(_NUM_KNOWN, batch.token_ids.shape[1] - 2 * (1 + batch.max_drafts)), 0)
 
 
 def seconds_of(launch: Callable[[], object], batch: DeviceBatch) -> float:
@@ -96,8 +100,10 @@ def as_prior(seconds: dict[tuple[int, int], float], behind: float, batch: Device
         at = min(num_seqs, most)
         plain, drafting = (seconds.get((at, batch.padded_drafts(sizes[k]))) for k in (0, levels))
         if plain is None or drafting is None:
-            return levels + 1.0  # a step that no graph holds is longer than any that one does
+            return 1.0 + sizes[levels]  # a step that no graph holds is longer than any that one does
+        if num_seqs <= at:
+            return drafting / plain
         # What drafts take beyond a plain step grows with the requests, up to as much as plain steps would.
-        return min(1 + (drafting / plain - 1) * num_seqs / at, levels + 1.0) if num_seqs > at else drafting / plain
+        return min(1 + (drafting / plain - 1) * num_seqs / at, 1.0 + sizes[levels])
 
     return Prior(ratio, behind)

@@ -272,7 +272,7 @@ def test_proposals_name_the_logits_that_drafts_were_drawn_from(tree: DraftTree) 
     siblings = torch.full((begins[-1], width), -7, dtype=torch.int32, device=DEVICE)
     draft_rows = torch.full((begins[-1],), -7, dtype=torch.int32, device=DEVICE)
     where = (first, of_row, state.token_ids, state.num_known, ints(num_drawn), tensors.children, tensors.kept)
-    draft_proposals(*where, siblings, draft_rows, tensors.num_kept)
+    draft_proposals(*where, siblings, draft_rows, len(tree.inner))
     inner = [place for place, children in enumerate(tree.children) if children]
     at = 0
     for row, count in zip(rows, num_drafts, strict=True):

@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from teachllm_kernels import rejection, sampling
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.philox import STREAM_ACCEPT, STREAM_DRAFT, STREAM_SAMPLE, gumbel_noise, philox_uniform_reference
-from teachllm_kernels.rejection import (
-    cost,
-    draft_sample_reference,
-    rejection_sample_reference,
-    rejection_sample_triton,
-    workspace_bytes,
-)
+from teachllm_kernels.rejection import cost, rejection_sample_triton, workspace_bytes
+from teachllm_kernels.rejection_reference import draft_sample_reference, rejection_sample_reference
 from teachllm_kernels.sampling import gumbel_sample_reference, sample_triton
 from tests.kernels.test_sampling_triton import DEVICE, make_table, one_by_one
 

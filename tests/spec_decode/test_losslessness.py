@@ -19,7 +19,7 @@ from teachllm.spec_decode import losslessness
 from teachllm.spec_decode.chi_square import chi_square_test, upper_gamma
 from teachllm.spec_decode.losslessness import RULES, check
 from teachllm.spec_decode.tree import DraftTree
-from teachllm_kernels.rejection import rejection_sample_reference
+from teachllm_kernels.rejection_reference import rejection_sample_reference
 from tests.kernels.test_sampling_triton import DEVICE
 
 SEEDS = range(10)

@@ -72,8 +72,8 @@ class InterpretedRunner(GPUModelRunner):
     def _measured(self, predicted: MemoryPlan, *measured: Any) -> MemoryPlan:
         return predicted
 
-    def record_ahead(self, sizes: Sequence[int]) -> Prior | None:
-        return super().record_ahead(sizes) if self.records_ahead else None
+    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        return super().record_ahead(sizes, True) if self.records_ahead else None
 
     records_ahead = False  # it takes longer than a test
 

@@ -13,6 +13,11 @@ from hypothesis import Phase, assume, given, settings
 from teachllm import LLM, SamplingParams
 from teachllm.core.request import Request
 from teachllm.spec_decode.draft_length import FixedLength
+from teachllm.spec_decode.draft_model import DraftModel
+from teachllm.worker import gpu_drafting
+from teachllm.worker.gpu_draft_batch import GPUDraftBatch
+from teachllm.worker.launched_step import LaunchedStep, PendingStep
+from teachllm_kernels.draft_rows import push
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, check
@@ -41,9 +46,7 @@ def engine(method: str, more: dict[str, Any], max_num_seqs: int = 4, **settings:
     return LLM(
         reference("qwen3").path,
         **{"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96},
-        max_num_seqs=max_num_seqs,
-        num_gpu_blocks_override=40,
-        **settings,
+        **{"max_num_seqs": max_num_seqs, "num_gpu_blocks_override": 40} | settings,
         speculative_config=speculation(method, "qwen3", num_speculative_tokens=3, adaptive=False, **more),
     )
 
@@ -99,23 +102,129 @@ class Ups(FixedLength):
         self._random = random.Random(seed)
 
     def choose(self, requests: Sequence[Request], num_tokens: int) -> list[tuple[int, str]]:
-        how = self._random.choice(["all", "some", "some", "none"])
-        counts = {"all": lambda: 3, "some": lambda: self._random.choice([0, 0, 1, 3]), "none": lambda: 0}[how]
+        how = self._random.choice(["all", "all", "some", "none"])
+        counts = {"all": lambda: 3, "some": lambda: self._random.choice([0, 0, 1, 2, 3]), "none": lambda: 0}[how]
         return [(counts(), how) for _ in requests]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_drafter_that_is_asked_now_and_then_misses_nothing(seed: int) -> None:
-    """The model drafts for itself: whatever it was not shown, it would get wrong."""
+def wrong_at(place: int) -> bool:
+    """Whether a draft for this place of a sequence is to be a wrong one."""
+    return place * 2654435761 >> 7 & 3 == 0
+
+
+def push_some_wrong(
+    rows: torch.Tensor,
+    num_next: torch.Tensor,
+    drafted: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_real: torch.Tensor,
+    index: int,
+) -> None:
+    """As `push`."""
+    flat = drafted.clone().view(rows.shape[0], -1)
+    for i, row in enumerate(rows.tolist()):
+        for j in range(flat.shape[1]):
+            if row >= 0 and wrong_at(int(num_known[row]) + index + j):
+                flat[i, j] = (flat[i, j] + 1) % VOCAB_SIZE
+    push(rows, num_next, flat.view_as(drafted), token_ids, num_known, num_real, index)
+
+
+def assert_same_keys(runner: InterpretedRunner) -> tuple[int, int]:
+    """The model drafts for itself: the drafter's K are the model's, of all tokens and blocks that it is said to have.
+
+    Those of the last layer, which depend on all that comes before. Returns how many tokens and blocks that are.
+    """
+    drafting, batch = runner._drafting, runner._batch
+    assert drafting is not None and isinstance(drafting.drafter, DraftModel)
+    progress, size = drafting._progress, batch.block_size
+    theirs, ours = (caches[-1][0].flatten(0, 1) for caches in (runner._kv_caches, drafting.drafter.kv_caches))
+    ends = progress._computed | {row: int(batch.num_known[row]) - 1 for row in progress._in_step}
+    slots = [
+        int(batch.block_tables[row, place // size]) * size + place % size
+        for row, end in ends.items()
+        for place in range(end)
+    ]
+    slots += [block * size + i for block in progress._drafted_blocks for i in range(size)]
+    assert torch.allclose(ours[slots], theirs[slots], atol=1e-3)
+    return sum(ends.values()), len(progress._drafted_blocks)
+
+
+@pytest.mark.parametrize(
+    ("seed", "settings"),
+    [(0, {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 8}), (1, {"max_num_batched_tokens": 64})],
+    ids=["short of blocks", "all at once"],
+)
+def test_a_drafter_that_is_asked_now_and_then_misses_nothing(seed: int, settings: dict[str, Any]) -> None:
+    checked = [0, 0]
+    sample = InterpretedRunner._sample
+
+    def checking(runner: InterpretedRunner, launched: LaunchedStep) -> PendingStep:
+        pending = sample(runner, launched)
+        for i, count in enumerate(assert_same_keys(runner)):
+            checked[i] += count
+        return pending
+
     with pytest.MonkeyPatch.context() as patch:
         interpret(patch)
-        llm = engine("draft_model", {"model": reference("qwen3").path}, max_num_batched_tokens=64)
+        patch.setattr(gpu_drafting, "push", push_some_wrong)
+        patch.setattr(InterpretedRunner, "_sample", checking)
+        more = {"model": reference("qwen3").path}
+        llm = engine("draft_model", more, async_scheduling=True, check_invariants=True, **settings)
         llm.engine.core.scheduler.draft_length = Ups(seed)
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        prompts = [*PROMPTS, PROMPTS[2][:20] + PROMPTS[0]]
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     speculated = llm.speculation()
     assert speculated is not None
-    assert speculated.stats.num_accepted_tokens == speculated.stats.num_draft_tokens > 20
+    assert 10 < speculated.stats.num_accepted_tokens < speculated.stats.num_draft_tokens
+    assert checked[0] > 1000 and checked[1] > 20
+
+
+def test_what_eagle_follows_is_the_path_that_held_and_no_tree() -> None:
+    """Tokens of a path are put together to follow them: what a step before had put together is none of a prompt's."""
+    prompt, late = PROMPTS[0], [(i * 11 + 5) % VOCAB_SIZE for i in range(60)]
+    path = {1, 5, 7}
+    (plain,) = engine("ngram", {}).generate(
+        [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=20, temperature=0)
+    )
+    truth = prompt + plain.outputs[0].token_ids
+    followed: list[bool] = []
+    verified = GPUDraftBatch.verified
+
+    def push_the_path(
+        rows: torch.Tensor, num_next: torch.Tensor, drafted: torch.Tensor, token_ids: torch.Tensor, *rest: Any
+    ) -> None:
+        num_known, num_real, first = rest
+        depth = 0 if first < 3 else 1 if first < 6 else 2
+        if int(rows[0]) >= 0:
+            right = truth[min(int(num_known[0]) + depth, len(truth) - 1)]
+            for j in range(drafted.shape[1]):
+                drafted[0, j] = right if first + j in path else (right + 1 + j) % VOCAB_SIZE
+        push(rows, num_next, drafted, token_ids, num_known, num_real, first)
+
+    def listening(batch: GPUDraftBatch) -> Any:
+        found = verified(batch)
+        followed.append(batch._step.first_place is not None and found[1][2].tree is None)
+        return found
+
+    keys: list[torch.Tensor] = []
+    for comes_first in ([], [prompt]):
+        with pytest.MonkeyPatch.context() as patch:
+            interpret(patch)
+            patch.setattr(gpu_drafting, "push", push_the_path)
+            patch.setattr(GPUDraftBatch, "verified", listening)
+            llm = engine("eagle", TREE, max_num_batched_tokens=32)
+            for each in comes_first:  # ends in the middle of a path
+                params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[truth[len(prompt) + 4]])
+                llm.generate([{"prompt_token_ids": each}], params, use_tqdm=False)
+            llm.generate([{"prompt_token_ids": late}], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+            runner: Any = llm.engine.core.executor._runner  # type: ignore[attr-defined]
+            table, size = runner._batch.block_tables[0].tolist(), runner._batch.block_size
+            cache = runner._drafting.drafter.kv_caches[0][0]
+            keys.append(torch.stack([cache[table[i // size], i % size] for i in range(len(late) - 1)]))
+    assert torch.equal(*keys)
+    assert any(followed)
 
 
 def test_every_size_of_decodes_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +232,8 @@ def test_every_size_of_decodes_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(InterpretedRunner, "records_ahead", True)
     llm = engine("medusa", {}, max_num_seqs=2)
     graphs = llm.engine.core.executor._runner._graphs  # type: ignore[attr-defined]
-    recorded = set(graphs._full)
+    recorded, batch = set(graphs._full), llm.engine.core.executor._runner._batch  # type: ignore[attr-defined]
+    assert not batch._memory.any()  # what the rows pretended to know is forgotten
     # (sequences, tokens, tokens of a decode, drafts to come): one of padding more where drafts are verified.
     shapes = {
         (1, 1, 1, 0),
@@ -135,7 +245,7 @@ def test_every_size_of_decodes_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch
         (2, 4, 4, 3),
         (3, 8, 4, 3),
     }
-    variants = ((False, False), (True, False))
+    variants = ((False, False), (True, False), (True, True))
     assert recorded == {("full", *shape, variant, more) for *shape, more in shapes for variant in variants}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for prompt in PROMPTS[:2]:

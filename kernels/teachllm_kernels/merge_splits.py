@@ -1,0 +1,119 @@
+"""The splits of a sequence's KV become one: each has left the average of its values, and how much weight it stands for.
+
+    partial    sum of softmax weights x values, over the split's own sum of weights
+    lse        log2 of that sum
+    merged     sum of partial x 2^lse, over the sum of 2^lse
+
+Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+MERGED = 4096  # numbers that a program holds at once
+
+
+@triton.jit
+def merge(
+    partial, lse, out, first, num_splits, kv_head, token, channel, is_channel,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGE` splits of `MERGE_ROWS` at a time."""
+    for first_row in tl.static_range(0, GROUP, MERGE_ROWS):
+        row = first_row + tl.arange(0, MERGE_ROWS)
+        is_row = row < GROUP
+        highest = tl.full([MERGE_ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([MERGE_ROWS], tl.float32)
+        acc = tl.zeros([MERGE_ROWS, channel.shape[0]], tl.float32)
+        for start in range(0, num_splits, MERGE):
+            split = start + tl.arange(0, MERGE)
+            part_row = ((first + split) * NUM_KV_HEADS + kv_head)[:, None] * GROUP + row[None, :]
+            is_part = (split < num_splits)[:, None] & is_row[None, :]
+            # Past the first-level cache, which may hold what these addresses were before.
+            part_lse = tl.load(lse + part_row, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+            part = tl.load(
+                partial + part_row[:, :, None] * D + channel[None, None, :],
+                mask=is_part[:, :, None] & is_channel[None, None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            higher = tl.maximum(highest, tl.max(part_lse, axis=0))
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            weight = tl.exp2(part_lse - base[None, :])
+            shrink = tl.exp2(highest - base)
+            acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+            total = total * shrink + tl.sum(weight, axis=0)
+            highest = higher
+        to = out + (token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + row)[:, None] * D
+        merged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(to + channel[None, :], merged.to(out.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])
+
+
+@triton.jit
+def _merge_splits(
+    partial, lse, out, spans, query_start,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `merge`, of one of a sequence's query tokens and one head."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq, query, head = tl.program_id(0) // MAX_Q, tl.program_id(0) % MAX_Q, tl.program_id(1)
+    num_splits = tl.load(spans + 2 * seq + 1)
+    token = tl.load(query_start + seq) + query
+    if (num_splits < 2) | (token >= tl.load(query_start + seq + 1)):
+        return
+    first = tl.load(spans + 2 * seq)
+    row = query * GROUP + head % GROUP
+    channel = tl.arange(0, D_PADDED)
+    highest = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([D_PADDED], tl.float32)
+    for start in range(0, num_splits, MERGE):
+        split = start + tl.arange(0, MERGE)
+        part_row = ((first + split) * NUM_KV_HEADS + head // GROUP) * GROUP * MAX_Q + row
+        part_lse = tl.load(lse + part_row, mask=split < num_splits, other=-float("inf"))
+        is_part = (split < num_splits)[:, None] & (channel < D)[None, :]
+        part = tl.load(partial + part_row[:, None] * D + channel[None, :], mask=is_part, other=0.0)
+        higher = tl.maximum(highest, tl.max(part_lse, axis=0))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        weight = tl.exp2(part_lse - base)
+        shrink = tl.exp2(highest - base)
+        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        highest = higher
+    merged = acc / tl.where(total == 0.0, 1.0, total)
+    to = out + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * D + channel
+    tl.store(to, merged.to(out.dtype.element_ty), mask=channel < D)
+
+
+def merge_splits(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    spans: torch.Tensor,
+    query_start: torch.Tensor,
+    num_kv_heads: int,
+    max_query_len: int,
+) -> None:
+    """Merges the splits of sequences that have several; one program for each query token and head.
+
+    Args:
+        partial, lse, spans: of `DecodePlan`; `partial` and `lse` have rows for `max_query_len` tokens of each split.
+        out: [num_tokens, num_heads, head_size], written.
+        query_start: [num_seqs + 1] int32, of each sequence the first query token.
+    """
+    num_heads, head_size = out.shape[1:]
+    padded = triton.next_power_of_2(head_size)
+    _merge_splits[((query_start.shape[0] - 1) * max_query_len, num_heads)](
+        *(partial, lse, out, spans, query_start),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        MAX_Q=max_query_len,
+        D=head_size,
+        D_PADDED=padded,
+        MERGE=max(MERGED // padded, 1),
+        **launch_options(out.device),
+    )
