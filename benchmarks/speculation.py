@@ -159,8 +159,8 @@ def many(large: Path, small: Path, args: argparse.Namespace) -> dict[str, Any]:
     for name, speculation in plans:
         llm = make_llm(large, speculation)
         lengths = count_lengths(llm)
-        each = timings(llm, 64, args.input_len, args.output_len, args.runs)
-        found[name] = statistics.median(timing.total_s for timing in each)
+        found[f"{name}_runs"] = [t.total_s for t in timings(llm, 64, args.input_len, args.output_len, args.runs)]
+        found[name] = statistics.median(found[f"{name}_runs"])
         line = f"{name}: {found[name]:.3f} s"
         if name != "plain":
             found[f"{name}_against_plain"] = found[name] / found["plain"]

@@ -198,6 +198,7 @@ class AdaptiveLength:
         self._gain = max(options[self._levels].gain, 1.0)
         if (trial := trials.current) is not None:
             is_over = trial.num_left <= 0 or trial.levels == self._levels or trial.levels >= len(options)
+            is_over |= num_requests.bit_length() > trial.load  # so many were not weighed
             is_gone = trial.request_ids and trial.request_ids.isdisjoint([each.request_id for each in requests])
             if is_over or is_gone or trials.account < 0:
                 trials.current = None
@@ -211,8 +212,10 @@ class AdaptiveLength:
 
     def _catch_up(self, some: Sequence[Request], num_requests: int) -> float:
         """How long until a drafter has followed some of so many requests, in plain steps of all."""
-        followed = self._followed
-        num_behind = sum([each.num_computed_tokens - followed.get(each.request_id, 0) for each in some])
+        followed, num_behind = self._followed, 0
+        for each in some:
+            num_known = max(each.num_computed_tokens, each.num_prompt_tokens)  # a prompt is followed to its end
+            num_behind += num_known - followed.get(each.request_id, 0)
         return self._times.per_token_behind * num_behind / self._times.seconds(num_requests, 0, 0)
 
     def _look_further(self, options: Sequence[Option], requests: Sequence[Request]) -> None:
@@ -238,7 +241,8 @@ class AdaptiveLength:
             few = sorted(requests, key=lambda request: request.num_computed_tokens)  # the least to catch up with
             few = few[: max(num_requests // _FEW, 2)]
             ratio = self._times.seconds(num_requests, 1, len(few)) / self._times.seconds(num_requests, 0, 0)
-            if trials.try_few(frozenset([each.request_id for each in few]), ratio, self._catch_up(few, num_requests)):
+            request_ids = frozenset([each.request_id for each in few])
+            if trials.try_few(request_ids, load, ratio, self._catch_up(few, num_requests)):
                 return
         if len(options) > 1 and trials.is_due(load, 1):
             trials.try_all(options, 1, load, self._gain, sure, self._catch_up(requests, num_requests))

@@ -51,10 +51,12 @@ class Trial:
     Attributes:
         levels: for everybody, or for those named.
         num_left: steps to time.
+        load: size class of the batch, as it is weighed.
     """
 
     levels: int
     num_left: int
+    load: int
     request_ids: frozenset[str] = frozenset()
 
 
@@ -91,15 +93,15 @@ class Trials:
         more = [after.tokens - before.tokens for before, after in pairwise(options[: levels + 1])]
         tokens = 1.0 + sum(each * sure**level for level, each in enumerate(more, 1))
         risk = _TRIAL * max(options[levels].ratio - tokens / gain, 0.0) + catch_up
-        return self._start(Trial(levels, _TRIAL), (load, levels), risk)
+        return self._start(Trial(levels, _TRIAL, load), (load, levels), risk)
 
-    def try_few(self, request_ids: frozenset[str], ratio: float, catch_up: float) -> bool:
+    def try_few(self, request_ids: frozenset[str], load: int, ratio: float, catch_up: float) -> bool:
         """Lets a few requests draft one level; such a step takes `ratio` plain ones.
 
         It may cost more than a full account holds: who drafts dearly today would never be looked at again otherwise.
         """
         risk = min(_PROBE * (ratio - 1.0) + catch_up, _MOST)
-        return self._start(Trial(1, _PROBE, request_ids), (0, 0), risk)
+        return self._start(Trial(1, _PROBE, load, request_ids), (0, 0), risk)
 
     def is_due(self, load: int, levels: int) -> bool:
         """Whether all have waited long enough for a length to be tried; (0, 0) are a few."""

@@ -224,6 +224,8 @@ class GPUModelRunner:
         behind = [] if drafting is None else drafting.note(plan.scheduled, step.rows)
         rows = step.sampled_rows
         variant = self._sampler.plain_variant(rows)
+        if drafting is not None and variant is not None:
+            variant = (variant[0], variant[0])  # as they are recorded
         scores = self._prompt_scores.any_due(plan.scheduled, step.rows)
         if not scores and self._backend.in_graphs:
             is_whole = step.is_decode and variant is not None

@@ -127,20 +127,22 @@ def test_where_every_step_has_somebody_who_comes_or_goes_it_is_noticed_in_time_t
 
 # -- a batch on an H200 ----------------------------------------------------------------------------------------
 
-CATCH_UP = 3.3e-6  # seconds a token
+CATCH_UP = 1.8e-6  # seconds a token
 
 
-def batch(length: AdaptiveLength | FixedLength, has_draft_model: bool, acceptance: float, seed: int) -> float:
+def batch(
+    length: AdaptiveLength | FixedLength, has_draft_model: bool, acceptance: float, seed: int, spread: float = 0.25
+) -> float:
     """Seconds of 64 requests that come at once and want about 384 tokens each, of an engine that runs ahead."""
     machine, load = h200(has_draft_model), (constant(64), constant(acceptance))
-    arrivals = {"num_total": 64, "max_starts": 16, "num_output": 384, "output_spread": 0.25, "num_prompt": 512}
+    arrivals = {"num_total": 64, "max_starts": 32, "num_output": 384, "output_spread": spread, "num_prompt": 512}
     catch_up = CATCH_UP if has_draft_model else 0.0
     return Simulated(length, machine, *load, **arrivals, catch_up=catch_up, delay=2, seed=seed).run_out().seconds  # type: ignore[arg-type]
 
 
 @cache
-def plain_batch(seed: int) -> float:
-    return batch(FixedLength([0]), False, 0.0, seed)
+def plain_batch(seed: int, spread: float = 0.25) -> float:
+    return batch(FixedLength([0]), False, 0.0, seed, spread)
 
 
 def of_h200(has_draft_model: bool, knows_times: bool) -> AdaptiveLength:
@@ -164,6 +166,16 @@ def test_a_short_run_of_a_large_batch_is_never_three_percent_slower_than_plain(
     for seed in (0, 1 + int(10 * acceptance) % 4):
         taken = batch(of_h200(has_draft_model, knows_times), has_draft_model, acceptance, seed)
         assert taken < 1.03 * plain_batch(seed), seed
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.25])
+@pytest.mark.parametrize("acceptance", [0.2, 0.4, 0.6, 0.7, 0.8])
+def test_nor_is_one_of_those_that_follow(acceptance: float, spread: float) -> None:
+    """It has seen some by then, and believes that it knows better."""
+    length = of_h200(True, True)
+    for seed in range(8):
+        taken = batch(length, True, acceptance, seed, spread)
+        assert taken < 1.03 * plain_batch(seed, spread), seed
 
 
 @pytest.mark.parametrize("seed", range(5))
