@@ -91,16 +91,18 @@ class AdaptiveLength:
         self._levels, self._gain = 0, 1.0  # what is best for all one knows, and its gain
         self._slowness = 1.0  # what steps take at the moment, slow ones and all, to their medians
         self._num_steps = 0
+        self._num_requests, self._is_growing = 0, False
 
     def choose(self, requests: Sequence[Request], num_tokens: int) -> list[tuple[int, str]]:
         """As `core.drafts.DraftLength`."""
         self._num_steps += 1
+        self._is_growing, self._num_requests = len(requests) > self._num_requests, len(requests)
         if not requests or not self._times.is_ready:
             return [(0, "to see how long a plain step takes")] * len(requests)
         rates = self._rates(requests)
         options = self._weigh(rates)
         self._settle(options, requests)
-        if self._trials.current is None:
+        if self._trials.current is None and not self._is_growing:
             self._look_further(options, requests)
         return self._lengths(options, requests, rates)
 
@@ -204,11 +206,18 @@ class AdaptiveLength:
                 trials.current = None
 
     def _is_better(self, options: Sequence[Option], levels: int, requests: Sequence[Request]) -> bool:
-        """Than what is done now, by enough. A drafter that begins must catch up first, and that must pay."""
+        """Than what is done now, by enough. A drafter that begins must catch up first, and that must pay.
+
+        While requests come, it does not begin: how many there will be is not known yet.
+        """
         gain, now = options[levels].gain, options[self._levels].gain
         if self._levels:
             return gain > _SWITCH * now
-        return gain > _START and gain > _START * (1 + self._catch_up(requests, len(requests)) / _HORIZON)
+        return (
+            not self._is_growing
+            and gain > _START
+            and gain > _START * (1 + self._catch_up(requests, len(requests)) / _HORIZON)
+        )
 
     def _catch_up(self, some: Sequence[Request], num_requests: int) -> float:
         """How long until a drafter has followed some of so many requests, in plain steps of all."""
