@@ -257,8 +257,7 @@ def test_what_takes_its_place_on_the_page_ends_the_connection(session: LiveSessi
     session.attach(serve(OTHER).url)
     wait_for(lambda: server.num_open == 0)
     wait_for(lambda: shown(session) == [OTHER])
-    names = [thread.name for thread in threading.enumerate()]
-    wait_for(lambda: names.count("trace of a server") == 1)
+    wait_for(lambda: [thread.name for thread in threading.enumerate()].count("trace of a server") == 1)
     assert len(server.asked) == 1
 
 
