@@ -187,9 +187,9 @@ def script_parser(
     return parser
 
 
-def add_models(parser: argparse.ArgumentParser) -> None:
+def add_models(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(SHAPES)) -> None:
     """What it takes beside that if it measures the models of `SHAPES`."""
-    parser.add_argument("--models", type=names(list(SHAPES)), default=list(SHAPES), help=f"of {','.join(SHAPES)}")
+    parser.add_argument("--models", type=names(list(SHAPES)), default=list(default), help=f"of {','.join(SHAPES)}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

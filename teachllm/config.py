@@ -15,7 +15,9 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "pt", "dummy"),
     "model_impl": ("auto", "teachllm", "transformers"),
+    "quantization": (None, "fp8", "int8", "int4"),
     "scheduling_policy": ("fcfs", "priority", "static"),
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
 }
 
@@ -32,6 +34,9 @@ class EngineConfig:
         load_format: "auto" reads safetensors; "pt" allows pickled weights, which can run code; "dummy" draws
             random weights from `config.json` alone.
         model_impl: this project's own model code, or transformers' with our paged attention.
+        quantization: makes codes of plain weights as they are read: "fp8" and "int8" (8 bits, of activations too),
+            "int4" (4 bits by groups of 128, 64 or 32). Embedding and output head stay. A checkpoint that is quantized
+            already says so itself; see docs/quantization.md.
         trust_remote_code: lets a checkpoint bring its own Python.
         skip_tokenizer_init: prompts and results are token ids only.
         max_model_len: longest sequence, prompt and output together; None takes the model's context length.
@@ -45,6 +50,10 @@ class EngineConfig:
         kv_cache_memory_bytes: KV cache size; None derives it from `gpu_memory_utilization` (on a CPU: what
             `max_num_seqs` sequences may need, but no more than 1 GiB or one sequence).
         num_gpu_blocks_override: number of blocks, whatever the memory arithmetic says.
+        kv_cache_dtype: how K and V are held: "auto", as the model computes them, or as codes of one byte with a scale
+            for each KV head: "fp8" (the same as "fp8_e4m3"), "int8". Half the memory or less, and decodes of long
+            sequences read half as much; answers may differ. Scales of fp8 are the checkpoint's, if it has them; any
+            others are measured at start, on a short text. See docs/quantization.md.
         enable_prefix_caching: share full blocks between equal prefixes; None is on where it is possible.
 
     Scheduling:
@@ -61,7 +70,7 @@ class EngineConfig:
             same, but whole prompts of round lengths from 4096 tokens on by PyTorch's attention (cuDNN). "flash_attn",
             "flashinfer": everything by the package of that name, without CUDA graphs. None is "triton" where a Hopper
             GPU's own kernel takes the prompts, or the model is in float32, has a window in every layer or caps its
-            scores, else "sdpa".
+            scores, or the KV cache holds codes, else "sdpa". Only "reference" and "triton" read codes.
         batch_invariant: a request's logits do not change by one bit with what runs beside it or how its prompt is
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for.
@@ -83,6 +92,7 @@ class EngineConfig:
     dtype: str = "auto"
     load_format: str = "auto"
     model_impl: str = "auto"
+    quantization: str | None = None
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
     max_model_len: int | None = None
@@ -94,6 +104,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool | None = None
 
     max_num_batched_tokens: int | None = None
@@ -129,6 +140,10 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
         if not self.enable_kv_cache and self.enable_prefix_caching:
             raise ValueError("enable_prefix_caching=True needs a KV cache: set it to False, or enable_kv_cache=True")
+        if not self.enable_kv_cache and self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} needs a KV cache: set it to 'auto', or enable_kv_cache=True"
+            )
         if self.long_prefill_token_threshold and not (self.enable_chunked_prefill and self.enable_kv_cache):
             raise ValueError(
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} limits a chunk, and there are no "

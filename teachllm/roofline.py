@@ -104,14 +104,14 @@ def step_work(model: ModelConfig, step: Step) -> Work:
     body, head = model.num_active_parameters, model.vocab_size * model.hidden_size
     num_tokens = sum(step.query_lens)
     size = _DTYPE_BYTES[model.dtype]
-    num_bytes = (body + (head if step.num_sampled else 0)) * size
+    num_bytes = model.active_bytes + (head * size if step.num_sampled else 0)
     # Of the last layer, tokens that sample nothing need no more than K and V.
     spared = 1 - step.num_sampled / num_tokens if num_tokens else 0.0
     attention_flops = 0.0
     for window, num_layers in Counter(model.windows).items():
         keys_read = _keys_read(step, window)
         keys = num_tokens + (keys_read if step.num_held is None else min(keys_read, step.num_held))
-        num_bytes += num_layers * keys * 2 * model.num_kv_heads * model.head_size * size
+        num_bytes += num_layers * keys * 2 * model.num_kv_heads * model.head_size * model.kv_bytes
         num_whole = num_layers - (spared if window == model.windows[-1] else 0)
         attention_flops += num_whole * 4 * _pairs_of(step, window) * model.num_attention_heads * model.head_size
     matrix_flops = 2 * (body * num_tokens * (1 - spared / model.num_layers) + head * step.num_sampled)

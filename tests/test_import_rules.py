@@ -24,6 +24,7 @@ FROM_ABOVE = (
 )
 TENSORS = ("teachllm.layers", "teachllm.distributed", "teachllm.quantization", "teachllm_kernels")
 FEATURES = ("teachllm.sampling", "teachllm.spec_decode", "teachllm.structured_output", "teachllm.lora")
+A_CHECKPOINT = ("teachllm.models.checkpoint", "teachllm.models.registry")
 TO_A_WORKER = ("teachllm.core.scheduler_output", "teachllm.core.memory")
 # Floor: what it may import of ours. A name stands for itself and, unless it is `teachllm`, what lies under it.
 FLOORS = {
@@ -38,6 +39,14 @@ FLOORS = {
         *("teachllm.spec_decode", "teachllm.sampling", "teachllm.models", "teachllm.layers", "teachllm_kernels"),
         *(*TO_A_WORKER, "teachllm.core.request", *PLAIN_DATA),
     ),
+    "teachllm.quantization": (
+        "teachllm.quantization",
+        "teachllm.layers",
+        "teachllm_kernels",
+        *A_CHECKPOINT,
+        *PLAIN_DATA,
+    ),
+    "teachllm.quantization.making": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": ("teachllm.worker", "teachllm.models", *FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.roofline": ("teachllm.models.model_config",),
@@ -52,7 +61,7 @@ FLOORS = {
     ),
     "teachllm.server": ("teachllm.server", *FROM_ABOVE),
     "teachllm_kernels": ("teachllm_kernels",),
-    "teachllm_cli": ("teachllm_cli", "teachllm.spec_decode", *FROM_ABOVE),
+    "teachllm_cli": ("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making", *FROM_ABOVE),
     "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),
 }
 # Wings that may be imported where they are used, though not at the top of a module.

@@ -16,13 +16,17 @@ OutputJson = Annotated[Path | None, typer.Option(help="Write the results to this
 
 
 def check_folder(flag: str, path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: that is a folder: give a file")
 
 
 def write_json(output_json: Path | None, found: dict[str, Any]) -> None:
     if output_json is not None:
-        output_json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        output_json.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -6,11 +6,11 @@ from functools import cache
 
 import torch
 
-from teachllm_kernels._triton import HAS_GLUON, TensorDescriptor, gl, gluon, hopper
+from teachllm_kernels._triton import HAS_GLUON, PLACES, TensorDescriptor, gl, gluon, hopper
 
 __all__ = [
     *("PIECE", "barriers", "copy_or_arrive", "fetch", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors"),
-    *("pieces", "tile_map"),
+    *("pieces", "place", "tile_map"),
 ]
 
 PIECE = 16  # keys of a copy, which lie in one block
@@ -25,7 +25,7 @@ def has_hopper(device: torch.device) -> bool:
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """A GPU's; of another device, for which kernels are only compiled, an H200's."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PLACES
 
 
 def tile_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -90,6 +90,8 @@ def barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
     """[NUM, 1], each complete when so many have arrived.
 
     A kernel that goes on when nobody waits for them any more invalidates them: their memory may then hold other things.
+    Nor does one make any that nobody waits for. The compiler sees that their memory is free, and what it puts there
+    is not what is read: with tiles of keys it was NaN.
     """
     made = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
@@ -97,8 +99,19 @@ def barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
+@gluon.jit
+def place(index, num_row_blocks, num_column_blocks, AT_ONCE: gl.constexpr):
+    """Which block of rows of a result, and of columns, comes as the `index`-th: AT_ONCE blocks of rows side by side."""
+    per_band = AT_ONCE * num_column_blocks
+    first = index // per_band * AT_ONCE
+    height = gl.minimum(num_row_blocks - first, AT_ONCE)
+    within = index % per_band
+    return first + within % height, within // height
+
+
 @cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Of a tile in shared memory, as the tensor cores read it."""
     dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    dtypes |= {torch.float8_e4m3fn: gl.float8e4nv, torch.int8: gl.int8}
     return gl.NVMMASharedLayout.get_default_for(list(block), dtypes[dtype])

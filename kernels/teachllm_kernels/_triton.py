@@ -2,8 +2,8 @@
 
 Programmatic dependent launch lets a kernel start while the one before it drains: it asks for its weights, which
 nobody writes, and only then waits (`gdc_wait`) for what the other one computed. A kernel that is launched so must
-wait before it reads, or writes, anything that another kernel writes or reads; and programs without work must wait as
-well, or a kernel could end before the one in front of it, for which the next one then does not wait. What another
+wait before it reads, or writes, anything that another kernel writes or reads; and one of its programs must wait even
+if none has work, or it could end before the kernel in front, for which the next one then does not wait. What another
 kernel wrote may be read earlier only if one that is launched the ordinary way lies between the two. That holds for what
 a step prepares for all of its layers (lengths, slots, block tables, plans, cos and sin): the embedding lookup comes
 after it. Hopper and newer cards have it; elsewhere, and in Triton's interpreter, the kernels' `PDL` switch is off.
@@ -61,9 +61,11 @@ except ImportError:
     gluon = gl = hopper = TensorDescriptor = _Absent("this needs Gluon, which comes with Triton 3.6 and newer")
     HAS_GLUON = False
 
+PLACES = 132  # multiprocessors of an H200, or of the larger H100: what products are divided for
+
 __all__ = [
-    *("HAS_GLUON", "TensorDescriptor", "barrier", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "hopper"),
-    *("launch_options", "shared_memory", "tl", "triton"),
+    *("HAS_GLUON", "PLACES", "TensorDescriptor", "barrier", "gdc_launch_dependents", "gdc_wait", "gl", "gluon"),
+    *("hopper", "launch_options", "shared_memory", "tl", "triton"),
 ]
 
 

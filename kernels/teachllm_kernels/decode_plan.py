@@ -10,8 +10,9 @@ split of one KV head, so what matters is how many splits there are and how long 
 
 How many run at once is a choice: a program with fewer warps, or a shorter queue of tiles, leaves room for more of them
 (`DecodeShape`). So the shape follows from the number of sequences, such that they make whole waves; but one whose
-programs read fast alone, two to a multiprocessor, is the best for any number (`hopper_decode.py`). The list has a fixed
-bound, and the launch that a CUDA graph holds does not depend on lengths.
+programs read fast alone, two to a multiprocessor, is the best for any number of them (`hopper_decode.py`), except one
+alone, beside which the products around it must find room. The list has a fixed bound, and the launch that a CUDA graph
+holds does not depend on lengths.
 
 Sources: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first); Ye et al., "FlashInfer", MLSys
 2025 (balanced splits).
@@ -67,6 +68,7 @@ _SHAPES = tuple(
 )
 COMMON_SHAPE, _SPLITTING_SHAPE = _SHAPES[1], _SHAPES[2]
 HOPPER_SHAPE = DecodeShape(2, 4, 3, 64, 128)  # of `hopper_decode.py`
+ALONE_SHAPE = DecodeShape(2, 4, 2, 64, None)  # of `fused_paged_decode`, one sequence
 
 
 def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hopper: bool = False) -> DecodeShape:
@@ -77,8 +79,9 @@ def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hoppe
     """
     programs = num_seqs * num_kv_heads
     if fused:
-        # The splits of one sequence alone would take the room in which the products around them start early.
-        return HOPPER_SHAPE if on_hopper and num_seqs > 1 else COMMON_SHAPE
+        if num_seqs == 1:
+            return ALONE_SHAPE
+        return HOPPER_SHAPE if on_hopper else COMMON_SHAPE
     if 2 * programs <= _SPLITTING_SHAPE.places:
         return _SPLITTING_SHAPE
     if programs <= COMMON_SHAPE.places:

@@ -13,8 +13,9 @@ instruction. Here are
                  are computed: scores [64 keys, 8 heads] = K Q^T, sums [128 channels, 8 heads] += V^T P^T. K and V are
                  used as they lie in shared memory; of 4 heads' 8 columns half count, of 64 rows it would be 1 in 16
 
-The plan is `decode_plan.py`'s; what each of these is worth is in benchmarks/NOTES.md. The definition is
-`rope_kv_write_reference`, then `paged_attention_reference`.
+Over a cache of codes four of the warps do what `hopper_decode_codes.py` says. The plan is `decode_plan.py`'s; what each
+of these is worth is in benchmarks/NOTES.md. The definition is `rope_kv_write_reference`, then
+`paged_attention_reference`.
 
 Sources: those of `paged_decode.py` and `hopper_linear.py`; Shah et al., "FlashAttention-3", 2024.
 """
@@ -41,6 +42,11 @@ from teachllm_kernels.decode_plan import (
     DecodePlan,
     max_splits,
 )
+from teachllm_kernels.hopper_codes import channel_of, key_layout, value_layout
+from teachllm_kernels.hopper_decode_codes import TILE as CODES_TILE
+from teachllm_kernels.hopper_decode_codes import attend_codes
+from teachllm_kernels.hopper_new_token import query_and_key
+from teachllm_kernels.kv_codes import KVScales
 
 __all__ = ["cost", "fits_hopper_decode", "hopper_decode"]
 
@@ -58,49 +64,6 @@ def _copy(descs, buffers, task, table, D: gl.constexpr, STAGES: gl.constexpr, BL
         hopper.mbarrier.wait(free.index(stage), (tile // STAGES - 1) & 1, tile >= STAGES)
         fetch(k_desc, k.index(stage), arrived.index(stage), slots, kv_head * D, key, end)
         fetch(v_desc, v.index(stage), arrived.index(stage), slots, kv_head * D, key, end)
-
-
-@gluon.jit
-def _normed_and_turned(x, y, weight_x, weight_y, cos, signed_sin, eps, AXIS: gl.constexpr, HAS_NORM: gl.constexpr):
-    """As `rotary.normed_and_turned`, but of whole heads, each of which lies in the threads of one warp. Float32.
-
-    y: of each channel of x the one that the rotation pairs with it.
-    """
-    x, y = x.to(gl.float32), y.to(gl.float32)
-    scale = 1.0
-    if HAS_NORM:
-        scale = gl.rsqrt(gl.sum(x * x, axis=AXIS) / x.shape[AXIS] + eps)
-        if AXIS == 1:
-            scale = scale[:, None]
-        x *= weight_x.to(gl.float32)
-        y *= weight_y.to(gl.float32)
-    return (x * cos.to(gl.float32) + y * signed_sin.to(gl.float32)) * scale
-
-
-@gluon.jit
-def _query_and_key(
-    new, kv_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    HAS_NORM: gl.constexpr, LOADED: gl.constexpr,
-):  # fmt: skip
-    """Of this step's token: the query heads of a KV head, [HEADS, D], and its key, [D], normed and turned, float32."""
-    qkv_at, cos_at, sin_at, qk_weight, eps, _, _ = new
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, LOADED))
-    column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
-    across = gl.max_contiguous(gl.multiple_of((column + D // 2) % D, 8), 8)  # what the rotation pairs each with
-    is_query = (head < GROUP)[:, None]
-    q_head = ((kv_head * GROUP + head) * D)[:, None]
-    q_at, q_across = q_head + column[None, :], q_head + across[None, :]
-    k_head = (NUM_KV_HEADS * GROUP + kv_head) * D
-    # All that is asked for at once: one trip to memory.
-    cos, signed_sin = gl.load(cos_at + column), gl.load(sin_at + column)
-    q_x, q_y = gl.load(qkv_at + q_at, is_query, 0.0), gl.load(qkv_at + q_across, is_query, 0.0)
-    k_x, k_y = gl.load(qkv_at + (k_head + column)), gl.load(qkv_at + (k_head + across))
-    norm_q_x, norm_q_y, norm_k_x, norm_k_y = q_x, q_y, k_x, k_y
-    if HAS_NORM:
-        norm_q_x, norm_q_y = gl.load(qk_weight + q_at, is_query, 0.0), gl.load(qk_weight + q_across, is_query, 0.0)
-        norm_k_x, norm_k_y = gl.load(qk_weight + (k_head + column)), gl.load(qk_weight + (k_head + across))
-    query = _normed_and_turned(q_x, q_y, norm_q_x, norm_q_y, cos[None, :], signed_sin[None, :], eps, 1, HAS_NORM)
-    return query, _normed_and_turned(k_x, k_y, norm_k_x, norm_k_y, cos, signed_sin, eps, 0, HAS_NORM)
 
 
 @gluon.jit
@@ -125,7 +88,7 @@ def _attend(
     channel = gl.arange(0, D, gl.SliceLayout(1, PRODUCT))
     new_v = qkv_at + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
     value = gl.where(holds_new, gl.load(new_v + channel).to(gl.float32), 0.0)
-    query, new_k = _query_and_key(new, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
+    query, new_k = query_and_key(new, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
     query, new_k = query.to(dtype), new_k.to(dtype)
     queries.store(query)
     hopper.fence_async_shared()
@@ -196,9 +159,10 @@ def _merge(
 @gluon.jit
 def _hopper_decode(
     qkv, cos, signed_sin, qk_weight, eps, k_desc, v_desc, k_cache, v_cache, out, block_tables,
-    items, partial, lse, finished, scale_log2, table_stride,
+    items, partial, lse, finished, k_scale, v_scale, scale_log2, table_stride,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, MERGED: gl.constexpr, HAS_NORM: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, MERGED: gl.constexpr, HAS_NORM: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """One split of one KV head. What its warps are handed:
 
@@ -238,10 +202,19 @@ def _hopper_decode(
     descs, buffers = (k_desc, v_desc), (k, v, arrived, free)
     task = (kv_head, first, begin, end, holds_new)
     new = (qkv_at, cos + token * D, signed_sin + token * D, qk_weight, eps, k_cache + slot, v_cache + slot)
-    acc, total, highest = gl.warp_specialize([
-        (_attend, (buffers, task, new, scale_log2, NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED)),
-        (_copy, (descs, buffers, task, table, D, STAGES, BLOCK_SIZE)),
-    ], [1], [56])  # fmt: skip
+    if k_scale is None:
+        acc, total, highest = gl.warp_specialize([
+            (_attend, (buffers, task, new, scale_log2, NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED)),
+            (_copy, (descs, buffers, task, table, D, STAGES, BLOCK_SIZE)),
+        ], [1], [56])  # fmt: skip
+    else:
+        acc, total, highest = gl.warp_specialize([
+            (attend_codes, (
+                buffers, task, new, (k_scale, v_scale), scale_log2,
+                NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED, KEYS, VALUES,
+            )),
+            (_copy, (descs, buffers, task, table, D, STAGES, BLOCK_SIZE)),
+        ], [1], [56])  # fmt: skip
     for i in gl.static_range(STAGES):
         hopper.mbarrier.invalidate(arrived.index(i))
         hopper.mbarrier.invalidate(free.index(i))
@@ -250,6 +223,9 @@ def _hopper_decode(
     member = gl.arange(0, HEADS, gl.SliceLayout(0, PRODUCT))
     is_mine = (member < GROUP) & has_work
     normalised = acc / total[None, :]
+    if k_scale is not None:
+        channel = channel_of(channel, D)
+        normalised *= gl.load(v_scale + kv_head)
     at = member[None, :] * D + channel[:, None]
     out_at = out + (token * NUM_KV_HEADS + kv_head) * GROUP * D
     if num_splits == 1:
@@ -277,9 +253,15 @@ def hopper_decode(
     block_tables: torch.Tensor,
     plan: DecodePlan,
     scale: float,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """As `fused_paged_decode`, without a soft cap; a window is the plan's. For what `fits_hopper_decode` takes."""
+    """As `fused_paged_decode`, without a soft cap; a window is the plan's. For what `fits_hopper_decode` takes.
+
+    Args:
+        scales: of K's and V's codes, if the cache holds codes.
+    """
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
+    tile = HOPPER_SHAPE.tile if scales is None else CODES_TILE
     num_seqs, group = qkv.shape[0], qkv.shape[1] // num_kv_heads - 2
     out = qkv.new_empty((num_seqs, num_kv_heads * group, head_size))
     assert plan.filled_for == (num_seqs, HOPPER_SHAPE)
@@ -287,15 +269,18 @@ def hopper_decode(
     _hopper_decode[(max_splits(num_seqs, num_kv_heads, HOPPER_SHAPE) * num_kv_heads,)](
         *(qkv, cos, signed_sin, qkv if qk_weight is None else qk_weight, eps),
         *(*slots, k_cache, v_cache, out, block_tables),
-        *(plan.items, plan.partial, plan.lse, plan.finished, scale * LOG2_E, block_tables.stride(0)),
+        *(plan.items, plan.partial, plan.lse, plan.finished, *(scales or (None, None))),
+        *(scale * LOG2_E, block_tables.stride(0)),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEADS=max(8, triton.next_power_of_2(group)),
         BLOCK_SIZE=block_size,
-        TILE=HOPPER_SHAPE.tile,
+        TILE=tile,
         STAGES=HOPPER_SHAPE.stages,
         MERGED=16,
         HAS_NORM=qk_weight is not None,
+        KEYS=None if scales is None else key_layout(tile, head_size),
+        VALUES=None if scales is None else value_layout(tile, head_size),
         num_warps=HOPPER_SHAPE.num_warps,
         maxnreg=HOPPER_SHAPE.maxnreg,
         launch_pdl=True,
@@ -314,13 +299,22 @@ def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int,
 
 
 def cost(
-    kv_lens: list[int], num_heads: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2
+    kv_lens: list[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype_bytes: int = 2,
+    kv_bytes: int | None = None,
 ) -> tuple[int, int]:
     """(bytes, FLOPs) that any implementation must spend on a token a sequence, without a window.
 
     Attention's own, the new tokens' K and V to the cache, and of cos and sin what `rotary.cost` counts.
+
+    Args:
+        kv_bytes: of a number in the cache; None: as of q.
     """
-    num_seqs = len(kv_lens)
-    num_bytes, flops = paged_attention.cost([1] * num_seqs, kv_lens, num_heads, num_kv_heads, head_size, dtype_bytes)
-    num_bytes += num_seqs * (2 * num_kv_heads + 1) * head_size * dtype_bytes
+    num_seqs, kept = len(kv_lens), dtype_bytes if kv_bytes is None else kv_bytes
+    sizes = (num_heads, num_kv_heads, head_size, dtype_bytes, kept)
+    num_bytes, flops = paged_attention.cost([1] * num_seqs, kv_lens, *sizes)
+    num_bytes += num_seqs * (2 * num_kv_heads * kept + dtype_bytes) * head_size
     return num_bytes, flops + rope_kv_write.cost(num_seqs, num_heads, num_kv_heads, head_size)[1]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._hopper import barriers, gate_up_map, num_multiprocessors, tile_map
+from teachllm_kernels._hopper import barriers, gate_up_map, num_multiprocessors, place, tile_map
 from teachllm_kernels._triton import gl, gluon, hopper
 from teachllm_kernels.linear import cost
 
@@ -33,16 +33,6 @@ FROM_ROWS = 2048  # with fewer it depends on how many tiles are left for the las
 _ROWS, _COLUMNS, _BLOCK_K = 128, 128, 64
 _STAGES = 4  # 48 KiB each; 32 more hold the result
 _AT_ONCE = 16  # blocks of rows that are worked on at once
-
-
-@gluon.jit
-def _place(index, num_row_blocks, num_column_blocks, AT_ONCE: gl.constexpr):
-    """Which block of rows, and of columns, comes as the `index`-th."""
-    per_band = AT_ONCE * num_column_blocks
-    first = index // per_band * AT_ONCE
-    height = gl.minimum(num_row_blocks - first, AT_ONCE)
-    within = index % per_band
-    return first + within % height, within // height
 
 
 @gluon.jit
@@ -56,7 +46,7 @@ def _copy(x_desc, w_desc, buffers, grid, num_tiles, STAGES: gl.constexpr, AT_ONC
     BYTES: gl.constexpr = (ROWS + 16 * EIGHTS) * BLOCK_K * x.dtype.primitive_bitwidth // 8
     count = 0
     for index in range(gl.program_id(0), num_row_blocks * num_column_blocks, gl.num_programs(0)):
-        row_block, column_block = _place(index, num_row_blocks, num_column_blocks, AT_ONCE)
+        row_block, column_block = place(index, num_row_blocks, num_column_blocks, AT_ONCE)
         for tile in range(num_tiles):
             stage = count % STAGES
             hopper.mbarrier.wait(free.index(stage), (count // STAGES - 1) & 1, count >= STAGES)
@@ -84,7 +74,7 @@ def _multiply(
     mine = staged.index(HALF)
     count = 0
     for index in range(gl.program_id(0), num_row_blocks * num_column_blocks, gl.num_programs(0)):
-        row_block, column_block = _place(index, num_row_blocks, num_column_blocks, AT_ONCE)
+        row_block, column_block = place(index, num_row_blocks, num_column_blocks, AT_ONCE)
         acc = gl.zeros([64, 2 * COLUMNS], gl.float32, PRODUCT)
         for tile in range(num_tiles):
             stage = count % STAGES

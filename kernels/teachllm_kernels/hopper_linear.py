@@ -13,9 +13,11 @@ What a chain of such products waits for is not arithmetic but the start of each:
     parts          (split K) a result with few columns would leave most multiprocessors idle, so several programs each
                    multiply a slice of the inputs for the same columns. They leave their partial sums side by side:
                    the norm that follows reads them all anyway
+    codes          of 8 bits on both sides are multiplied as they are, in tiles of as many bytes; the epilogue has the
+                   scales of rows and columns. Those of groups and blocks are for each tile, see `hopper_blocks.py`
 
-The definition is `linear_reference`. Written in Gluon, Triton's lower level, where buffers, barriers and copies have
-names. `few_rows_linear` is the portable kernel for as many as 16 rows.
+The definition is `linear_reference`, of codes `scaled_linear_reference`. Written in Gluon, Triton's lower level, where
+buffers, barriers and copies have names. The portable kernels are `few_rows_linear`, up to 16 rows, and `scaled_linear`.
 
 Sources: CUDA C++ Programming Guide, "Asynchronous Data Copies using the Tensor Memory Accelerator" and "Programmatic
 Dependent Launch and Synchronization"; PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"; CUTLASS,
@@ -24,32 +26,16 @@ Dependent Launch and Synchronization"; PTX ISA, "Asynchronous Warpgroup Level Ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from teachllm_kernels._hopper import barriers, copy_or_arrive, gate_up_map, has_hopper, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
+from teachllm_kernels.hopper_blocks import COPIERS, fetch_scales_of_two, has_blocks, room_for_scales, sums_of_few_rows
+from teachllm_kernels.hopper_tiling import MAX_ROWS, STRIPE, registers, result_columns, tiling_of
 from teachllm_kernels.linear import cost
+from teachllm_kernels.quantize_rows import QuantizedRows
 
-__all__ = ["MAX_ROWS", "cost", "has_hopper", "hopper_linear"]
-
-MAX_ROWS = 256
-_STRIPE = 64  # weight rows of a group of warps: as many as the tensor cores take at once
-_PLACES = 132  # multiprocessors of an H200, or of the larger H100
-_SHARED = 226 * 1024  # bytes of shared memory for a program
-_SHARED_OF_TWO = 112 * 1024  # if there are more programs than places: two on a multiprocessor
-_MAX_STAGES = 12
-_SHORT = 1024  # inputs; a product so short is mostly start and end of its programs
-_PARTS_WANTED = 128  # programs of a product in parts: nearly as many as there are places
-_ONE_BLOCK = 192  # rows of x that one program can take; more are two blocks of 128
-# Up to so many rows of x: rows of a program, further ones. Fewer of a narrow weight: where half of the places would be
-# idle, and instead of more parts, all of which the next norm must read.
-_FEW = ((8, 8, 0), (16, 16, 0), (32, 32, 0))
-_MANY = ((160, 128, 32), (_ONE_BLOCK, 128, 64), (MAX_ROWS, 128, 0))
-_SIZES = (*_FEW, (64, 64, 0), (96, 64, 32), (128, 128, 0), *_MANY)
-_SIZES_OF_NARROW = (*_FEW, (64, 64, 0), (128, 64, 0), *_MANY)
-_SIZES_OF_NARROW_PARTS = (*_FEW, (64, 32, 0), (_ONE_BLOCK, 64, 0), (MAX_ROWS, 128, 0))
+__all__ = ["MAX_ROWS", "cost", "has_hopper", "hopper_linear", "hopper_scaled_linear"]
 
 
 @gluon.jit
@@ -67,7 +53,7 @@ def _fetch_weight(w_desc, w, arrived, stage, block, k, STRIPES: gl.constexpr, GA
 
 
 @gluon.jit
-def _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
+def fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
     """Starts copying x's columns from k on. In boxes, and only those with rows: to fill in others takes longer."""
     BOX: gl.constexpr = x_desc.block_shape[0]
     for box in gl.static_range(x.shape[1] // BOX):
@@ -78,15 +64,16 @@ def _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
 
 @gluon.jit
 def _copy(
-    w_desc, x_desc, buffers, task,
-    TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, REST: gl.constexpr, GATED: gl.constexpr,
+    w_desc, x_desc, x_scales, buffers, task,
+    TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: fills stages, each as soon as all groups are done with what it held.
 
     It alone waits for the kernel in front. The groups, which write the result, need no wait of their own: what they
     compute with was fetched behind this one.
     """
-    w, x, rest, arrived, free = buffers
+    w, x, rest, of_rows, arrived, free = buffers
     first_row, num_rows, _, block, _, first_k = task
     ROWS: gl.constexpr = x.shape[1]
     BLOCK_K: gl.constexpr = x.shape[2]
@@ -94,71 +81,152 @@ def _copy(
         _fetch_weight(w_desc, w, arrived, i, block, first_k + i * BLOCK_K, STRIPES, GATED)
     gdc_wait()
     for i in gl.static_range(STAGES):
-        _fetch_x(x_desc, x, arrived, i, first_row, num_rows, first_k + i * BLOCK_K)
+        fetch_x(x_desc, x, arrived, i, first_row, num_rows, first_k + i * BLOCK_K)
         if REST > 0:
-            _fetch_x(x_desc, rest, arrived, i, first_row + ROWS, num_rows, first_k + i * BLOCK_K)
+            fetch_x(x_desc, rest, arrived, i, first_row + ROWS, num_rows, first_k + i * BLOCK_K)
+        if GROUPS > 0:
+            k = first_k + i * BLOCK_K
+            fetch_scales_of_two(x_scales, of_rows, arrived, i, first_row, num_rows, k, REST, GROUPS)
     for tile in range(STAGES, TILES):
         stage = tile % STAGES
         k = first_k + tile * BLOCK_K
         hopper.mbarrier.wait(free.index(stage), (tile // STAGES - 1) & 1)
         _fetch_weight(w_desc, w, arrived, stage, block, k, STRIPES, GATED)
-        _fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k)
+        fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k)
         if REST > 0:
-            _fetch_x(x_desc, rest, arrived, stage, first_row + ROWS, num_rows, k)
+            fetch_x(x_desc, rest, arrived, stage, first_row + ROWS, num_rows, k)
+        if GROUPS > 0:
+            fetch_scales_of_two(x_scales, of_rows, arrived, stage, first_row, num_rows, k, REST, GROUPS)
 
 
 @gluon.jit
 def _multiply(
     buffers, task, result,
-    STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr,
-    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr,
+    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, BY_OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: the product of one stripe of the weight, and what is made of it."""
-    w, x, rest, arrived, free = buffers
+    """A group of four warps: the product of one stripe of the weight, and what is made of it.
+
+    Of 8-bit floats tensor cores add up in fewer bits than float32 has, so sums of a tile are added up apart, if there
+    is room.
+    """
+    w, x, rest, _, arrived, free = buffers
+    STAGES: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     MORE: gl.constexpr = REST if REST > 0 else 8
-    acc = gl.zeros([64, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
-    more = gl.zeros([64, MORE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16]))
-    for tile in range(TILES):
-        stage = tile % STAGES
-        hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
-        weight = w.index(stage * STRIPES + STRIPE).reshape([64, x.shape[2]])
-        acc = hopper.warpgroup_mma(weight, x.index(stage).permute((1, 0)), acc, is_async=True)
-        if REST > 0:
-            more = hopper.warpgroup_mma(weight, rest.index(stage).permute((1, 0)), more, is_async=True)
-            acc, more = hopper.warpgroup_mma_wait(2, [acc, more])  # of the tile before: these go on
-        else:
-            acc = hopper.warpgroup_mma_wait(1, [acc])
-        if STAGES < TILES:
-            hopper.mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), pred=tile > 0)
-    if REST > 0:
-        acc, more = hopper.warpgroup_mma_wait(0, [acc, more])
+    ROOMY: gl.constexpr = ROWS <= 64 and REST == 0  # registers have room for more than sums
+    BY_TILE: gl.constexpr = ROOMY and x.dtype.is_fp8()
+    SCALED: gl.constexpr = x.dtype.primitive_bitwidth == 8 and GROUPS == 0
+    SUMS: gl.constexpr = gl.int32 if x.dtype.is_int() else gl.float32
+    DEPTH: gl.constexpr = 256 // x.dtype.primitive_bitwidth
+    OF_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, DEPTH])
+    OF_MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, DEPTH])
+    acc = gl.zeros([64, ROWS], SUMS, OF_ACC)
+    more = gl.zeros([64, MORE], SUMS, OF_MORE)
+    of_outputs, of_rows = 1.0, 1.0
+    if SCALED:
+        of_outputs = _output_scales(task, result, STRIPE, STRIPES, GATED, BY_OUTPUT, OF_ACC)
+        if ROOMY:
+            hopper.mbarrier.wait(arrived.index(0), 0)  # so the kernel in front has ended
+            of_rows = _row_scales(task, result, 0, ROWS, OF_ACC)
+    if GROUPS > 0:
+        _, _, num_out, block, _, first_k = task
+        _, _, scales, _, _, _ = result
+        where = ((block * STRIPES + STRIPE) * (32 if GATED else 64), num_out, first_k)
+        acc, more = sums_of_few_rows(acc, more, buffers, scales, where, STRIPE, STRIPES, TILES, REST, GROUPS, GATED)
     else:
-        acc = hopper.warpgroup_mma_wait(0, [acc])
-    _finish(acc, task, result, 0, STRIPE, STRIPES, GATED, DIRECT, HAS_BIAS)
+        for tile in range(TILES):
+            stage = tile % STAGES
+            hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
+            weight = w.index(stage * STRIPES + STRIPE).reshape([64, x.shape[2]])
+            if BY_TILE:
+                part = gl.zeros_like(acc)
+                part = hopper.warpgroup_mma(weight, x.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
+                acc += hopper.warpgroup_mma_wait(0, [part])
+                if STAGES < TILES:
+                    hopper.mbarrier.arrive(free.index(stage))
+            else:
+                acc = hopper.warpgroup_mma(weight, x.index(stage).permute((1, 0)), acc, is_async=True)
+                if REST > 0:
+                    more = hopper.warpgroup_mma(weight, rest.index(stage).permute((1, 0)), more, is_async=True)
+                    acc, more = hopper.warpgroup_mma_wait(2, [acc, more])  # of the tile before: these go on
+                else:
+                    acc = hopper.warpgroup_mma_wait(1, [acc])
+                if STAGES < TILES:
+                    hopper.mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), pred=tile > 0)
+        if REST > 0:
+            acc, more = hopper.warpgroup_mma_wait(0, [acc, more])
+        else:
+            acc = hopper.warpgroup_mma_wait(0, [acc])
+    if SCALED:
+        if not ROOMY:
+            of_rows = _row_scales(task, result, 0, ROWS, OF_ACC)
+        acc = acc.to(gl.float32) * of_rows * of_outputs
+    finish(acc, task, result, 0, STRIPE, STRIPES, GATED, DIRECT, HAS_BIAS)
     if REST > 0:
-        _finish(more, task, result, ROWS, STRIPE, STRIPES, GATED, DIRECT, HAS_BIAS)
+        if SCALED:
+            of_rows = _row_scales(task, result, ROWS, MORE, OF_MORE)
+            of_outputs = _output_scales(task, result, STRIPE, STRIPES, GATED, BY_OUTPUT, OF_MORE)
+            more = more.to(gl.float32) * of_rows * of_outputs
+        finish(more, task, result, ROWS, STRIPE, STRIPES, GATED, DIRECT, HAS_BIAS)
 
 
 @gluon.jit
-def _finish(
+def _outputs(stripe, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """[64] which rows of the weight a stripe holds, as biases and scales are numbered; and whether they exist."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    is_up = 0
+    if GATED:  # rows of gate and up in turns, eight of each
+        is_up = row // 8 % 2
+        row = row // 16 * 8 + row % 8
+    column = stripe * (32 if GATED else 64) + row
+    return is_up * num_out + column, column < num_out
+
+
+@gluon.jit
+def _output_scales(
+    task, result, STRIPE: gl.constexpr, STRIPES: gl.constexpr, GATED: gl.constexpr, BY_OUTPUT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """[64, 1] of the rows of the weight, or one for all."""
+    _, _, num_out, block, _, _ = task
+    _, _, scales, _, _, _ = result
+    found = gl.load(scales)
+    if BY_OUTPUT:
+        output, is_output = _outputs(block * STRIPES + STRIPE, num_out, GATED, LAYOUT)
+        found = gl.load(scales + output, is_output, 0.0)[:, None]
+    return found
+
+
+@gluon.jit
+def _row_scales(task, result, BEFORE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[1, ROWS] of rows of x. Nobody here has waited for who wrote them, so not by way of the first-level cache.
+
+    All programs want the same few at once, and the second-level cache answers one after the other: every warp asks once
+    for all of them, and its threads exchange them. Each asking for its own takes longer than a tenth of the product.
+    """
+    first_row, num_rows, _, _, _, _ = task
+    _, x_scales, _, _, _, _ = result
+    OF_WARP: gl.constexpr = gl.BlockedLayout([max(ROWS // 32, 1)], [32], [4], [0])
+    m = first_row + BEFORE + gl.arange(0, ROWS, OF_WARP)
+    found = gl.load(x_scales + m, m < num_rows, 0.0, cache_modifier=".cg")
+    return gl.convert_layout(found, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def finish(
     acc, task, result, BEFORE: gl.constexpr, STRIPE: gl.constexpr, STRIPES: gl.constexpr,
     GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """From the product of a stripe with some rows of x to the result. BEFORE: rows that are another product's."""
     first_row, num_rows, num_out, block, split, _ = task
-    bias, staged, out_desc, out = result
+    bias, _, _, staged, out_desc, out = result
     stripe = block * STRIPES + STRIPE
     ROWS: gl.constexpr = acc.shape[1]
     if HAS_BIAS:
-        row = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-        is_up = 0
-        if GATED:  # rows of gate and up in turns, eight of each
-            is_up = row // 8 % 2
-            row = row // 16 * 8 + row % 8
-        column = stripe * (32 if GATED else 64) + row
-        has_bias = (column < num_out) & (split == 0)
-        acc += gl.load(bias + is_up * num_out + column, has_bias, 0.0).to(gl.float32)[:, None]
+        LAYOUT: gl.constexpr = acc.type.layout
+        output, is_output = _outputs(stripe, num_out, GATED, LAYOUT)
+        acc += gl.load(bias + output, is_output & (split == 0), 0.0).to(gl.float32)[:, None]
     y = acc
     if GATED:
         gate, up = gl.split(acc.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)))
@@ -185,9 +253,10 @@ def _finish(
 
 @gluon.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _hopper_linear(
-    w_desc, x_desc, bias, out_desc, out, num_rows, num_out,
+    w_desc, x_desc, bias, x_scales, scales, out_desc, out, num_rows, num_out,
     ROWS: gl.constexpr, REST: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
+    GROUPS: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, BY_OUTPUT: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     first_row, block, split = gl.program_id(0) * (ROWS + REST), gl.program_id(1), gl.program_id(2)
@@ -196,111 +265,41 @@ def _hopper_linear(
     BOX: gl.constexpr = x_desc.block_shape[0]
     w = gl.allocate_shared_memory(dtype, [STAGES * STRIPES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
     x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
-    rest = x
+    rest = x  # not used, as other buffers below
     if REST > 0:  # a buffer's rows are a power of two
         rest = gl.allocate_shared_memory(dtype, [STAGES, REST, BLOCK_K], x_desc.layout)
-    arrived, free = barriers(STAGES, 1 + (ROWS + REST) // BOX), barriers(STAGES, STRIPES)
-    staged = w  # not used
+    of_rows = x
+    if GROUPS > 0:
+        of_rows = room_for_scales(STAGES * 2, ROWS)
+    staged = w
     if not DIRECT:
-        staged = gl.allocate_shared_memory(dtype, [STRIPES, ROWS, out_desc.block_shape[1]], out_desc.layout)
-    buffers = (w, x, rest, arrived, free)
+        staged = gl.allocate_shared_memory(out_desc.dtype, [STRIPES, ROWS, out_desc.block_shape[1]], out_desc.layout)
+    # After all else, whose memory is then theirs alone; and none that nobody waits for, see `barriers`.
+    arrived = barriers(STAGES, 1 + (ROWS + REST) // BOX + (COPIERS if GROUPS > 0 else 0))
+    free = arrived
+    if STAGES < TILES:
+        free = barriers(STAGES, STRIPES)
+    buffers = (w, x, rest, of_rows, arrived, free)
     task = (first_row, num_rows, num_out, block, split, split * TILES * BLOCK_K)
-    result = (bias, staged, out_desc, out)
+    result = (bias, x_scales, scales, staged, out_desc, out)
     if STRIPES == 1:
         gl.warp_specialize([
-            (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED)),
+            (_multiply, (buffers, task, result, 0, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
+            (_copy, (w_desc, x_desc, x_scales, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
         ], [1], [72])  # fmt: skip
     elif STRIPES == 2:
         gl.warp_specialize([
-            (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_multiply, (buffers, task, result, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED)),
+            (_multiply, (buffers, task, result, 0, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
+            (_multiply, (buffers, task, result, 1, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
+            (_copy, (w_desc, x_desc, x_scales, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
         ], [4, 1], [168, 72])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (buffers, task, result, 0, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_multiply, (buffers, task, result, 1, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_multiply, (buffers, task, result, 2, STRIPES, TILES, STAGES, REST, GATED, DIRECT, HAS_BIAS)),
-            (_copy, (w_desc, x_desc, buffers, task, TILES, STAGES, STRIPES, REST, GATED)),
+            (_multiply, (buffers, task, result, 0, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
+            (_multiply, (buffers, task, result, 1, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
+            (_multiply, (buffers, task, result, 2, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
+            (_copy, (w_desc, x_desc, x_scales, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
         ], [4, 4, 1], [144, 144, 72])  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """How a product is divided.
-
-    Attributes:
-        rows: of x, of a program: a power of two.
-        rest: further ones.
-        box: rows that are copied at once.
-        stripes: of 64 weight rows, of a program.
-        splits: slices of the inputs (split K), a program each, whose partial sums make the result.
-        block_k: columns of a tile.
-        tiles: of a program.
-        stages: tiles that are under way or in use.
-        direct: threads write the result themselves; otherwise the copy engine does, from shared memory.
-    """
-
-    rows: int
-    rest: int
-    box: int
-    stripes: int
-    splits: int
-    block_k: int
-    tiles: int
-    stages: int
-    direct: bool
-
-
-def _columns(gated: bool) -> int:
-    """Of the result, that a stripe of the weight makes."""
-    return _STRIPE // 2 if gated else _STRIPE
-
-
-def _rows_of_a_program(num_rows: int, all_stripes: int, parts: bool) -> tuple[int, int]:
-    """Rows of x that a program takes: (a power of two, further ones, which are a second product)."""
-    sizes: tuple[tuple[int, int, int], ...] = _SIZES
-    if parts and 4 * all_stripes <= _PLACES:
-        sizes = _SIZES_OF_NARROW_PARTS
-    elif not parts and 2 * all_stripes <= _PLACES:
-        sizes = _SIZES_OF_NARROW
-    return next((rows, rest) for most, rows, rest in sizes if num_rows <= most)
-
-
-def _tiling(num_rows: int, num_in: int, num_weight_rows: int, gated: bool, parts: bool) -> _Tiling:
-    """A program takes all rows of x that it can, fewer where places would be idle, and the stripes that end first.
-
-    Of parts it takes one stripe, or two of a wide weight for two blocks of rows, in as many slices as fill the places.
-    Stages take what shared memory is left, or of half of it where two programs fit. Measured, see benchmarks/NOTES.md.
-    """
-    all_stripes = -(-num_weight_rows // _STRIPE)
-    rows, rest = _rows_of_a_program(num_rows, all_stripes, parts)
-    row_blocks = -(-num_rows // (rows + rest))
-    block_k = 128 if rows <= 64 else 64
-
-    def waves(stripes: int) -> int:
-        return -(-(-(-all_stripes // stripes) * row_blocks) // _PLACES)
-
-    if parts:
-        stripes = 2 if num_rows > _ONE_BLOCK and 4 * all_stripes > _PLACES else 1
-    else:  # of those that take as long, few long programs; or if they are short, many: their starts and ends overlap
-        overlap = -1 if num_in <= _SHORT else 1
-        stripes = min((1, 2, 3), key=lambda count: (waves(count) * count, waves(count) * overlap))
-    blocks = -(-all_stripes // stripes) * row_blocks
-    tiles = -(-num_in // block_k)
-    splits = max(min(_PARTS_WANTED // blocks, tiles), 1) if parts else 1
-    tiles = -(-tiles // splits)
-    splits = -(-num_in // (block_k * tiles))
-    direct = parts or (gated and rest > 0)  # parts are too large to be staged, the other leaves no room
-    staged = 0 if direct else stripes * rows * _columns(gated) * 2
-    stage = (_STRIPE * stripes + rows + rest) * block_k * 2
-    room = _SHARED
-    if blocks * splits > _PLACES and _SHARED_OF_TWO - staged >= 3 * stage:
-        room = _SHARED_OF_TWO
-    stages = min(tiles, (room - staged) // stage, _MAX_STAGES)
-    box = min(max(8, rows // 4), 32)
-    return _Tiling(rows, rest, box, stripes, splits, block_k, tiles, stages, direct)
 
 
 def hopper_linear(
@@ -319,35 +318,66 @@ def hopper_linear(
     Returns:
         [num_rows, num_out]; with `parts`, [num_parts, num_rows, num_out] float32.
     """
+    return _launch(x, weight, bias, gated, parts, x.dtype)
+
+
+def hopper_scaled_linear(
+    x: QuantizedRows,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    parts: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """As `hopper_linear`, of codes; see `scaled_linear_reference`. Integers are added up in int32.
+
+    Args:
+        x: at most `MAX_ROWS` rows, with a scale each, or for each group of inputs; `num_in` a multiple of 16.
+        weight: codes of x's dtype.
+        scales: [num_out, 1] (gated: [2 * num_out, 1]) or [1, 1] float32; of 8-bit floats also those of blocks. Blocks
+            do not reach from gate to up: `num_out` is a multiple of 128.
+        dtype: of a result that is not in parts, 2 bytes.
+    """
+    num_groups = scales.shape[1] if has_blocks(x, weight, scales, gated) else 0
+    return _launch(x.codes, weight, bias, gated, parts, dtype, x.scales, scales, num_groups)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    parts: bool,
+    dtype: torch.dtype,
+    x_scales: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    num_groups: int = 0,
+) -> torch.Tensor:
     (num_rows, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     assert num_rows <= MAX_ROWS and not (gated and parts)
-    tiling = _tiling(num_rows, num_in, weight.shape[0], gated, parts)
+    tiling = tiling_of(num_rows, num_in, weight.shape[0], gated, parts, x.element_size(), num_groups > 0)
     shape = (tiling.splits, num_rows, num_out) if parts else (num_rows, num_out)
-    out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
-    blocks = -(-weight.shape[0] // (_STRIPE * tiling.stripes))
+    out = torch.empty(shape, dtype=torch.float32 if parts else dtype, device=x.device)
+    blocks = -(-weight.shape[0] // (STRIPE * tiling.stripes))
     _hopper_linear[(-(-num_rows // (tiling.rows + tiling.rest)), blocks, tiling.splits)](
-        (gate_up_map(weight, _STRIPE, tiling.block_k) if gated else tile_map(weight, [_STRIPE, tiling.block_k])),
+        (gate_up_map(weight, STRIPE, tiling.block_k) if gated else tile_map(weight, [STRIPE, tiling.block_k])),
         tile_map(x, [tiling.box, tiling.block_k]),
-        bias,
-        None if tiling.direct else tile_map(out, [tiling.box, _columns(gated)]),
+        *(bias, x_scales, scales),
+        None if tiling.direct else tile_map(out, [tiling.box, result_columns(gated)]),
         *(out, num_rows, num_out),
         ROWS=tiling.rows,
         REST=tiling.rest,
         STRIPES=tiling.stripes,
         TILES=tiling.tiles,
         STAGES=tiling.stages,
+        GROUPS=num_groups,
         GATED=gated,
         DIRECT=tiling.direct,
         HAS_BIAS=bias is not None,
+        BY_OUTPUT=scales is not None and scales.numel() > 1 and not num_groups,
         launch_pdl=True,
         num_warps=4,
-        **_registers(tiling),
+        **registers(tiling),
     )
     return out
-
-
-def _registers(tiling: _Tiling) -> dict[str, int]:
-    """At most so many a thread that programs of the next kernel find room beside the last ones of this one."""
-    if tiling.stripes > 1:
-        return {}
-    return {"maxnreg": 96 if tiling.rows <= 32 else 128 if tiling.rows + tiling.rest <= 128 else 168}

@@ -29,6 +29,21 @@ import torch
 from teachllm_kernels._hopper import PIECE, barriers, fetch, has_hopper, head_map, num_multiprocessors, pieces, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper, tl, triton
 from teachllm_kernels.decode_plan import LOG2_E
+from teachllm_kernels.hopper_codes import multiplicand
+from teachllm_kernels.hopper_prefill_codes import STAGES as CODES_STAGES
+from teachllm_kernels.hopper_prefill_codes import TILE as CODES_TILE
+from teachllm_kernels.hopper_prefill_codes import convert
+from teachllm_kernels.hopper_tasks import (
+    FIELDS,
+    NUM_FIELDS,
+    NUM_QUERIES,
+    POSITION,
+    ROW,
+    TOKEN,
+    num_tasks,
+    task_of,
+)
+from teachllm_kernels.kv_codes import KVScales
 from teachllm_kernels.paged_attention import cost
 
 __all__ = ["PrefillPlan", "cost", "fits_hopper_prefill", "hopper_prefill", "plan_prefill"]
@@ -37,10 +52,6 @@ _ROWS = 128  # of a tile of queries: tokens times the query heads of a KV head
 # Tiles of 64 keys compute less beyond the diagonal, those of 128 make longer products, which wins from here on.
 _SHORT = 2048  # tokens of the longest sequence
 _STAGES = {64: 4, 128: 2}  # by the keys of a tile; 128 KiB with heads of 128, and two tiles of queries take 64
-_NUM_FIELDS = 4  # of an item, see `PrefillPlan`
-
-_FIELDS = tl.constexpr(_NUM_FIELDS)
-_TOKEN, _NUM_QUERIES, _POSITION, _ROW = map(tl.constexpr, range(_NUM_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +59,8 @@ class PrefillPlan:
     """A step's tiles of queries, on the device.
 
     Attributes:
-        items: [max_items, 4] int32, a tile each. _TOKEN: its first token in the batch; _NUM_QUERIES: how many it has;
-            _POSITION: of the first in its sequence; _ROW: the sequence's row of the block tables.
+        items: [max_items, 4] int32, a tile each. TOKEN: its first token in the batch; NUM_QUERIES: how many it has;
+            POSITION: of the first in its sequence; ROW: the sequence's row of the block tables.
         count: [1] int32, how many there are.
         group: query heads of a KV head, for which it was made.
         tile: keys of a step of the loop, 64 or 128.
@@ -78,12 +89,12 @@ def _plan_prefill(items, count, query_start, seq_lens, rows, num_seqs, QUERIES: 
     while level >= 0:
         tile = level - lowest
         has_tile = (tile >= 0) & (tile < num_tiles)
-        at = items + (end + tl.cumsum(has_tile.to(tl.int32), 0) - 1) * _FIELDS
+        at = items + (end + tl.cumsum(has_tile.to(tl.int32), 0) - 1) * FIELDS
         first = tile * QUERIES
-        tl.store(at + _TOKEN, token + first, mask=has_tile)
-        tl.store(at + _NUM_QUERIES, tl.minimum(num_tokens - first, QUERIES), mask=has_tile)
-        tl.store(at + _POSITION, context + first, mask=has_tile)
-        tl.store(at + _ROW, row, mask=has_tile)
+        tl.store(at + TOKEN, token + first, mask=has_tile)
+        tl.store(at + NUM_QUERIES, tl.minimum(num_tokens - first, QUERIES), mask=has_tile)
+        tl.store(at + POSITION, context + first, mask=has_tile)
+        tl.store(at + ROW, row, mask=has_tile)
         end += tl.sum(has_tile.to(tl.int32))
         level = tl.max(tl.where((tile > 0) & (num_tiles > 0), tl.minimum(level - 1, highest), -1))
     tl.store(count, end)
@@ -108,40 +119,12 @@ def plan_prefill(
         longest: about how many tokens the longest sequence has, this step's included, if the host knows it.
     """
     num_seqs, queries = rows.shape[0], _ROWS // group
-    items = torch.empty((num_tokens // queries + num_seqs, _NUM_FIELDS), dtype=torch.int32, device=rows.device)
+    items = torch.empty((num_tokens // queries + num_seqs, NUM_FIELDS), dtype=torch.int32, device=rows.device)
     count = torch.empty(1, dtype=torch.int32, device=rows.device)
     seqs = max(triton.next_power_of_2(num_seqs), 64)  # or every few a kernel of their own would be compiled for
     where = (items, count, query_start, seq_lens, rows, num_seqs)
     _plan_prefill[(1,)](*where, QUERIES=queries, SEQS=seqs)
     return PrefillPlan(items, count, group, tile=64 if longest <= _SHORT else 128)
-
-
-@gluon.jit
-def _num_tasks(work, NUM_KV_HEADS: gl.constexpr):
-    """This program's: a whole round has one for each program, the last round may not reach it."""
-    total = gl.load(work[1]) * NUM_KV_HEADS
-    rounds, left = total // gl.num_programs(0), total % gl.num_programs(0)
-    return rounds + (_place(rounds) < left).to(gl.int32)
-
-
-@gluon.jit
-def _place(round_):
-    """This program's in a round: every other one goes backwards."""
-    return gl.where(round_ % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
-
-
-@gluon.jit
-def _task(work, round_, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """A round's: (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
-    items, _ = work
-    index = round_ * gl.num_programs(0) + _place(round_)
-    fields = items + index // NUM_KV_HEADS * _FIELDS
-    kv_head, token, num_queries = index % NUM_KV_HEADS, gl.load(fields + _TOKEN), gl.load(fields + _NUM_QUERIES)
-    position, row = gl.load(fields + _POSITION), gl.load(fields + _ROW)
-    begin = 0
-    if WINDOW is not None:
-        begin = gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
-    return kv_head, token, num_queries, position, row, begin, position + num_queries
 
 
 @gluon.jit
@@ -152,7 +135,7 @@ def _copy(
     """The copying warp: queries, keys and values of one tile after the other, each as soon as there is room."""
     q_desc, k_desc, v_desc = descs
     q, k, v = buffers
-    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, _clean = told
+    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free = told
     STAGES: gl.constexpr = k.shape[0]
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
@@ -160,8 +143,8 @@ def _copy(
     Q_BYTES: gl.constexpr = q.shape[1] * GROUP * D * q.dtype.primitive_bitwidth // 8
     count = 0  # tiles of keys, so far
     gdc_wait()
-    for task in range(_num_tasks(work, NUM_KV_HEADS)):
-        kv_head, token, _, _, row, begin, end = _task(work, task, NUM_KV_HEADS, TILE, WINDOW)
+    for task in range(num_tasks(work, NUM_KV_HEADS)):
+        kv_head, token, _, _, row, begin, end = task_of(work, task, NUM_KV_HEADS, TILE, WINDOW)
         table = block_tables + row.to(gl.int64) * table_stride
         here = task % 2
         hopper.mbarrier.wait(q_free.index(here), (task // 2 - 1) & 1, task >= 2)
@@ -211,10 +194,17 @@ def _clean_slots(values, clean, num_cleaned, first_key, end, HALF: gl.constexpr,
 
 
 @gluon.jit
-def _attend(buffers, told, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr):
-    """Four warps: attention of half of the rows of each tile."""
+def _attend(
+    buffers, told, clean, work, out, k_scale, v_scale, scale_log2,
+    HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Four warps: attention of half of the rows of each tile.
+
+    clean: see `_clean_slots`; None: who made numbers of codes has cleaned them.
+    k_scale, v_scale: of these codes; None: they are none.
+    """
     q, k, v = buffers
-    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, clean = told
+    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free = told
     QUERIES: gl.constexpr = q.shape[1]
     GROUP: gl.constexpr = q.shape[2]
     STAGES: gl.constexpr = k.shape[0]
@@ -224,18 +214,24 @@ def _attend(buffers, told, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEA
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    QUERIES_OF_CODES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     nothing = gl.zeros([64, TILE], gl.float32, SCORES)
     count = 0
     num_cleaned = 0
     gdc_wait()  # each group for itself: the plan may be the kernel's in front, and `out` be read by one before it
-    for task in range(_num_tasks(work, NUM_KV_HEADS)):
-        kv_head, token, num_queries, first_position, _, begin, end = _task(work, task, NUM_KV_HEADS, TILE, WINDOW)
+    for task in range(num_tasks(work, NUM_KV_HEADS)):
+        kv_head, token, num_queries, first_position, _, begin, end = task_of(work, task, NUM_KV_HEADS, TILE, WINDOW)
         position = first_position + row // GROUP
         here = task % 2
         hopper.mbarrier.wait(q_arrived.index(here), task // 2 & 1)
         queries = q.index(here).reshape([QUERIES * GROUP, D]).slice(HALF * 64, 64)
+        score_scale = scale_log2
+        if k_scale is not None:
+            queries = multiplicand(queries.load(QUERIES_OF_CODES))
+            hopper.mbarrier.arrive(q_free.index(here))
+            score_scale = scale_log2 * gl.load(k_scale + kv_head)
         top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: a row may see nothing of a tile
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.zeros([64, D], gl.float32, SUMS)
@@ -245,7 +241,7 @@ def _attend(buffers, told, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEA
         score = hopper.warpgroup_mma(queries, k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         score = hopper.warpgroup_mma_wait(0, [score])
         hopper.mbarrier.arrive(k_free.index(stage))
-        weight, _, top, total = _weigh(score, begin, first_position, position, top, total, scale_log2, TILE, WINDOW)
+        weight, _, top, total = _weigh(score, begin, first_position, position, top, total, score_scale, TILE, WINDOW)
         weight = gl.convert_layout(weight.to(dtype), WEIGHTS)
         count += 1
         hopper.mbarrier.wait(k_arrived.index(count % STAGES), count // STAGES & 1, begin + TILE < end)
@@ -257,7 +253,7 @@ def _attend(buffers, told, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEA
             score = hopper.warpgroup_mma_wait(1, [score])  # and no longer: the sums go on
             hopper.mbarrier.arrive(k_free.index(stage))
             next_weight, shrink, top, total = _weigh(
-                score, first_key, first_position, position, top, total, scale_log2, TILE, WINDOW
+                score, first_key, first_position, position, top, total, score_scale, TILE, WINDOW
             )
             parity = count // STAGES & 1
             count += 1
@@ -268,17 +264,21 @@ def _attend(buffers, told, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEA
             hopper.mbarrier.arrive(v_free.index(before))
             acc *= gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
             weight = gl.convert_layout(next_weight.to(dtype), WEIGHTS)  # the old ones were in use until now
-        hopper.mbarrier.arrive(q_free.index(here))
+        if k_scale is None:
+            hopper.mbarrier.arrive(q_free.index(here))
         hopper.mbarrier.wait(v_arrived.index(stage), parity)
-        last_key = begin + (end - 1 - begin) // TILE * TILE
-        if last_key + TILE > end:
-            _clean_slots(v.index(stage), clean.index(0), num_cleaned, last_key, end, HALF, MOVED)
-            num_cleaned += 1
+        if clean is not None:
+            last_key = begin + (end - 1 - begin) // TILE * TILE
+            if last_key + TILE > end:
+                _clean_slots(v.index(stage), clean.index(0), num_cleaned, last_key, end, HALF, MOVED)
+                num_cleaned += 1
         sums = hopper.warpgroup_mma_wait(0, [hopper.warpgroup_mma(weight, v.index(stage), acc, is_async=True)])
         hopper.mbarrier.arrive(v_free.index(stage))
 
         sums = sums / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
-        moved = gl.convert_layout(sums.to(dtype), MOVED)
+        if v_scale is not None:
+            sums *= gl.load(v_scale + kv_head)
+        moved = gl.convert_layout(sums.to(out.dtype.element_ty), MOVED)
         out_row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, MOVED))
         head = kv_head * GROUP + out_row % GROUP
         at = ((token + out_row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * D
@@ -288,11 +288,11 @@ def _attend(buffers, told, work, out, scale_log2, HALF: gl.constexpr, NUM_KV_HEA
 
 @gluon.jit
 def _hopper_prefill(
-    q_desc, k_desc, v_desc, out, block_tables, items, num_items, scale_log2, table_stride,
+    q_desc, k_desc, v_desc, out, block_tables, items, num_items, k_scale, v_scale, scale_log2, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """What is filled by whom, and freed by whom, told to the other side by a barrier each way:
+    """What is filled by whom, and freed by whom, told to the other side by a barrier each way, without codes:
 
     ```
     buffer                          filled by the copying warp          freed by both groups, when
@@ -304,29 +304,51 @@ def _hopper_prefill(
 
     The groups wait for the keys of tile n + 2 before they free the values of tile n. With two stages that is no
     deadlock, since the copying warp asks for these keys before it waits for room for their values, and the keys of
-    tile n, in whose place they go, are free by then.
+    tile n, in whose place they go, are free by then. A cache of codes has a place for these beside, and a group that
+    stands between the copying warp and the others, see `hopper_prefill_codes.py`.
     """
     gdc_launch_dependents()
     PIECES: gl.constexpr = TILE // k_desc.block_shape[0]
     D: gl.constexpr = k_desc.block_shape[1]
     dtype: gl.constexpr = k_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [2] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
+    q = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
     k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
     q_arrived, q_free = barriers(2, 1), barriers(2, 2)
-    k_arrived, k_free = barriers(STAGES, PIECES), barriers(STAGES, 2)
-    v_arrived, v_free = barriers(STAGES, PIECES), barriers(STAGES, 2)
-    told = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free, barriers(1, 2))
+    FREED_BY: gl.constexpr = 2 if k_scale is None else 1
+    k_arrived, k_free = barriers(STAGES, PIECES), barriers(STAGES, FREED_BY)
+    v_arrived, v_free = barriers(STAGES, PIECES), barriers(STAGES, FREED_BY)
+    told = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free)
     descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items, num_items)
-    gl.warp_specialize(
-        [
-            (_attend, (buffers, told, work, out, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
-            (_attend, (buffers, told, work, out, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
-            (_copy, (descs, buffers, told, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
-        ],
-        [4, 1],
-        [224, 56],
-    )  # fmt: skip - warps and registers of the second and third; 224 are left to the first
+    if k_scale is None:
+        clean = barriers(1, 2)
+        gl.warp_specialize(
+            [
+                (_attend, (buffers, told, clean, work, out, None, None, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
+                (_attend, (buffers, told, clean, work, out, None, None, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
+                (_copy, (descs, buffers, told, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
+            ],
+            [4, 1],
+            [224, 56],
+        )  # fmt: skip - warps and registers of the second and third; 224 are left to the first
+    else:
+        NUMBERS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], gl.float16)
+        k_numbers = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, D], NUMBERS)
+        v_numbers = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, D], NUMBERS)
+        numbers = (q, k_numbers, v_numbers)
+        made = (barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2))
+        heard = (q_arrived, q_free, made[0], made[1], made[2], made[3])
+        fetched = (k_arrived, k_free, v_arrived, v_free)
+        gl.warp_specialize(
+            [
+                (_attend, (numbers, heard, None, work, out, k_scale, v_scale, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
+                (_attend, (numbers, heard, None, work, out, k_scale, v_scale, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
+                (convert, ((k, v), fetched, (k_numbers, v_numbers), made, work, NUM_KV_HEADS, WINDOW)),
+                (_copy, (descs, buffers, told, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
+            ],
+            [4, 4, 1],
+            [200, 72, 40],
+        )  # fmt: skip - 200 registers are left to the first
 
 
 def hopper_prefill(
@@ -338,6 +360,7 @@ def hopper_prefill(
     scale: float,
     window: int | None = None,
     out: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """As `paged_prefill_triton`, without a soft cap; who computes what is the plan's.
 
@@ -347,6 +370,7 @@ def hopper_prefill(
     Args:
         q: [num_tokens, num_heads, head_size], heads contiguous; from token to token any multiple of 8 numbers.
         out: [num_tokens, num_heads, head_size] contiguous.
+        scales: of K's and V's codes, if the cache holds codes.
     """
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     group = q.shape[1] // num_kv_heads
@@ -357,11 +381,11 @@ def hopper_prefill(
     num_programs = min(plan.items.shape[0] * num_kv_heads, num_multiprocessors(q.device))
     _hopper_prefill[(num_programs,)](
         *(head_map(q, [_ROWS // group, group, head_size]), *slots, out, block_tables),
-        *(plan.items, plan.count, scale * LOG2_E, block_tables.stride(0)),
+        *(plan.items, plan.count, *(scales or (None, None)), scale * LOG2_E, block_tables.stride(0)),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
-        TILE=plan.tile,
-        STAGES=_STAGES[plan.tile],
+        TILE=plan.tile if scales is None else CODES_TILE,
+        STAGES=_STAGES[plan.tile] if scales is None else CODES_STAGES,
         WINDOW=window,
         num_warps=4,
         launch_pdl=True,  # the programs of the kernel in front, `rope_kv_write`, are small: there is room beside them

@@ -21,7 +21,8 @@ _BLOCK = 512  # words
 @triton.jit
 def _move_kv(
     addresses, widths, path, first, rows, num_known, block_tables, table_stride,
-    LEVELS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -31,7 +32,7 @@ def _move_kv(
     nodes = tl.load(path + seq * LEVELS + level, mask=level < LEVELS, other=-1)
     if tl.sum((nodes > level).to(tl.int32)) == 0:
         return
-    cache = tl.load(addresses + tl.program_id(1)).to(tl.pointer_type(tl.int32))
+    cache = tl.load(addresses + tl.program_id(1)).to(tl.pointer_type(WORD))
     width = tl.load(widths + tl.program_id(1))
     row = tl.load(rows + tl.load(first + seq)).to(tl.int64)
     table = block_tables + row * table_stride
@@ -59,9 +60,11 @@ class KVMover:
         tensors = [tensor for cache in caches for tensor in cache]
         self._caches = list(caches)  # kept: the kernel has only their addresses
         self._block_size, device = tensors[0].shape[1], tensors[0].device
-        words = [tensor[0, 0].numel() * tensor.element_size() // 4 for tensor in tensors]
+        sizes = [tensor[0, 0].numel() * tensor.element_size() for tensor in tensors]
+        word_bytes = 4 if all(size % 4 == 0 for size in sizes) else 2  # heads are of even sizes
+        self._word = {4: tl.int32, 2: tl.int16}[word_bytes]
         self._addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
-        self._widths = torch.tensor(words, dtype=torch.int32, device=device)
+        self._widths = torch.tensor([size // word_bytes for size in sizes], dtype=torch.int32, device=device)
 
     def move(
         self,
@@ -82,6 +85,7 @@ class KVMover:
             LEVELS=num_levels,
             PADDED=triton.next_power_of_2(num_levels),
             BLOCK_SIZE=self._block_size,
+            WORD=self._word,
             BLOCK=_BLOCK,
             **launch_options(path.device),
         )

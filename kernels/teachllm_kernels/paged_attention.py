@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from teachllm_kernels.kv_codes import KVScales, as_bytes, decode_reference
+
 # Rows of queries that one rectangle takes from one sequence: longer ones hold scores that no query may see.
 _QUERY_TILE = 128
 # With so few query rows on a KV head, V is summed up where it lies; with more, gathering it for a product pays.
@@ -56,6 +58,7 @@ def paged_attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     trees: Trees = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """The definition, one sequence after the other: causal grouped-query attention, in float32 (float64 stays).
 
@@ -69,6 +72,7 @@ def paged_attention_reference(
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         soft_cap: squeezes each score into (-soft_cap, soft_cap) by tanh.
         trees: of each sequence; None: a token sees all before it.
+        scales: of K's and V's codes, if the cache holds codes.
 
     Returns:
         [num_tokens, num_heads, head_size] in the dtype of `q`.
@@ -81,8 +85,10 @@ def paged_attention_reference(
         q.to(wide).split(query_lens), block_tables.long(), kv_lens, masks, strict=True
     ):
         # The sequence's blocks in logical order, as one run of tokens: [kv_len, num_heads, head_size].
-        k = k_cache[table].flatten(0, 1)[:kv_len].to(wide).repeat_interleave(group, dim=1)
-        v = v_cache[table].flatten(0, 1)[:kv_len].to(wide).repeat_interleave(group, dim=1)
+        k, v = (x_cache[table].flatten(0, 1)[:kv_len] for x_cache in (k_cache, v_cache))
+        if scales is not None:
+            k, v = decode_reference(k, scales[0], wide), decode_reference(v, scales[1], wide)
+        k, v = (x.to(wide).repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", queries, k) * scale
         if soft_cap is not None:
             scores = torch.tanh(scores / soft_cap) * soft_cap
@@ -258,14 +264,16 @@ def attend(
     plan: list[Rectangle],
     scale: float,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Computes a plan. Arguments and result as in `paged_attention_reference`."""
+    how = (scale, soft_cap, scales)
     if plan[0].tokens is None:
-        return _attend_rectangle(q, k_cache, v_cache, plan[0], scale, soft_cap).to(q.dtype)
+        return _attend_rectangle(q, k_cache, v_cache, plan[0], *how).to(q.dtype)
     out = torch.empty_like(q)
     for rectangle in plan:
         assert rectangle.tokens is not None
-        rows = _attend_rectangle(q.index_select(0, rectangle.tokens), k_cache, v_cache, rectangle, scale, soft_cap)
+        rows = _attend_rectangle(q.index_select(0, rectangle.tokens), k_cache, v_cache, rectangle, *how)
         out.index_copy_(0, rectangle.tokens, rows.to(q.dtype))
     return out
 
@@ -277,6 +285,7 @@ def _attend_rectangle(
     rectangle: Rectangle,
     scale: float,
     soft_cap: float | None,
+    scales: KVScales | None,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v for the queries of one rectangle, [num_tiles * num_queries, num_heads, head_size]."""
     num_tokens, num_heads, head_size = q.shape
@@ -297,6 +306,8 @@ def _attend_rectangle(
     keys = _read(k_cache, rectangle).to(wide)
     scores = queries @ keys.transpose(-1, -2)  # [num_tiles, num_kv_heads, group * num_queries, num_keys]
     del keys
+    if scales is not None:  # those were codes
+        scores *= scales[0].to(wide)[:, None, None]
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
     if rectangle.mask is not None:
@@ -309,6 +320,8 @@ def _attend_rectangle(
         result = F.embedding_bag(rectangle.bags, table, mode="sum", per_sample_weights=per_row)
     else:
         result = weights @ _read(v_cache, rectangle).to(wide)
+    if scales is not None:
+        result *= scales[1].to(wide)[:, None, None]
     result = result.view(num_tiles, num_kv_heads, group, num_queries, head_size)
     return result.permute(0, 3, 1, 2, 4).reshape(num_tokens, num_heads, head_size)
 
@@ -321,7 +334,7 @@ def _read(cache: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
         return cache.view(-1, num_kv_heads, head_size)[first:end].transpose(0, 1).unsqueeze(0)
     assert rectangle.cache_rows is not None
     # An embedding look-up is torch's fastest gather of short rows.
-    return F.embedding(rectangle.cache_rows, cache.view(-1, head_size))
+    return F.embedding(rectangle.cache_rows, as_bytes(cache).view(-1, head_size)).view(cache.dtype)
 
 
 def paged_attention_cpu(
@@ -335,19 +348,31 @@ def paged_attention_cpu(
     window: int | None = None,
     soft_cap: float | None = None,
     trees: Trees = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """As `paged_attention_reference`, equal up to rounding, and fast on a CPU."""
     block_size, num_kv_heads = k_cache.shape[1:3]
     plan = plan_attention(block_tables, query_lens, kv_lens, block_size, q.shape[1], num_kv_heads, window, trees)
-    return attend(q, k_cache, v_cache, plan, scale, soft_cap)
+    return attend(q, k_cache, v_cache, plan, scale, soft_cap, scales)
 
 
 def cost(
-    query_lens: list[int], kv_lens: list[int], num_heads: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2
+    query_lens: list[int],
+    kv_lens: list[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype_bytes: int = 2,
+    kv_bytes: int | None = None,
 ) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend without a window: q in, out out, each K and V once."""
+    """(bytes, FLOPs) that any implementation must spend without a window: q in, out out, each K and V once.
+
+    Args:
+        kv_bytes: of a number in the cache; None: as of q.
+    """
     num_tokens, num_keys = sum(query_lens), sum(kv_lens)
     # The tokens of a sequence see kv_len - query_len + 1, ..., kv_len keys.
     pairs = sum(n * kv - n * (n - 1) // 2 for n, kv in zip(query_lens, kv_lens, strict=True))
-    elements = 2 * num_tokens * num_heads * head_size + 2 * num_keys * num_kv_heads * head_size
-    return elements * dtype_bytes, 4 * pairs * num_heads * head_size
+    num_bytes = 2 * num_tokens * num_heads * head_size * dtype_bytes
+    num_bytes += 2 * num_keys * num_kv_heads * head_size * (dtype_bytes if kv_bytes is None else kv_bytes)
+    return num_bytes, 4 * pairs * num_heads * head_size

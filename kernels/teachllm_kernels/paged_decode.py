@@ -10,8 +10,13 @@ all the work goes into keeping every multiprocessor reading until the end, howev
     merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's
               last split merges them, so there is no second kernel. Of several query tokens there is too much to merge
               for one program: there is a second one (`merge_splits.py`).
+    alone     of one sequence bytes are few, and the time is a chain of waits: each program asks for its first tile (if
+              registers hold it), and for all else that no kernel of this step writes, while the product in front is
+              under way; then for the rest, at once; and 32 splits are merged in one go, as each go waits for what
+              others have just written
 
-More than one query token a sequence, and a tree mask, are for verifying drafts.
+More than one query token a sequence, and a tree mask, are for verifying drafts. Of a cache of codes (`kv_codes.py`) the
+scores are multiplied by K's scale, the sums by V's.
 
 `fused_paged_decode` does also what comes before attention (q/k norm, rotary embedding, KV write) for one new token a
 sequence: at small batches a kernel less a layer is worth more than the few numbers each split computes again. On Hopper
@@ -27,6 +32,7 @@ import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.decode_plan import (
+    ALONE_SHAPE,
     BEGIN,
     COMMON_SHAPE,
     END,
@@ -45,6 +51,7 @@ from teachllm_kernels.decode_plan import (
     max_splits,
 )
 from teachllm_kernels.hopper_decode import hopper_decode
+from teachllm_kernels.kv_codes import KVScales, encode, for_kernel, multiplicand, numbers
 from teachllm_kernels.merge_splits import MERGED, merge, merge_splits
 from teachllm_kernels.paged_attention import cost
 from teachllm_kernels.rotary import normed_and_turned
@@ -52,32 +59,78 @@ from teachllm_kernels.rotary import normed_and_turned
 __all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
 _QUERIES = 8  # tokens of a sequence that a program takes
+_MOST_EARLY = 32 << 10  # bytes of K and V that a program holds in 64 of its registers until the query is there
+_MERGED_ALONE = 16384  # numbers: 32 splits of 4 heads of 128
 _SHORTEST = 16  # keys of a tile: the tensor cores multiply so many at once
 
 
 @triton.jit
-def _new_heads(token, head, weight, cos, signed_sin, eps, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-               HAS_NORM: tl.constexpr):  # fmt: skip
-    """Heads `head` [rows] of the token at `token` through norm and rotation -> two halves [rows, HALF_PADDED]."""
+def _heads(matrix, head, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
+    """Rows `head` of a matrix of heads, zeros for negative ones -> two halves [rows, HALF_PADDED] float32."""
     lane = tl.arange(0, HALF_PADDED)
     inside = (head >= 0)[:, None] & (lane < HALF)[None, :]
-    at = token + head[:, None] * 2 * HALF + lane[None, :]
+    at = matrix + head[:, None] * 2 * HALF + lane[None, :]
     a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    weight_a, weight_b = a, b
-    if HAS_NORM:
-        weight_at = weight + head[:, None] * 2 * HALF + lane[None, :]
-        weight_a = tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight_at + HALF, mask=inside, other=0.0).to(tl.float32)
-    pair_cos = tl.load(cos + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    pair_sin = tl.load(signed_sin + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    return normed_and_turned(a, b, weight_a, weight_b, pair_cos, pair_sin, eps, HALF, HAS_NORM)
+    return a, tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _side_by_side(a, b):
-    """Two halves [rows, HALF_PADDED] -> [rows, 2 * HALF_PADDED]."""
+def _ready(heads, weights, angles, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads through norm and rotation -> [rows, 2 * HALF_PADDED]."""
+    a, b = normed_and_turned(*heads, *weights, *angles, eps, HALF, HAS_NORM)
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def _visible(key, is_key, query, is_row, first_new, tree, first_place, WINDOW: tl.constexpr, HAS_TREE: tl.constexpr):
+    """Which keys each of several new tokens sees, [ROWS, TILE]; the first of them is at `first_new`."""
+    ahead = key - first_new  # index among the new tokens; negative: before them
+    key_position, query_position = ahead, query  # from the first new token's
+    if HAS_TREE:
+        ahead += first_place  # from the tree's first token on
+        bits = tl.load(tree + first_place + query, mask=is_row, other=0)
+        sees = ((bits[:, None] >> tl.maximum(ahead, 0)[None, :]) & 1) != 0
+        visible = is_key[None, :] & ((ahead < 0)[None, :] | sees)
+        if WINDOW > 0:
+            query_position = _depth(bits)
+            key_bits = tl.load(tree + ahead, mask=is_key & (ahead >= 0), other=0)
+            key_position = tl.where(ahead < 0, ahead, _depth(key_bits))
+    else:
+        visible = is_key[None, :] & (ahead[None, :] <= query[:, None])
+    if WINDOW > 0:
+        visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
+    return visible
+
+
+@triton.jit
+def _keys_and_values(
+    k_cache, v_cache, block, key, kv_head, channel, is_key, is_channel,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """K [D_PADDED, TILE] and V [TILE, D_PADDED] of keys, as they are stored."""
+    kv_row = ((block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D
+    k_at, v_at = k_cache + kv_row[None, :] + channel[:, None], v_cache + kv_row[:, None] + channel[None, :]
+    k = tl.load(k_at, mask=is_key[None, :] & is_channel[:, None], other=0.0)
+    return k, tl.load(v_at, mask=is_key[:, None] & is_channel[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(
+    queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP: tl.constexpr, HAS_CODES: tl.constexpr
+):
+    """A tile more in (highest, total, acc): the largest score; sums of weights, and of weighted V, relative to it."""
+    if HAS_CODES:
+        k, v = numbers(k, queries.dtype), numbers(v, queries.dtype)
+    score = tl.dot(queries, k, input_precision="ieee") * scale_log2  # [ROWS, TILE]
+    if HAS_CAP:
+        score = _capped(score, soft_cap)
+    score = tl.where(visible, score, -float("inf"))
+    higher = tl.maximum(highest, tl.max(score, axis=1))
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(highest - base)
+    acc = tl.dot(weight.to(queries.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, total * shrink + tl.sum(weight, axis=1), acc
 
 
 @triton.jit
@@ -92,16 +145,18 @@ def _depth(bits):
 @triton.jit
 def _paged_decode(
     q, k_cache, v_cache, out, block_tables, tree, items, partial, lse, finished,
-    cos, signed_sin, qk_weight, eps, scale_log2, soft_cap, q_stride, table_stride, query_start, first_place,
+    cos, signed_sin, qk_weight, k_scale, v_scale, eps, scale_log2, soft_cap, q_stride, table_stride, query_start,
+    first_place,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr,
     FUSED: tl.constexpr, HAS_NORM: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = 2 * HALF
     D_PADDED: tl.constexpr = 2 * HALF_PADDED
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    HAS_CODES: tl.constexpr = k_scale is not None
     if PDL:
         gdc_launch_dependents()
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -124,9 +179,6 @@ def _paged_decode(
             first_query = tl.program_id(1) * QUERIES
         key = begin + tl.arange(0, TILE)
         next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
-        if PDL:
-            gdc_wait()
-
         column = tl.arange(0, D_PADDED)
         channel = column
         is_channel = column < D
@@ -139,91 +191,96 @@ def _paged_decode(
         is_row = query < num_queries
         if MAX_Q > QUERIES:
             is_row = is_row & (row < QUERIES * GROUP)
-        dtype = k_cache.dtype.element_ty
-        holds_new = FUSED and end == seq_len
-        if FUSED:
-            at = q + token.to(tl.int64) * q_stride
-            q_head = tl.where(is_row, head, -1)
-            a, b = _new_heads(
-                at, q_head, qk_weight, cos + token * D, signed_sin + token * D, eps, HALF, HALF_PADDED, HAS_NORM
-            )
-            queries = _side_by_side(a, b).to(dtype)
-            end -= (end == seq_len).to(tl.int32)  # the new token is not in the cache yet
-        else:
-            q_at = q + (token + query).to(tl.int64)[:, None] * q_stride + head[:, None] * D + channel[None, :]
-            queries = tl.load(q_at, mask=is_row[:, None] & is_channel[None, :], other=0.0)
-
+        dtype = q.dtype.element_ty
+        of_codes: tl.constexpr = tl.float16 if dtype.primitive_bitwidth == 16 else tl.float32
+        operand: tl.constexpr = dtype if k_scale is None else of_codes
+        if k_scale is not None:
+            k_scale_of_head = tl.load(k_scale + kv_head)
+            scale_log2 *= k_scale_of_head
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D_PADDED], tl.float32)
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            key = start + tl.arange(0, TILE)
-            is_key = key < end
-            block = next_block.to(tl.int64)
-            next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
-            kv_row = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D
-            k = tl.load(
-                k_cache + kv_row[None, :] + channel[:, None], mask=is_key[None, :] & is_channel[:, None], other=0.0
-            )
-            score = tl.dot(queries, k, input_precision="ieee") * scale_log2  # [ROWS, TILE]
-            if HAS_CAP:
-                score = _capped(score, soft_cap)
-            visible = is_key[None, :]
-            if MAX_Q > 1 or HAS_TREE:
-                ahead = key - (seq_len - num_queries)  # index among the new tokens; negative: before them
-                key_position, query_position = ahead, query  # from the first new token's
-                if HAS_TREE:
-                    ahead += first_place  # from the tree's first token on
-                    bits = tl.load(tree + first_place + query, mask=is_row, other=0)
-                    sees = ((bits[:, None] >> tl.maximum(ahead, 0)[None, :]) & 1) != 0
-                    visible = visible & ((ahead < 0)[None, :] | sees)
-                    if WINDOW > 0:
-                        query_position = _depth(bits)
-                        key_bits = tl.load(tree + ahead, mask=is_key & (ahead >= 0), other=0)
-                        key_position = tl.where(ahead < 0, ahead, _depth(key_bits))
-                else:
-                    visible = visible & (ahead[None, :] <= query[:, None])
-                if WINDOW > 0:
-                    visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
-            score = tl.where(visible, score, -float("inf"))
-            higher = tl.maximum(highest, tl.max(score, axis=1))
-            base = tl.where(higher == -float("inf"), 0.0, higher)
-            weight = tl.exp2(score - base[:, None])
-            shrink = tl.exp2(highest - base)
-            v = tl.load(
-                v_cache + kv_row[:, None] + channel[None, :], mask=is_key[:, None] & is_channel[None, :], other=0.0
-            )
-            acc = tl.dot(weight.to(dtype), v, acc * shrink[:, None], input_precision="ieee")
-            total = total * shrink + tl.sum(weight, axis=1)
-            highest = higher
+        if FUSED:
+            # All that no kernel of this step writes is asked for before the wait, and then the rest at once: attention
+            # of few sequences is a chain of waits. So every split reads the new token's K and V, though one needs them.
+            q_head = tl.where(is_row, head, -1)
+            k_head = NUM_HEADS + kv_head + tl.zeros([1], tl.int32)
+            lane = tl.arange(0, HALF_PADDED)
+            pair_cos = tl.load(cos + token * D + lane, mask=lane < HALF, other=0.0).to(tl.float32)
+            pair_sin = tl.load(signed_sin + token * D + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)
+            angles = (pair_cos[None, :], pair_sin[None, :])
+            if HAS_NORM:
+                q_weights = _heads(qk_weight, q_head, HALF, HALF_PADDED)
+                k_weights = _heads(qk_weight, k_head, HALF, HALF_PADDED)
+            new_block = tl.load(table + (seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+            holds_new = end == seq_len
+            end -= holds_new.to(tl.int32)  # the new token is not in the cache yet
+            if EARLY:
+                is_first = key < end
+                first_k, first_v = _keys_and_values(
+                    k_cache, v_cache, next_block, key, kv_head, channel, is_first, is_channel,
+                    NUM_KV_HEADS, BLOCK_SIZE, D,
+                )  # fmt: skip
+                begin += TILE
+                next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
+            if PDL:
+                gdc_wait()
+            at = q + token.to(tl.int64) * q_stride
+            of_q = _heads(at, q_head, HALF, HALF_PADDED)
+            of_k = _heads(at, k_head, HALF, HALF_PADDED)
+            new_v_at = at + (NUM_HEADS + NUM_KV_HEADS + kv_head) * D + channel
+            new_v = tl.load(new_v_at, mask=is_channel, other=0.0)[None, :]
+            queries = _ready(of_q, q_weights if HAS_NORM else of_q, angles, eps, HALF, HAS_NORM).to(dtype)
+            new_k = _ready(of_k, k_weights if HAS_NORM else of_k, angles, eps, HALF, HAS_NORM).to(dtype)
+        else:
+            if PDL:
+                gdc_wait()
+            q_at = q + (token + query).to(tl.int64)[:, None] * q_stride + head[:, None] * D + channel[None, :]
+            queries = tl.load(q_at, mask=is_row[:, None] & is_channel[None, :], other=0.0)
+        if k_scale is not None:
+            queries = multiplicand(queries, operand)
 
-        if FUSED:  # noqa: SIM102 (settled when the kernel is compiled)
-            if holds_new:  # write the new token's K and V, and attend to it from here
-                k_head = NUM_HEADS + kv_head + tl.zeros([1], tl.int32)
-                k_a, k_b = _new_heads(
-                    at, k_head, qk_weight, cos + token * D, signed_sin + token * D, eps, HALF, HALF_PADDED, HAS_NORM
+        if FUSED:  # the new token's K and V are written, and attended to, where its sequence ends
+            if k_scale is not None:
+                code: tl.constexpr = k_cache.dtype.element_ty
+                new_k = encode(new_k, k_scale_of_head, code)
+                new_v = encode(new_v, tl.load(v_scale + kv_head), code)
+            to = ((new_block * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D + channel[None, :]
+            tl.store(k_cache + to, new_k, mask=is_channel[None, :] & holds_new)
+            tl.store(v_cache + to, new_v, mask=is_channel[None, :] & holds_new)
+            if k_scale is not None:
+                new_k, new_v = numbers(new_k, operand), numbers(new_v, operand)
+            new_score = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2
+            if HAS_CAP:
+                new_score = _capped(new_score, soft_cap)
+            highest = tl.where(holds_new, new_score, highest)
+            total += tl.where(holds_new, 1.0, 0.0)
+            acc += tl.where(holds_new, new_v.to(tl.float32), 0.0)
+            if EARLY:
+                highest, total, acc = _attend(
+                    queries, first_k, first_v, is_first[None, :], scale_log2, soft_cap, highest, total, acc,
+                    HAS_CAP, HAS_CODES,
+                )  # fmt: skip
+        if begin < end:  # even to begin with a loop takes time
+            for start in tl.range(begin, end, TILE, num_stages=STAGES):
+                key = start + tl.arange(0, TILE)
+                is_key = key < end
+                block = next_block
+                next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
+                k, v = _keys_and_values(
+                    k_cache, v_cache, block, key, kv_head, channel, is_key, is_channel, NUM_KV_HEADS, BLOCK_SIZE, D
                 )
-                new_k = _side_by_side(k_a, k_b).to(dtype)  # [1, D_PADDED]
-                new_v = tl.load(at + (NUM_HEADS + NUM_KV_HEADS + kv_head) * D + channel, mask=is_channel, other=0.0)[
-                    None, :
-                ]
-                new_block = tl.load(table + (seq_len - 1) // BLOCK_SIZE).to(tl.int64)
-                to = ((new_block * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D + channel[
-                    None, :
-                ]
-                tl.store(k_cache + to, new_k, mask=is_channel[None, :])
-                tl.store(v_cache + to, new_v, mask=is_channel[None, :])
-                new_score = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2
-                if HAS_CAP:
-                    new_score = _capped(new_score, soft_cap)
-                peak = tl.maximum(highest, new_score)
-                new_weight = tl.exp2(new_score - peak)
-                old_weight = tl.exp2(highest - peak)
-                acc = acc * old_weight[:, None] + new_weight[:, None] * new_v.to(tl.float32)
-                total = total * old_weight + new_weight
-                highest = peak
+                visible = is_key[None, :]
+                if MAX_Q > 1 or HAS_TREE:
+                    first_new = seq_len - num_queries
+                    visible = _visible(key, is_key, query, is_row, first_new, tree, first_place, WINDOW, HAS_TREE)
+                highest, total, acc = _attend(
+                    queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP, HAS_CODES
+                )
 
         normalised = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if v_scale is not None:
+            normalised *= tl.load(v_scale + kv_head)
         out_at = out + ((token + query).to(tl.int64) * NUM_HEADS + head)[:, None] * D + channel[None, :]
         is_out = is_row[:, None] & is_channel[None, :]
         if num_splits == 1:
@@ -248,8 +305,9 @@ def _paged_decode(
                         partial, lse, out, first, num_splits, kv_head, token, channel, is_channel,
                         NUM_KV_HEADS, GROUP, D, MERGE, MERGE_ROWS,
                     )  # fmt: skip
-    elif PDL:
-        gdc_wait()  # a batch of padding alone must wait too, see `_triton.py`
+    elif PDL:  # noqa: SIM102 (settled when the kernel is compiled)
+        if item == 0:  # a batch of padding alone must wait too, see `_triton.py`; others leave their room
+            gdc_wait()
 
 
 @triton.jit
@@ -272,6 +330,7 @@ def paged_decode_triton(
     tree: torch.Tensor | None = None,
     first_place: int = 0,
     out: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attention for the last few tokens of each sequence, whose K and V are written already.
 
@@ -288,14 +347,15 @@ def paged_decode_triton(
             places at most. Without it a token sees itself and those before it.
         first_place: where in the tree the first token of each sequence stands; those before it are in the cache.
         out: [num_tokens, num_heads, head_size], contiguous, to write to.
+        scales: of K's and V's codes, if the cache holds codes.
 
     Returns:
         `out`, or a new tensor like it.
     """
     if out is None:
         out = q.new_empty(q.shape)
-    tensors = (q, k_cache, v_cache, out, block_tables, tree)
-    _launch(tensors, plan, None, scale, window, soft_cap, query_start, max_query_len, first_place)
+    tensors = (q, for_kernel(k_cache), for_kernel(v_cache), out, block_tables, tree)
+    _launch(tensors, plan, None, scales, scale, window, soft_cap, query_start, max_query_len, first_place)
     return out
 
 
@@ -312,6 +372,7 @@ def fused_paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """`rope_kv_write` and `paged_decode_triton` in one launch, for one token a sequence, all of them decoding.
 
@@ -327,10 +388,12 @@ def fused_paged_decode(
     num_heads = qkv.shape[1] - 2 * k_cache.shape[2]
     shape = decode_shape(qkv.shape[0], k_cache.shape[2], True, plan.on_hopper)
     if shape is HOPPER_SHAPE and soft_cap is None:
-        return hopper_decode(qkv, cos, signed_sin, qk_weight, eps, k_cache, v_cache, block_tables, plan, scale)
+        before = (qkv, cos, signed_sin, qk_weight, eps)
+        return hopper_decode(*before, k_cache, v_cache, block_tables, plan, scale, scales)
     out = qkv.new_empty((qkv.shape[0], num_heads, qkv.shape[2]))
-    tensors = (qkv, k_cache, v_cache, out, block_tables, None)
-    _launch(tensors, plan, (cos, signed_sin, qk_weight, eps), scale, window, soft_cap, None, 1)
+    tensors = (qkv, for_kernel(k_cache), for_kernel(v_cache), out, block_tables, None)
+    prologue = (cos, signed_sin, qk_weight, eps)
+    _launch(tensors, plan, prologue, scales, scale, window, soft_cap, None, 1)
     return out
 
 
@@ -338,6 +401,7 @@ def _launch(
     tensors: tuple[torch.Tensor | None, ...],
     plan: DecodePlan,
     prologue: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float] | None,
+    scales: KVScales | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -354,17 +418,19 @@ def _launch(
     cos, signed_sin, qk_weight, eps = (None, None, None, 0.0) if prologue is None else prologue
     queries = min(max_query_len, _QUERIES)
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * queries)
-    dtype_bytes, rows_padded = k_cache.element_size(), max(rows, 16)
-    fits_any_shape = rows <= 16 and half_padded <= 64 and dtype_bytes <= 2  # others fit COMMON_SHAPE only
+    stored_bytes, operand_bytes, rows_padded = k_cache.element_size(), q.element_size(), max(rows, 16)
+    fits_any_shape = rows <= 16 and half_padded <= 64 and operand_bytes <= 2  # others fit COMMON_SHAPE only
     planned = decode_shape(num_seqs, num_kv_heads, prologue is not None, plan.on_hopper)
     assert plan.filled_for == (num_seqs, planned) and out.shape[1] * max_query_len <= plan.partial.shape[1]
     shape = planned if fits_any_shape and planned is not HOPPER_SHAPE else COMMON_SHAPE
+    is_alone = shape is ALONE_SHAPE
+    tile = _tile(shape, rows_padded, 2 * half_padded, stored_bytes, operand_bytes, shared_memory(q.device))
     # The plan is read before the wait, see `_triton.py`. What is launched the ordinary way behind the plan of a last
     # layer's wanted tokens is the selection of their queries.
     _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads, triton.cdiv(max_query_len, queries))](
         *tensors,
         *(plan.items, plan.partial, plan.lse, plan.finished),
-        *(cos, signed_sin, qk_weight, eps, scale * LOG2_E, (soft_cap or 0.0) * LOG2_E),
+        *(cos, signed_sin, qk_weight, *(scales or (None, None)), eps, scale * LOG2_E, (soft_cap or 0.0) * LOG2_E),
         *(q.stride(0), block_tables.stride(0), query_start, first_place),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -374,14 +440,15 @@ def _launch(
         HALF=half,
         HALF_PADDED=half_padded,
         BLOCK_SIZE=block_size,
-        TILE=_tile(shape, rows_padded, 2 * half_padded, dtype_bytes, shared_memory(q.device)),
+        TILE=tile,
         WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_TREE=tree is not None,
         FUSED=prologue is not None,
         HAS_NORM=qk_weight is not None,
-        MERGE=max(MERGED // (min(rows, 8) * 2 * half_padded), 1),
+        MERGE=max((_MERGED_ALONE if is_alone else MERGED) // (min(rows, 8) * 2 * half_padded), 1),
         MERGE_ROWS=min(rows, 8),
+        EARLY=is_alone and 4 * tile * half_padded * stored_bytes <= _MOST_EARLY,
         STAGES=shape.stages,
         num_warps=shape.num_warps,
         maxnreg=shape.maxnreg,
@@ -392,17 +459,23 @@ def _launch(
         merge_splits(plan.partial, plan.lse, out, plan.spans, query_start, num_kv_heads, max_query_len)
 
 
-def _tile(shape: DecodeShape, rows: int, head_padded: int, dtype_bytes: int, most_bytes: int) -> int:
+def _tile(
+    shape: DecodeShape, rows: int, head_padded: int, stored_bytes: int, operand_bytes: int, most_bytes: int
+) -> int:
     """Keys of a tile: those of the shape, or what fits in shared memory of as many rows of such heads.
 
-    There lie the queries, K and V of all stages but one, a tile's weights, and a number for each row. Hopper's products
-    of 64 rows and more need the last stage as well, but no weights: it has the room.
+    There lie the queries, K and V of all stages but one, a tile's weights, and a number for each row; of codes the
+    numbers of one tile as well. Hopper's products of 64 rows and more need the last stage as well, but no weights: it
+    has the room.
     """
 
     def num_bytes(tile: int) -> int:
-        return ((rows + 2 * (shape.stages - 1) * tile) * head_padded + rows * tile) * dtype_bytes + 4 * rows
+        tiles = 2 * tile * head_padded
+        numbers_of_codes = tiles * operand_bytes if stored_bytes < operand_bytes else 0
+        operands = (rows * head_padded + rows * tile) * operand_bytes + numbers_of_codes
+        return operands + (shape.stages - 1) * tiles * stored_bytes + 4 * rows
 
-    tile = 32 if head_padded > 128 and dtype_bytes > 2 else shape.tile  # room for two programs on a Hopper processor
+    tile = 32 if head_padded > 128 and operand_bytes > 2 else shape.tile  # room for two programs on a Hopper processor
     while num_bytes(tile) > most_bytes and tile > _SHORTEST:
         tile //= 2
     return tile

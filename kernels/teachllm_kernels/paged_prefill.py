@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
+from teachllm_kernels.kv_codes import KVScales, for_kernel, multiplicand, numbers
 from teachllm_kernels.paged_attention import cost
 
 __all__ = ["cost", "paged_prefill_triton", "tile_options"]
@@ -29,10 +30,13 @@ _AT_ONCE = 64  # sequences that a program compares with its tile in one step
 @triton.jit
 def _attend(
     acc, total, top, q, position, k_head, v_head, table, begin, end, scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, CODES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [begin, end) to the running softmax. Not MASKED: whole tiles, which every row sees entirely."""
+    """Adds the keys [begin, end) to the running softmax. Not MASKED: whole tiles, which every row sees entirely.
+
+    CODES: K and V are codes; `scale` is then also K's, and what comes out wants V's.
+    """
     LOG2_E: tl.constexpr = 1.4426950408889634
     lane = tl.arange(0, HEAD_PADDED)
     for first_key in range(begin, end, BLOCK_N):
@@ -48,6 +52,8 @@ def _attend(
         at = slot[:, None] * SLOT_STRIDE + lane[None, :]
 
         k = tl.load(k_head + at, mask=inside, other=0.0)
+        if CODES:
+            k = numbers(k, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         to_base_2 = scale * LOG2_E  # exp2 is what the hardware has
         if SOFT_CAP is not None:
@@ -65,6 +71,8 @@ def _attend(
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
         v = tl.load(v_head + at, mask=inside, other=0.0)
+        if CODES:
+            v = numbers(v, q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = new_top
     return acc, total, top
@@ -72,7 +80,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_seqs", "rows", "seq_lens"])  # which differ from batch to batch
 def _paged_prefill(
-    q, k_cache, v_cache, block_tables, rows, query_start, seq_lens, out,
+    q, k_cache, v_cache, block_tables, rows, query_start, seq_lens, out, k_scale, v_scale,
     scale, num_seqs, q_token_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FIXED: tl.constexpr,
@@ -107,6 +115,10 @@ def _paged_prefill(
     token = (first_query + query).to(tl.int64)
     q_at = (token * q_token_stride + head * HEAD_SIZE)[:, None] + lane[None, :]
     q_tile = tl.load(q + q_at, mask=is_row, other=0.0)  # [BLOCK_M, HEAD_PADDED]
+    CODES: tl.constexpr = k_scale is not None
+    if CODES:
+        q_tile = multiplicand(q_tile, tl.float16 if q.dtype.element_ty.primitive_bitwidth == 16 else tl.float32)
+        scale *= tl.load(k_scale + kv_head)
 
     position = context_len + query
     k_head = k_cache + kv_head * HEAD_SIZE
@@ -128,20 +140,23 @@ def _paged_prefill(
     elif WINDOW is not None:
         acc, total, top = _attend(
             acc, total, top, q_tile, position, k_head, v_head, table, begin, full_begin, scale,
-            True, WINDOW, SOFT_CAP, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
+            True, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
         )  # fmt: skip
     if not FIXED:
         acc, total, top = _attend(
             acc, total, top, q_tile, position, k_head, v_head, table, full_begin, full_end, scale,
-            False, WINDOW, SOFT_CAP, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
+            False, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q_tile, position, k_head, v_head, table, full_end, end, scale,
-        True, WINDOW, SOFT_CAP, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
+        True, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
     )  # fmt: skip
 
-    out_at = (token * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + head * HEAD_SIZE)[:, None] + lane[None, :]
-    tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row)
+    out_at = out + ((token * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + head * HEAD_SIZE)[:, None] + lane[None, :])
+    averaged = acc / total[:, None]
+    if CODES:
+        averaged *= tl.load(v_scale + kv_head)
+    tl.store(out_at, averaged.to(out.dtype.element_ty), mask=is_row)
 
 
 def tile_options(head_size: int, dtype: torch.dtype, most_bytes: int) -> dict[str, int]:
@@ -177,6 +192,7 @@ def paged_prefill_triton(
     out: torch.Tensor | None = None,
     num_tokens: int | None = None,
     is_fixed: bool = False,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """As `paged_attention_reference`, with all lengths on the device: one captured launch serves any batch that fits.
 
@@ -192,6 +208,7 @@ def paged_prefill_triton(
         out: [num_tokens, num_heads, head_size] contiguous, written for the tokens of sequences, else left as it is.
         num_tokens: no sequence ends later than this in `q`; None: all of `q`. It sizes the grid.
         is_fixed: a token's result does not depend, by one bit, on its chunk or on other sequences; slower.
+        scales: of K's and V's codes, if the cache holds codes (`kv_codes.py`).
 
     Returns:
         `out`, or a new tensor.
@@ -207,8 +224,8 @@ def paged_prefill_triton(
     group = num_heads // num_kv_heads
     queries = options["BLOCK_M"] // group
     _paged_prefill[(num_kv_heads, num_tokens // queries + num_seqs)](
-        *(q, k_cache, v_cache, block_tables, rows, query_start, seq_lens, out),
-        *(scale, num_seqs, q.stride(0), block_tables.stride(0)),
+        *(q, for_kernel(k_cache), for_kernel(v_cache), block_tables, rows, query_start, seq_lens, out),
+        *(*(scales or (None, None)), scale, num_seqs, q.stride(0), block_tables.stride(0)),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_SIZE=head_size,

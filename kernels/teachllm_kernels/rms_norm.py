@@ -8,6 +8,8 @@ Between two norms a decode step reads more weights, keys and values than the sec
 H200). They push out what was written there, and it goes to memory, though the next layer is going to overwrite it.
 `evict_last` keeps it in the cache.
 
+Where the product that follows takes codes of 8 bits, the norm writes these, and never the row itself.
+
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
 
@@ -16,8 +18,7 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-
-_KEPT = 256  # tokens at most, whose rows fit in the second-level cache beside all else that is kept there
+from teachllm_kernels.quantize_rows import GROUP, KEPT, QuantizedRows, empty_rows, store_row
 
 
 def rms_norm_reference(
@@ -65,8 +66,9 @@ def rms_norm_cpu(
 
 @triton.jit(do_not_specialize=["num_tokens"])  # which differs from batch to batch
 def _rms_norm(
-    y, residual, weight, normed, x, eps, num_tokens, size,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICTION: tl.constexpr, PDL: tl.constexpr,
+    y, residual, weight, normed, x, eps, num_tokens, size, code_scales, given_scale,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -84,7 +86,12 @@ def _rms_norm(
         tl.store(x + at, total.to(x.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
         total = total.to(x.dtype.element_ty).to(tl.float32)  # what is normed is what was stored
     rms = tl.sqrt(tl.sum(total * total) / size + eps)
-    tl.store(normed + at, (total / rms * scale).to(normed.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
+    if code_scales is None:
+        tl.store(normed + at, (total / rms * scale).to(normed.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
+    else:
+        unquantized = (total / rms * scale).to(x.dtype.element_ty).to(tl.float32)  # as it would have been stored
+        row = tl.program_id(0)
+        store_row(unquantized, normed, code_scales, given_scale, row, num_tokens, size, BLOCK, GROUPED, EVICTION)
 
 
 def rms_norm_triton(
@@ -94,22 +101,52 @@ def rms_norm_triton(
 
     Or y in parts that are to be added up, [num_parts, num_tokens, size] float32; then there must be a residual.
     """
+    normed = torch.empty_like(y if residual is None else residual)
+    return normed, _launch(y, residual, weight, eps, normed)
+
+
+def rms_norm_quantized_triton(
+    y: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
+    grouped: bool = False,
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """As `rms_norm_triton`, then `quantize_rows`: the codes are the same."""
+    normed = empty_rows((y.shape[-2], y.shape[-1]), dtype, grouped, y.device)
+    return normed, _launch(y, residual, weight, eps, *normed, scale, grouped)
+
+
+def _launch(
+    y: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    normed: torch.Tensor,
+    code_scales: torch.Tensor | None = None,
+    given_scale: torch.Tensor | None = None,
+    grouped: bool = False,
+) -> torch.Tensor:
+    """Fills `normed`, or the codes in it and their scales. Returns what was normed."""
     assert y.dim() == 2 or residual is not None
     num_tokens, size = y.shape[-2:]
-    like = y if residual is None else residual
-    normed = torch.empty_like(like)
     x = y if residual is None else torch.empty_like(residual)
     block, num_parts = triton.next_power_of_2(size), y.shape[0] if y.dim() == 3 else 1
+    if grouped:
+        block = max(block, GROUP)
     _rms_norm[(num_tokens,)](
-        *(y, residual, weight, normed, x, eps, num_tokens, size),
+        *(y, residual, weight, normed, x, eps, num_tokens, size, code_scales, given_scale),
         BLOCK=block,
         PARTS=num_parts,
         HAS_RESIDUAL=residual is not None,
-        EVICTION="evict_last" if num_tokens <= _KEPT else "",
+        GROUPED=grouped,
+        EVICTION="evict_last" if num_tokens <= KEPT else "",
         num_warps=min(max(block // (256 if num_parts == 1 else 128), 1), 16),  # parts: as many loads at once
         **launch_options(y.device),
     )
-    return normed, x
+    return x
 
 
 def cost(num_tokens: int, hidden_size: int, dtype_bytes: int = 2) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """What lies between the QKV projection and attention, in one pass: q/k norm, rotary embedding, the KV cache write.
 
 Apart, these are five trips to memory for a few kilobytes a token. Here one program takes a few heads of one token
-through all of them in registers: q goes back to where it was, k there and into the cache, v into the cache.
+through all of them in registers: q goes back to where it was, k there and into the cache, v into the cache; as codes
+(`kv_codes.py`) into a cache of codes.
 
 Sources: those of `rms_norm.py`, `rotary.py` and `kv_write.py`, whose references this is checked against.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.kv_codes import KVScales, encode, for_kernel
 from teachllm_kernels.kv_write import kv_write_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 from teachllm_kernels.rotary import normed_and_turned, rotary_reference
@@ -27,6 +29,7 @@ def rope_kv_write_reference(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     """The definition. Works in place.
 
@@ -38,18 +41,19 @@ def rope_kv_write_reference(
         eps: of that norm.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size]; k and v are written to their slots.
         slot_mapping: [num_tokens] int64; -1 means that the token is not written (padding).
+        scales: of the codes, if the cache holds codes.
     """
     num_kv_heads = k_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     normed = qk if qk_weight is None else rms_norm_reference(qk, None, qk_weight, eps)[0]
     qk.copy_(rotary_reference(normed, cos, signed_sin))
-    kv_write_reference(qk[:, num_heads:], v, k_cache, v_cache, slot_mapping)
+    kv_write_reference(qk[:, num_heads:], v, k_cache, v_cache, slot_mapping, scales)
 
 
 @triton.jit
 def _rope_kv_write(
-    qkv, cos, signed_sin, qk_weight, k_cache, v_cache, slot_mapping, eps,
+    qkv, cos, signed_sin, qk_weight, k_cache, v_cache, slot_mapping, k_scale, v_scale, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -87,10 +91,17 @@ def _rope_kv_write(
     kv_head = tl.where(is_k, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
     to = (slot * NUM_KV_HEADS + kv_head)[:, None] * 2 * HALF + lane[None, :]
     written = inside & (slot >= 0)
-    tl.store(k_cache + to, a.to(dtype), mask=written & is_k[:, None])
-    tl.store(k_cache + to + HALF, b.to(dtype), mask=written & is_k[:, None])
-    tl.store(v_cache + to, a.to(dtype), mask=written & ~is_turned[:, None])
-    tl.store(v_cache + to + HALF, b.to(dtype), mask=written & ~is_turned[:, None])
+    kept_a, kept_b = a.to(dtype), b.to(dtype)
+    if k_scale is not None:
+        is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+        of_k = tl.load(k_scale + kv_head, mask=is_k, other=1.0)
+        scale = tl.where(is_v, tl.load(v_scale + kv_head, mask=is_v, other=1.0), of_k)[:, None]
+        kept_a = encode(kept_a, scale, k_cache.dtype.element_ty)
+        kept_b = encode(kept_b, scale, k_cache.dtype.element_ty)
+    tl.store(k_cache + to, kept_a, mask=written & is_k[:, None])
+    tl.store(k_cache + to + HALF, kept_b, mask=written & is_k[:, None])
+    tl.store(v_cache + to, kept_a, mask=written & ~is_turned[:, None])
+    tl.store(v_cache + to + HALF, kept_b, mask=written & ~is_turned[:, None])
 
 
 def rope_kv_write_triton(
@@ -102,12 +113,14 @@ def rope_kv_write_triton(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     """As `rope_kv_write_reference`, computed in float32 throughout."""
     num_tokens, num_all_heads, head_size = qkv.shape
     num_kv_heads, half = k_cache.shape[2], head_size // 2
     _rope_kv_write[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
-        *(qkv, cos, signed_sin, qk_weight, k_cache, v_cache, slot_mapping, eps),
+        *(qkv, cos, signed_sin, qk_weight, for_kernel(k_cache), for_kernel(v_cache), slot_mapping),
+        *(*(scales or (None, None)), eps),
         NUM_HEADS=num_all_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
@@ -119,11 +132,22 @@ def rope_kv_write_triton(
     )
 
 
-def cost(num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:
+def cost(
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype_bytes: int = 2,
+    kv_bytes: int | None = None,
+) -> tuple[int, int]:
     """(bytes, FLOPs) that any implementation must spend: q, k and v in and out once, the slots in.
 
     And of cos and sin what `rotary.cost` counts: one of their two halves, which hold the same angles.
+
+    Args:
+        kv_bytes: of a number in the cache; None: as outside.
     """
-    per_token = 2 * (num_heads + 2 * num_kv_heads) + 1
+    per_token = (2 * num_heads + 2 * num_kv_heads + 1) * dtype_bytes
+    per_token += 2 * num_kv_heads * (dtype_bytes if kv_bytes is None else kv_bytes)
     flops = num_tokens * (num_heads + num_kv_heads) * head_size * 7
-    return num_tokens * (per_token * head_size * dtype_bytes + 8), flops
+    return num_tokens * (per_token * head_size + 8), flops

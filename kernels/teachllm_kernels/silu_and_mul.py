@@ -1,7 +1,8 @@
 """SwiGLU's activation: `silu(gate) * up`, on the output of the merged gate and up projection.
 
 The two projections are one matrix product (one read of the input, one launch), so their results lie side by side
-in each row. Memory-bound: done as two operations, the gate travels to memory and back once more.
+in each row. Memory-bound: done as two operations, the gate travels to memory and back once more. And once more, if the
+down projection takes codes of 8 bits and they are made by another kernel.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, empty_rows, store_row
 
 _BLOCK = 1024
 
@@ -35,6 +37,24 @@ def _silu_and_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(out + row * size + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+def _silu_and_mul_quantized(
+    gate_up, codes, scales, given_scale, num_rows, size,
+    BLOCK: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    at = gate_up + row.to(tl.int64) * 2 * size + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    y = (gate * tl.sigmoid(gate) * up).to(gate_up.dtype.element_ty).to(tl.float32)  # as it would have been stored
+    store_row(y, codes, scales, given_scale, row, num_rows, size, BLOCK, GROUPED, "")
+
+
 def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     """As `silu_and_mul_reference`, computed in float32. One program for each row and 1024 columns."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -42,6 +62,23 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
     _silu_and_mul[grid](gate_up, out, size, BLOCK=_BLOCK, **launch_options(gate_up.device))
     return out
+
+
+def silu_and_mul_quantized_triton(
+    gate_up: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, grouped: bool = False
+) -> QuantizedRows:
+    """As `silu_and_mul_triton`, then `quantize_rows`: the codes are the same. One program a row."""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    quantized = empty_rows((num_tokens, size), dtype, grouped, gate_up.device)
+    block = triton.next_power_of_2(max(size, GROUP))
+    _silu_and_mul_quantized[(num_tokens,)](
+        *(gate_up, *quantized, scale, num_tokens, size),
+        BLOCK=block,
+        GROUPED=grouped,
+        num_warps=min(max(block // 512, 1), 16),
+        **launch_options(gate_up.device),
+    )
+    return quantized
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,8 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str, str]]:
         """The table: what, how much, why."""
         spec, layers = self.specs[0], len(self.specs)
-        formula = f"2 x {layers} layers x {spec.num_kv_heads} KV heads x {spec.head_size} x {spec.dtype_bytes} bytes"
+        size = f"{spec.dtype_bytes} bytes" if spec.dtype_bytes > 1 else "1 byte"
+        formula = f"2 x {layers} layers x {spec.num_kv_heads} KV heads x {spec.head_size} x {size}"
         if any(other.bytes_per_token != spec.bytes_per_token for other in self.specs):
             formula = f"summed over {layers} layers of different shapes"
         longest, kv_bytes = self.max_model_len, self.num_blocks * self.bytes_per_block

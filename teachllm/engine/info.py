@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import format_bytes
 from teachllm.engine.capacity import num_undisturbed
-from teachllm.models.model_config import load_model_config
+from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.quantization.quantization import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.executor import select_device
 from teachllm.worker.kv_cache import plan_memory
 
 Row = tuple[str, str, str]  # what, amount, explanation
+_IN_ALL_MODELS = "model.layers.0.mlp.down_proj"
 
 
 def describe_model(config: EngineConfig, input_len: int | None = None, output_len: int | None = None) -> list[Row]:
@@ -40,6 +44,7 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
     return [
         ("architecture", model.architecture, code),
         ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}"),
+        *_codes(model, device),
         ("layers", str(model.num_layers), layers),
         ("heads", str(model.num_attention_heads), heads),
         ("context", f"{model.max_model_len} tokens", f"vocabulary of {model.vocab_size}"),
@@ -47,6 +52,19 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
         *plan.rows(),
         ("requests at once", str(count), f"of {input_len} tokens in and {output_len} out: {limit}"),
     ]
+
+
+def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
+    """What the weights of layers became; if they differ, those of the first."""
+    if model.quantization is None:
+        return []
+    takes = f"layers take {format_bytes(model.active_bytes)}"
+    found = quantization_of(model.raw, Path(model.path), None, None)
+    scheme = None if found is None else found.schemes(_IN_ALL_MODELS)
+    what = model.quantization if scheme is None else f"{model.quantization}: {scheme}"
+    if device.type == "cpu":
+        takes += f": a CPU multiplies numbers, in {model.dtype}"
+    return [("quantization", what, takes)]
 
 
 def _in_use(device: torch.device) -> list[Row]:

@@ -71,7 +71,8 @@ def make_core(
     executor: Executor = InProcessExecutor(runner)
     if make_executor is not None:
         executor = make_executor(config, executor)
-    root = hash_root(model.path, config.revision, model.dtype, model.dtype, config.block_size)
+    kinds = (model.dtype, model.quantization, model.kv_dtype)
+    root = hash_root(model.path, config.revision, *kinds, config.block_size)
     roofline: StepRoofline | None = None
     if recorder is not None:
         roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))

@@ -9,8 +9,9 @@ Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAtte
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from torch import nn
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.borrowed import borrowed
+from teachllm.quantization.scheme import Slot
+from teachllm.quantization.stored_kv_scales import kv_scale_slots
 from teachllm_kernels.decode_plan import DecodePlan
+from teachllm_kernels.kv_codes import KVScales
 from teachllm_kernels.kv_write import kv_write_cpu, kv_write_triton
 from teachllm_kernels.paged_attention import Trees
 
@@ -88,11 +92,19 @@ class AttentionMetadata:
 
 
 def write_kv(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: tuple[torch.Tensor, torch.Tensor],
+    metadata: AttentionMetadata,
+    scales: KVScales | None = None,
 ) -> None:
-    """k and v, [num_tokens, num_kv_heads, head_size], into their slots of one layer's cache."""
+    """k and v, [num_tokens, num_kv_heads, head_size], into their slots of one layer's cache.
+
+    Args:
+        scales: of `AttentionSettings`.
+    """
     write = kv_write_triton if k.is_cuda else kv_write_cpu
-    write(k, v, *kv_cache, metadata.slot_mapping)
+    write(k, v, *kv_cache, metadata.slot_mapping, scales)
 
 
 def paged_attention(
@@ -127,11 +139,29 @@ def paged_attention(
 
 
 class Attention(nn.Module):
-    """One layer's attention: no weights, only its scale and how far it looks back."""
+    """One layer's attention: no weights, only its scale and how far it looks back.
+
+    Attributes:
+        k_scale, v_scale: what a checkpoint says of this layer's e4m3 codes, [num_kv_heads] or one number for all,
+            float32; None: nothing. They are used if the engine asks for such codes, see `worker/kv_scales.py`.
+    """
+
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
     def __init__(self, scale: float, window: int | None = None) -> None:
         super().__init__()
         self.settings = AttentionSettings(scale, window)
+        for name in ("k_scale", "v_scale"):
+            self.register_buffer(name, None)
+
+    def checkpoint_tensors(self, num_kv_heads: int) -> Iterator[tuple[str, Slot]]:
+        """(name, destination) of every tensor that a checkpoint may hold for this module, and may lack."""
+        yield from kv_scale_slots(num_kv_heads, partial(setattr, self, "k_scale"), partial(setattr, self, "v_scale"))
+
+    def hold_codes(self, scales: KVScales) -> None:
+        """From now on this layer's cache holds codes. The tensors stay; what is in them may change."""
+        self.settings = replace(self.settings, kv_scales=scales)
 
     def forward(
         self,

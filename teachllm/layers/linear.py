@@ -1,26 +1,28 @@
 """Linear layers, merged where several projections read the same input.
 
 Q, K and V read one input, and so do gate and up: as one matrix each they cost one product instead of three or two,
-and larger products run nearer to the hardware's limit. A checkpoint stores the parts apart; `parts` says which rows
-of the merged matrix each of them fills.
+and larger products run nearer to the hardware's limit. A checkpoint stores the projections apart: each of plain numbers
+fills its rows of the merged matrix; quantized ones are collected, and merged when all have come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from teachllm.layers.norm import RMSNorm
-from teachllm_kernels import few_rows_linear, hopper_gated_linear, hopper_linear
-from teachllm_kernels.fixed_linear import fixed_linear_triton
-from teachllm_kernels.gemv import gemv_triton
-from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
-from teachllm_kernels.silu_and_mul import silu_and_mul
+from teachllm.layers.dense_weight import DenseWeight
+from teachllm.layers.norm import RMSNorm, RowCodes
+from teachllm.layers.weight import SeveralWeights, Weight
+from teachllm.quantization.codes import merged
+from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes, Slot
+from teachllm.quantization.weights import weight_of
+from teachllm_kernels.quantize_rows import QuantizedRows
 
-_ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
+Destination: TypeAlias = torch.Tensor | Slot  # of a checkpoint's tensor
+Rows: TypeAlias = torch.Tensor | QuantizedRows
 
 
 class Linear(nn.Module):
@@ -30,34 +32,57 @@ class Linear(nn.Module):
         in_features: size of x's last dimension.
         out_features: rows of W by the name that the checkpoint gives to them, in the order of y's columns.
             `{"q_proj": 2048, "k_proj": 512, "v_proj": 512}` is a merged projection.
+        schemes: how each of them is quantized.
+        is_gated: they are gate and up, for `gated`.
 
     Attributes:
-        is_fixed: a row of y does not depend, by one bit, on how many others there are; on a GPU only.
+        weight: W; of a quantized layer not before all of it was read.
     """
 
-    def __init__(self, in_features: int, out_features: dict[str, int], bias: bool = False) -> None:
+    weight: Weight
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: dict[str, int],
+        bias: bool = False,
+        schemes: Schemes = UNQUANTIZED,
+        is_gated: bool = False,
+    ) -> None:
         super().__init__()
-        self.out_features = out_features
+        self.in_features, self.out_features, self.is_gated = in_features, out_features, is_gated
         size = sum(out_features.values())
-        self.weight = nn.Parameter(torch.empty(size, in_features))
-        self.bias = nn.Parameter(torch.empty(size)) if bias else None
-        self.packed: torch.Tensor | None = None
-        self.is_fixed = False
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
+        by_name = {name: schemes(name) for name in out_features}
+        self._reading: dict[str, PartCodes | torch.Tensor] = {}
+        here = torch.empty(0)  # of the model's dtype, on its device
+        self._dtype = here.dtype
+        if not any(by_name.values()):
+            self.weight = DenseWeight(torch.empty(size, in_features))
+            return
+        for name, scheme in by_name.items():
+            shape = (out_features[name], in_features)
+            self._reading[name] = (
+                torch.empty(shape)
+                if scheme is None
+                else PartCodes(scheme, schemes.full_name(name), *shape, here, self._merge_when_read)
+            )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def row_codes(self) -> RowCodes | None:
+        """What a norm that comes before may give to it in place of numbers; None: numbers."""
+        return self.weight.row_codes
+
+    @property
+    def fuses_one_row(self) -> bool:
+        """Whether one row is multiplied the fastest by `one_row`; otherwise like several."""
+        return self.weight.fuses_one_row
+
+    def forward(self, x: Rows) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of out_features]."""
-        if self.packed is not None:
-            return packed_linear(x, self.packed, self.bias)
-        if self.is_fixed:
-            return fixed_linear_triton(x, self.weight, self.bias)
-        kernel = self._kernel(x)
-        if kernel == "hopper":
-            return hopper_linear.hopper_linear(x, self.weight, self.bias)
-        if kernel == "few rows":
-            return few_rows_linear.few_rows_linear_triton(x, self.weight, self.bias)
-        return linear_reference(x, self.weight, self.bias)
+        return self.weight.product(x, self.bias)
 
-    def onto(self, stream: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
         """What `RMSNorm` adds up to stream + x W^T + b, in the form that is the fastest for so many tokens.
 
         Args:
@@ -67,23 +92,11 @@ class Linear(nn.Module):
             (y, stream), [num_tokens, sum of out_features]. y may be in parts to be added up, [num_parts, num_tokens,
             sum of out_features] float32, or None: added already.
         """
-        kernel = self._kernel(x)
-        if kernel == "hopper":
-            return hopper_linear.hopper_linear(x, self.weight, self.bias, parts=True), stream
-        if x.is_cuda and kernel == "library" and x.shape[0] >= _ADDS_ITSELF and not self.is_fixed and self.bias is None:
-            return None, stream.addmm_(x, self.weight.t())
-        return self(x), stream
+        return self.weight.onto(stream, x, self.bias)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: Rows) -> torch.Tensor:
         """silu(gate) * up of a layer whose parts are gate and up: [num_tokens, in_features] -> [num_tokens, size]."""
-        kernel = self._kernel(x)
-        if kernel == "hopper":
-            return hopper_linear.hopper_linear(x, self.weight, self.bias, gated=True)
-        if kernel == "few rows":
-            return few_rows_linear.few_rows_linear_triton(x, self.weight, self.bias, gated=True)
-        if self.bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
-            return hopper_gated_linear.hopper_gated_linear(x, self.weight)
-        return silu_and_mul(self(x))
+        return self.weight.gated(x, self.bias)
 
     def one_row(
         self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None, gated: bool = False
@@ -93,32 +106,67 @@ class Linear(nn.Module):
         Args:
             x: [1, in_features].
         """
-        prologue = None if norm is None else (norm.weight, norm.eps)
-        return gemv_triton(x, self.weight, self.bias, prologue, residual, gated)
+        return self.weight.one_row(x, self.bias, norm, residual, gated)
 
-    def _kernel(self, x: torch.Tensor) -> Literal["hopper", "few rows", "library"]:
-        """Whose plain product is the fastest for so many rows; measured, see benchmarks/NOTES.md."""
-        num_rows = x.shape[0]
-        if num_rows <= hopper_linear.MAX_ROWS and self._on_hopper(x):
-            return "hopper"
-        return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= few_rows_linear.MAX_ROWS else "library"
-
-    def _on_hopper(self, x: torch.Tensor) -> bool:
-        """Whether Hopper's own products take such rows."""
-        fits = x.is_cuda and not self.is_fixed and x.element_size() == 2
-        return fits and x.shape[1] % 8 == 0 and self.weight.shape[0] % 16 == 0 and hopper_linear.has_hopper(x.device)
-
-    def pack(self) -> None:
-        """Lays the filled weight out for a CPU, if that can be done; `weight` is gone then."""
-        if can_pack(self.weight.dtype):
-            self.packed = pack_weight(self.weight.data)
-            del self.weight
-
-    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parts(self) -> Iterator[tuple[str, Destination]]:
         """("q_proj.weight", the rows it fills), and so on for every tensor that the checkpoint holds."""
         first = 0
         for name, rows in self.out_features.items():
-            yield f"{name}.weight", self.weight.data[first : first + rows]
+            reading = self._reading.get(name)
+            if isinstance(reading, PartCodes):
+                for tensor_name, slot in reading.slots.items():
+                    yield f"{name}.{tensor_name}", slot
+            elif reading is not None:
+                yield f"{name}.weight", reading
+            else:
+                assert isinstance(self.weight, DenseWeight)
+                yield f"{name}.weight", self.weight.weight.data[first : first + rows]
             if self.bias is not None:
                 yield f"{name}.bias", self.bias.data[first : first + rows]
             first += rows
+
+    def finish(self) -> None:
+        """Makes of what was read what is multiplied with; on a CPU laid out for it."""
+        if self._reading:
+            self._merge()
+        weights = self.weight.weights if isinstance(self.weight, SeveralWeights) else [self.weight]
+        for weight in weights:
+            if isinstance(weight, DenseWeight) and weight.weight.device.type == "cpu":
+                weight.pack()
+
+    def fill_randomly(self, generator: torch.Generator | None) -> None:
+        """Random numbers in place of what a file holds, of a layer that is quantized, or in part."""
+        for part in list(self._reading.values()):
+            if isinstance(part, torch.Tensor):
+                part.normal_(0.0, part.shape[-1] ** -0.5, generator=generator)
+            else:
+                part.fill_randomly(generator)
+        self._merge_when_read()
+
+    def unread(self) -> Iterator[PartCodes]:
+        """Its quantized projections, before `finish`."""
+        yield from (each for each in self._reading.values() if isinstance(each, PartCodes))
+
+    def num_bytes(self, dtype_bytes: int) -> int:
+        """What its weight and bias take on a GPU, before `finish`, plain numbers of so many bytes."""
+        size = sum(self.out_features.values())
+        numbers = 0 if self.bias is None else size
+        if not self._reading:
+            return (numbers + size * self.in_features) * dtype_bytes
+        plain = [each.numel() for each in self._reading.values() if isinstance(each, torch.Tensor)]
+        return (numbers + sum(plain)) * dtype_bytes + sum(each.num_bytes for each in self.unread())
+
+    def _merge_when_read(self) -> None:
+        """At once if all are codes: no more than one layer's lie in memory as they were read, a byte a number."""
+        if self._reading and all(isinstance(each, PartCodes) and each.is_read for each in self._reading.values()):
+            self._merge()
+
+    def _merge(self) -> None:
+        """The projections to one weight, if that can be."""
+        read = [each.codes() if isinstance(each, PartCodes) else each for each in self._reading.values()]
+        self._reading.clear()
+        whole = merged(read)
+        if whole is not None:
+            self.weight = weight_of(whole, self._dtype, self.is_gated)
+        else:
+            self.weight = SeveralWeights([weight_of(each, self._dtype) for each in read])

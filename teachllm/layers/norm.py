@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
-from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference, rms_norm_triton
+from teachllm_kernels.quantize_rows import QuantizedRows
+from teachllm_kernels.rms_norm import (
+    prepare_rms_norm,
+    rms_norm_cpu,
+    rms_norm_quantized_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+
+
+class RowCodes(NamedTuple):
+    """What a product takes in place of numbers.
+
+    Attributes:
+        dtype: of codes, int8 or float8_e4m3fn.
+        scale: [1] float32, of all; None: a row has its own.
+        grouped: or each 128 numbers of a row.
+    """
+
+    dtype: torch.dtype
+    scale: torch.Tensor | None
+    grouped: bool
 
 
 class RMSNorm(nn.Module):
@@ -37,6 +60,17 @@ class RMSNorm(nn.Module):
         if self.prepared is not None:
             return rms_norm_cpu(y, residual, self.prepared)
         return rms_norm_reference(y, residual, self.weight, self.eps)
+
+    def quantized(
+        self, y: torch.Tensor | None, residual: torch.Tensor | None, codes: RowCodes | None
+    ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
+        """As `forward`, with codes in place of the first, on a GPU; None: there are none."""
+        if codes is None:
+            return self(y, residual)
+        if y is None:
+            assert residual is not None
+            y, residual = residual, None
+        return rms_norm_quantized_triton(y, residual, self.weight, self.eps, *codes)
 
     def prepare(self) -> None:
         """Prepares the filled weight for a CPU."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,16 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         if end > size:
             raise ModelError(f"{file} is truncated: tensor {name} ends at byte {end} of {size}: download it again")
     return tensors
+
+
+def quantization_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of its codes, with `quant_method`; None: it holds plain numbers.
+
+    Args:
+        raw: its config.json.
+    """
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    beside = folder / "hf_quant_config.json"
+    if not found and beside.exists():
+        found = read_json(beside) | {"quant_method": "modelopt"}
+    return dict(found) if found else None

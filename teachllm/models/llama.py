@@ -17,11 +17,12 @@ from torch import nn
 
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Linear
+from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.shape import Shape
+from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes
 from teachllm_kernels.paged_decode import fused_paged_decode
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
 
@@ -35,16 +36,23 @@ class LlamaAttention(nn.Module):
 
     Args:
         input_size: of what is projected, if not the model's hidden size.
+        schemes: how its projections are quantized.
     """
 
-    def __init__(self, config: LlamaConfig, window: int | None, input_size: int | None = None) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        window: int | None,
+        input_size: int | None = None,
+        schemes: Schemes = UNQUANTIZED,
+    ) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(input_size or config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias)
+        self.qkv_proj = Linear(input_size or config.hidden_size, parts, config.qkv_bias, schemes)
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias, schemes)
         # One weight for all heads of Q and one for those of K, repeated per head so that one call does both.
         heads = (config.num_heads + config.num_kv_heads, config.head_size)
         self.qk_norm = RMSNorm(*heads, eps=config.norm_eps) if config.qk_norm else None
@@ -63,11 +71,12 @@ class LlamaAttention(nn.Module):
         With `ending` only the wanted tokens attend: [num_wanted, num_heads * head_size].
         """
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
+        scales = self.attention.settings.kv_scales
         if metadata.is_fused:
             y = self._decode(qkv, angles, kv_cache, metadata)
         elif qkv.is_cuda:
             weight, eps = self._qk_norm()
-            rope_kv_write_triton(qkv, *angles, weight, eps, *kv_cache, metadata.slot_mapping)
+            rope_kv_write_triton(qkv, *angles, weight, eps, *kv_cache, metadata.slot_mapping, scales)
             q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
             if ending is not None and metadata.wanted is not None:
                 q, metadata = q.index_select(0, metadata.wanted), ending
@@ -77,7 +86,7 @@ class LlamaAttention(nn.Module):
             if self.qk_norm is not None:
                 qk, _ = self.qk_norm(qk)
             q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
-            write_kv(k, v, kv_cache, metadata)
+            write_kv(k, v, kv_cache, metadata, scales)
             y = self.attention(q, k, v, kv_cache, metadata)
         return y.flatten(1)
 
@@ -98,15 +107,17 @@ class LlamaAttention(nn.Module):
             plan=metadata.decode_plans[settings.window],
             scale=settings.scale,
             window=settings.window,
+            scales=settings.kv_scales,
         )
 
     def _qk_norm(self) -> tuple[torch.Tensor | None, float]:
         return (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         yield from self.qkv_proj.parts()
         yield from self.o_proj.parts()
+        yield from self.attention.checkpoint_tensors(self.num_kv_heads)
         if self.qk_norm is not None:
             q_weight, k_weight = self.qk_norm.weight.data.split([self.num_heads, self.num_kv_heads])
             yield "q_norm.weight", q_weight
@@ -116,17 +127,18 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)); the block applies down, onto its stream."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, schemes: Schemes = UNQUANTIZED) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
-        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias, schemes, is_gated=True)
+        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias, schemes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, intermediate_size]: all but the last projection."""
         return self.gate_up_proj.gated(x)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         yield from self.gate_up_proj.parts()
         yield from self.down_proj.parts()
@@ -135,12 +147,12 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """One block. The residual stream travels beside the activations, so that norms can add to it."""
 
-    def __init__(self, config: LlamaConfig, window: int | None) -> None:
+    def __init__(self, config: LlamaConfig, window: int | None, schemes: Schemes = UNQUANTIZED) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = LlamaAttention(config, window)
+        self.self_attn = LlamaAttention(config, window, schemes=schemes.within("self_attn"))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config, schemes.within("mlp"))
 
     def forward(
         self,
@@ -159,22 +171,29 @@ class LlamaLayer(nn.Module):
             is_last: goes on with the wanted tokens alone as soon as K and V of the others are written.
             tap: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
         """
-        if metadata.is_fused and metadata.slot_mapping.shape[0] == 1:
+        if metadata.is_fused and metadata.slot_mapping.shape[0] == 1 and stream is None and self.fuses_one_row:
             assert x is not None
             if tap is not None:
                 tap(x)
             return self._decode_one(x, angles, kv_cache, metadata), None
         wanted = metadata.wanted if is_last else None
         ending = metadata.ending() if wanted is not None and metadata.ending is not None else None
-        h, stream = self.input_layernorm(x, stream)
+        h, stream = self.input_layernorm.quantized(x, stream, self.self_attn.qkv_proj.row_codes)
         if tap is not None:
             tap(stream)
         h = self.self_attn(h, angles, kv_cache, metadata, ending)
         if wanted is not None:
             h, stream = h if ending is not None else h.index_select(0, wanted), stream.index_select(0, wanted)
         x, stream = self.self_attn.o_proj.onto(stream, h)
-        h, stream = self.post_attention_layernorm(x, stream)
+        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.gate_up_proj.row_codes)
         return self.mlp.down_proj.onto(stream, self.mlp(h))
+
+    @property
+    def fuses_one_row(self) -> bool:
+        """Whether its products of one row do what is around them, too."""
+        attention, mlp = self.self_attn, self.mlp
+        layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        return all(layer.fuses_one_row for layer in layers)
 
     def _decode_one(
         self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
@@ -184,7 +203,7 @@ class LlamaLayer(nn.Module):
         h = self.mlp.gate_up_proj.one_row(x, self.post_attention_layernorm, gated=True)
         return self.mlp.down_proj.one_row(h, residual=x)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         yield "input_layernorm.weight", self.input_layernorm.weight.data
         yield "post_attention_layernorm.weight", self.post_attention_layernorm.weight.data
@@ -198,6 +217,7 @@ class LlamaForCausalLM(nn.Module):
 
     Args:
         max_len: positions to prepare, at most the model's context.
+        schemes: how its projections are quantized.
 
     Attributes:
         fuses_decodes: on a GPU, attention does what comes before it too, where `AttentionMetadata.is_fused` says so.
@@ -206,13 +226,19 @@ class LlamaForCausalLM(nn.Module):
     implementation = "teachllm"
     fuses_decodes = True
 
-    def __init__(self, config: LlamaConfig, max_len: int) -> None:
+    def __init__(self, config: LlamaConfig, max_len: int, schemes: Schemes = UNQUANTIZED) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = Rotary(config.rotary, max_len)
-        self.layers = nn.ModuleList(LlamaLayer(config, window) for window in config.windows)
+        self.layers = nn.ModuleList(
+            LlamaLayer(config, window, schemes.within(f"model.layers.{index}"))
+            for index, window in enumerate(config.windows)
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = self.embed_tokens if config.tied else Embedding(config.vocab_size, config.hidden_size)
+        head = None if config.tied else schemes("lm_head")
+        size = (config.vocab_size, config.hidden_size)
+        self._head_codes = None if head is None else PartCodes(head, "lm_head", *size, self.lm_head.weight)
 
     def forward(
         self,
@@ -250,7 +276,7 @@ class LlamaForCausalLM(nn.Module):
         """As `compute_logits`, on a GPU and in the model's dtype."""
         return self.lm_head.lm_logits(hidden)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor of the checkpoint; a destination may be a slice of a merged one."""
         yield "model.embed_tokens.weight", self.embed_tokens.weight.data
         for index, layer in enumerate(self.layers):
@@ -258,8 +284,16 @@ class LlamaForCausalLM(nn.Module):
             for name, destination in layer.checkpoint_tensors():
                 yield f"model.layers.{index}.{name}", destination
         yield "model.norm.weight", self.norm.weight.data
-        if self.lm_head is not self.embed_tokens:
+        if self._head_codes is not None:
+            yield from ((f"lm_head.{name}", slot) for name, slot in self._head_codes.slots.items())
+        elif self.lm_head is not self.embed_tokens:
             yield "lm_head.weight", self.lm_head.weight.data
+
+    def finish(self) -> None:
+        """Makes plain numbers of a quantized output head that was read."""
+        if self._head_codes is not None and self._head_codes.is_begun:  # of load_format="dummy" it is random already
+            self.lm_head.weight.data.copy_(self._head_codes.codes().dequantize(self.lm_head.weight.dtype))
+            self._head_codes = None
 
 
 def shape(raw: dict[str, Any]) -> Shape:

@@ -7,6 +7,7 @@ with its shape, and no other: a silent gap would be a model that talks nonsense.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -15,14 +16,19 @@ import torch
 from torch import nn
 
 from teachllm.config import EngineConfig
+from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Linear
+from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import ModelError
+from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
+from teachllm.quantization.quantization import quantization_of
+from teachllm.quantization.scaled import Scaled
+from teachllm.quantization.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
 
 T = TypeVar("T")
 
@@ -56,18 +62,48 @@ def load_model(
         if config.load_format == "dummy":
             fill_randomly(model, config.seed)
         return model.eval().requires_grad_(False)
-    own = new_module(lambda: LlamaForCausalLM(parse(model_config.raw), model_config.max_model_len), device, dtype)
+    names = frozenset(stored_tensors(folder)) if config.load_format not in ("dummy", "pt") else None
+    quantization = quantization_of(model_config.raw, folder, config.quantization, names)
+    schemes = UNQUANTIZED if quantization is None else quantization.schemes
+    shape = parse(model_config.raw)
+    own = new_module(lambda: LlamaForCausalLM(shape, model_config.max_model_len, schemes), device, dtype)
+    _warn_of_batch_scales(own, model_config)
     if config.load_format == "dummy":
         fill_randomly(own, config.seed)
     else:
         fill_from_checkpoint(own, folder, config.load_format, progress)
+    own.finish()
+    finish(own, device)
+    _warn_of_fp8(own, model_config)
     if device.type == "cpu":
-        pack(own)
         own.lm_head.pack(is_tied=own.lm_head is own.embed_tokens)
     for module in own.modules():
-        if isinstance(module, Linear | Embedding):
+        if isinstance(module, DenseWeight | Embedding):
             module.is_fixed = config.batch_invariant
     return own.eval().requires_grad_(False)
+
+
+def _warn_of_batch_scales(model: nn.Module, model_config: ModelConfig) -> None:
+    """Says so if the checkpoint asks for what would be lossy."""
+    parts = [part for module in model.modules() if isinstance(module, Linear) for part in module.unread()]
+    if any(isinstance(part.scheme, Scaled) and part.scheme.of_batch for part in parts):
+        warnings.warn(
+            f"{model_config.path} asks for one scale for the activations of a whole batch (dynamic, per tensor). That "
+            "is lossy: what a request gets would depend on what runs beside it. Each token gets a scale of its own",
+            stacklevel=2,
+        )
+
+
+def _warn_of_fp8(model: nn.Module, model_config: ModelConfig) -> None:
+    """Says so if codes are not used as the checkpoint asks."""
+    names = [name for name, each in model.named_modules() if isinstance(each, GPUScaledWeight) and each.lacks_fp8]
+    if names:
+        warnings.warn(
+            f"{model_config.path}: this GPU does not multiply fp8 (from compute capability 8.9 on they do), so of "
+            f"{names[0].removesuffix('.weight')} and {len(names) - 1} more layers only the weights are codes, and "
+            "prompts gain nothing: take int8, by a checkpoint of it or with quantization='int8'",
+            stacklevel=2,
+        )
 
 
 def check_weights(folder: Path, load_format: str) -> None:
@@ -101,7 +137,7 @@ def fill_from_checkpoint(
 
 
 def fill(
-    destinations: Iterable[tuple[str, torch.Tensor]],
+    destinations: Iterable[tuple[str, Destination]],
     folder: Path,
     load_format: str,
     progress: Progress | None = None,
@@ -116,22 +152,41 @@ def fill(
         ModelError: a tensor is missing, unknown, or of another shape.
     """
     missing = dict(destinations)
+    is_quantized = any(isinstance(each, Slot) for each in missing.values())
+    formats = formats_of(missing)
     for stored_name, tensor, file in (read_pickles if load_format == "pt" else _read_safetensors)(folder, progress):
         name = name_of(stored_name)
         if name is None:
             continue
         destination = missing.pop(name, None)
         if destination is None:
-            raise ModelError(f"{file} holds tensor {stored_name}, which the model of its config.json does not have")
+            if is_quantized and stored_name.endswith(".bias") and not bool(tensor.any()):
+                continue  # GPTQ's tools write one for every layer
+            raise ModelError(f"{file} holds tensor {stored_name}, {why_unknown(name, formats)}")
+        if isinstance(destination, Slot):
+            try:
+                destination.put(tensor)
+            except ModelError as error:  # names the layer
+                raise ModelError(f"{file}: {error}") from None
+            except ValueError as error:
+                raise ModelError(f"{file}: tensor {stored_name} {error}") from None
+            continue
         # A norm that all heads share is held once per head: each takes a copy.
         per_head = name.endswith("norm.weight") and destination.dim() == 2
         expected = destination.shape[1:] if per_head else destination.shape
+        if destination.is_floating_point() and tensor.dtype not in FLOATS:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(f"{file}: tensor {stored_name} is of {dtype}, {NOT_READ}")
         if tensor.shape != expected:
             shapes = f"{list(tensor.shape)}, config.json means {list(expected)}"
             raise ModelError(f"{file}: tensor {stored_name} has shape {shapes}")
         destination.copy_(tensor)
+    missing = {name: each for name, each in missing.items() if not (isinstance(each, Slot) and each.stored.is_optional)}
     if missing:
-        raise ModelError(f"{folder} lacks tensor {next(iter(missing))} ({len(missing)} missing in all)")
+        name, place = next(iter(missing.items()))
+        what = f"{name} of {place.format}" if isinstance(place, Slot) else name
+        fix = f"take a complete checkpoint{', or correct quantization_config' if isinstance(place, Slot) else ''}"
+        raise ModelError(f"{folder} lacks tensor {what} ({len(missing)} missing in all): {fix}")
 
 
 def fill_randomly(model: nn.Module, seed: int) -> None:
@@ -146,6 +201,9 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.fill_randomly(generator)
 
 
 def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
@@ -154,16 +212,18 @@ def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
         reason = "a CPU's matrix products (oneDNN) add in an order that depends on the number of rows"
     elif model_config.implementation != "teachllm":
         reason = "transformers' model code calls cuBLAS, which adds in an order that depends on the number of rows"
+    elif model_config.quantization is not None:
+        reason = "products of quantized weights add in an order that depends on the number of rows"
     if reason is not None:
         raise ModelError(f"batch_invariant=True does not hold here, {reason}: set batch_invariant=False")
 
 
-def pack(model: nn.Module) -> None:
-    """Lays out for a CPU the weights of all linear layers and norms."""
+def finish(model: nn.Module, device: torch.device) -> None:
+    """Makes of the numbers that linear layers and norms were filled with what they compute with."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.pack()
-        elif isinstance(module, RMSNorm):
+            module.finish()
+        elif isinstance(module, RMSNorm) and device.type == "cpu":
             module.prepare()
 
 

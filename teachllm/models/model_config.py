@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from teachllm.config import EngineConfig
-from teachllm.models.checkpoint import find_folder, read_json, stored_tensors
+from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
 from teachllm.models.registry import OWN, ModelError, architecture_of, check_supported
 from teachllm.models.shape import Shape
 
+if TYPE_CHECKING:
+    from teachllm.quantization.quantization import Quantization
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_CODES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -31,8 +35,12 @@ class ModelConfig(Shape):
         max_model_len: `context_len`, or the shorter length that was asked for.
         eos_token_ids: generation_config.json's, else config.json's.
         weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
+        active_bytes: of the parameters that `num_active_parameters` counts.
+        quantization: how its weights are quantized, for people; None: they are not. See `quantization_of`.
+        dequantized: what a step of many tokens on a GPU makes of codes, see `Dequantized`.
         generation_defaults: sampling settings that generation_config.json recommends.
         raw: config.json.
+        kv_cache_dtype: as `EngineConfig.kv_cache_dtype`.
     """
 
     path: str
@@ -42,8 +50,27 @@ class ModelConfig(Shape):
     max_model_len: int
     eos_token_ids: frozenset[int]
     weight_bytes: int
+    active_bytes: int
+    quantization: str | None
+    dequantized: tuple[int, int, int]
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def kv_dtype(self) -> str:
+        """Of the KV cache, by PyTorch's name."""
+        return _CODES.get(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a number in the KV cache."""
+        return 1 if self.has_kv_codes else DTYPE_BYTES[self.dtype]
+
+    @property
+    def has_kv_codes(self) -> bool:
+        """Whether the KV cache holds codes, which have scales."""
+        return self.kv_cache_dtype in _CODES
 
 
 def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelConfig:
@@ -60,6 +87,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
     check_supported(raw, config.trust_remote_code)
     architecture = architecture_of(raw)
     implementation = _implementation(architecture, config.model_impl)
+    quantization = _quantization(config, raw, folder, implementation, None)
     shape = _shape(folder, raw, implementation, config.trust_remote_code)
     dtype = _dtype(raw, config.dtype, device_type)
     max_model_len = config.max_model_len or shape.context_len
@@ -69,23 +97,36 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
             f"set max_model_len={shape.context_len} or less"
         )
     stored = {} if config.load_format in ("dummy", "pt") else stored_tensors(folder)
+    if stored and quantization is not None:  # by what is stored it is known which layers are
+        quantization = _quantization(config, raw, folder, implementation, frozenset(stored))
     generation = folder / "generation_config.json"
     defaults = read_json(generation) if generation.exists() else {}
-    num_parameters = sum(t.num_elements for t in stored.values()) or shape.num_parameters
-    if stored and shape.tied and "lm_head.weight" in stored:
-        num_parameters -= stored["lm_head.weight"].num_elements
+    num_parameters, size = shape.num_parameters, DTYPE_BYTES[dtype]
+    if stored and quantization is None:  # codes do not tell how many numbers they stand for
+        num_parameters = sum(t.num_elements for t in stored.values())
+        if shape.tied and "lm_head.weight" in stored:
+            num_parameters -= stored["lm_head.weight"].num_elements
+    saved_bytes, widths, dequantized = 0, dict[str, int](), (0, 0, 0)
+    if quantization is not None and device_type != "cpu":
+        from teachllm.models.quantized_needs import needs_of  # loads torch
+
+        saved_bytes, widths, dequantized = needs_of(raw, quantization, size)
+    num_kept = num_parameters + _num_beside(raw, implementation, device_type, max_model_len)
     return ModelConfig(
-        **(asdict(shape) | {"num_parameters": num_parameters}),
+        **(asdict(shape) | {"num_parameters": num_parameters} | widths),
         path=str(folder),
         architecture=architecture,
         implementation=implementation,
         dtype=dtype,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(defaults, raw),
-        weight_bytes=(num_parameters + _num_beside(raw, implementation, device_type, max_model_len))
-        * DTYPE_BYTES[dtype],
+        weight_bytes=num_kept * size - saved_bytes,
+        active_bytes=shape.num_active_parameters * size - saved_bytes,
+        quantization=None if quantization is None else quantization.name,
+        dequantized=dequantized,
         generation_defaults=_generation_defaults(defaults),
         raw=raw,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 
@@ -93,6 +134,36 @@ def _generation_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
     """What generation_config.json advises; one that says not to sample advises temperature 0."""
     advised = {name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None}
     return advised | {"temperature": 0.0} if generation.get("do_sample") is False else advised
+
+
+def _quantization(
+    config: EngineConfig, raw: dict[str, Any], folder: Path, implementation: str, names: frozenset[str] | None
+) -> Quantization | None:
+    """What the projections are, or become as they are read; None: plain numbers. `names`: see `of_config`.
+
+    Raises:
+        ModelError: a format that is not supported; or it is to be quantized, and is.
+    """
+    is_quantized = quantization_config(raw, folder) is not None
+    if not is_quantized and config.quantization is None:
+        return None
+    from teachllm.quantization.quantization import quantization_of  # loads torch
+
+    try:
+        found = quantization_of(raw, folder, config.quantization, names)
+    except ModelError as error:
+        raise ModelError(f"{architecture_of(raw)}: {error}") from None
+    if found is not None and is_quantized and config.quantization is not None:
+        raise ModelError(
+            f"quantization={config.quantization!r} is for checkpoints of plain numbers, and this one is quantized with "
+            f"{found.name!r} already: leave quantization out"
+        )
+    if found is not None and implementation == "transformers":
+        raise ModelError(
+            f"{architecture_of(raw)} runs through transformers' code, which takes no quantized weights here "
+            f"({found.name}): take its unquantized checkpoint, and leave quantization out"
+        )
+    return found
 
 
 def _num_beside(raw: dict[str, Any], implementation: str, device_type: str, max_model_len: int) -> int:

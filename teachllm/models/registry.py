@@ -75,13 +75,6 @@ def check_supported(raw: dict[str, Any], trust_remote_code: bool) -> None:
         ModelError: with the architecture's name, the reason and what is supported.
     """
     architecture = architecture_of(raw)
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unnamed")
-        raise ModelError(
-            f"{architecture} is quantized with {method!r}, which is not supported: "
-            "take its unquantized checkpoint (float32, bfloat16 or float16)"
-        )
     reason = _reason_to_refuse(raw, architecture)
     if reason is not None:
         raise ModelError(f"{architecture} is not supported: it has {reason}; {SUPPORTED}")

@@ -9,6 +9,7 @@ Source: https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from teachllm.config import EngineConfig
-from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
-from teachllm.layers.attention_backends.base import AttentionSettings
+from teachllm.layers.attention import Attention, AttentionMetadata, paged_attention, write_kv
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import SUPPORTED, ModelError, check_supported
@@ -140,7 +140,7 @@ class TransformersModel(nn.Module):
         self.base = model.base_model
         setattr(model, model.base_model_prefix, _Given())
         self.head = model
-        self.windows = windows
+        self.attentions = nn.ModuleList(Attention(0.0, window) for window in windows)  # a call says its scale
 
     def forward(
         self,
@@ -156,7 +156,7 @@ class TransformersModel(nn.Module):
             use_cache=False,
             kv_caches=kv_caches,
             metadata=metadata,
-            windows=self.windows,
+            attentions=self.attentions,
         )
         hidden = output.last_hidden_state.squeeze(0)
         return hidden if metadata is None or metadata.wanted is None else hidden.index_select(0, metadata.wanted)
@@ -189,7 +189,7 @@ def _attention(
     *,
     kv_caches: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     metadata: AttentionMetadata | None = None,
-    windows: tuple[int | None, ...] = (),
+    attentions: Any = (),
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -211,8 +211,9 @@ def _attention(
         unknown.append("attention_mask")
     if key.shape[1::2] != kv_caches[index][0].shape[2:] or value.shape != key.shape:
         unknown.append(f"K of {list(key.shape)} and V of {list(value.shape)}")
-    if sliding_window is not None and sliding_window != windows[index]:
-        unknown.append(f"sliding_window={sliding_window} in layer {index}, where config.json means {windows[index]}")
+    settings = attentions[index].settings
+    if sliding_window is not None and sliding_window != settings.window:
+        unknown.append(f"sliding_window={sliding_window} in layer {index}, where config.json means {settings.window}")
     if unknown:
         raise ModelError(f"{name} is not supported: it passes {', '.join(unknown)} to attention")
     if metadata is None:
@@ -221,8 +222,8 @@ def _attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if q.is_cuda:  # kernels want a token's heads side by side
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    write_kv(k, v, kv_caches[index], metadata)
-    settings = AttentionSettings(scale, windows[index], softcap)
+    write_kv(k, v, kv_caches[index], metadata, settings.kv_scales)
+    settings = replace(settings, scale=scale, soft_cap=softcap)
     out = paged_attention(q, k, v, kv_caches[index], metadata, settings)
     return out.unsqueeze(0), None
 

@@ -21,7 +21,7 @@ from teachllm.core.request import Request
 from teachllm.engine.ceilings import known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.step_roofline import StepRoofline
-from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
+from teachllm.models.model_config import ModelConfig
 from teachllm.roofline import Ceilings
 from teachllm.sampling_params import SamplingParams
 from teachllm.simulator.cost_model import CostModel, RooflineCost
@@ -80,7 +80,7 @@ def simulate(
         raise ValueError("speculative_config: a simulation has no text that drafts could match: leave it out")
     if num_blocks is not None and num_blocks < 1:
         raise ValueError(f"num_blocks={num_blocks}: must be at least 1, or None for as many as can be of use")
-    model = model or model_shape()
+    model = replace(model or model_shape(), kv_cache_dtype=config.kv_cache_dtype)
     ceilings = ceilings or known_ceilings(DEFAULT_DEVICE, model.dtype)
     if ceilings is None:
         raise ValueError(f"no ceilings are known of an {DEFAULT_DEVICE} in {model.dtype}: give ceilings=, or bfloat16")
@@ -142,7 +142,7 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, arrivals: Sequence[Arr
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
-        layer = KVCacheSpec(model.num_kv_heads, model.head_size, DTYPE_BYTES[model.dtype])
+        layer = KVCacheSpec(model.num_kv_heads, model.head_size, model.kv_bytes)
         return config.kv_cache_memory_bytes // (model.num_layers * layer.bytes_per_token * config.block_size)
     assert config.max_num_seqs and config.max_model_len
     lengths = (min(len(a.prompt_token_ids) + a.max_tokens, config.max_model_len) for a in arrivals for _ in range(a.n))

@@ -26,7 +26,7 @@ from torch import nn
 
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Linear
+from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama import Angles, LlamaAttention, LlamaMLP
@@ -69,7 +69,7 @@ class EagleLayer(nn.Module):
         y, stream = self.mlp.down_proj.onto(stream, self.mlp(h))
         return _added_up(y, stream)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         if self.is_third:
             yield "input_layernorm.weight", self.input_layernorm.weight.data
@@ -141,7 +141,7 @@ class EagleHead(nn.Module):
         ids = self.d2t + torch.arange(self.config.draft_vocab_size, device=logits.device)
         return whole.index_copy_(1, ids, logits)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor of a checkpoint."""
         if self.input_norm is not None:
             yield "input_norm.weight", self.input_norm.weight.data

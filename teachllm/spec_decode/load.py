@@ -12,8 +12,8 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.models.checkpoint import find_folder, read_json, stored_tensors
-from teachllm.models.loader import check_weights, fill, fill_randomly, load_model, new_module, pack, read_pickles
-from teachllm.models.model_config import DTYPE_BYTES, ModelConfig, load_model_config
+from teachllm.models.loader import check_weights, fill, fill_randomly, finish, load_model, new_module, read_pickles
+from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.registry import ModelError
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import KVCache, ModelDrafter
@@ -33,7 +33,7 @@ class DrafterConfig:
     Attributes:
         target: the model that it drafts for.
         model: the draft model; or the target, on which the heads sit.
-        dtype: of weights and KV.
+        dtype: of weights; and of KV, unless the model's cache holds codes: then its own does, too.
         specs: what each of its layers keeps per token.
         head: None: it is a model of its own.
         max_len: longer sequences it does not draft for: the model's `max_model_len`, or its own context, if that is
@@ -51,6 +51,11 @@ class DrafterConfig:
     head: EagleConfig | MedusaConfig | None
     max_len: int
     weight_bytes: int
+
+    @property
+    def kv_dtype(self) -> str:
+        """Of its KV cache, by PyTorch's name."""
+        return self.target.kv_dtype if self.target.has_kv_codes else self.dtype
 
     @property
     def tree(self) -> DraftTree:
@@ -83,7 +88,12 @@ def load_drafter_config(config: EngineConfig, model: ModelConfig, device_type: s
         return None
     load_format = speculation.load_format or config.load_format
     wanted = replace(
-        config, model=speculation.model, revision=speculation.revision, load_format=load_format, speculative_config=None
+        config,
+        model=speculation.model,
+        revision=speculation.revision,
+        load_format=load_format,
+        quantization=None,  # what the model is asked to be, its drafter need not be
+        speculative_config=None,
     )
     try:
         if speculation.method == "draft_model":
@@ -109,7 +119,6 @@ def _draft_model_config(
     if draft.max_model_len > model.max_model_len:
         draft = load_model_config(replace(config, max_model_len=model.max_model_len), device_type)
     check_vocabularies(Path(draft.path), Path(model.path), draft.vocab_size, model.vocab_size)
-    size = DTYPE_BYTES[draft.dtype]
     return DrafterConfig(
         speculation=speculation,
         target=model,
@@ -117,7 +126,7 @@ def _draft_model_config(
         folder=Path(draft.path),
         load_format=config.load_format,
         dtype=draft.dtype,
-        specs=[KVCacheSpec(draft.num_kv_heads, draft.head_size, size, window) for window in draft.windows],
+        specs=[KVCacheSpec(draft.num_kv_heads, draft.head_size, draft.kv_bytes, window) for window in draft.windows],
         head=None,
         max_len=draft.max_model_len,
         weight_bytes=draft.weight_bytes,
@@ -145,7 +154,7 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
                 "hands out none: take a draft model, or method=ngram"
             )
         max_len = min(max_len, head.llama.rotary.context_len)
-        specs = [KVCacheSpec(head.llama.num_kv_heads, head.llama.head_size, DTYPE_BYTES[model.dtype])]
+        specs = [KVCacheSpec(head.llama.num_kv_heads, head.llama.head_size, model.kv_bytes)]
         module = new_module(lambda: EagleHead(head, model.max_model_len), nowhere, dtype)  # type: ignore[arg-type]
     return DrafterConfig(
         speculation=speculation,
@@ -174,7 +183,7 @@ def load_drafter(
         ModelError: the checkpoint is broken; names the tensor and the file.
     """
     if drafter.head is None:
-        own = replace(config, load_format=drafter.load_format, speculative_config=None)
+        own = replace(config, load_format=drafter.load_format, quantization=None, speculative_config=None)
         draft, target = drafter.model, drafter.target
         max_len = drafter.max_len if drafter.max_len < target.max_model_len else None
         return DraftModel(load_model(draft, own, device), kv_caches, draft.vocab_size, target.vocab_size, max_len)
@@ -193,8 +202,7 @@ def load_drafter(
         fill(module.checkpoint_tensors(), drafter.folder, drafter.load_format, name_of=name_of)
         if isinstance(module, EagleHead):
             module.check(drafter.folder)
-    if device.type == "cpu":
-        pack(module)
+    finish(module, device)
     module.eval().requires_grad_(False)
     if isinstance(module, MedusaHeads):
         return Medusa(module, model)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Linear
+from teachllm.layers.linear import Destination, Linear
 from teachllm.models.registry import ModelError
 from teachllm.models.shape import Shape
 from teachllm.spec_decode.drafter import DraftBatch, logits_of
@@ -129,7 +129,7 @@ class MedusaHeads(nn.Module):
             hidden = hidden + F.silu(layer(hidden))
         return hidden
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor of a checkpoint in vLLM's form."""
         for index, block in enumerate(self.blocks):
             assert isinstance(block, nn.ModuleList)

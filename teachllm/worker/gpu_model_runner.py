@@ -42,9 +42,11 @@ from teachllm.worker.kv_cache import (
     allocate_layers,
     attention_needs,
     drafter_needs,
+    kv_cache_specs,
     measured_plan,
     plan_memory,
 )
+from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
 from teachllm.worker.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.memory_needs import compare, measure_needs, sampling_bytes, ungated_bytes
 from teachllm.worker.prompt_scores import PromptScores
@@ -104,6 +106,10 @@ class GPUModelRunner:
         self.model: Any = load_model(model_config, config, device, progress)
         draft_caches: KVCache = []
         loaded = None if drafter is None else load_drafter(drafter, config, self.model, draft_caches, device)
+        if model_config.has_kv_codes:
+            hold_codes(self.model, kv_cache_specs(model_config), device)
+            if drafter is not None and loaded is not None and drafter.specs:
+                hold_codes(layers_of(loaded), drafter.specs, device)
         weights = torch.cuda.memory_allocated(device) - allocated
         self._batch = DeviceBatch(
             *(config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device),
@@ -124,6 +130,8 @@ class GPUModelRunner:
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
         self.memory = self._measured(predicted, config, weights, free, total)
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
+        if model_config.has_kv_codes:
+            calibrate(self.model, model_config, self._kv_caches, loaded)
         self._prompt_scores = PromptScores(self.model, self._sampler)
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
         gc.collect()
@@ -164,7 +172,9 @@ class GPUModelRunner:
         draft_caches.clear()
         self._kv_caches = allocate_kv_cache(self._model_config, num_blocks, config.block_size, self._device)
         if drafter is not None:
-            draft_caches += allocate_layers(drafter.specs, drafter.dtype, num_blocks, config.block_size, self._device)
+            draft_caches += allocate_layers(
+                drafter.specs, drafter.kv_dtype, num_blocks, config.block_size, self._device
+            )
         if self._batch.places is not None:
             self._sampling.mover = KVMover([*self._kv_caches, *draft_caches])
 

@@ -27,8 +27,7 @@ _CPU_DEFAULT_BYTES = 1 << 30
 
 def kv_cache_specs(model: ModelConfig) -> list[KVCacheSpec]:
     """What each layer keeps per token."""
-    size = dtype_bytes(model.dtype)
-    return [KVCacheSpec(model.num_kv_heads, model.head_size, size, window) for window in model.windows]
+    return [KVCacheSpec(model.num_kv_heads, model.head_size, model.kv_bytes, window) for window in model.windows]
 
 
 def attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
@@ -41,6 +40,7 @@ def attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
         block_size=config.block_size,
         windows=frozenset(model.windows),
         has_soft_cap=model.raw.get("attn_logit_softcapping") is not None,
+        has_codes=model.has_kv_codes,
     )
 
 
@@ -153,7 +153,7 @@ def _check_longest(plan: MemoryPlan) -> None:
 
 def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
     """A model's tensors, zeroed, so that a slot read by mistake gives a wrong answer and never a NaN."""
-    return allocate_layers(kv_cache_specs(model), model.dtype, num_blocks, block_size, device)
+    return allocate_layers(kv_cache_specs(model), model.kv_dtype, num_blocks, block_size, device)
 
 
 def allocate_layers(

@@ -82,6 +82,7 @@ def activation_bytes(
     return max(
         num_tokens * _width(config, model, device) * size,
         ungated_bytes(config, model, device),
+        _dequantizing_bytes(num_tokens, model, _is_gated(config, model, device)),
         hidden + num_logits * model.vocab_size * size + sampling_bytes(config, model),
         hidden + num_tokens * _drafter_width(config, drafter, device) * size,
     )
@@ -105,13 +106,21 @@ def _peak_width(config: EngineConfig, model: ModelConfig) -> int:
     return model.fixed_peak_width if config.batch_invariant else model.peak_width
 
 
+def _dequantizing_bytes(num_tokens: int, model: ModelConfig, is_gated: bool) -> int:
+    """What a step of many tokens takes while numbers are made of codes."""
+    size, width, gated_width = model.dequantized
+    return (size + num_tokens * (gated_width if is_gated else width)) * dtype_bytes(model.dtype)
+
+
 def ungated_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
     """The peak of a step one token short of being gated (`hopper_gated_linear`), if the largest step is; else 0.
 
     It has gate and up in memory, which the largest one never has, and may need more than that one.
     """
-    is_gated = _is_gated(config, model, device)
-    return (FROM_ROWS - 1) * model.peak_width * dtype_bytes(model.dtype) if is_gated else 0
+    if not _is_gated(config, model, device):
+        return 0
+    num_bytes = (FROM_ROWS - 1) * model.peak_width * dtype_bytes(model.dtype)
+    return max(num_bytes, _dequantizing_bytes(FROM_ROWS - 1, model, is_gated=False))
 
 
 def _is_gated(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:

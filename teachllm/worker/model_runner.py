@@ -24,14 +24,24 @@ from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.verify import synthetic_tokens
+from teachllm.spec_decode.drafter import ModelDrafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import MAX_SPECULATIVE_TOKENS
 from teachllm.worker.cpu import keep_freed_memory
 from teachllm.worker.drafting import Drafting
 from teachllm.worker.input_batch import InputBatch, StepInputs
-from teachllm.worker.kv_cache import KVCache, allocate_kv_cache, allocate_layers, attention_needs, plan_memory
+from teachllm.worker.kv_cache import (
+    KVCache,
+    allocate_kv_cache,
+    allocate_layers,
+    attention_needs,
+    kv_cache_specs,
+    plan_memory,
+)
+from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
 from teachllm.worker.prompt_scores import PromptScores
+from teachllm_kernels.kv_codes import as_bytes
 from teachllm_kernels.philox import philox_uniform_reference
 
 
@@ -94,12 +104,18 @@ class ModelRunner:
         speculation = config.speculative_config
         self._synthetic_rate = None if speculation is None else speculation.synthetic_rate
         self._moved: KVCache = []  # where drafts of a tree may lie apart
+        loaded: ModelDrafter | None = None
         if drafter is not None:
-            own_caches = allocate_layers(drafter.specs, drafter.dtype, num_blocks, config.block_size, device)
+            own_caches = allocate_layers(drafter.specs, drafter.kv_dtype, num_blocks, config.block_size, device)
             loaded = load_drafter(drafter, config, self.model, own_caches, device)
             self._drafting = Drafting(loaded, self._batch, self._sampler, num_blocks, drafter.tree)
             self._tree = drafter.tree
             self._moved = [*self._kv_caches, *own_caches]
+        if model_config.has_kv_codes:
+            hold_codes(self.model, kv_cache_specs(model_config), device)
+            if drafter is not None and loaded is not None and drafter.specs:
+                hold_codes(layers_of(loaded), drafter.specs, device)
+            calibrate(self.model, model_config, self._kv_caches, loaded)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ExecutedStep:
@@ -205,5 +221,5 @@ class ModelRunner:
             self._batch.append(row, token_ids)
         if sources:
             source, target = torch.tensor(sources, device=self._device), torch.tensor(targets, device=self._device)
-            for cache in chain.from_iterable(self._moved):
+            for cache in map(as_bytes, chain.from_iterable(self._moved)):
                 cache.flatten(0, 1).index_copy_(0, target, cache.flatten(0, 1)[source])

@@ -55,13 +55,20 @@ KERNELS = {
         *("_hopper_decode", "_hopper_prefill", "_paged_decode", "_paged_prefill", "_plan_decode", "_plan_prefill"),
         "_merge_splits",
     ],
-    "matrix products": ["_few_rows_linear", "_fixed_linear", "_gemv", "_hopper_gated_linear", "_hopper_linear"],
+    "matrix products": [
+        *("_few_rows_linear", "_fixed_linear", "_gemv", "_hopper_gated_linear", "_hopper_linear"),
+        *("_hopper_packed_linear", "_packed_gemv", "_packed_linear"),
+        *("_hopper_scaled_mm", "_scaled_gemv", "_scaled_linear"),
+    ],
     "drafts": [
         *("_accept_drafts", "_draft_inputs", "_draft_proposals", "_find_matches", "_following", "_propose"),
         *("_move_kv", "_push_drafts", "_synthetic_drafts"),
     ],
     "sampling": ["_append_tokens", "_cut", "_measure", "_pick", "_reject", "_scan", "_settle"],
-    "norms and the rest": ["_kv_write", "_rms_norm", "_rope_kv_write", "_silu_and_mul", "_step_inputs", "_write_runs"],
+    "norms and the rest": [
+        *("_kv_write", "_rms_norm", "_rope_kv_write", "_silu_and_mul", "_step_inputs", "_write_runs"),
+        *("_dequantize", "_quantize_rows", "_scale_sums", "_silu_and_mul_quantized"),
+    ],
 }
 
 

@@ -184,7 +184,7 @@ def test_requests_call_the_model_as_the_flag_says(batch, engine: Engine) -> None
     [
         (["-i", "/nowhere/in.jsonl", "-o", "{tmp}/out.jsonl"], "/nowhere/in.jsonl"),
         (["-i", "{tmp}/in.jsonl", "-o", "/nowhere/out.jsonl"], "there is no folder /nowhere"),
-        (["-i", "{tmp}/in.jsonl", "-o", "{tmp}"], "this is no file (- is stdout)"),
+        (["-i", "{tmp}/in.jsonl", "-o", "{tmp}"], "that is a folder: give a file"),
         (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/in.jsonl", "--overwrite"], "is the input, too: choose another"),
         (["-i", "{tmp}/in.jsonl", "-o", "-", "--chat-template", "none.jinja"], "--chat-template none.jinja"),
         (["-i", "{tmp}/in.jsonl", "-o", "-", "--tool-call-parser", "mine"], "mine"),

@@ -47,6 +47,10 @@ from teachllm.speculative_config import SpeculativeConfig
             "enable_prefix_caching=True needs a KV cache: set it to False, or enable_kv_cache=True",
         ),
         (
+            {"enable_kv_cache": False, "enable_prefix_caching": False, "kv_cache_dtype": "fp8"},
+            "kv_cache_dtype='fp8' needs a KV cache: set it to 'auto', or enable_kv_cache=True",
+        ),
+        (
             {"max_num_batched_tokens": 4, "max_num_seqs": 8},
             "raise the budget to 8, or set max_num_seqs=4",
         ),

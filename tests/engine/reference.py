@@ -22,7 +22,13 @@ MAX_LOGPROB_ERROR = 2e-3
 
 
 class Reference:
-    """One checkpoint, ours to load from `path`, transformers' as `model`."""
+    """One checkpoint, ours to load from `path`, transformers' as `model`.
+
+    Attributes:
+        max_gap, max_logprob_error: what is permitted.
+    """
+
+    max_gap, max_logprob_error = MAX_GAP, MAX_LOGPROB_ERROR
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -58,11 +64,13 @@ class Reference:
         best = logits.max(dim=-1)
         for i, token_id in enumerate(output_ids):
             gap = float(best.values[i] - logits[i, token_id])
-            assert gap < MAX_GAP, f"output {i}: {token_id}, the reference has {int(best.indices[i])}, {gap:.2e} better"
+            assert gap < self.max_gap, (
+                f"output {i}: {token_id}, the reference has {int(best.indices[i])}, {gap:.2e} better"
+            )
         if logprobs is not None:
             expected = logits.log_softmax(dim=-1)[torch.arange(len(output_ids)), torch.tensor(output_ids)]
             error = (expected - torch.tensor(logprobs, dtype=torch.float64)).abs().max()
-            assert error < MAX_LOGPROB_ERROR, f"log-probabilities differ by {error:.2e}"
+            assert error < self.max_logprob_error, f"log-probabilities differ by {error:.2e}"
 
     def judge_outputs(self, outputs: list[RequestOutput], least_distinct: int = 0) -> None:
         """Judges every completion of every request."""

@@ -177,7 +177,7 @@ def test_an_unsupported_architecture_is_named_with_what_is_supported(
     assert load_refusal(folder) == with_weights
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "quark", "eetq"])
 def test_an_unsupported_quantization_is_named(folder: Path, method: str) -> None:
     change_config(folder, quantization_config={"quant_method": method, "bits": 4})
     with_weights = load_refusal(folder)

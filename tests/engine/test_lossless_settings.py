@@ -20,7 +20,7 @@ from teachllm.engine.engine import Engine
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB_SIZE
-from tests.engine.reference import reference
+from tests.engine.reference import Reference, reference
 from tests.engine.withheld import withheld
 from tests.spec_decode.drafters import speculation
 
@@ -124,9 +124,11 @@ def check(
     num_drafts: int,
     tree: str | None,
     is_adaptive: bool,
+    judge: Reference | None = None,
+    **more: Any,
 ) -> None:
-    """One example of the property."""
-    judge = reference(family)
+    """One example of the property; the judge is the family's, if no other is given. `more`: settings."""
+    judge = judge or reference(family)
     drafter = None
     if drafts in METHODS:
         given = speculation(drafts, family, num_speculative_tokens=num_drafts, adaptive=is_adaptive)
@@ -139,13 +141,11 @@ def check(
     try:
         config = EngineConfig(
             model=judge.path,
-            dtype="float32",
-            device="cpu",
             skip_tokenizer_init=True,
             max_model_len=MAX_MODEL_LEN,
             num_gpu_blocks_override=min(most + spare_blocks, 400),
             check_invariants=True,
-            **configuration,
+            **{"device": "cpu", "dtype": "float32"} | configuration | more,
         )
         config.resolve(MAX_MODEL_LEN)
     except ValueError:

@@ -18,26 +18,36 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from teachllm_kernels import few_rows_linear, paged_decode, paged_prefill
+from teachllm_kernels import few_rows_linear, kv_codes, packed_linear, paged_decode, paged_prefill
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.dequantize import dequantize_triton
 from teachllm_kernels.draft_rows import draft_inputs, following_ids, push
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.hopper_gated_linear import hopper_gated_linear
-from teachllm_kernels.hopper_linear import hopper_linear
+from teachllm_kernels.hopper_linear import hopper_linear, hopper_scaled_linear
+from teachllm_kernels.hopper_packed_linear import hopper_packed_linear
 from teachllm_kernels.hopper_prefill import hopper_prefill, plan_prefill
+from teachllm_kernels.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.kv_move import KVMover
 from teachllm_kernels.kv_write import kv_write_triton
+from teachllm_kernels.packed_gemv import packed_gemv_triton
+from teachllm_kernels.packed_linear import packed_linear_triton
+from teachllm_kernels.packed_weight import pack
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton
 from teachllm_kernels.prompt_lookup import prompt_lookup_triton
+from teachllm_kernels.quantize_rows import empty_rows, quantize_rows_triton
 from teachllm_kernels.rejection import rejection_sample_triton
-from teachllm_kernels.rms_norm import rms_norm_triton
+from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
 from teachllm_kernels.sampling import sample_triton
-from teachllm_kernels.silu_and_mul import silu_and_mul_triton
+from teachllm_kernels.scaled_gemv import scaled_gemv_triton
+from teachllm_kernels.scaled_linear import scaled_linear_triton, weight_only_triton
+from teachllm_kernels.scaled_mm import scaled_mm
+from teachllm_kernels.silu_and_mul import silu_and_mul_quantized_triton, silu_and_mul_triton
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 from teachllm_kernels.verify_drafts import accept, draft_proposals, synthetic_verdict
 
@@ -46,11 +56,15 @@ TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 compiled: dict[str, int] = {}
-architectures = list(SHARED_MEMORY)
+architectures = [86, 90]  # what differs from 80 to 86 is the room for tiles, see `compile_large_tiles`
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -120,14 +134,97 @@ def compile_hopper_products(dtype: torch.dtype) -> None:
     hopper_gated_linear(torch.zeros(300, 512, dtype=dtype), torch.zeros(6144, 512, dtype=dtype))
 
 
+def compile_scaled(codes: torch.dtype) -> None:
+    """What makes codes of 8 bits of rows, and multiplies them."""
+    x, norm = torch.zeros(2, 4096, dtype=torch.bfloat16), (torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
+    weight, long = torch.zeros(256, 4096, dtype=codes), torch.zeros(64, 12288, dtype=codes)
+    outputs, blocks, one = torch.zeros(256, 1), torch.zeros(2, 32), torch.zeros(1, 1)
+    quantize_rows_triton(x, codes)
+    rms_norm_quantized_triton(x, x, *norm, codes)
+    silu_and_mul_quantized_triton(x, codes)
+    rows, groups, many = (
+        empty_rows((num_rows, 4096), codes, grouped, x.device)
+        for num_rows, grouped in ((2, False), (2, True), (200, False))
+    )
+    scaled_gemv_triton(x[:1], weight, outputs, norm=norm, gated=True)
+    alone = empty_rows((1, 12288), codes, False, x.device)
+    scaled_gemv_triton(alone, long, one, residual=torch.zeros(1, 64), dtype=torch.bfloat16)
+    for gated in (False, True):
+        scaled_linear_triton(rows, weight, outputs, gated=gated)
+    scaled_linear_triton(many, weight, outputs)
+    if codes == torch.int8:
+        scaled_mm(many, weight, outputs, gated=True)
+    else:
+        for scale, grouped in ((one[0], False), (None, True)):
+            quantize_rows_triton(x, codes, scale, grouped)
+            rms_norm_quantized_triton(x, x, *norm, codes, scale, grouped)
+            silu_and_mul_quantized_triton(x, codes, scale, grouped)
+        scaled_gemv_triton(x[:1], weight, blocks, norm=norm, gated=True)
+        scaled_linear_triton(groups, weight, blocks, gated=True)
+    hopper_scaled_linear(rows, weight, outputs, gated=True)
+    hopper_scaled_linear(rows, weight, one, parts=True)
+    wide, scales = torch.zeros(12288, 512, dtype=codes), torch.zeros(12288, 1)
+    hopper_scaled_linear(empty_rows((160, 512), codes, False, x.device), wide, scales, gated=True)
+    hopper_scaled_linear(empty_rows((256, 512), codes, False, x.device), wide, scales)
+    if codes != torch.int8:
+        of_blocks = torch.zeros(96, 4)
+        for num_rows, form in ((64, {"parts": True}), (100, {"gated": True})):
+            hopper_scaled_linear(empty_rows((num_rows, 512), codes, True, x.device), wide, of_blocks, **form)
+        hopper_scaled_mm(empty_rows((300, 512), codes, True, x.device), wide, of_blocks, gated=True)
+    rows = empty_rows((300, 512), codes, False, x.device)
+    hopper_scaled_mm(rows, wide, scales, torch.zeros(12288, dtype=torch.bfloat16))
+    for level in (0, 512):
+        hopper_scaled_mm(rows, wide, scales, gated=True, level=level)
+
+
+def compile_packed(dtype: torch.dtype) -> None:
+    """Products of codes of 4 and 8 bits by group."""
+    num_in = 512 if dtype == torch.float32 else 4096  # several chunks of it would take long
+    x, residual = torch.zeros(17, num_in, dtype=dtype), torch.zeros(1, 32, dtype=dtype)
+    codes, bias, norm = torch.zeros(32, num_in, dtype=torch.uint8), torch.zeros(32, dtype=dtype), (x[0], 1e-6)
+    scales, zeros = torch.zeros(32, num_in // 128, dtype=torch.float16), torch.zeros(32, num_in // 128)
+    plain, gated = (pack(codes, scales, zeros, 4, is_gated=is_gated) for is_gated in (False, True))
+    packed_gemv_triton(x[:1], plain, bias, norm, residual)
+    packed_linear_triton(x, plain, bias)
+    dequantize_triton(plain, dtype)
+    if dtype == torch.bfloat16:
+        packed_gemv_triton(x[:1], gated, gated=True)
+        packed_linear_triton(x[:2], gated, gated=True)
+        packed_linear_triton(x, plain, parts=True)
+        wide, e2m1 = pack(codes, scales, None, 8), pack(codes, torch.zeros(32, 256, dtype=dtype), None, 4, is_e2m1=True)
+        for weight in (wide, e2m1):
+            packed_gemv_triton(x[:1], weight)
+            packed_linear_triton(x, weight)
+
+
+def compile_packed_on_hopper(dtype: torch.dtype) -> None:
+    """Its own kernel."""
+    codes, x = torch.zeros(24_576, 512, dtype=torch.uint8), torch.zeros(100, 512, dtype=dtype)
+    scales, zeros = torch.zeros(24_576, 4, dtype=torch.float16), torch.zeros(24_576, 4)
+    plain, with_zeros = (pack(codes, scales, each, 4, is_gated=each is not None) for each in (None, zeros))
+    hopper_packed_linear(x[:64], with_zeros, gated=True)
+    hopper_packed_linear(x, plain, parts=True)
+    if dtype == torch.bfloat16:
+        bias = torch.zeros(1024, dtype=dtype)
+        hopper_packed_linear(x[:2], pack(codes[:1024], scales[:1024], zeros[:1024], 8), bias)
+        e2m1 = pack(codes[:1024], torch.zeros(1024, 32, dtype=dtype), None, 4, is_e2m1=True)
+        hopper_packed_linear(x[:16], e2m1, parts=True)
+
+
 def compile_large_tiles() -> None:
     """Those that need more shared memory than the smallest cards have."""
-    architectures.remove(86)
+    architectures[:] = [80, 90]
     for module in (few_rows_linear, paged_decode, paged_prefill):
         module.shared_memory = lambda device: SHARED_MEMORY[80]
     x, weight = torch.zeros(2, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
     few_rows_linear_triton(x, weight, gated=True)
     few_rows_linear_triton(x, weight)
+    packed_linear.shared_memory = lambda device: SHARED_MEMORY[90]
+    with_codes = pack(torch.zeros(64, 4096, dtype=torch.uint8), torch.zeros(64, 32, dtype=torch.bfloat16), None, 4)
+    architectures[:], all_architectures = [90], list(architectures)
+    for num_rows in (16, 64, 100):
+        packed_linear_triton(torch.zeros(num_rows, 4096, dtype=torch.bfloat16), with_codes)
+    architectures[:] = all_architectures
     cache, lens = torch.zeros(4, 16, 2, 256, dtype=torch.bfloat16), ints(4)
     q = torch.zeros(4, 4, 256, dtype=torch.bfloat16)
     paged_prefill_triton(q, cache, cache, ints(4, 4), lens, ints(5), lens, 1.0)
@@ -148,6 +245,8 @@ def compile_attention(
     norm = torch.zeros(num_heads + 2, head_size, dtype=dtype)
     plan_decode(plan, lens, starts, rows, 2, window, fused=True)
     fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
+    plan_decode(plan, lens[:1], starts[:2], rows[:1], 2, window, fused=True)
+    fused_paged_decode(qkv[:1], angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
     if dtype != torch.float32 and head_size in (64, 128):
         plan.on_hopper = True
         plan_decode(plan, lens, starts, rows, 2, window, fused=True)
@@ -162,12 +261,51 @@ def compile_attention(
             paged_prefill_triton(q, *where, 1.0, window, cap, is_fixed=is_fixed)
 
 
+def compile_codes(dtype: torch.dtype, codes: torch.dtype, group: int, head_size: int, cap: float | None = None) -> None:
+    """Attention over a KV cache of codes, and what writes them."""
+    num_heads, window = 2 * group, 100 if cap else None
+    cache = torch.zeros(4, 16, 2, head_size, dtype=codes)
+    scales = (torch.ones(2), torch.ones(2))
+    tables, rows, starts, lens = ints(4, 4), ints(4), ints(5), ints(4)
+    plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), max_query_len=4)
+    qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
+    q, norm = qkv[:, :num_heads], torch.zeros(num_heads + 2, head_size, dtype=dtype)
+    plan_decode(plan, lens, starts, rows, 2, window)
+    how = (tables, starts, plan, 1.0, window, cap)
+    paged_decode_triton(q, cache, cache, *how, scales=scales)
+    paged_decode_triton(q, cache, cache, *how, max_query_len=4, tree=ints(4, dtype=torch.int64), scales=scales)
+    plan_decode(plan, lens, starts, rows, 2, window, fused=True)
+    fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap, scales)
+    slots = ints(4, dtype=torch.int64)
+    rope_kv_write_triton(qkv, angle, angle, norm, 1e-6, cache, cache, slots, scales)
+    kv_write_triton(qkv[:, :2], qkv[:, 2:4], cache, cache, slots, scales)
+    for is_fixed in (False, True):
+        where = (cache, cache, tables, rows, starts, lens)
+        paged_prefill_triton(q, *where, 1.0, window, cap, is_fixed=is_fixed, scales=scales)
+
+
+def compile_codes_on_hopper(dtype: torch.dtype, codes: torch.dtype, group: int, head_size: int) -> None:
+    """Its own kernels."""
+    num_heads = 2 * group
+    cache, tables, lens, starts = torch.zeros(4, 16, 2, head_size, dtype=codes), ints(4, 4), ints(4), ints(5)
+    plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), on_hopper=True)
+    plan_decode(plan, lens, starts, lens, 2, fused=True)
+    qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
+    scales = (torch.ones(2), torch.ones(2))
+    hopper_decode(qkv, angle, angle, None, 1e-6, cache, cache, tables, plan, 1.0, scales)
+    prompts = plan_prefill(starts, lens, lens, 4, group)
+    hopper_prefill(qkv[:, :num_heads], cache, cache, tables, prompts, 1.0, None, scales=scales)
+
+
 def compile_wide_decode(dtype: torch.dtype, group: int, head_size: int) -> None:
-    """The most query heads on a KV head, of the largest size: a tile of keys must leave room for them."""
+    """The most query heads on a KV head, of the largest size: a tile must leave room for them; one of codes, too."""
     cache, lens, starts = torch.zeros(4, 16, 1, head_size, dtype=dtype), ints(4), ints(5)
+    codes, scales = torch.zeros(4, 16, 1, head_size, dtype=torch.int8), (torch.ones(1), torch.ones(1))
     plan = DecodePlan.allocate(4, group, 1, head_size, torch.device("cpu"))
     plan_decode(plan, lens, starts, lens, 1)
-    paged_decode_triton(torch.zeros(4, group, head_size, dtype=dtype), cache, cache, ints(4, 4), starts, plan, 1.0)
+    q = torch.zeros(4, group, head_size, dtype=dtype)
+    paged_decode_triton(q, cache, cache, ints(4, 4), starts, plan, 1.0)
+    paged_decode_triton(q, codes, codes, ints(4, 4), starts, plan, 1.0, scales=scales)
 
 
 def compile_sampling() -> None:
@@ -190,8 +328,10 @@ def main() -> None:
     JITFunction.run = compile_instead  # type: ignore[method-assign]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         compile_small(dtype)
+        compile_packed(dtype)
         if dtype != torch.float32:
             compile_hopper_products(dtype)
+            compile_packed_on_hopper(dtype)
     compile_attention(torch.bfloat16, 4, 128, None, None)
     compile_attention(torch.float16, 8, 64, 100, 20.0)
     compile_attention(torch.bfloat16, 2, 256, None, None)
@@ -200,6 +340,17 @@ def main() -> None:
     compile_wide_decode(torch.bfloat16, 64, 256)
     compile_wide_decode(torch.bfloat16, 128, 256)
     compile_wide_decode(torch.float32, 32, 256)
+    compile_codes(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
+    compile_codes(torch.float16, torch.int8, 2, 64, cap=20.0)
+    for codes in (torch.float8_e4m3fn, torch.int8):
+        compile_codes_on_hopper(torch.bfloat16, codes, 4, 128)
+        compile_codes_on_hopper(torch.float16, codes, 16, 64)
+    compile_codes(torch.float32, torch.int8, 2, 32)
+    with_fp8, without = [90], list(architectures)
+    architectures[:], kv_codes.has_fp8 = with_fp8, lambda device: True  # whose instructions convert it
+    compile_codes(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
+    compile_codes(torch.bfloat16, torch.float8_e4m3fn, 1, 256)
+    architectures[:] = without
     compile_sampling()
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
     step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)
@@ -224,7 +375,13 @@ def main() -> None:
     append_tokens(int32s, longs, ints(4, 64), int32s, ints(4, 16), ints(1))
     write_runs(ints(16), ints(40), 4, 10)
     prompt_lookup_triton(ints(4, 40_960), int32s, int32s, ints(16, 16), int32s, 8, 1)
+    compile_scaled(torch.int8)
+    for num_rows in (2, 200):
+        rows_of_x, e4m3 = torch.zeros(num_rows, 512, dtype=torch.bfloat16), torch.zeros(128, 512, dtype=torch.uint8)
+        weight_only_triton(rows_of_x, e4m3.view(torch.float8_e4m3fn), torch.zeros(128, 1))
     compile_large_tiles()
+    architectures[:] = [90]  # whose tensor cores multiply 8-bit floats
+    compile_scaled(torch.float8_e4m3fn)
     for name, count in sorted(compiled.items()):
         print(f"{name} {count}")
 

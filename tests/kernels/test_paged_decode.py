@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm_kernels import decode_plan, hopper_decode
+from teachllm_kernels import decode_plan, hopper_decode, kv_codes
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.hopper_decode import fits_hopper_decode
+from teachllm_kernels.kv_codes import KVScales, as_bytes, decode_reference, encode_reference
 from teachllm_kernels.paged_attention import paged_attention_reference
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_reference
@@ -39,12 +40,28 @@ class Batch(NamedTuple):
     rows: torch.Tensor
     query_start: torch.Tensor
     seq_lens: torch.Tensor
+    scales: KVScales | None = None
+
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V in float64, what nobody wrote is 0."""
+        if self.scales is None:
+            return self.k_cache.double().nan_to_num(), self.v_cache.double().nan_to_num()
+        k, v = (
+            decode_reference(cache, scale, torch.float64) for cache, scale in zip(self[1:3], self.scales, strict=True)
+        )
+        return k.nan_to_num(), v.nan_to_num()
 
 
 def make_batch(
-    lens: list[int], query_lens: list[int], heads: tuple[int, int], head_size: int, block_size: int, dtype: torch.dtype
+    lens: list[int],
+    query_lens: list[int],
+    heads: tuple[int, int],
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+    codes: torch.dtype | None = None,
 ) -> Batch:
-    """Blocks in random order; whatever no sequence wrote is NaN."""
+    """Blocks in random order; whatever no sequence wrote is NaN. `codes`: of K and V, for a cache of them."""
     num_heads, num_kv_heads = heads
     counts = [-(-length // block_size) for length in lens]
     blocks = torch.randperm(sum(counts) + 3).int()
@@ -61,9 +78,14 @@ def make_batch(
     wide = torch.randn(sum(query_lens), num_heads + 1, head_size).to(dtype).to(DEVICE)
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     k_cache, v_cache = caches.to(DEVICE)
+    scales = None
+    if codes is not None:
+        k_scale, v_scale = torch.rand(2, num_kv_heads, device=DEVICE).add(0.5) * 4 / kv_codes.LARGEST[codes]
+        scales = k_scale, v_scale
+        k_cache, v_cache = encode_reference(k_cache, k_scale, codes), encode_reference(v_cache, v_scale, codes)
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     moved = (t.to(DEVICE) for t in (tables, rows, starts, seq_lens))
-    return Batch(wide[:, :num_heads], k_cache, v_cache, *moved)  # tokens of q lie apart
+    return Batch(wide[:, :num_heads], k_cache, v_cache, *moved, scales)  # tokens of q lie apart
 
 
 def plan_for(
@@ -84,7 +106,7 @@ def plan_for(
 
 
 def reference(batch: Batch, query_lens: list[int], scale: float, window: int | None, cap: float | None) -> torch.Tensor:
-    k, v = batch.k_cache.double().nan_to_num(), batch.v_cache.double().nan_to_num()
+    k, v = batch.numbers()
     lens, tables = batch.seq_lens.tolist(), batch.tables[batch.rows.long()]
     return paged_attention_reference(batch.q.double(), k, v, tables, query_lens, lens, scale, window, cap)
 
@@ -104,8 +126,10 @@ class Kind(NamedTuple):
     block_size: int = 16
     window: int | None = None
     cap: float | None = None
+    codes: torch.dtype | None = None
 
 
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 KINDS = [
     Kind((1, 1), 32, torch.float32),
@@ -114,6 +138,10 @@ KINDS = [
     Kind((4, 1), 80, torch.float32, window=50),
     Kind((4, 2), 64, HALF, window=1),
     Kind((2, 2), 256, HALF),
+    Kind((1, 1), 32, torch.float32, codes=INT8),
+    Kind((4, 2), 128, HALF, codes=FP8),
+    Kind((6, 2), 64, torch.float16, 48, cap=20.0, codes=INT8),
+    Kind((4, 1), 80, torch.float32, window=50, codes=FP8),
 ]
 kinds = st.sampled_from(KINDS)
 examples = settings(max_examples=12 if not ON_GPU else 80)
@@ -122,14 +150,26 @@ examples = settings(max_examples=12 if not ON_GPU else 80)
 @examples
 @given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=4), kinds)
 def test_one_token_a_sequence(lens: list[int], kind: Kind) -> None:
+    check_one_token(lens, kind)
+
+
+@pytest.mark.parametrize("has_fp8", [True, False], ids=["cast", "shifted"])
+def test_codes_with_and_without_an_instruction_for_e4m3(has_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_codes, "has_fp8", lambda device: has_fp8)
+    for kind in (Kind((4, 2), 64, HALF, codes=FP8), Kind((2, 1), 32, torch.float32, codes=FP8)):
+        check_one_token([100, 3], kind)
+        check_fused([40, 17], kind, has_norm=False)
+
+
+def check_one_token(lens: list[int], kind: Kind) -> None:
     query_lens = [1] * len(lens)
-    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype)
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype, kind.codes)
     plan = plan_for(batch, kind.heads[0], 1, kind.window)
     expected = reference(batch, query_lens, 0.3, kind.window, kind.cap)
     where = (batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3)
     for _ in range(2):  # the second launch finds the arrivals as the first left them
         out = torch.full(expected.shape, float("nan"), dtype=kind.dtype, device=DEVICE)
-        paged_decode_triton(*where, kind.window, kind.cap, out=out)
+        paged_decode_triton(*where, kind.window, kind.cap, out=out, scales=batch.scales)
         assert_near(out, expected)
         assert not plan.finished.any()
 
@@ -138,16 +178,17 @@ def test_one_token_a_sequence(lens: list[int], kind: Kind) -> None:
 @given(
     st.lists(st.tuples(st.integers(1, LONGEST), st.integers(1, 64)), min_size=1, max_size=3),
     st.sampled_from([8, 17, 64]),
-    st.sampled_from([KINDS[1], KINDS[2], KINDS[3]]),
+    st.sampled_from([KINDS[1], KINDS[2], KINDS[3], KINDS[7], KINDS[9]]),
 )
 def test_several_tokens_a_sequence(sizes: list[tuple[int, int]], most: int, kind: Kind) -> None:
     query_lens = [min(count, most) for _, count in sizes]
     lens = [before + count - 1 for (before, _), count in zip(sizes, query_lens, strict=True)]
-    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, 16, kind.dtype)
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, 16, kind.dtype, kind.codes)
     plan = plan_for(batch, kind.heads[0], most, kind.window)
     out = paged_decode_triton(
         *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3, kind.window),
         max_query_len=most,
+        scales=batch.scales,
     )
     assert_near(out, reference(batch, query_lens, 0.3, kind.window, None))
 
@@ -173,7 +214,14 @@ def trees(draw: st.DrawFn) -> list[list[int]]:
     trees(),
     st.lists(st.tuples(st.integers(0, LONGEST), st.integers(1, 64)), min_size=1, max_size=3),
     st.sampled_from([0, 0, 1, 5]),
-    st.sampled_from([KINDS[1], Kind((4, 1), 80, torch.float32, window=20), Kind((2, 2), 64, HALF, 48, window=2)]),
+    st.sampled_from(
+        [
+            KINDS[1],
+            Kind((4, 1), 80, torch.float32, window=20),
+            Kind((2, 2), 64, HALF, 48, window=2),
+            Kind((2, 1), 64, HALF, codes=FP8),
+        ]
+    ),
 )
 def test_a_tree_of_drafts(tree: list[list[int]], sizes: list[tuple[int, int]], first: int, kind: Kind) -> None:
     """Of which some tokens may be in the cache, and each sequence has only the first few."""
@@ -181,7 +229,7 @@ def test_a_tree_of_drafts(tree: list[list[int]], sizes: list[tuple[int, int]], f
     most = len(tree) - first
     befores, query_lens = [before for before, _ in sizes], [min(count, most) for _, count in sizes]
     lens = [before + first + count for before, count in zip(befores, query_lens, strict=True)]
-    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype)
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype, kind.codes)
     out = paged_decode_triton(
         *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start),
         *(plan_for(batch, kind.heads[0], most, kind.window, num_before=first), 0.3, kind.window),
@@ -189,6 +237,7 @@ def test_a_tree_of_drafts(tree: list[list[int]], sizes: list[tuple[int, int]], f
         tree=torch.tensor([sum(1 << j for j in who) - ((who[-1] == 63) << 64) for who in tree], device=DEVICE),
         first_place=first,
         out=torch.full_like(batch.q, float("nan"), memory_format=torch.contiguous_format),
+        scales=batch.scales,
     )
     nodes = [(seq, node) for seq, count in enumerate(query_lens) for node in tree[first : first + count]]
     expected = [
@@ -209,7 +258,7 @@ def attend_to(batch: Batch, kind: Kind, seq: int, token: int, keys: list[int]) -
     table = batch.tables[batch.rows[seq].long()].tolist()
     slots = [table[i // kind.block_size] * kind.block_size + i % kind.block_size for i in keys]
     group = kind.heads[0] // kind.heads[1]
-    k, v = (cache.flatten(0, 1)[slots].double().repeat_interleave(group, dim=1) for cache in batch[1:3])
+    k, v = (cache.flatten(0, 1)[slots].repeat_interleave(group, dim=1) for cache in batch.numbers())
     weights = (torch.einsum("hd,khd->hk", batch.q[token].double(), k) * 0.3).softmax(dim=-1)
     return torch.einsum("hk,khd->hd", weights, v)
 
@@ -253,9 +302,9 @@ def test_hopper_copies_do_not_cross_blocks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = False) -> None:
-    (num_heads, num_kv_heads), head_size, dtype, size, window, _ = kind
+    (num_heads, num_kv_heads), head_size, dtype, size, window, _, codes = kind
     query_lens = [1] * len(lens)
-    batch = make_batch(lens, query_lens, kind.heads, head_size, size, dtype)
+    batch = make_batch(lens, query_lens, kind.heads, head_size, size, dtype, codes)
     qkv = torch.randn(len(lens), num_heads + 2 * num_kv_heads, head_size).to(dtype).to(DEVICE)
     angles = torch.rand(len(lens), 1, head_size // 2, device=DEVICE) * 6
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(dtype)
@@ -267,25 +316,44 @@ def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = F
             for row, n in zip(batch.rows, lens, strict=True)
         ]
     )
-    caches = [cache.double() for cache in (batch.k_cache, batch.v_cache)]
+    caches = batch.numbers()
     turned = qkv.double()
     rope_kv_write_reference(
         turned, cos.double(), signed_sin.double(), None if weight is None else weight.double(), 1e-6, *caches, slots
     )
-    for cache in (batch.k_cache, batch.v_cache):
-        cache.flatten(0, 1)[slots] = torch.nan  # what is written may not be read before
+    for cache in (batch.k_cache, batch.v_cache):  # what is written may not be read before
+        as_bytes(cache).flatten(0, 1)[slots] = torch.nan if codes is None else 127
     plan = plan_for(batch, num_heads, 1, window, True, on_hopper)
     before = qkv.clone()
     out = fused_paged_decode(
-        *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window)
+        *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window),
+        scales=batch.scales,
     )
     assert torch.equal(qkv, before) and not plan.finished.any()
     # What attention reads is of the dtype, fused or not: what this rounding costs is not its own error.
     read = [tensor.to(dtype) for tensor in (turned[:, :num_heads], *caches)]
-    written = batch._replace(q=read[0], k_cache=read[1], v_cache=read[2])
+    written = batch._replace(q=read[0])
+    if batch.scales is None:
+        written = written._replace(k_cache=read[1], v_cache=read[2])
     assert_near(out, reference(written, query_lens, 0.3, window, None))
-    for cache, expected in zip((batch.k_cache, batch.v_cache), caches, strict=True):
-        assert_near(cache.flatten(0, 1)[slots], expected.flatten(0, 1)[slots])
+    for cache, expected in zip(
+        (batch.k_cache, batch.v_cache) if codes is None else batch.numbers(), caches, strict=True
+    ):
+        mine, theirs = cache.flatten(0, 1)[slots], expected.flatten(0, 1)[slots]
+        if codes is None:
+            assert_near(mine, theirs)
+            continue
+        scale = batch.scales[0 if expected is caches[0] else 1].double()[:, None]
+        assert_rounded(mine / scale, theirs / scale, codes, TOLERANCE[dtype])
+
+
+def assert_rounded(codes: torch.Tensor, numbers: torch.Tensor, dtype: torch.dtype, tolerance: float) -> None:
+    """Codes are next to the numbers, in steps; what is between two may go either way."""
+    numbers = numbers.clamp(-kv_codes.LARGEST[dtype], kv_codes.LARGEST[dtype])
+    step = torch.ones_like(numbers)
+    if dtype == FP8:
+        step = torch.exp2(numbers.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    assert ((codes - numbers).abs() <= 0.51 * step + tolerance * numbers.abs()).all()
 
 
 @pytest.mark.parametrize("num_seqs", [5, 6, 8, 12, 16, 20, 24])

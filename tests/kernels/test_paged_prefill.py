@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm_kernels import kv_codes
 from teachllm_kernels._triton import triton
 from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill, plan_prefill
+from teachllm_kernels.kv_codes import LARGEST, KVScales, decode_reference, encode_reference
 from teachllm_kernels.paged_attention import paged_attention_reference
 from teachllm_kernels.paged_prefill import paged_prefill_triton
 
@@ -39,6 +41,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     soft_cap: float | None = None
+    codes: torch.dtype | None = None  # of K and V, for a cache of them
 
     @property
     def kv_lens(self) -> list[int]:
@@ -64,10 +67,15 @@ def draw_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         content = torch.randn(2, kv_len, shape.num_kv_heads, shape.head_size, generator=generator)
         caches[:, blocks[token // shape.block_size].long(), token % shape.block_size] = content
     lens = torch.tensor([0, *shape.query_lens]).cumsum(0, dtype=torch.int32)
+    scales, kept = None, (caches[0].to(shape.dtype), caches[1].to(shape.dtype))
+    if shape.codes is not None:
+        k_scale, v_scale = torch.rand(2, shape.num_kv_heads, generator=generator).add(0.5) * 4 / LARGEST[shape.codes]
+        kept = (encode_reference(kept[0], k_scale, shape.codes), encode_reference(kept[1], v_scale, shape.codes))
+        scales = (k_scale.to(DEVICE), v_scale.to(DEVICE))
     inputs = {
         "q": wide.to(shape.dtype).to(DEVICE)[:, :num_heads],
-        "k_cache": caches[0].to(shape.dtype),
-        "v_cache": caches[1].to(shape.dtype),
+        "k_cache": kept[0],
+        "v_cache": kept[1],
         "block_tables": tables,
         "rows": rows,
         "query_start": lens,
@@ -77,13 +85,19 @@ def draw_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         "scale": shape.head_size**-0.5,
         "window": shape.window,
         "soft_cap": shape.soft_cap,
+        "scales": scales,
         "out": torch.full((num_tokens, num_heads, shape.head_size), torch.nan, dtype=shape.dtype, device=DEVICE),
     }
 
 
 def expected(shape: Shape, inputs: dict[str, Any]) -> torch.Tensor:
     """The reference in float64 for the values the kernel was given; it reads whole blocks, so their ends lose NaN."""
-    q, k_cache, v_cache = (inputs[name].double().nan_to_num() for name in ("q", "k_cache", "v_cache"))
+    q, k_cache, v_cache = (inputs[name].double() for name in ("q", "k_cache", "v_cache"))
+    if inputs["scales"] is not None:
+        k_scale, v_scale = inputs["scales"]
+        k_cache = decode_reference(k_cache, k_scale, torch.float64)
+        v_cache = decode_reference(v_cache, v_scale, torch.float64)
+    k_cache, v_cache = k_cache.nan_to_num(), v_cache.nan_to_num()
     tables = inputs["block_tables"][inputs["rows"].long()].where(
         torch.arange(inputs["block_tables"].shape[1], device=DEVICE)
         < torch.tensor([-(-n // shape.block_size) for n in shape.kv_lens], device=DEVICE)[:, None],
@@ -112,11 +126,12 @@ def prefill_on_hopper(
     out: torch.Tensor | None,
     num_tokens: int | None = None,
     longest: int = 0,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """`hopper_prefill` with the arguments of `paged_prefill_triton`."""
     most = q.shape[0] if num_tokens is None else num_tokens
     plan = plan_prefill(query_start, seq_lens, rows, most, q.shape[1] // k_cache.shape[2], longest)
-    return hopper_prefill(q, k_cache, v_cache, block_tables, plan, scale, window, out)
+    return hopper_prefill(q, k_cache, v_cache, block_tables, plan, scale, window, out, scales)
 
 
 def check(shape: Shape, seed: int = 0, prefill: Callable[..., torch.Tensor] = paged_prefill_triton) -> None:
@@ -143,6 +158,7 @@ def shapes(draw: st.DrawFn, dtypes: list[torch.dtype], longest: int) -> Shape:
         dtype=draw(st.sampled_from(dtypes)),
         window=draw(st.none() | st.integers(1, 2 * longest)),
         soft_cap=draw(st.sampled_from([None, 0.5, 30.0])),
+        codes=draw(st.sampled_from([None, None, torch.float8_e4m3fn, torch.int8])),
     )
 
 
@@ -159,6 +175,8 @@ HOPPER_SHAPES = [
     {"head_size": 128, "group": 64, "num_kv_heads": 1, "dtype": torch.bfloat16, "window": 1},
     {"head_size": 64, "group": 8, "num_kv_heads": 2, "dtype": torch.bfloat16, "block_size": 48},
     {"head_size": 64, "group": 1, "num_kv_heads": 3, "dtype": torch.float16, "window": 700},
+    {"head_size": 128, "group": 4, "num_kv_heads": 8, "dtype": torch.bfloat16, "codes": torch.float8_e4m3fn},
+    {"head_size": 64, "group": 8, "num_kv_heads": 2, "dtype": torch.float16, "codes": torch.int8, "window": 100},
 ]
 
 
@@ -256,6 +274,12 @@ def test_every_head_size_fits_on_the_gpu(head_size: int, dtype: torch.dtype) -> 
     check(Shape([300, 1, 40], [50, 200, 0], head_size=head_size, group=4, dtype=dtype))
 
 
+@pytest.mark.parametrize("has_fp8", [True, False], ids=["cast", "shifted"])
+def test_codes_with_and_without_an_instruction_for_e4m3(has_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_codes, "has_fp8", lambda device: has_fp8)
+    check(Shape([40, 1, 7], [20, 30, 0], head_size=64, dtype=torch.float16, codes=torch.float8_e4m3fn))
+
+
 @pytest.mark.parametrize(("window", "block_size"), [(1, 16), (16, 48), (64, 16), (65, 32), (1000, 16)])
 def test_windows_end_where_they_should_at_every_tile_edge(window: int, block_size: int) -> None:
     check(Shape([130, 65], [0, 127], block_size=block_size, num_kv_heads=1, group=1, window=window))
@@ -297,6 +321,7 @@ KINDS = [
     *(Shape([], [], dtype=torch.float32, window=window) for window in (None, 40)),
     Shape([], [], group=4, head_size=64, dtype=torch.float16 if DEVICE == "cpu" else torch.bfloat16),
     Shape([], [], num_kv_heads=1, group=3, dtype=torch.float16, window=100, soft_cap=30.0),
+    Shape([], [], group=4, dtype=torch.float16, codes=torch.float8_e4m3fn),
 ]
 
 

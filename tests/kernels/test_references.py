@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.linear import Linear
 from teachllm_kernels import (
     decode_plan,
@@ -195,7 +196,8 @@ def test_a_packed_layer_equals_the_plain_one(rows: int, num_in: int, num_out: in
     for parameter in layer.parameters():
         parameter.normal_(generator=generator)
     x = torch.randn(rows, num_in, generator=generator)
-    plain = linear.linear_reference(x, layer.weight, layer.bias)
-    layer.pack()
-    assert (layer.packed is not None) == linear.can_pack(torch.float32)
+    assert isinstance(layer.weight, DenseWeight)
+    plain = linear.linear_reference(x, layer.weight.weight, layer.bias)
+    layer.finish()
+    assert (layer.weight.packed is not None) == linear.can_pack(torch.float32)
     torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)

@@ -9,10 +9,11 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from teachllm.layers import linear
+from teachllm.layers import dense_weight
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
 from teachllm.layers.attention_backends.base import AttentionSettings
 from teachllm.layers.attention_backends.triton import check_heads
+from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
 from teachllm_kernels import hopper_gated_linear, hopper_linear
@@ -136,10 +137,12 @@ def test_a_product_gates_itself_only_where_its_kernel_can(
 ) -> None:
     (num_in, num_out), dtype = sizes, changes.get("dtype", torch.bfloat16)
     layer = Linear(num_in, {"gate": num_out, "up": num_out}, changes.get("bias", False)).to("meta", dtype)
-    layer.is_fixed = changes.get("is_fixed", False)
+    assert isinstance(layer.weight, DenseWeight)
+    layer.weight.is_fixed = changes.get("is_fixed", False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(hopper_linear, "has_hopper", lambda device: changes.get("has_hopper", True))
-    for module, name in ((hopper_gated_linear, "hopper_gated_linear"), (linear, "silu_and_mul"), (Linear, "forward")):
+    products = ((hopper_gated_linear, "hopper_gated_linear"), (dense_weight, "silu_and_mul"), (DenseWeight, "product"))
+    for module, name in products:
         monkeypatch.setattr(module, name, lambda *_, name=name: name)
     assert layer.gated(torch.empty(num_rows, num_in, dtype=dtype, device="meta")) == (
         "hopper_gated_linear" if is_gated else "silu_and_mul"

@@ -10,19 +10,33 @@ import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 
-from teachllm import LLM, SamplingParams
+from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.core.request import Request
+from teachllm.engine.engine import Engine
+from teachllm.layers import linear
+from teachllm.layers.weight import Weight
+from teachllm.models.model_config import load_model_config
+from teachllm.quantization.codes import GroupedCodes
+from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
+from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
+from teachllm.quantization.weights import as_groups
 from teachllm.spec_decode.draft_length import FixedLength
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.worker import gpu_drafting
+from teachllm.worker.executor import Executor
 from teachllm.worker.gpu_draft_batch import GPUDraftBatch
 from teachllm.worker.launched_step import LaunchedStep, PendingStep
+from teachllm_kernels import scaled_linear
 from teachllm_kernels.draft_rows import push
 from tests.checkpoints import VOCAB_SIZE
+from tests.engine.quantized_reference import QuantizedReference, quantized_reference
 from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, check
+from tests.kernels.rounding import round_as_a_gpu
 from tests.spec_decode.drafters import speculation
+from tests.worker.doors import drain, tiny
 from tests.worker.interpreted_gpu import InterpretedRunner, interpret
+from tests.worker.test_gpu_model_runner import Recording
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,6 +54,78 @@ def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         interpret(patch)
         check(**drawn)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_settings_do_not_change_greedy_tokens_of_a_quantized_cache(kv_cache_dtype: str) -> None:
+    """Up to a code that the order of float32's sums has rounded the other way."""
+
+    @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
+    @given(**ANYTHING)
+    def run(**drawn: Any) -> None:
+        assume(drawn["drafts"] not in ("right", "wrong", "mixed"))
+        assume(drawn["configuration"]["enable_kv_cache"])
+        judge: Any = quantized_reference(drawn["family"], kv_cache_dtype, 0.05)
+        for prompt, *_ in drawn["workload"]:
+            judge.alone(tuple(prompt))  # before kernels are interpreted
+        with pytest.MonkeyPatch.context() as patch:
+            interpret(patch)
+            check(**drawn, judge=judge, kv_cache_dtype=kv_cache_dtype)
+
+    run()
+
+
+def interpret_codes(patch: pytest.MonkeyPatch) -> None:
+    """As `interpret`, and weights are what a GPU makes of codes, multiplied by its kernels."""
+
+    def weight_of(numbers: Any, dtype: torch.dtype, is_gated: bool = False) -> Weight:
+        numbers = as_groups(numbers)
+        if isinstance(numbers, GroupedCodes):
+            return GPUGroupedWeight(numbers, is_gated)
+        return GPUScaledWeight(numbers, dtype)
+
+    def grid(num_rows: int, num_in: int, num_out: int, block_n: int) -> tuple[int, int]:
+        return -(-num_out // block_n), 2 if num_rows <= 16 else 1  # one by one, as many as fill a GPU take too long
+
+    interpret(patch)
+    round_as_a_gpu(patch)
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    patch.setattr(linear, "weight_of", weight_of)
+    patch.setattr(scaled_linear, "_grid", grid)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_graphs_and_running_ahead_equal_eager_bit_for_bit_with_quantized_weights(quantization: str) -> None:
+    """And the CPU up to a code that rounds the other way."""
+    judge = QuantizedReference(reference("llama2").path, {"quantization": quantization}, 0.02)
+    for prompt in PROMPTS[:2]:
+        judge.alone(tuple(prompt))  # before kernels are interpreted
+    settings = tiny("llama2", quantization=quantization, max_num_seqs=2, max_num_batched_tokens=16)
+    recording: list[Recording] = []
+
+    def make(config: EngineConfig, inner: Executor) -> Executor:
+        inner.max_in_flight = 2
+        recording.append(Recording(inner))
+        return recording[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        interpret_codes(patch)
+        engine = Engine(EngineConfig(**settings, async_scheduling=True), make_executor=make)
+        for i, prompt in enumerate(PROMPTS[:2]):
+            params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=0)
+            engine.add_request(str(i), prompt, params)
+        outputs = list(drain(engine).values())
+        config = EngineConfig(**settings, enforce_eager=True)
+        model_config = load_model_config(config, "cpu")
+        eager = InterpretedRunner(config.resolve(model_config.max_model_len), model_config, torch.device("cpu"))
+        results = [eager.sample(eager.execute(plan)).result() for plan in recording[0].plans]
+    assert len(outputs) == 2
+    judge.judge_outputs(outputs)
+    assert [pending.result() for pending in recording[0].pending] == results
+    runner: Any = recording[0].inner._runner  # type: ignore[attr-defined]
+    assert runner._graphs._full and not eager._graphs._full
+    codes = [each for each in runner.model.modules() if isinstance(each, GPUGroupedWeight | GPUScaledWeight)]
+    assert len(codes) == 3 * 4 and all((each.row_codes is None) == (quantization == "int4") for each in codes)
 
 
 def engine(method: str, more: dict[str, Any], max_num_seqs: int = 4, **settings: Any) -> LLM:

@@ -19,12 +19,16 @@ from teachllm.core.scheduler_output import NewRow
 from teachllm.layers import attention
 from teachllm.layers.attention_backends import selection
 from teachllm.layers.attention_backends.triton import TritonBackend
+from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
-from teachllm.models.loader import new_module
+from teachllm.models.loader import finish, new_module
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.quantization import gpu_scaled_weight
+from teachllm.quantization.quantization import on_the_fly
+from teachllm.quantization.scheme import UNQUANTIZED
 from teachllm.sampling.sampler import Sampler
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.eagle import Eagle, EagleHead
@@ -60,9 +64,12 @@ from teachllm.worker.memory_needs import (
 from teachllm.worker.prompt_scores import PromptScores
 from teachllm_kernels import (
     _triton,
+    dequantize,
     fixed_linear,
     hopper_gated_linear,
     hopper_linear,
+    hopper_scaled_mm,
+    quantize_rows,
     rms_norm,
     rope_kv_write,
     sampling,
@@ -110,14 +117,16 @@ def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None
     runner._batch = DeviceBatch(*sizes, NOWHERE, tree)
     runner._attention = GPUAttention(attention_needs(config, model), runner._backend, runner._batch, 1)
     runner._drafting = None
-    runner.model = new_module(lambda: LlamaForCausalLM(parse(model.raw), model.max_model_len), NOWHERE, torch.bfloat16)
+    schemes = UNQUANTIZED if config.quantization is None else on_the_fly(config.quantization).schemes
+    shape, length = parse(model.raw), model.max_model_len
+    runner.model = new_module(lambda: LlamaForCausalLM(shape, length, schemes), NOWHERE, torch.bfloat16)
     return runner
 
 
 def fix_products(model: torch.nn.Module, config: EngineConfig) -> None:
     """As the loader does, if they are to be."""
     for module in model.modules():
-        if isinstance(module, Linear | Embedding):
+        if isinstance(module, DenseWeight | Embedding):
             module.is_fixed = config.batch_invariant
 
 
@@ -162,9 +171,11 @@ def test_a_model_whose_attention_is_wider_than_its_mlp_is_counted_too(tmp_path: 
 
 @pytest.fixture
 def imagined_hopper(imagined_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hopper_linear, memory_needs):
+    for module in (hopper_linear, memory_needs, gpu_scaled_weight):
         monkeypatch.setattr(module, "has_hopper", lambda device: True)
-    monkeypatch.setattr(hopper_gated_linear, "_hopper_gated_linear", NoLaunch())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (hopper_gated_linear, hopper_scaled_mm, quantize_rows, dequantize):
+        monkeypatch.setattr(module, f"_{module.__name__.rpartition('.')[2]}", NoLaunch())
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
@@ -178,6 +189,25 @@ def test_on_hopper_gate_and_up_of_many_tokens_are_not_in_memory(name: str, tmp_p
         runner._largest_step(caches, sampling_bytes(config, model))
     assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
     assert live.peak < 0.75 * config.max_num_batched_tokens * model.peak_width * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 1024, "max_num_seqs": 8}], ids=["many", "few"])
+@pytest.mark.usefixtures("imagined_hopper")
+def test_what_a_quantized_model_takes_is_predicted_too(
+    settings: dict[str, Any], method: str, name: str, tmp_path: Path
+) -> None:
+    config, model = describe(name, tmp_path, quantization=method, **settings)
+    runner = make_runner(config, model)
+    for layer in runner.model.modules():
+        if isinstance(layer, Linear):
+            layer.fill_randomly(None)
+    finish(runner.model, NOWHERE)
+    caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
+    with LiveBytes() as live:
+        runner._largest_step(caches, sampling_bytes(config, model))
+    assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
 
 
 @pytest.mark.usefixtures("imagined_hopper")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from teachllm_kernels.kv_codes import KVScales
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
@@ -21,11 +23,13 @@ class AttentionSettings:
         scale: multiplies the dot products.
         window: a token sees itself and the `window - 1` before it; None sees all.
         soft_cap: squeezes each score into (-soft_cap, soft_cap).
+        kv_scales: of the codes of K and V, if the cache holds codes.
     """
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    kv_scales: KVScales | None = field(default=None, compare=False, repr=False)  # layers of a kind are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +37,11 @@ class AttentionNeeds:
     """What a model and a configuration ask of every layer's attention.
 
     Attributes:
-        dtype: of q and of the KV cache, as `EngineConfig.dtype` names it.
+        dtype: of q, and of K and V before they are written.
         windows: of all layers.
         has_soft_cap: whether a layer may have one.
+        has_codes: the KV cache holds codes of one byte. They are to be attended to, not what they were made of, also
+            those of the step's own tokens: else a prompt cut in another place would see other numbers.
     """
 
     num_heads: int
@@ -45,6 +51,7 @@ class AttentionNeeds:
     block_size: int
     windows: frozenset[int | None]
     has_soft_cap: bool = False
+    has_codes: bool = False
 
 
 class AttentionBackend(Protocol):

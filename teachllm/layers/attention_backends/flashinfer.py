@@ -40,7 +40,9 @@ class FlashInferBackend:
     def check(needs: AttentionNeeds) -> None:
         """Raises ValueError where the package is missing, or takes no such heads or numbers."""
         reason = None
-        if find_spec("flashinfer") is None:
+        if needs.has_codes:
+            reason = "is not told the scales of a quantized KV cache: set kv_cache_dtype=auto, or"
+        elif find_spec("flashinfer") is None:
             reason = "needs a package that is not installed: pip install flashinfer-python, or"
         elif needs.dtype == "float32":
             reason = "computes in bfloat16 or float16: set dtype=bfloat16, or"

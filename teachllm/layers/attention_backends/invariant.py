@@ -49,4 +49,5 @@ class InvariantBackend:
             *(q, *kv_cache, metadata.block_tables, metadata.rows, metadata.query_start, metadata.seq_lens),
             *(settings.scale, settings.window, settings.soft_cap, out),
             is_fixed=True,
+            scales=settings.kv_scales,
         )

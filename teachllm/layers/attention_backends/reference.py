@@ -43,7 +43,7 @@ class ReferenceBackend:
             lens = (metadata.query_lens, metadata.kv_lens, block_size)
             plan = plan_attention(metadata.block_tables, *lens, *kind, trees=metadata.trees)
             metadata.plans[kind] = plan
-        result = attend(q, k_cache, v_cache, plan, settings.scale, settings.soft_cap)
+        result = attend(q, k_cache, v_cache, plan, settings.scale, settings.soft_cap, settings.kv_scales)
         return result if out is None else out.copy_(result)
 
 

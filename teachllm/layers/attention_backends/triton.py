@@ -65,7 +65,8 @@ def attend_decodes(
         scale, window, soft_cap = settings.scale, settings.window, settings.soft_cap
         tokens = slice(0, metadata.first_prompt_token)
         what = (metadata.decode_len, metadata.tree, metadata.first_place)
-        paged_decode_triton(q[tokens], *where, scale, window, soft_cap, *what, out=out[tokens])
+        scales = settings.kv_scales
+        paged_decode_triton(q[tokens], *where, scale, window, soft_cap, *what, out=out[tokens], scales=scales)
 
 
 def attend_prompts(
@@ -96,10 +97,10 @@ def attend_prompts(
         metadata.plans[key] = _plan(q, kv_cache[0], rows, query_start, seq_lens, kv_lens)
     plan = metadata.plans[key]
     if plan is not None and soft_cap is None:
-        hopper_prefill(q, *kv_cache, metadata.block_tables, plan, scale, window, out)
+        hopper_prefill(q, *kv_cache, metadata.block_tables, plan, scale, window, out, settings.kv_scales)
         return
     where = (*kv_cache, metadata.block_tables, rows, query_start, seq_lens)
-    paged_prefill_triton(q, *where, scale, window, soft_cap, out)
+    paged_prefill_triton(q, *where, scale, window, soft_cap, out, scales=settings.kv_scales)
 
 
 def _plan(

@@ -1,0 +1,38 @@
+"""Which tiles of queries a program of Hopper's prefill takes, see `hopper_prefill.py`."""
+
+from __future__ import annotations
+
+from teachllm_kernels._triton import gl, gluon, tl
+
+NUM_FIELDS = 4  # of an item, see `hopper_prefill.PrefillPlan`
+
+FIELDS = tl.constexpr(NUM_FIELDS)
+TOKEN, NUM_QUERIES, POSITION, ROW = map(tl.constexpr, range(NUM_FIELDS))
+
+
+@gluon.jit
+def num_tasks(work, NUM_KV_HEADS: gl.constexpr):
+    """This program's: a whole round has one for each program, the last round may not reach it."""
+    total = gl.load(work[1]) * NUM_KV_HEADS
+    rounds, left = total // gl.num_programs(0), total % gl.num_programs(0)
+    return rounds + (_place(rounds) < left).to(gl.int32)
+
+
+@gluon.jit
+def _place(round_):
+    """This program's in a round: every other one goes backwards."""
+    return gl.where(round_ % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def task_of(work, round_, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """A round's: (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
+    items, _ = work
+    index = round_ * gl.num_programs(0) + _place(round_)
+    fields = items + index // NUM_KV_HEADS * FIELDS
+    kv_head, token, num_queries = index % NUM_KV_HEADS, gl.load(fields + TOKEN), gl.load(fields + NUM_QUERIES)
+    position, row = gl.load(fields + POSITION), gl.load(fields + ROW)
+    begin = 0
+    if WINDOW is not None:
+        begin = gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
+    return kv_head, token, num_queries, position, row, begin, position + num_queries

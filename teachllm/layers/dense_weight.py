@@ -1,0 +1,106 @@
+"""A weight as plain numbers, and whose product is the fastest for how many rows of x.
+
+one row       this project's matrix-vector product, with the norm before it and the residual after it
+few           Hopper's own kernel up to 256 rows, elsewhere the portable one up to 16
+many          the library; gate and up of thousands of rows are multiplied in the epilogue, on Hopper
+on a CPU      oneDNN, which comes with PyTorch, on a weight that is laid out for it once
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from teachllm.layers.norm import RMSNorm
+from teachllm_kernels import few_rows_linear, hopper_gated_linear, hopper_linear
+from teachllm_kernels.fixed_linear import fixed_linear_triton
+from teachllm_kernels.gemv import gemv_triton
+from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
+from teachllm_kernels.silu_and_mul import silu_and_mul
+
+_ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
+
+
+class DenseWeight(nn.Module):
+    """[out, in] numbers of the model's dtype. The methods are those of `Weight`.
+
+    Attributes:
+        is_fixed: a row of y does not depend, by one bit, on how many others there are; on a GPU only.
+    """
+
+    row_codes = None
+    fuses_one_row = True
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(data, requires_grad=False)
+        self.num_out = data.shape[0]
+        self.packed: torch.Tensor | None = None
+        self.is_fixed = False
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[num_tokens, in] -> [num_tokens, out]."""
+        if self.packed is not None:
+            return packed_linear(x, self.packed, bias)
+        if self.is_fixed:
+            return fixed_linear_triton(x, self.weight, bias)
+        kernel = self._kernel(x)
+        if kernel == "hopper":
+            return hopper_linear.hopper_linear(x, self.weight, bias)
+        if kernel == "few rows":
+            return few_rows_linear.few_rows_linear_triton(x, self.weight, bias)
+        return linear_reference(x, self.weight, bias)
+
+    def onto(
+        self, stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `Linear.onto`."""
+        kernel = self._kernel(x)
+        if kernel == "hopper":
+            return hopper_linear.hopper_linear(x, self.weight, bias, parts=True), stream
+        if x.is_cuda and kernel == "library" and x.shape[0] >= _ADDS_ITSELF and not self.is_fixed and bias is None:
+            return None, stream.addmm_(x, self.weight.t())
+        return self.product(x, bias), stream
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[num_tokens, in] -> [num_tokens, out / 2]."""
+        kernel = self._kernel(x)
+        if kernel == "hopper":
+            return hopper_linear.hopper_linear(x, self.weight, bias, gated=True)
+        if kernel == "few rows":
+            return few_rows_linear.few_rows_linear_triton(x, self.weight, bias, gated=True)
+        if bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
+            return hopper_gated_linear.hopper_gated_linear(x, self.weight)
+        return silu_and_mul(self.product(x, bias))
+
+    def one_row(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """As `Linear.one_row`."""
+        prologue = None if norm is None else (norm.weight, norm.eps)
+        return gemv_triton(x, self.weight, bias, prologue, residual, gated)
+
+    def pack(self) -> None:
+        """Lays the filled weight out for a CPU, if that can be done; `weight` is gone then."""
+        if can_pack(self.weight.dtype):
+            self.packed = pack_weight(self.weight.data)
+            del self.weight
+
+    def _kernel(self, x: torch.Tensor) -> Literal["hopper", "few rows", "library"]:
+        """Whose plain product is the fastest for so many rows; measured, see benchmarks/NOTES.md."""
+        num_rows = x.shape[0]
+        if num_rows <= hopper_linear.MAX_ROWS and self._on_hopper(x):
+            return "hopper"
+        return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= few_rows_linear.MAX_ROWS else "library"
+
+    def _on_hopper(self, x: torch.Tensor) -> bool:
+        """Whether Hopper's own products take such rows."""
+        fits = x.is_cuda and not self.is_fixed and x.element_size() == 2
+        return fits and x.shape[1] % 8 == 0 and self.num_out % 16 == 0 and hopper_linear.has_hopper(x.device)

@@ -1,0 +1,109 @@
+"""What a linear layer multiplies with, whatever form its numbers are kept in.
+
+A layer's products are one concept, how its weight is stored another: as plain numbers, as codes of 4 bits with scales,
+as codes of 8 bits that tensor cores take. Each form knows its own kernels. A layer sees only this interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from teachllm.layers.norm import RMSNorm, RowCodes
+from teachllm_kernels.silu_and_mul import silu_and_mul
+
+
+class Weight(Protocol):
+    """W, [out, in], of a layer that computes x W^T + b. b: [out] or None.
+
+    x is [num_tokens, in]; or, where `row_codes` says what, `QuantizedRows` of it.
+
+    Attributes:
+        num_out: rows of W.
+        fuses_one_row: one row is multiplied the fastest by `one_row`; otherwise like several.
+    """
+
+    num_out: int
+    fuses_one_row: bool
+
+    @property
+    def row_codes(self) -> RowCodes | None:
+        """What a norm that comes before may give in place of x; None: x."""
+        ...
+
+    def product(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + b, [num_tokens, out]."""
+        ...
+
+    def onto(self, stream: torch.Tensor, x: Any, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `Linear.onto`."""
+        ...
+
+    def gated(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """silu(gate) * up, [num_tokens, out / 2], of a W whose upper half is gate, and its lower one up."""
+        ...
+
+    def one_row(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """As `Linear.one_row`; on a GPU only."""
+        ...
+
+
+class SeveralWeights(nn.Module):
+    """Weights of different forms, one below the other: a checkpoint may leave a projection as they were."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        super().__init__()
+        self.weights = list(weights)
+        self.num_out = sum(weight.num_out for weight in weights)
+        self.fuses_one_row = all(weight.fuses_one_row for weight in weights)
+        for index, weight in enumerate(weights):
+            if isinstance(weight, nn.Module):
+                self.add_module(str(index), weight)
+
+    row_codes = None
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `Weight`."""
+        biases = self._apart(bias)
+        return torch.cat([weight.product(x, b) for weight, b in zip(self.weights, biases, strict=True)], dim=-1)
+
+    def onto(
+        self, stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `Weight`."""
+        return self.product(x, bias), stream
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `Weight`."""
+        return silu_and_mul(self.product(x, bias))
+
+    def one_row(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """As `Weight`."""
+        biases = self._apart(bias)
+        parts = [weight.one_row(x, b, norm) for weight, b in zip(self.weights, biases, strict=True)]
+        y = torch.cat(parts, dim=-1)
+        y = silu_and_mul(y) if gated else y
+        return y if residual is None else residual + y
+
+    def _apart(self, bias: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """Each weight's own."""
+        if bias is None:
+            return [None] * len(self.weights)
+        return bias.split([weight.num_out for weight in self.weights])

@@ -1,0 +1,94 @@
+"""What a quantized model takes on a GPU, before anything of it is read: weights, and activations at their widest.
+
+    weights       codes and scales in place of numbers
+    8-bit rows    what a product is given is there as codes, too, and as it does not add to the stream, its result
+    weight only   a product of many rows makes numbers of the codes first, of one projection at a time, and then is like
+                  any other
+
+Counted as the code allocates: a test holds it against that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from teachllm.layers.linear import Linear
+from teachllm.models.llama import LlamaForCausalLM, peak_width
+from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.quantization.codes import Activations
+from teachllm.quantization.quantization import Quantization
+from teachllm.quantization.scaled import Scaled
+from teachllm.quantization.scheme import OnTheFly, PartCodes
+
+
+class Dequantized(NamedTuple):
+    """What is there while numbers are made of the codes of a projection.
+
+    Attributes:
+        size: numbers of the largest.
+        width: numbers that a token keeps alive beside them.
+        gated_width: the same where the product gates its result before it is written.
+    """
+
+    size: int = 0
+    width: int = 0
+    gated_width: int = 0
+
+
+class Needs(NamedTuple):
+    """Of a model on a GPU.
+
+    Attributes:
+        saved_bytes: by which its projections are smaller than plain numbers.
+        widths: peak widths that are not those of plain numbers, by their names in `Shape`.
+        dequantized: of steps of many tokens.
+    """
+
+    saved_bytes: int
+    widths: dict[str, int]
+    dequantized: Dequantized
+
+
+def needs_of(raw: dict[str, Any], quantization: Quantization, dtype_bytes: int) -> Needs:
+    """Of a config.json of our own model's family."""
+    config = parse(raw)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config, 1, quantization.schemes)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    plain = sum(sum(each.out_features.values()) * (each.in_features + (each.bias is not None)) for each in linears)
+    saved = plain * dtype_bytes - sum(each.num_bytes(dtype_bytes) for each in linears)
+    weight_only = [
+        sum(each.out_features.values()) * each.in_features
+        for each in linears
+        if any(not quantizes_rows(part) for part in each.unread())
+    ]
+    widths, dequantized = {}, Dequantized()
+    if any(quantizes_rows(part) for each in linears for part in each.unread()):
+        width = max(_width_with_codes(config), peak_width(config) if weight_only else 0)
+        widths = dict.fromkeys(("peak_width", "gated_peak_width"), width)
+    if weight_only:
+        beside = peak_width(config, is_gated=True) - max(_attended(config) - config.intermediate_size, 0)
+        dequantized = Dequantized(max(weight_only), beside + config.intermediate_size, beside)
+    return Needs(saved, widths, dequantized)
+
+
+def quantizes_rows(part: PartCodes) -> bool:
+    """Whether x becomes codes as well."""
+    scheme = part.scheme
+    if isinstance(scheme, OnTheFly):
+        scheme = scheme.of_size(part.in_features)
+    return isinstance(scheme, Scaled) and scheme.activations is not Activations.PLAIN
+
+
+def _width_with_codes(config: LlamaConfig) -> int:
+    """As `llama.peak_width`. A block keeps what it was given, result of a product and stream, until it has ended."""
+    hidden, heads_size = config.hidden_size, config.num_heads * config.head_size
+    attention = 7 * hidden // 2 + max(_attended(config), 3 * heads_size // 2 + hidden)  # codes are half a number
+    return 2 * config.head_size + max(attention, 11 * hidden // 2 + 3 * config.intermediate_size // 2)
+
+
+def _attended(config: LlamaConfig) -> int:
+    """QKV, and what attention makes of it."""
+    return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size

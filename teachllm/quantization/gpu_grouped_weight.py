@@ -1,0 +1,111 @@
+"""A linear layer whose weight alone is codes of 4 or 8 bits, on a GPU: W4A16, W8A16.
+
+A decode's time is the time to read the weights, so a quarter of the bytes is up to four times the speed; kernels make
+numbers of codes in registers, where nobody waits for them. Prompts are bound by arithmetic instead, which codes do not
+save: there numbers are made first, and multiplied as those of `dense_weight.py` are.
+
+    one row       a matrix-vector product, with the norm before it and the residual after it
+    few           up to 256 rows: Hopper's own kernel for weights that it takes, for others the portable one
+    many          the library; gate and up of thousands of rows are multiplied in the epilogue, on Hopper
+
+Inputs whose groups were chosen in another order (GPTQ's `desc_act`) are brought into that order, weight and x alike, so
+that a group's inputs lie beside each other.
+
+Source: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference", 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from teachllm.layers.norm import RMSNorm
+from teachllm.quantization.codes import GroupedCodes
+from teachllm_kernels import hopper_gated_linear, hopper_linear
+from teachllm_kernels.dequantize import dequantize_triton
+from teachllm_kernels.hopper_packed_linear import hopper_packed_linear, is_fit
+from teachllm_kernels.linear import linear_reference
+from teachllm_kernels.packed_gemv import packed_gemv_triton
+from teachllm_kernels.packed_linear import MAX_ROWS, packed_linear_triton
+from teachllm_kernels.packed_weight import pack
+from teachllm_kernels.silu_and_mul import silu_and_mul
+
+_ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over, see `dense_weight.py`
+
+
+class GPUGroupedWeight(nn.Module):
+    """The methods are those of `Weight`.
+
+    Args:
+        is_gated: its upper half is gate, its lower one up, and they are multiplied with each other.
+    """
+
+    row_codes = None
+    fuses_one_row = True
+
+    def __init__(self, numbers: GroupedCodes, is_gated: bool) -> None:
+        super().__init__()
+        self.num_out = numbers.codes.shape[0]
+        self.order: torch.Tensor | None = None
+        codes = numbers.codes
+        if numbers.group_index is not None:
+            self.order = torch.argsort(numbers.group_index, stable=True)
+            codes = codes.index_select(1, self.order)
+        self.weight = pack(codes, numbers.scales, numbers.zeros, numbers.bits, numbers.is_e2m1, is_gated)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[num_tokens, in] -> [num_tokens, out]."""
+        x = self._in_order(x)
+        if x.shape[0] <= MAX_ROWS:
+            return self._few_rows(x, bias)
+        return linear_reference(x, dequantize_triton(self.weight, x.dtype), bias)
+
+    def onto(
+        self, stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `Linear.onto`."""
+        if x.is_cuda and x.shape[0] <= MAX_ROWS:
+            return self._few_rows(self._in_order(x), bias, parts=True), stream
+        if x.is_cuda and x.shape[0] >= _ADDS_ITSELF and bias is None:
+            return None, stream.addmm_(self._in_order(x), dequantize_triton(self.weight, x.dtype).t())
+        return self.product(x, bias), stream
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[num_tokens, in] -> [num_tokens, out / 2]."""
+        if x.shape[0] <= MAX_ROWS:
+            return self._few_rows(self._in_order(x), bias, gated=True)
+        if bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
+            numbers = dequantize_triton(self.weight, x.dtype)
+            return hopper_gated_linear.hopper_gated_linear(self._in_order(x), numbers)
+        return silu_and_mul(self.product(x, bias))
+
+    def one_row(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """As `Linear.one_row`."""
+        prologue = None if norm is None else (norm.weight, norm.eps)
+        if self.order is not None:
+            x, prologue = self._in_order(x if norm is None else norm(x)[0]), None
+        return packed_gemv_triton(x, self.weight, bias, prologue, residual, gated)
+
+    def _few_rows(
+        self, x: torch.Tensor, bias: torch.Tensor | None, gated: bool = False, parts: bool = False
+    ) -> torch.Tensor:
+        """Of as many as the kernels take."""
+        if self._on_hopper(x) and is_fit(x, self.weight, gated):
+            return hopper_packed_linear(x, self.weight, bias, gated, parts)
+        return packed_linear_triton(x, self.weight, bias, gated, parts)
+
+    def _on_hopper(self, x: torch.Tensor) -> bool:
+        """Whether Hopper's own products take such rows."""
+        fits = x.is_cuda and x.element_size() == 2 and x.shape[1] % 8 == 0 and self.num_out % 16 == 0
+        return fits and hopper_linear.has_hopper(x.device)
+
+    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """As the groups are."""
+        return x if self.order is None else x.index_select(1, self.order)

@@ -1,0 +1,107 @@
+"""`scaled_weight.py` on a GPU: whose product of 8-bit codes is the fastest for how many rows of x.
+
+    few, or one   Hopper's own kernel up to 256 rows
+    one           elsewhere a matrix-vector product that quantizes the row for itself, with norm and residual around it
+    many          Hopper's own, which gates gate and up before they are written; elsewhere the library
+    the rest      the portable kernel: blocks of 128 x 128 elsewhere, cards before Hopper
+
+Every way quantizes x alike, so a request's tokens do not depend on what runs beside it. Cards before compute capability
+8.9 know no e4m3: there only the weight is quantized.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from teachllm.layers.norm import RMSNorm, RowCodes
+from teachllm.quantization.codes import BLOCK, Activations, ScaledWeight
+from teachllm_kernels.hopper_linear import MAX_ROWS, has_hopper, hopper_scaled_linear
+from teachllm_kernels.hopper_scaled_mm import hopper_scaled_mm
+from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows
+from teachllm_kernels.scaled_gemv import scaled_gemv_triton
+from teachllm_kernels.scaled_linear import scaled_linear_triton, weight_only_triton
+from teachllm_kernels.scaled_mm import fits_scaled_mm, scaled_mm
+
+_HAS_E4M3 = (8, 9)  # compute capability
+
+
+class GPUScaledWeight(nn.Module):
+    """The methods are those of `Weight`."""
+
+    def __init__(self, numbers: ScaledWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert numbers.block in (None, (BLOCK, BLOCK))
+        self.codes, self.scales, self.dtype = numbers.codes, numbers.scales.contiguous(), dtype
+        self.num_out, num_in = self.codes.shape
+        self.activations, self.input_scale = numbers.activations, numbers.input_scale
+        has_e4m3 = torch.cuda.get_device_capability(self.codes.device) >= _HAS_E4M3
+        is_plain = self.activations is Activations.PLAIN
+        self.lacks_fp8 = self.codes.dtype is torch.float8_e4m3fn and not has_e4m3 and not is_plain
+        if self.lacks_fp8:
+            self.activations = Activations.PLAIN
+        is_aligned = num_in % 16 == 0 and self.num_out % 16 == 0
+        is_known = numbers.block is None or self.codes.dtype is torch.float8_e4m3fn
+        fits = is_known and is_aligned and dtype.itemsize == 2
+        self._on_hopper = fits and self.activations is not Activations.PLAIN and has_hopper(self.codes.device)
+        self.fuses_one_row = num_in % 16 == 0 and not self._on_hopper
+
+    @property
+    def row_codes(self) -> RowCodes | None:
+        """As `Weight`."""
+        if self.activations is Activations.PLAIN:
+            return None
+        return RowCodes(self.codes.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
+
+    def product(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
+        """[num_tokens, in] -> [num_tokens, out]."""
+        return self._product(x, bias, gated=False)
+
+    def onto(
+        self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `Linear.onto`."""
+        if self._on_hopper:
+            rows = self._rows(x)
+            if rows.codes.shape[0] <= MAX_ROWS:
+                return hopper_scaled_linear(rows, self.codes, self.scales, bias, parts=True), stream
+            x = rows
+        return self.product(x, bias), stream
+
+    def gated(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
+        """[num_tokens, in] -> [num_tokens, out / 2]."""
+        return self._product(x, bias, gated=True)
+
+    def one_row(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """As `Linear.one_row`."""
+        if self.row_codes is None:
+            y = self._product(x if norm is None else norm(x)[0], bias, gated)
+            return y if residual is None else residual + y
+        prologue = None if norm is None else (norm.weight, norm.eps)
+        return scaled_gemv_triton(x, self.codes, self.scales, bias, prologue, residual, gated, self.input_scale)
+
+    def _product(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+        if self.activations is Activations.PLAIN:
+            assert isinstance(x, torch.Tensor)
+            return weight_only_triton(x, self.codes, self.scales, bias, gated)
+        rows = self._rows(x)
+        what, num_rows = (rows, self.codes, self.scales, bias), rows.codes.shape[0]
+        if num_rows > MAX_ROWS and not self._on_hopper and fits_scaled_mm(*what[:3]):
+            return scaled_mm(*what, gated=gated, dtype=self.dtype)
+        if self._on_hopper:
+            product = hopper_scaled_linear if num_rows <= MAX_ROWS else hopper_scaled_mm
+            return product(*what, gated=gated, dtype=self.dtype)
+        return scaled_linear_triton(*what, gated=gated, dtype=self.dtype)
+
+    def _rows(self, x: torch.Tensor | QuantizedRows) -> QuantizedRows:
+        """x as codes."""
+        if isinstance(x, QuantizedRows):
+            return x
+        return quantize_rows(x, self.codes.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)

@@ -1,0 +1,94 @@
+"""Scales of K and V in a checkpoint: what the tools that write them call them, and what they are scales of.
+
+A number is its code times the scale, one to a layer or to a KV head. Every tool has its own name for it, below
+`model.layers.N.self_attn` (or the attention of a drafter's layer); here `*` is k or v:
+
+    *_scale, attn.*_scale, qkv_proj.*_scale      compressed-tensors, vLLM
+    *_proj.*_scale                               modelopt
+    *_proj.output_scale                          Quark, AutoFP8, compressed-tensors until 2024
+    *_cache.scale                                HunYuan
+    kv_scale                                     vLLM until 2024, for both
+
+A checkpoint may hold them for those who want them. Beside them lie scales of q and of attention weights, and zeros of
+codes that are not symmetric: nobody here has a use for those.
+
+Sources: vLLM, `model_loader/weight_utils.py` and `layers/quantization/kv_cache.py`; compressed-tensors,
+`modeling/kvcache.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from teachllm.quantization.scheme import FLOATS, Slot, Stored
+
+_NAMES = ("{0}_{1}", "attn.{0}_{1}", "qkv_proj.{0}_{1}", "{0}_proj.{0}_{1}", "{0}_proj.output_{1}", "{0}_cache.{1}")
+_OF_BOTH, _OF_WEIGHTS = "kv_scale", ("prob_scale", "attn.prob_scale")
+_DTYPES = {"float": torch.float8_e4m3fn, "FP8": torch.float8_e4m3fn, "int": torch.int8, "INT8": torch.int8}
+
+Keep = Callable[[torch.Tensor], None]
+
+
+class ScaleSlot(Slot):
+    """Where scales go, of one layer or of each of its KV heads; files may lack them."""
+
+    def __init__(self, num_kv_heads: int, keep: Keep) -> None:
+        self.stored = Stored((1,), FLOATS, is_optional=True)
+        self._num_kv_heads, self._keep = num_kv_heads, keep
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """As `Slot`."""
+        if tensor.numel() not in (1, self._num_kv_heads):
+            raise ValueError(
+                f"has shape {list(tensor.shape)}, and a layer has one scale or one for each of {self._num_kv_heads} "
+                "KV heads"
+            )
+        self._keep(tensor.float().flatten())
+
+
+class _Unread(Slot):
+    """Where things go that nobody reads."""
+
+    def __init__(self) -> None:
+        self.stored = Stored((-1,), FLOATS, is_optional=True)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """As `Slot`; takes anything."""
+
+
+def kv_scale_slots(num_kv_heads: int, keep_k: Keep, keep_v: Keep) -> Iterator[tuple[str, Slot]]:
+    """Under every name that one layer's attention may have them in a checkpoint.
+
+    Args:
+        keep_k, keep_v: take K's and V's, [1] or [num_kv_heads] float32.
+    """
+
+    def keep_both(scale: torch.Tensor) -> None:
+        keep_k(scale)
+        keep_v(scale)
+
+    yield _OF_BOTH, ScaleSlot(num_kv_heads, keep_both)
+    for which, keep in (("k", keep_k), ("v", keep_v)):
+        yield from ((name.format(which, "scale"), ScaleSlot(num_kv_heads, keep)) for name in _NAMES)
+    unread = [name.format(which, "zero_point") for name in _NAMES for which in "qkv"]
+    unread += [name.format("q", "scale") for name in _NAMES]
+    yield from ((name, _Unread()) for name in (*unread, *_OF_WEIGHTS))
+
+
+def dtype_of_codes(config: Mapping[str, Any] | None) -> torch.dtype | None:
+    """What the scales of a checkpoint are for; None: for codes that are not this engine's.
+
+    Args:
+        config: what the checkpoint says of its quantization, if it says anything.
+    """
+    config = config or {}
+    scheme = config.get("kv_cache_scheme") or {}
+    if isinstance(scheme, str):  # "static" or "dynamic", of fp8
+        scheme = {"dynamic": scheme == "dynamic"}
+    if scheme.get("num_bits", 8) != 8 or not scheme.get("symmetric", True) or scheme.get("dynamic", False):
+        return None
+    algorithm = (config.get("quantization") or config).get("kv_cache_quant_algo")
+    return _DTYPES.get(scheme.get("type", algorithm or "float"))

@@ -1,0 +1,237 @@
+"""Scales of a quantized KV cache: those of the checkpoint, or measured once, before the first request.
+
+A scale says how large a number the largest code stands for. It must be known before the first token is written, and
+stay: made anew for each batch, it would change what a token's codes are with what runs beside it. So a text goes once
+through the model, and the largest K and V of each head in each layer, and some room above them, make its scale. What is
+larger still is clamped.
+
+Steps of e4m3 grow with the number, so room costs it nothing: its scales are powers of two, by which a division is
+exact. Steps of integers are all equal, and twice the room is half the precision.
+
+Source: Wu et al., "Integer Quantization for Deep Learning Inference: Principles and Empirical Evaluation", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from teachllm.core.memory import KVCacheSpec
+from teachllm.layers.attention import Attention, AttentionMetadata
+from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
+from teachllm.models.model_config import ModelConfig
+from teachllm.quantization import quantization
+from teachllm.quantization.stored_kv_scales import dtype_of_codes
+from teachllm.spec_decode.drafter import FlatTokens, ModelDrafter
+from teachllm.spec_decode.eagle import Eagle
+from teachllm_kernels.kv_codes import LARGEST
+from teachllm_kernels.paged_attention import paged_attention_reference
+
+_NUM_TOKENS = 256  # of the text, at most: the same ones in every configuration
+_ROOM = {torch.float8_e4m3fn: 2.0, torch.int8: 1.25}  # above the largest number that was seen
+_FRACTIONS = 64  # steps between a power of two and the next, to which scales of integers are rounded up
+
+Given: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]  # scales of K and of V that a checkpoint has
+
+# Prose, speech, numbers, code and other languages: what each makes large, the others may not.
+TEXT = """The harbour wakes before the town does. At a quarter past four the first lorry comes down the hill, its \
+lights still on, and stops beside the ice house; by five there are eleven of them. "You're late," says Marta, who is \
+never late herself. Nobody answers her.
+
+Minutes of 12 March 2019: 1. The budget of $48,250.00 is approved (7 votes to 2). 2. See also https://example.org/a?b=1.
+
+def mean(values: list[float]) -> float:
+    if not values:
+        raise ValueError("no values")
+    return sum(values) / len(values)  # 3.14159, -1e-6, 0xFF
+
+{"name": "Aïcha", "scores": [98, 71, 100], "active": true, "note": null}
+
+Le vent se lève. Die Straße ist naß. El niño corrió hacia el río. Погода сегодня хорошая. 今天天气很好。
+
+Why does ice float? Because water is densest at about 4 degrees Celsius: as it freezes, its molecules settle into an \
+open lattice, and the solid takes up more room than the liquid did. What follows from that? Lakes freeze from the top, \
+and fish live through the winter underneath."""
+
+
+def hold_codes(module: nn.Module, specs: Sequence[KVCacheSpec], device: torch.device) -> None:
+    """Gives each layer of a model, or of a drafter, scales to write and read its codes with: 1.0 until `calibrate`.
+
+    Args:
+        specs: of the layers, in their order.
+    """
+    for attention, spec in zip(_attentions(module), specs, strict=True):
+        k_scale, v_scale = torch.ones(2, spec.num_kv_heads, device=device)
+        attention.hold_codes((k_scale, v_scale))
+
+
+def layers_of(drafter: ModelDrafter) -> nn.Module:
+    """What a drafter's layers are in."""
+    module: nn.Module = drafter.head if isinstance(drafter, Eagle) else drafter.model  # type: ignore[attr-defined]
+    return module
+
+
+@torch.inference_mode()
+def calibrate(
+    model: nn.Module, config: ModelConfig, kv_caches: Sequence[KVCache], drafter: ModelDrafter | None = None
+) -> None:
+    """Fills the scales of a model's layers, and of its drafter's; all hold codes.
+
+    Args:
+        kv_caches: of the model, per layer. What they hold is lost, as is what the drafter's hold.
+        drafter: with weights.
+    """
+    device, dtype = kv_caches[0][0].device, kv_caches[0][0].dtype
+    stored = dtype_of_codes(quantization.config_of(config.raw, Path(config.path)))
+    drafts = drafter is not None and drafter.has_layers
+    attentions = list(_attentions(model))
+    given = [_given(each) if stored == dtype else (None, None) for each in attentions]
+    if drafts or any(scale is None for scales in given for scale in scales):
+        ids = calibration_ids(Path(config.path), config.vocab_size, config.max_model_len)
+        tokens, seen = _tokens(ids, kv_caches[0][0], device), _Seen()
+        tokens[2].backend = seen
+        features: dict[int, torch.Tensor] = {}
+        taps = {i: partial(_keep, features, i) for i in drafter.feature_layers} if drafter is not None else {}
+        hidden = model(*tokens[:2], kv_caches, tokens[2], **({"taps": taps} if taps else {}))
+    else:
+        seen = _Seen()
+    _fill(attentions, given, seen, dtype)
+    if drafter is not None and drafts:
+        seen = tokens[2].backend = _Seen()
+        drafter.propose(_FirstStep(tokens, hidden, features))
+        attentions = list(_attentions(layers_of(drafter)))
+        _fill(attentions, [(None, None)] * len(attentions), seen, dtype)
+
+
+def calibration_ids(folder: Path, vocab_size: int, max_model_len: int) -> list[int]:
+    """The text as a checkpoint's own tokenizer reads it; random ids where it has none."""
+    most, file = min(_NUM_TOKENS, max_model_len), folder / "tokenizer.json"
+    if file.exists():
+        from tokenizers import Tokenizer
+
+        try:
+            ids: list[int] = Tokenizer.from_file(str(file)).encode(TEXT).ids[:most]
+        except Exception:  # a broken one is refused where text is wanted, and maybe none is
+            ids = []
+        if ids and max(ids) < vocab_size:
+            return ids
+    return torch.randint(vocab_size, (most,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """From the largest numbers that were seen to scales, [num_kv_heads] float32.
+
+    They are rounded up, so that what one device sums up a little differently than another gives the same ones.
+    """
+    mantissa, exponent = torch.frexp(largest.float() * _ROOM[dtype] / LARGEST[dtype])
+    steps = 1 if dtype.is_floating_point else _FRACTIONS
+    scale = torch.ldexp((mantissa * steps).ceil() / steps, exponent)
+    return torch.where(largest > 0, scale, 1.0)
+
+
+def _attentions(module: nn.Module) -> Iterator[Attention]:
+    """In the order of the layers."""
+    return (each for each in module.modules() if isinstance(each, Attention))
+
+
+def _given(attention: Attention) -> Given:
+    """A checkpoint's, where it has some that can be one: those that nobody measured are 0, -1 or NaN."""
+    k_scale, v_scale = (
+        None if scale is None or not (scale.isfinite() & (scale > 0)).all() else scale
+        for scale in (attention.k_scale, attention.v_scale)
+    )
+    return k_scale, v_scale
+
+
+def _fill(attentions: Sequence[Attention], given: Sequence[Given], seen: _Seen, dtype: torch.dtype) -> None:
+    for i, attention in enumerate(attentions):
+        assert attention.settings.kv_scales is not None
+        for j, scale in enumerate(attention.settings.kv_scales):
+            known = given[i][j]
+            scale.copy_(scale_of(seen.largest[i][j], dtype) if known is None else known)
+
+
+def _tokens(ids: list[int], k_cache: torch.Tensor, device: torch.device) -> FlatTokens:
+    """One prompt, whose K and V go to the first slots."""
+    num_tokens, num_slots = len(ids), k_cache.shape[0] * k_cache.shape[1]
+    positions = torch.arange(num_tokens, device=device)
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        block_tables=torch.zeros((1, 1), dtype=torch.int32, device=device),
+        slot_mapping=positions % num_slots,  # nobody reads them
+        query_lens=[num_tokens],
+        kv_lens=[num_tokens],
+    )
+    return torch.tensor(ids, device=device), positions, metadata
+
+
+def _keep(features: dict[int, torch.Tensor], layer: int, stream: torch.Tensor) -> None:
+    features[layer] = stream.clone()  # which the layers go on with
+
+
+class _Seen:
+    """Attention of one whole prompt to its own K and V, as they are before they are written.
+
+    Attributes:
+        largest: of each layer that was called, in order, of K and of V, [num_kv_heads].
+    """
+
+    name = "calibration"
+    in_graphs = False
+    splits_decodes = False
+    workspace_bytes = 0
+
+    def __init__(self) -> None:
+        self.largest: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @staticmethod
+    def check(needs: AttentionNeeds) -> None:
+        """It takes everything."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        settings: AttentionSettings,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        k_largest, v_largest = (x.float().abs().amax(dim=(0, 2)) for x in (k, v))
+        self.largest.append((k_largest, v_largest))
+        lens, how = metadata.query_lens, (settings.scale, settings.window, settings.soft_cap)
+        return paged_attention_reference(q, k[None], v[None], metadata.block_tables, lens, lens, *how)
+
+
+class _FirstStep:
+    """A `DraftBatch` of a prompt of which the drafter has computed nothing, and that asks for no drafts."""
+
+    num_levels = 0
+
+    def __init__(self, tokens: FlatTokens, hidden: torch.Tensor, features: Mapping[int, torch.Tensor]) -> None:
+        self._tokens, self.hidden, self.features = tokens, hidden, features
+        self._places = torch.arange(hidden.shape[0], device=hidden.device)
+        self.last = self.newest = self._places[:0]
+
+    def behind(self) -> FlatTokens:
+        return self._tokens
+
+    def verified(self) -> tuple[torch.Tensor, FlatTokens]:
+        ids, *where = self._tokens
+        return self._places, (ids.roll(-1), *where)  # type: ignore[return-value]
+
+    def push(self, level: int, logits: torch.Tensor) -> None:
+        raise AssertionError("nothing is drafted")
+
+    def pushed(self, level: int, shift: int = 0) -> FlatTokens:
+        raise AssertionError("nothing is drafted")
+
+    def parents(self, level: int) -> torch.Tensor:
+        raise AssertionError("nothing is drafted")

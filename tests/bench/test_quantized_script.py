@@ -1,0 +1,66 @@
+"""benchmarks/quantized.py: ways beside each other, what is to be reached, and a workload that fails in its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.h200_script import load_script
+
+script = load_script("quantized")
+Result = tuple[int, dict[str, Any], str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Runs the script with an engine that reports its settings as figures."""
+    asked: list[dict[str, Any]] = []
+
+    def benchmark(
+        settings: dict[str, Any], workloads: dict[str, Any], on_result: Callable[..., None], **how: Any
+    ) -> None:
+        asked.append({name: settings[name] for name in ("quantization", "kv_cache_dtype") if name in settings} | how)
+        for name in workloads:
+            failed = settings.get("quantization") == "int4" and name == "mixed"
+            on_result(name, {"error": "no room"} if failed else {"tpot_ms": 2.4, "step_ms": 5.4, "tok_s": 12_000.0})
+
+    def start(*arguments: str) -> Result:
+        monkeypatch.setattr(script, "benchmark", benchmark)
+        monkeypatch.setattr(script, "give_back", lambda: None)
+        monkeypatch.setattr(script, "device_name", lambda device: "My Card")
+        output = tmp_path / "result.json"
+        code = script.main([*arguments, "--commit", "abc", "--output", str(output)])
+        return code, json.loads(output.read_text()) | {"asked": asked}, capsys.readouterr().out
+
+    return start
+
+
+def test_every_way_gets_its_settings_and_workloads(run: Callable[..., Result]) -> None:
+    code, found, _ = run()
+    assert code == 1  # one has failed
+    assert (found["device"], found["commit"]) == ("My Card", "abc")
+    assert found["asked"] == [
+        {"with_cold": False},
+        {"quantization": "fp8", "with_cold": False},
+        {"quantization": "int8", "with_cold": False},
+        {"quantization": "int4", "with_cold": False},
+        {"kv_cache_dtype": "fp8", "with_cold": False},
+    ]
+    cells = found["workloads"]["qwen3-8b"]
+    assert list(cells) == list(script.WAYS)
+    assert set(cells["fp8"]) == {"single", "batch64", "mixed"} and set(cells["fp8-kv"]) == {"batch64", "long", "mixed"}
+    assert cells["int4"]["mixed"] == {"error": "no room"}
+
+
+def test_figures_stand_beside_what_is_to_be_reached_and_the_peer(run: Callable[..., Result]) -> None:
+    code, found, shown = run("--ways", "fp8,int4", "--workloads", "single", "--quick")
+    assert code == 0 and found["asked"][0] == {
+        **{"quantization": "fp8", "with_cold": False},
+        **{"num_warmups": 1, "num_runs": 1},
+    }
+    assert "qwen3-8b fp8     single tpot_ms: 2.4, to reach 2.5: yes, vLLM 3.68" in shown
+    assert "qwen3-8b int4    single tpot_ms: 2.4, to reach 1.9: NO\n" in shown

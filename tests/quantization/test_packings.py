@@ -1,0 +1,68 @@
+"""Whatever the codes are, what is packed of them is read as they were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm.quantization.codes import GroupedCodes, ScaledWeight
+from teachllm.quantization.quantization import of_config
+from teachllm.quantization.scheme import PartCodes
+from tests.quantization.formats import E4M3, FORMATS
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=10)
+@given(
+    num_out=st.integers(1, 34).map(lambda number: 8 * number),
+    num_in=st.integers(1, 9).map(lambda number: 32 * number),
+    seed=st.integers(0, 2**32),
+    extreme=st.sampled_from([None, None, 0, -1]),
+)
+def test_any_codes_are_read_as_they_were_packed(
+    name: str, num_out: int, num_in: int, seed: int, extreme: int | None
+) -> None:
+    how, generator = FORMATS[name], torch.Generator().manual_seed(seed)
+    codes = drawn(how.quantize(torch.randn(num_out, num_in, generator=generator)), generator, extreme)
+    tensors = how.write(codes)
+    scheme = of_config(how.config, frozenset(f"{NAME}.{each}" for each in tensors)).schemes(NAME)
+    assert scheme is not None
+    part = PartCodes(scheme, NAME, num_out, num_in, torch.empty(0))
+    for tensor_name, tensor in tensors.items():
+        part.slots[tensor_name].put(tensor)
+    read: Any = part.codes()
+    assert torch.equal(read.codes.view(torch.uint8), codes.codes.view(torch.uint8))
+    assert torch.equal(read.scales, codes.scales)
+    if isinstance(codes, GroupedCodes):
+        assert torch.equal(read.with_zeros(), codes.with_zeros())
+        assert read.group_size == codes.group_size
+    assert torch.equal(read.dequantize(torch.float32), codes.dequantize(torch.float32))
+
+
+def drawn(codes: Any, generator: torch.Generator, extreme: int | None) -> Any:
+    """Any codes in place of these, and zeros if they have some.
+
+    Args:
+        extreme: one for all, 0 or the last.
+    """
+
+    def numbers(shape: torch.Size, count: int) -> torch.Tensor:
+        return (
+            torch.randint(count, shape, generator=generator) if extreme is None else torch.full(shape, extreme % count)
+        )
+
+    if isinstance(codes, ScaledWeight):
+        found = numbers(codes.codes.shape, 256).to(torch.uint8)
+        if codes.codes.dtype is E4M3:
+            found[found & 127 == 127] = 126  # NaN is none
+        return replace(codes, codes=found.view(codes.codes.dtype))
+    count = 1 << codes.bits
+    zeros = None if codes.zeros is None else numbers(codes.zeros.shape, count).to(torch.int32)
+    return replace(codes, codes=numbers(codes.codes.shape, count).to(torch.uint8), zeros=zeros)

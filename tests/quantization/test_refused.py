@@ -1,0 +1,291 @@
+"""What is broken, not supported, or not what config.json says is named: the layer or its group, why, what would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from teachllm.models.registry import ModelError
+from teachllm.quantization.quantization import of_config
+from tests.quantization.formats import FORMATS, Tensors, assert_same, edit, edit_tensors, generate, write_checkpoint
+
+DOWN = "model.layers.1.mlp.down_proj"
+NOT_THIS_FILE = r"config.json is not this file's: correct its quantization_config \(quant_method, bits, group_size\)"
+WITHOUT_SCALES = r"codes without their scales, or not those of quantization_config .*: take a complete checkpoint"
+BROKEN = "the file is broken, get it anew"
+
+
+def without_tensor(name: str) -> Callable[[Tensors], None]:
+    def spoil(tensors: Tensors) -> None:
+        del tensors[f"{DOWN}.{name}"]
+
+    return spoil
+
+
+def in_place_of(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    def spoil(tensors: Tensors) -> None:
+        tensors[f"{DOWN}.{name}"] = change(tensors[f"{DOWN}.{name}"]).contiguous()
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "says"),
+    [
+        (
+            "gptq int4",
+            without_tensor("scales"),
+            rf"lacks tensor {DOWN}.scales of GPTQ \(bits 4, group_size 32\) \(1 mis",
+        ),
+        (
+            "gptq int4",
+            without_tensor("qzeros"),
+            rf"lacks tensor {DOWN}.qzeros of .* take a complete checkpoint, or corr",
+        ),
+        (
+            "gptq int4",
+            in_place_of("qweight", lambda t: t[:-1]),
+            rf"{DOWN}.qweight has shape \[11, 64\], and \[12, 64\] in GPTQ \(bits 4, group_size 32\): {NOT_THIS_FILE}",
+        ),
+        (
+            "gptq int4",
+            in_place_of("qweight", lambda t: t.short()),
+            rf"{DOWN}.qweight is of int16, and int32 in GPTQ .*: {NOT_THIS_FILE}",
+        ),
+        ("gptq int4", in_place_of("g_idx", lambda t: t + 5), f"{DOWN}: g_idx names group 7 of 3: {BROKEN}"),
+        ("gptq int4", in_place_of("g_idx", lambda t: t.clamp(max=1)), f"{DOWN}: g_idx .* 0 to 64 inputs: {BROKEN}"),
+        (
+            "awq",
+            in_place_of("qweight", lambda t: t.t()),
+            rf"{DOWN}.qweight has shape .* in AWQ \(bits 4, group_size 32\)",
+        ),
+        (
+            "packed int4",
+            in_place_of("weight_shape", lambda t: t + 1),
+            f"{DOWN}: weight_shape .*65, 97.*: {NOT_THIS_FILE}",
+        ),
+        ("packed int4", without_tensor("weight_scale"), f"{DOWN}.weight_packed, {WITHOUT_SCALES}"),
+        (
+            "fp8",
+            in_place_of("weight", lambda t: t.float()),
+            f"{DOWN}.weight is of float32, and float8_e4m3fn in float8_",
+        ),
+        ("fp8", without_tensor("weight_scale"), f"{DOWN}.weight is of float8_e4m3fn, {WITHOUT_SCALES}"),
+        (
+            "int8",
+            in_place_of("weight_scale", lambda t: t[:3]),
+            f"{DOWN}.weight_scale has shape .* in int8 by channel: ",
+        ),
+        ("int8", without_tensor("weight_scale"), f"{DOWN}.weight is of int8, {WITHOUT_SCALES}"),
+        ("nvfp4", without_tensor("weight_scale"), f"{DOWN}.weight_[a-z_]*, {WITHOUT_SCALES}"),
+        ("nvfp4", without_tensor("weight_global_scale"), f"lacks tensor {DOWN}.weight_global_scale of nvfp4"),
+        ("fp8", in_place_of("weight_scale", lambda t: t / 0), f"{DOWN}: a scale is infinite or NaN: {BROKEN}"),
+        ("awq", in_place_of("scales", lambda t: t * torch.nan), f"{DOWN}: a scale is infinite or NaN: {BROKEN}"),
+        ("mxfp4", without_tensor("weight_scale"), f"{DOWN}.weight_packed, {WITHOUT_SCALES}"),
+        ("mxfp4", in_place_of("weight_scale", lambda t: t | 255), f"{DOWN}: a scale is NaN: {BROKEN}"),
+        (
+            "nvfp4 of ModelOpt",
+            without_tensor("weight_scale"),
+            f"{DOWN}.(weight is of uint8|[a-z_2]*), {WITHOUT_SCALES}",
+        ),
+        ("nvfp4 of ModelOpt", without_tensor("weight_scale_2"), f"lacks tensor {DOWN}.weight_scale_2 of nvfp4"),
+        (
+            "fp8 by block, as DeepSeek writes it",
+            without_tensor("weight_scale_inv"),
+            f"{DOWN}.weight is of float8_e4m3fn, {WITHOUT_SCALES}",
+        ),
+    ],
+)
+def test_a_broken_quantized_checkpoint_is_refused_by_tensor(
+    name: str, spoil: Callable[[Tensors], None], says: str, plain: Path, tmp_path: Path
+) -> None:
+    write_checkpoint(name, plain, tmp_path)
+    edit_tensors(tmp_path, spoil)
+    with pytest.raises(ModelError, match=says):
+        generate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken_for", "says"),
+    [
+        ("gptq int4", "awq", rf"_proj\.[a-z_]+(, which| has shape .*, and .* in) AWQ .*{NOT_THIS_FILE}"),
+        (
+            "awq",
+            "gptq int4",
+            rf"_proj\.qweight has shape .*, and .* in GPTQ \(bits 4, group_size 32\): {NOT_THIS_FILE}",
+        ),
+        ("gptq int8", "gptq int4", rf"_proj\.qweight has shape .* in GPTQ \(bits 4, .*{NOT_THIS_FILE}"),
+        ("gptq int4", "gptq int8", rf"_proj\.qweight has shape .* in GPTQ \(bits 8, .*{NOT_THIS_FILE}"),
+        (
+            "packed int4",
+            "packed int8 asymmetric",
+            r"_proj\.weight_packed has shape .* in pack-quantized \(num_bits 8, ",
+        ),
+        ("packed int4", "int8", rf"_proj\.weight_(packed|shape), which int8 by channel does not have: {NOT_THIS_FILE}"),
+        ("gptq int4", "packed int4", rf"_proj\.[a-z_]+, {WITHOUT_SCALES}"),
+        ("mxfp4", "nvfp4", rf"_proj\.weight_(scale|packed) .* in nvfp4: {NOT_THIS_FILE}"),
+        ("int8", "fp8", rf"_proj\.weight is of int8, and float8_e4m3fn in float8_e4m3fn by channel: {NOT_THIS_FILE}"),
+    ],
+)
+def test_a_file_in_another_packing_than_config_json_says(
+    name: str, taken_for: str, says: str, plain: Path, tmp_path: Path
+) -> None:
+    write_checkpoint(name, plain, tmp_path)
+    edit(tmp_path, lambda config: (config.clear(), config.update(FORMATS[taken_for].config)))
+    with pytest.raises(ModelError, match=rf"model.safetensors(:| holds) tensor model\.layers\.\d\..*{says}"):
+        generate(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["self_attn.sinks", "self_attn.q_norm.weight", "self_attn.q_proj.bias"])
+def test_what_is_no_part_of_codes_is_not_taken_for_one(part: str, plain: Path, tmp_path: Path) -> None:
+    write_checkpoint("gptq int4", plain, tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"model.layers.1.{part}": torch.ones(64)}))
+    with pytest.raises(ModelError, match=rf"holds tensor .*{part}, which the model of its config.json does not have"):
+        generate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        (
+            "gptq int4",
+            {"group_size": 40},
+            r"model.layers.0.self_attn.q_proj \[64, 64\]: groups of 40 do not divide its 64 inputs: correct group_size"
+            ", or quantization_config must leave this layer out",
+        ),
+        (
+            "gptq int4",
+            {"group_size": None},
+            r"layers.0.self_attn.q_proj \[64, 64\]: its group_size is None, not a whole",
+        ),
+        (
+            "awq",
+            {"group_size": "32"},
+            r"layers.0.self_attn.q_proj \[64, 64\]: its group_size is '32', not a whole number",
+        ),
+        ("gptq int4", {"bits": 3}, "every layer: 3 bits are not supported, only 4 and 8: take a checkpoint with these"),
+        ("gptq int4", {"bits": "4"}, "every layer: '4' bits are not supported, only 4 and 8"),
+        ("gptq int4", {"dynamic": {"+:.*": {"bits": 2}}}, r"layers.0.self_attn.q_proj: 2 bits are not supported"),
+        (
+            "gptq int4",
+            {"dynamic": {"+:*": {}}},
+            r"layers.0.self_attn.q_proj has a value .* \(nothing to repeat.*: correct",
+        ),
+        (
+            "gptq int4",
+            {"dynamic": {".*": 8}},
+            r"layers.0.self_attn.q_proj has a value of another type .*: correct it in",
+        ),
+        ("gptq int4", {"checkpoint_format": "marlin"}, "GPTQ in the layout 'marlin' .*: take a checkpoint in these"),
+        ("awq", {"bits": 8}, "every layer in AWQ: 8 bits are not supported, only 4: take a checkpoint with these"),
+        (
+            "awq",
+            {"version": "gemv"},
+            "AWQ in the layout 'gemv' is not supported, only 'gemm': take a checkpoint in this",
+        ),
+        (
+            "auto-round",
+            {"data_type": "mx_fp"},
+            "numbers of the type 'mx_fp' is not supp.* 'int': take a checkpoint with",
+        ),
+        ("auto-round", {"packing_format": "x"}, "AutoRound in the packing 'x' is not .*: take a checkpoint in these"),
+        ("auto-round", {"bits": "4"}, r"'auto-round' for model.layers.0.self_attn.q_proj has a value of another type"),
+        (
+            "auto-round, as awq",
+            {"bits": 8},
+            r"q_proj in the packing 'auto_round:auto_awq': 8 bits are not .* only 4: take",
+        ),
+        (
+            "auto-round, as awq",
+            {"extra_config": {DOWN: {"bits": 8}}},
+            rf"{DOWN} in the packing 'auto_round:auto_awq': 8 bits are not supported, only 4",
+        ),
+        (
+            "fp8 by block, as DeepSeek writes it",
+            {"weight_block_size": ["128", "128"]},
+            r"q_proj \[64, 64\]: its blocks are \('128', '128'\), not two whole numbers: correct quantization_config",
+        ),
+        (
+            "nvfp4 of ModelOpt",
+            {"quant_algo": "W4A8_AWQ"},
+            "ModelOpt's W4A8_AWQ is not supported.*: take a checkpoint in",
+        ),
+    ],
+)
+def test_settings_that_no_such_file_has_are_refused(
+    name: str, changes: dict[str, Any], says: str, plain: Path, tmp_path: Path
+) -> None:
+    write_checkpoint(name, plain, tmp_path)
+    edit(tmp_path, lambda config: config.update(changes))
+    with pytest.raises(ModelError, match=says):
+        generate(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["bits", "group_size"])
+def test_a_setting_that_is_missing_is_named(missing: str) -> None:
+    config = {key: value for key, value in FORMATS["gptq int4"].config.items() if key != missing}
+    with pytest.raises(
+        ModelError, match=rf"quantization_config of 'gptq' lacks '{missing}': correct it in config.json"
+    ):
+        of_config(config, None)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "says"),
+    [
+        ("weights", {"num_bits": 3}, "the format 'pack-quantized' with 3-bit int weights by group is not supported"),
+        (
+            "weights",
+            {"type": "float"},
+            "the format 'pack-quantized' with 4-bit float weights by group is not supported",
+        ),
+        ("", {"weights": "int4"}, r"a name \('int4'\) in place of settings is not supported: write them out"),
+        ("", {"input_activations": "int8"}, "in place of settings is not supported: write them out"),
+    ],
+)
+def test_a_group_of_compressed_tensors_is_named_by_its_targets(part: str, changes: dict[str, Any], says: str) -> None:
+    group = {"targets": ["re:.*mlp.*"], "input_activations": None, "format": "pack-quantized"}
+    group["weights"] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    changed: Any = group[part] if part else group
+    changed.update(changes)
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_7": group}}
+    with pytest.raises(ModelError, match=rf"^compressed-tensors, group_7 of \['re:\.\*mlp\.\*'\]: .*{says}"):
+        of_config(config, None)
+
+
+def test_a_preset_in_place_of_a_group_is_named() -> None:
+    config = {"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}}
+    with pytest.raises(
+        ModelError, match=r"W8A8 of \['Linear'\]: a name \('W8A8'\) in place of settings is not supported"
+    ):
+        of_config(config, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"strategy": "group", "group_size": 128}, None),  # activations stay: nobody multiplies these codes
+        (
+            {"num_bits": 4},
+            r"\['Linear'\]: a product of float weights and 4-bit float activations is not .*: take a check",
+        ),
+        ({"type": "int"}, "float weights and 8-bit int activations is not supported: take a checkpoint with "),
+        ({"symmetric": False}, "float weights and activations that are not symmetric is not supported: take a checkpo"),
+        ({"strategy": "channel"}, "float weights and activations by channel is not supported: take a checkpoint with "),
+    ],
+)
+def test_activations_that_do_not_go_with_the_weights(
+    changes: dict[str, Any], says: str | None, plain: Path, tmp_path: Path
+) -> None:
+    write_checkpoint("fp8", plain, tmp_path / "odd")
+    edit(tmp_path / "odd", lambda config: config["config_groups"]["group_0"]["input_activations"].update(changes))
+    if says is not None:
+        with pytest.raises(ModelError, match=says):
+            generate(tmp_path / "odd")
+        return
+    write_checkpoint("fp8 of weights alone", plain, tmp_path / "alone")
+    assert_same(generate(tmp_path / "odd"), generate(tmp_path / "alone"))

@@ -1,0 +1,67 @@
+"""A GPU before compute capability 8.9 has fp8 of the weights alone, and says so."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from teachllm.models import loader
+from teachllm.quantization import rounding
+from teachllm.quantization.codes import Activations
+from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
+from tests.kernels.rounding import round_as_a_gpu
+from tests.quantization.test_gpu_weights import DEVICE, DTYPE, NUM_IN, NUM_OUT, ON_GPU, assert_near, rows_of
+
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
+
+
+@pytest.fixture(autouse=True)
+def rounds_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        round_as_a_gpu(monkeypatch)
+
+
+def made(dtype: torch.dtype, per: str, activations: Activations) -> tuple[Any, GPUScaledWeight]:
+    weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(1)) * NUM_IN**-0.5
+    codes = rounding.scaled(weight.to(DEVICE), dtype, per, activations)
+    with pytest.MonkeyPatch.context() as patch:  # an Ampere
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        return codes, GPUScaledWeight(codes, DTYPE)
+
+
+@pytest.mark.parametrize(("per", "activations"), [("channel", Activations.BY_TOKEN), ("block", Activations.BY_BLOCK)])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_activations_stay_numbers(per: str, activations: Activations, num_rows: int) -> None:
+    codes, weight = made(torch.float8_e4m3fn, per, activations)
+    x = rows_of(num_rows)
+    expected = x.double() @ codes.dequantize(DTYPE).double().t()
+    assert weight.row_codes is None
+    assert_near(weight.product(x, None), expected, expected)
+
+
+def warned_of(weight: GPUScaledWeight) -> list[str]:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"qkv_proj": nn.ModuleDict({"weight": weight})})])})
+    with warnings.catch_warnings(record=True) as found:
+        loader._warn_of_fp8(model, SimpleNamespace(path="here"))  # type: ignore[arg-type]
+    return [str(warning.message) for warning in found]
+
+
+def test_a_warning_says_what_to_take_instead() -> None:
+    _, weight = made(torch.float8_e4m3fn, "channel", Activations.BY_TOKEN)
+    (said,) = warned_of(weight)
+    assert (
+        "does not multiply fp8" in said and "of layers.0.qkv_proj and 0 more layers only the weights are codes" in said
+    )
+    assert said.endswith("take int8, by a checkpoint of it or with quantization='int8'")
+
+
+def test_of_integers_and_of_weights_alone_nothing_is_said() -> None:
+    for dtype, activations in ((torch.int8, Activations.BY_TOKEN), (torch.float8_e4m3fn, Activations.PLAIN)):
+        _, weight = made(dtype, "channel", activations)
+        assert warned_of(weight) == []
+    assert made(torch.int8, "channel", Activations.BY_TOKEN)[1].row_codes is not None
