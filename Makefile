@@ -23,7 +23,7 @@ viz: $(VENV)/.ui  ## watch the embedded model's engine in a browser
 	@$(BIN)/python -m teachllm_cli viz $(ARGS)
 
 test: lint  ## format and lint checks, types, tests
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev  ## format and lint checks, types
 	$(BIN)/python -m ruff check
