@@ -123,9 +123,16 @@ def quantization_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] 
 
     Args:
         raw: its config.json.
+
+    Raises:
+        ModelError: it is something else than settings by name.
     """
     found = raw.get("quantization_config") or raw.get("compression_config")
     beside = folder / "hf_quant_config.json"
     if not found and beside.exists():
         found = read_json(beside) | {"quant_method": "modelopt"}
-    return dict(found) if found else None
+    if not found:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("quant_method", ""), str):
+        raise ModelError(f"{folder}: quantization_config in config.json is not settings by name: get it anew")
+    return dict(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,15 @@ def test_settings_that_no_such_file_has_are_refused(
     write_checkpoint(name, plain, tmp_path)
     edit(tmp_path, lambda config: config.update(changes))
     with pytest.raises(ModelError, match=says):
+        generate(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["gptq", ["bits", 4], {"quant_method": ["gptq"]}])
+def test_what_is_no_settings_at_all_is_refused(config: Any, plain: Path, tmp_path: Path) -> None:
+    write_checkpoint("gptq int4", plain, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    with pytest.raises(ModelError, match=r"quantization_config in config.json is not settings by name: get it"):
         generate(tmp_path)
 
 

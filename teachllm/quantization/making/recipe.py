@@ -148,7 +148,9 @@ class Recipe:
         try:
             schemes[self.method].stored(num_out, num_in)
         except ValueError as error:
-            raise ValueError(f"{name} [{num_out}, {num_in}]: {error}") from None
+            what = str(error).partition(":")[0]  # the rest is for who reads a checkpoint
+            fix = "use --method int8 or fp8, which take any size"
+            raise ValueError(f"{name} [{num_out}, {num_in}]: {what}: {fix}") from None
 
 
 def several(methods: Sequence[str] | None, settings: Mapping[str, Any]) -> list[Recipe]:

@@ -45,9 +45,13 @@ def test_settings_that_a_method_does_not_have_are_refused(settings: dict[str, An
     [
         (Recipe("gptq"), (64, 96), "a.b has 96 inputs, which groups of 128 do not divide: set --group-size 32"),
         (Recipe("rtn"), (64, 100), "a.b has 100 inputs, which groups of 128 do not divide: set --group-size -1"),
-        (Recipe("gptq", group_size=-1), (64, 100), r"a.b \[64, 100\]: GPTQ packs 8 codes to a word"),
-        (Recipe("awq"), (20, 128), r"a.b \[20, 128\]: AWQ packs 8 outputs to a word"),
-        (Recipe("autoround", is_symmetric=False), (20, 128), r"a.b \[20, 128\]: AWQ packs 8 outputs to a word"),
+        (
+            Recipe("gptq", group_size=-1),
+            (64, 100),
+            r"a.b \[64, 100\]: GPTQ packs 8 .*: use --method int8 or fp8",
+        ),
+        (Recipe("awq"), (20, 128), r"a.b \[20, 128\]: AWQ packs 8 .*: use --method int8"),
+        (Recipe("autoround", is_symmetric=False), (20, 128), r"a.b \[20, 128\]: AWQ packs 8 .*: use --method int8"),
     ],
 )
 def test_a_layer_that_a_format_cannot_hold_is_named(recipe: Recipe, shape: tuple[int, int], says: str) -> None:
