@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from statistics import mean
@@ -114,3 +115,5 @@ def test_the_picture_is_a_page_that_needs_no_network(tmp_path: Path) -> None:
     page = (tmp_path / "plot.html").read_text()
     assert '"name":"int8"' in page and "&lt;model" in page
     assert 'src="http' not in page
+    axes = re.findall(r'"yaxis2?":(\{"anchor"(?:[^{}]|\{[^{}]*\})*\})', page)
+    assert len(axes) == 2 and all('"type":"log"' in axis for axis in axes)  # a method stands at one height in both
