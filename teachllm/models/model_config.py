@@ -37,6 +37,7 @@ class ModelConfig(Shape):
         weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
         active_bytes: of the parameters that `num_active_parameters` counts.
         quantization: how its weights are quantized, for people; None: they are not. See `quantization_of`.
+        num_multiplied_as_codes: of the parameters that `num_active_parameters` counts, those multiplied as 8-bit codes.
         dequantized: what a step of many tokens on a GPU makes of codes, see `Dequantized`.
         generation_defaults: sampling settings that generation_config.json recommends.
         raw: config.json.
@@ -52,6 +53,7 @@ class ModelConfig(Shape):
     weight_bytes: int
     active_bytes: int
     quantization: str | None
+    num_multiplied_as_codes: int
     dequantized: tuple[int, int, int]
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
@@ -106,11 +108,11 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         num_parameters = sum(t.num_elements for t in stored.values())
         if shape.tied and "lm_head.weight" in stored:
             num_parameters -= stored["lm_head.weight"].num_elements
-    saved_bytes, widths, dequantized = 0, dict[str, int](), (0, 0, 0)
+    saved_bytes, widths, dequantized, num_as_codes = 0, dict[str, int](), (0, 0, 0), 0
     if quantization is not None and device_type != "cpu":
         from teachllm.models.quantized_needs import needs_of  # loads torch
 
-        saved_bytes, widths, dequantized = needs_of(raw, quantization, size)
+        saved_bytes, widths, dequantized, num_as_codes = needs_of(raw, quantization, size)
     num_kept = num_parameters + _num_beside(raw, implementation, device_type, max_model_len)
     return ModelConfig(
         **(asdict(shape) | {"num_parameters": num_parameters} | widths),
@@ -123,6 +125,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         weight_bytes=num_kept * size - saved_bytes,
         active_bytes=shape.num_active_parameters * size - saved_bytes,
         quantization=None if quantization is None else quantization.name,
+        num_multiplied_as_codes=num_as_codes,
         dequantized=dequantized,
         generation_defaults=_generation_defaults(defaults),
         raw=raw,

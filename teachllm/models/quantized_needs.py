@@ -44,11 +44,13 @@ class Needs(NamedTuple):
         saved_bytes: by which its projections are smaller than plain numbers.
         widths: peak widths that are not those of plain numbers, by their names in `Shape`.
         dequantized: of steps of many tokens.
+        num_multiplied_as_codes: parameters whose products are of codes on both sides.
     """
 
     saved_bytes: int
     widths: dict[str, int]
     dequantized: Dequantized
+    num_multiplied_as_codes: int
 
 
 def needs_of(raw: dict[str, Any], quantization: Quantization, dtype_bytes: int) -> Needs:
@@ -64,14 +66,15 @@ def needs_of(raw: dict[str, Any], quantization: Quantization, dtype_bytes: int) 
         for each in linears
         if any(not quantizes_rows(part) for part in each.unread())
     ]
+    as_codes = sum(part.num_parameters for each in linears for part in each.unread() if quantizes_rows(part))
     widths, dequantized = {}, Dequantized()
-    if any(quantizes_rows(part) for each in linears for part in each.unread()):
+    if as_codes:
         width = max(_width_with_codes(config), peak_width(config) if weight_only else 0)
         widths = dict.fromkeys(("peak_width", "gated_peak_width"), width)
     if weight_only:
         beside = peak_width(config, is_gated=True) - max(_attended(config) - config.intermediate_size, 0)
         dequantized = Dequantized(max(weight_only), beside + config.intermediate_size, beside)
-    return Needs(saved, widths, dequantized)
+    return Needs(saved, widths, dequantized, as_codes)
 
 
 def quantizes_rows(part: PartCodes) -> bool:

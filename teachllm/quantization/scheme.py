@@ -220,6 +220,11 @@ class PartCodes:
                 self._when_read()
 
     @property
+    def num_parameters(self) -> int:
+        """Numbers that its codes stand for."""
+        return self._shape[0] * self._shape[1]
+
+    @property
     def num_bytes(self) -> int:
         """What its codes take on a GPU."""
         return self.scheme.num_bytes(*self._shape)

@@ -61,6 +61,18 @@ def test_decode_at_batch_1_reads_every_weight_but_the_looked_up_embedding(model)
     assert weights_read(small) == 2 * small.num_parameters == 1_192_099_840  # tied: the embedding is the head
 
 
+@pytest.mark.parametrize(("quantization", "counts"), [(None, 1.0), ("int4", 1.0), ("fp8", 0.5), ("int8", 0.5)])
+def test_products_of_codes_take_half_as_long(tmp_path: Path, quantization: str | None, counts: float) -> None:
+    settings = {"load_format": "dummy", "dtype": "bfloat16", "quantization": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    found = load_model_config(EngineConfig(model=str(tmp_path), **settings), "cuda")
+    ceilings = Ceilings("", "", read_bandwidth=1e30, copy_bandwidth=1.0, gemm_flops=1.0, attention_flops=1e30)
+    work = step_work(found, Step([40], [40], num_sampled=40))
+    assert work.matrix_flops == 2 * 40 * (found.num_active_parameters + 500 * 64)
+    codes = 2 * 40 * 3 * DENSE_PROJECTIONS
+    assert work.seconds(ceilings) == pytest.approx(work.matrix_flops - (1 - counts) * codes)
+
+
 # Between embedding and head of a GPT-2 with two layers of 64 features: attention and MLP with biases, norms.
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 5000}
 GPT2 |= {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
@@ -73,6 +85,10 @@ QWEN3_MOE = SPARSE | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "q
 QWEN3_MOE |= {"num_experts": 8, "num_experts_per_tok": 2}
 ARIA = SPARSE | {"architectures": ["AriaTextForCausalLM"], "model_type": "aria_text", "moe_num_experts": 8}
 ARIA |= {"moe_topk": 2, "moe_num_shared_experts": 1}
+
+
+DENSE = SPARSE | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+DENSE_PROJECTIONS = SPARSE_ATTENTION + 3 * 64 * 32
 
 
 def describe(folder: Path, raw: dict[str, Any]) -> ModelConfig:
