@@ -62,9 +62,11 @@ def load_model(
         if config.load_format == "dummy":
             fill_randomly(model, config.seed)
         return model.eval().requires_grad_(False)
-    names = frozenset(stored_tensors(folder)) if config.load_format not in ("dummy", "pt") else None
-    quantization = quantization_of(model_config.raw, folder, config.quantization, names)
-    schemes = UNQUANTIZED if quantization is None else quantization.schemes
+    schemes = UNQUANTIZED
+    if model_config.quantization is not None:
+        names = frozenset(stored_tensors(folder)) if config.load_format not in ("dummy", "pt") else None
+        quantization = quantization_of(model_config.raw, folder, config.quantization, names)
+        schemes = UNQUANTIZED if quantization is None else quantization.schemes
     shape = parse(model_config.raw)
     own = new_module(lambda: LlamaForCausalLM(shape, model_config.max_model_len, schemes), device, dtype)
     _warn_of_batch_scales(own, model_config)
