@@ -123,7 +123,7 @@ def tiling_of(
     if blocks * splits > PLACES and _SHARED_OF_TWO - staged >= 3 * stage and not alone:
         room = _SHARED_OF_TWO
     stages = min(tiles, (room - staged) // stage, _MAX_STAGES)
-    box = 32 if grouped and rest > 0 else min(max(8, rows // 4), 32)
+    box = 32 if grouped and rest > 0 else min(max(8, rows // 2), 32)
     return Tiling(rows, rest, box, stripes, splits, block_k, tiles, stages, direct)
 
 
