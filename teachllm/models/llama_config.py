@@ -140,3 +140,19 @@ def _windows(values: dict[str, Any], architecture: str) -> tuple[int | None, ...
     if layer_types is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
     return tuple(window if i >= values.get("max_window_layers", 28) else None for i in range(num_layers))
+
+
+def peak_width(config: LlamaConfig, is_gated: bool = False, is_fixed: bool = False) -> int:
+    """Numbers a token keeps alive at the widest point of the forward pass on a GPU, in steps of thousands of tokens.
+
+    Alive all the way are cosine, sine, the residual stream and what the last norm made of it. Beside them either QKV
+    and what attention makes of it, or gate, up and their product; of these the product alone if it `is_gated` before it
+    is written. A projection with a bias, or one that `is_fixed`, does not add to the stream itself: its result is there
+    as well, and inside a block the one it was given.
+    """
+    heads_size = config.num_heads * config.head_size
+    qkv_size = heads_size + 2 * config.num_kv_heads * config.head_size
+    apart = (config.o_bias or is_fixed) + (config.mlp_bias or is_fixed)
+    own_results = apart + 1 if apart else 0
+    wide = max(qkv_size + heads_size, (1 if is_gated else 3) * config.intermediate_size)
+    return 2 * config.head_size + (2 + own_results) * config.hidden_size + wide

@@ -16,11 +16,12 @@ Source: Gholami et al., "A Survey of Quantization Methods for Efficient Neural N
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 
+from teachllm.distributed.slices import Slice
 from teachllm_kernels.packed_weight import E2M1, INPUTS_OF_A_STEP
 
 BLOCK = 128  # rows and columns of a block that has a scale
@@ -121,6 +122,47 @@ class ScaledWeight:
 
 
 Quantized = GroupedCodes | ScaledWeight
+
+
+def part_of(numbers: Quantized, rows: Slice, columns: Slice) -> Quantized:
+    """Some outputs and inputs of a weight, with the same numbers.
+
+    Raises:
+        ValueError: blocks would be cut; "why: what would do".
+    """
+    num_out, num_in = numbers.codes.shape
+    at, inputs = rows.of(num_out), columns.of(num_in)
+    if isinstance(numbers, GroupedCodes):
+        return _part_of_groups(numbers, at, inputs)
+    codes, scales = numbers.codes[at, inputs].clone(), numbers.scales
+    if numbers.block is not None:
+        edges = (at.start, inputs.start)
+        if any(edge % size for edge, size in zip(edges, numbers.block, strict=True)):
+            raise ValueError(
+                f"a part of {list(codes.shape)} cuts its blocks of {list(numbers.block)}, which have a scale each: set "
+                "tensor_parallel_size lower"
+            )
+        ends = (-(-at.stop // numbers.block[0]), -(-inputs.stop // numbers.block[1]))
+        starts = (at.start // numbers.block[0], inputs.start // numbers.block[1])
+        scales = scales[starts[0] : ends[0], starts[1] : ends[1]]
+    elif len(scales) > 1:
+        scales = scales[at]
+    return replace(numbers, codes=codes, scales=scales.clone())
+
+
+def _part_of_groups(numbers: GroupedCodes, at: slice, inputs: slice) -> GroupedCodes:
+    """Groups that are cut keep their number: each input then says which is its own."""
+    size, num_in = numbers.group_size, numbers.codes.shape[1]
+    groups, index = slice(None), numbers.group_index
+    if index is not None:
+        index = index[inputs]
+    elif inputs.start % size == 0 and (inputs.stop % size == 0 or inputs.stop == num_in):
+        groups = slice(inputs.start // size, -(-inputs.stop // size))
+    elif numbers.scales.shape[1] > 1:
+        index = torch.arange(inputs.start, inputs.stop, dtype=torch.int32, device=numbers.codes.device) // size
+    zeros = None if numbers.zeros is None else numbers.zeros[at, groups].clone()
+    codes, scales = numbers.codes[at, inputs].clone(), numbers.scales[at, groups].clone()
+    return replace(numbers, codes=codes, scales=scales, zeros=zeros, group_index=index)
 
 
 def fits_kernels(num_groups: int, group_size: int) -> bool:
