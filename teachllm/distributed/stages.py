@@ -1,5 +1,4 @@
-"""A stage of a pipeline as if it were the whole model: it waits for what the stage before it computed, and hands on what
-it computes itself.
+"""A stage of a pipeline as if it were the whole model: it waits for what the one before computed, and hands its own on.
 
 Only hidden states travel, [num_tokens, hidden_size] a step, so a slow network between stages will do where tensor
 parallelism would need a fast one. One step is no faster by it: every token goes through all layers all the same. Stages

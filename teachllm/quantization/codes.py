@@ -25,6 +25,7 @@ from teachllm.distributed.slices import Slice
 from teachllm_kernels.packed_weight import E2M1, INPUTS_OF_A_STEP
 
 BLOCK = 128  # rows and columns of a block that has a scale
+_FEWER_RANKS = "set tensor_parallel_size lower"
 _ROWS = 4096  # of which numbers are made at a time: what is in between takes 16 bytes a number; a multiple of `BLOCK`
 
 
@@ -136,18 +137,18 @@ def part_of(numbers: Quantized, rows: Slice, columns: Slice) -> Quantized:
         return _part_of_groups(numbers, at, inputs)
     codes, scales = numbers.codes[at, inputs].clone(), numbers.scales
     if numbers.block is not None:
-        edges = (at.start, inputs.start)
-        if any(edge % size for edge, size in zip(edges, numbers.block, strict=True)):
-            raise ValueError(
-                f"a part of {list(codes.shape)} cuts its blocks of {list(numbers.block)}, which have a scale each: set "
-                "tensor_parallel_size lower"
-            )
-        ends = (-(-at.stop // numbers.block[0]), -(-inputs.stop // numbers.block[1]))
-        starts = (at.start // numbers.block[0], inputs.start // numbers.block[1])
-        scales = scales[starts[0] : ends[0], starts[1] : ends[1]]
+        scales = scales[_blocks(at, numbers.block[0]), _blocks(inputs, numbers.block[1])]
     elif len(scales) > 1:
         scales = scales[at]
     return replace(numbers, codes=codes, scales=scales.clone())
+
+
+def _blocks(part: slice, size: int) -> slice:
+    """Those of a part, which begins with one or lies in one."""
+    first, last = part.start // size, (part.stop - 1) // size
+    if part.start % size and first != last:
+        raise ValueError(f"a part from {part.start} on cuts blocks of {size}, which have a scale: {_FEWER_RANKS}")
+    return slice(first, last + 1)
 
 
 def _part_of_groups(numbers: GroupedCodes, at: slice, inputs: slice) -> GroupedCodes:

@@ -84,4 +84,8 @@ def on_ranks(layout: Layout, work: Callable[[Ranks], T]) -> list[T]:
             raise
 
     with ThreadPoolExecutor(layout.num_ranks) as pool:
-        return [each.result() for each in [pool.submit(run, rank) for rank in range(layout.num_ranks)]]
+        done = [pool.submit(run, rank) for rank in range(layout.num_ranks)]
+    failed = [each.exception() for each in done]
+    for error in sorted(filter(None, failed), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # the first that is not for another's sake
+    return [each.result() for each in done]
