@@ -73,7 +73,6 @@ def test_a_checkpoint_whose_blocks_ranks_would_cut_is_refused_with_the_layer(tmp
     config.intermediate_size = 384
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
     write_checkpoint("fp8 by block", tmp_path / "plain", tmp_path / "quantized")
-    with pytest.raises(
-        ModelError, match=r"mlp\.\w+_proj: a part from 192 on cuts blocks of 128.* set tensor_parallel_size"
-    ):
-        run(str(tmp_path / "quantized"), Layout(2, 1), [])
+    sequences = [torch.arange(40), torch.arange(9), torch.arange(23)]
+    with pytest.raises(ModelError, match=r"mlp\.\w+_proj: a part from 192 on cuts blocks of 128.* set tensor_par"):
+        run(str(tmp_path / "quantized"), Layout(2, 1), sequences)
