@@ -88,6 +88,11 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
     """
     if place.layout.num_ranks == 1:
         return model
+    if model.implementation != "teachllm":
+        raise ModelError(
+            f"{model.architecture} runs through transformers' code, of which no rank can have a part: set "
+            "tensor_parallel_size=1 and pipeline_parallel_size=1; data_parallel_size shares its requests"
+        )
     whole = parse(model.raw)
     own, size = of_rank(whole, place), DTYPE_BYTES[model.dtype]
     layers = own.num_active_parameters - own.hidden_size

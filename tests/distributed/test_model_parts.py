@@ -94,6 +94,12 @@ def test_what_cannot_be_shared_equally_is_refused_with_the_sizes_that_do(tmp_pat
         run(folder, Layout(pipeline=4), [])
 
 
+def test_what_runs_through_transformers_is_not_shared(tmp_path: Path) -> None:
+    config = EngineConfig(model=make_checkpoint("gemma2", tmp_path))
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM runs through transformers' code, of which no rank"):
+        model_of_rank(load_model_config(config), Layout(2, 1).place(0))
+
+
 def test_ranks_hold_together_what_the_whole_holds(tmp_path: Path) -> None:
     config = EngineConfig(model=make_checkpoint("llama2", tmp_path), load_format="dummy")
     whole: ModelConfig = load_model_config(config)
