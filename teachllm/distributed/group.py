@@ -99,8 +99,8 @@ class Alone:
     rank = 0
     size = 1
 
-    def __init__(self) -> None:
-        self.traffic = Traffic()
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self.traffic = traffic or Traffic()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`."""

@@ -226,7 +226,7 @@ class ModelRunner:
     ) -> SamplerOutput:
         """A token of each logits row, on every rank that has a part of the logits."""
         group, logits = self._ranks.tensor, step.logits
-        if group.size > 1:
+        if group.size > 1 and step.logits_rows:
             if self._sampler.is_plain_greedy(step.logits_rows):
                 return SamplerOutput(argmax_of_all(logits, group.rank * logits.shape[1], group))
             logits = group.all_gather(logits).transpose(0, 1).flatten(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
-from teachllm.models.model_config import load_model_config
+from teachllm.distributed.step_bytes import Counts, step_bytes
+from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.sharing import model_of_rank
 from teachllm.worker.model_runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks
 
 CPU = torch.device("cpu")
@@ -31,50 +35,61 @@ PARAMS = {
 }
 
 
-def generate(folder: str, layout: Layout, params: dict[str, Any], **settings: Any) -> list[dict[str, list[int]]]:
-    """By every rank: the tokens of some requests, few blocks and all. Each rank has a scheduler of its own, and as a
-    scheduler is told what the last stage sampled, all make the same plans; so does the one of the engine."""
-    config = EngineConfig(
-        model=folder, block_size=4, num_gpu_blocks_override=24, max_num_batched_tokens=16, max_num_seqs=4
-    )
+def work(ranks: Ranks, folder: str, params: dict[str, Any], counts_bytes: bool = False) -> dict[str, list[int]]:
+    """One rank's tokens of some requests, for which there are too few blocks. It has a scheduler of its own: told what
+    the last stage sampled, all make the same plans, as if one had made them for all.
+
+    Args:
+        counts_bytes: what every step sends is looked at.
+    """
+    limits = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    config = EngineConfig(model=folder, block_size=4, **limits)
     model = load_model_config(config)
-    config = config.resolve(model.max_model_len)
+    config, layout = config.resolve(model.max_model_len), ranks.place.layout
+    runner = ModelRunner(config, model, CPU, ranks=ranks)
+    scheduler = Scheduler(config, runner.memory.num_blocks, b"")
+    draw = random.Random(1)
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(3, 30))],
+            sampling_params=SamplingParams(max_tokens=12, ignore_eos=True, **params),
+            eos_token_ids=frozenset(),
+            arrival_time=0.0,
+        )
+        for i in range(6)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    flying: deque[tuple[SchedulerOutput, Any]] = deque()
+    while scheduler.has_unfinished or flying:
+        plan = scheduler.schedule()
+        if plan.scheduled:
+            ranks.world.traffic.take()
+            flying.append((plan, runner.sample(runner.execute(plan))))
+            if counts_bytes:
+                counted, expected = ranks.world.traffic.take(), predicted(ranks, model, plan)
+                assert counted == expected, f"rank {ranks.place.rank} sent {counted}, predicted were {expected}"
+        if len(flying) >= layout.pipeline or not plan.scheduled:
+            oldest, output = flying.popleft()
+            told = torch.tensor([ids[0] if ids else -1 for ids in output.sampled_token_ids])
+            ranks.world.broadcast(told, layout.stage(layout.pipeline - 1)[0])
+            output.sampled_token_ids = [[i] if i >= 0 else [] for i in told.tolist()]
+            if not ranks.place.is_last_stage:
+                runner.learn(oldest.step, output.sampled_token_ids)
+            scheduler.update(oldest, output)
+    return {request.request_id: list(request.token_ids) for request in requests}
 
-    def work(ranks: Ranks) -> dict[str, list[int]]:
-        runner = ModelRunner(config, model, CPU, ranks=ranks)
-        scheduler = Scheduler(config, runner.memory.num_blocks, b"")
-        draw = random.Random(1)
-        requests = [
-            Request(
-                request_id=str(i),
-                prompt_token_ids=[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(3, 30))],
-                sampling_params=SamplingParams(max_tokens=12, ignore_eos=True, **params),
-                eos_token_ids=frozenset(),
-                arrival_time=0.0,
-            )
-            for i in range(6)
-        ]
-        for request in requests:
-            scheduler.add(request)
-        flying: deque[tuple[SchedulerOutput, Any]] = deque()
-        speaker = layout.stage(layout.pipeline - 1)[0]
-        while scheduler.has_unfinished or flying:
-            plan = scheduler.schedule()
-            if plan.scheduled:
-                flying.append((plan, runner.sample(runner.execute(plan))))
-            if len(flying) >= layout.pipeline or not plan.scheduled:
-                oldest, output = flying.popleft()
-                told = torch.zeros(len(oldest.scheduled), dtype=torch.int64) - 1
-                for i, ids in enumerate(output.sampled_token_ids):
-                    told[i] = ids[0] if ids else -1
-                ranks.world.broadcast(told, speaker)
-                output.sampled_token_ids = [[i] if i >= 0 else [] for i in told.tolist()]
-                if not ranks.place.is_last_stage:
-                    runner.learn(oldest.step, output.sampled_token_ids)
-                scheduler.update(oldest, output)
-        return {request.request_id: list(request.token_ids) for request in requests}
 
-    return on_ranks(layout, work)
+def predicted(ranks: Ranks, model: ModelConfig, plan: SchedulerOutput) -> Counts:
+    num_layers = model_of_rank(model, ranks.place).num_layers
+    num_sampled = sum(share.samples for share in plan.scheduled)
+    return step_bytes(ranks.place, num_layers, model.hidden_size, 4, plan.num_tokens, num_sampled)
+
+
+def generate(folder: str, layout: Layout, params: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """By every rank."""
+    return on_ranks(layout, partial(work, folder=folder, params=params))
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +103,9 @@ def test_ranks_sample_what_one_alone_does(folder: str, layout: Layout, kind: str
     [expected] = generate(folder, Layout(), PARAMS[kind])
     assert all(found == expected for found in generate(folder, layout, PARAMS[kind]))
     assert len(set(expected["0"])) > 8
+
+
+def test_processes_send_the_bytes_that_were_predicted(folder: str) -> None:
+    [expected] = generate(folder, Layout(), PARAMS["greedy"])
+    greedy = partial(work, folder=folder, params=PARAMS["greedy"], counts_bytes=True)
+    assert on_processes(Layout(2, 2), greedy) == [expected] * 4
