@@ -138,7 +138,8 @@ def decode_output(data: bytes) -> ModelRunnerOutput:
         scores.append(None if length == _NONE else entries)
     return ModelRunnerOutput(
         sampled,
-        *scores,
+        scores[0],
+        scores[1],
         num_drafted=None if num_drafted is None else num_drafted[0],
         draft_token_ids=drafts,
         seconds=floats[0] if is_timed else None,
