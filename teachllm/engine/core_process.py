@@ -27,6 +27,7 @@ import zmq
 
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
+from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.engine.engine_core import EngineCore
 from teachllm.engine.make_core import make_core
 from teachllm.engine.messages import (
@@ -131,7 +132,9 @@ class CoreProcess:
                         return
                     self._safely(partial(self._obey, message))
                 has_news = True
-            else:  # there is one, or the executor has died, as it will say
+            elif self._core.executor.sentinel in ready:  # it has died, as it says to whoever wants something
+                self._safely(partial(self._core.executor.execute, SchedulerOutput(0)))
+            else:
                 self._safely(self._step)
 
     def _safely(self, act: Callable[[], None]) -> None:
