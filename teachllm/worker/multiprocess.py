@@ -183,7 +183,8 @@ class MultiprocessExecutor:
                 if meeting is not None:
                     listener = meeting.fileno() if rank == 0 else None
                     passed += [] if listener is None else [listener]
-                    rendezvous = Rendezvous(*meeting.getsockname()[:2], listener)
+                    host, port = meeting.getsockname()
+                    rendezvous = Rendezvous(host, port, listener)
                 start = Start(
                     asdict(self._config_of(rank)),
                     (self._layout.tensor, self._layout.pipeline),
