@@ -43,7 +43,11 @@ FLOORS = {
     "teachllm.distributed": ("teachllm.distributed", *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.quantization.making": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
-    "teachllm.worker": ("teachllm.worker", "teachllm.models", *FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.distributed": ("teachllm.distributed", *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.worker": (
+        *("teachllm", "teachllm.worker", "teachllm.models"),
+        *(*FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    ),
     "teachllm.roofline": ("teachllm.models.model_config",),
     "teachllm.trace": ("teachllm.trace", "teachllm.core", *PLAIN_DATA),
     "teachllm.engine": (

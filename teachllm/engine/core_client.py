@@ -7,12 +7,9 @@ To `Engine` it is a core like any other, but for three things: it steps by itsel
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,10 +22,10 @@ import zmq
 from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
-from teachllm.engine.engine import EngineDeadError
 from teachllm.engine.messages import (
     Add,
     Close,
+    Died,
     Failed,
     Finish,
     FromCore,
@@ -47,10 +44,10 @@ from teachllm.engine.stats import StepStats
 from teachllm.engine.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
+from teachllm.worker.child import how_it_ended, start_child
+from teachllm.worker.errors import EngineDeadError
 
 _SECONDS_TO_END = 4.0
-# PyTorch and oneDNN keep a plan for each number of rows that a matrix product has met: in the end, hundreds of MB.
-_CACHE_SIZES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 
 
 class CoreClient:
@@ -97,7 +94,7 @@ class CoreClient:
         self._poller = zmq.Poller()
         for source in (self._socket, self._woken):
             self._poller.register(source, zmq.POLLIN)
-        self._process = _start_process(address)
+        self._process = start_child("teachllm.engine.core_process", address)
         threading.Thread(target=self._watch, name="engine process", daemon=True).start()
         try:
             self._say(Start(config, trace_sink is not None))
@@ -173,9 +170,11 @@ class CoreClient:
 
         Raises:
             RuntimeError: the step failed, and was taken back.
-            EngineDeadError: the process has ended.
+            EngineDeadError: the process has ended, or one that computes for it.
         """
         message = self._receive()
+        if isinstance(message, Died):
+            raise EngineDeadError(message.error)
         if isinstance(message, Failed):
             raise RuntimeError(message.error)
         if not isinstance(message, Stepped):
@@ -257,26 +256,10 @@ class CoreClient:
             return decode_from_core(self._socket.recv())
         self._woken.recv(4096)
         if self._is_dead:
-            raise EngineDeadError(f"the engine's process has ended with {_how_it_ended(self._process.returncode)}")
+            raise EngineDeadError(f"the engine's process has ended with {how_it_ended(self._process.returncode)}")
         return None
 
     def _watch(self) -> None:
         self._process.wait()
         self._is_dead = True
         self.interrupt()
-
-
-def _start_process(address: str) -> subprocess.Popen[bytes]:
-    """A fresh interpreter, which sees the packages that this one sees. A new session: Ctrl-C does not reach it."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "teachllm.engine.core_process", address],  # -P: nothing of the current folder
-        stdin=subprocess.PIPE,  # closes when this process ends
-        stdout=sys.stderr.fileno(),
-        env=_CACHE_SIZES | os.environ | {"PYTHONPATH": path},
-        start_new_session=True,
-    )
-
-
-def _how_it_ended(returncode: int) -> str:
-    return signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"

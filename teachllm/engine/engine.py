@@ -28,15 +28,12 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.trace.recorder import Recorder
+from teachllm.worker.errors import EngineDeadError as EngineDeadError
 
 if TYPE_CHECKING:
     from teachllm.engine.engine_core import EngineCore
     from teachllm.spec_decode.drafter import Drafter
     from teachllm.worker.executor import Executor
-
-
-class EngineDeadError(RuntimeError):
-    """The process of the engine's core has ended and nobody told it to."""
 
 
 class Core(Protocol):
@@ -203,7 +200,7 @@ class Engine:
             scheduling it is one step behind.
 
         Raises:
-            EngineDeadError: the core's process has ended.
+            EngineDeadError: the core's process has ended, or one that computes for it.
             Exception: the step failed and was taken back; its requests may be aborted, or tried again.
         """
         changed: dict[str, RequestOutput] = {}

@@ -27,6 +27,7 @@ from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
+from teachllm.worker.multiprocess import MultiprocessExecutor
 
 
 def make_core(
@@ -50,6 +51,8 @@ def make_core(
     Raises:
         ValueError: the checkpoint or the settings are refused; one line says why and what to change.
     """
+    if config.distributed_executor_backend == "ray":
+        raise ValueError("distributed_executor_backend='ray' is not there yet: set it to 'mp', or leave it out")
     device = select_device(config.device)
     model = load_model_config(config, device.type)
     config = replace(config, device=str(device)).resolve(model.max_model_len)
@@ -61,14 +64,22 @@ def make_core(
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
         recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
     weighty = load_drafter_config(config, model, device.type)
-    make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+    executor: Executor
+    record: Callable[[Sequence[int], bool], Prior | None] | None
     try:
-        runner = make_runner(config, model, device, progress, weighty)
+        if config.num_ranks > 1 or config.distributed_executor_backend is not None:
+            ranks = MultiprocessExecutor(config, progress, times_steps=recorder is not None)
+            executor, record = ranks, ranks.record_ahead if device.type == "cuda" else None
+        else:
+            make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+            runner = make_runner(config, model, device, progress, weighty)
+            if isinstance(runner, GPUModelRunner):
+                runner.times_steps = recorder is not None
+            executor, record = InProcessExecutor(runner), getattr(runner, "record_ahead", None)
     except BaseException:
         if file is not None:
             file.close()
         raise
-    executor: Executor = InProcessExecutor(runner)
     if make_executor is not None:
         executor = make_executor(config, executor)
     kinds = (model.dtype, model.quantization, model.kv_dtype)
@@ -76,8 +87,6 @@ def make_core(
     roofline: StepRoofline | None = None
     if recorder is not None:
         roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
-        if isinstance(runner, GPUModelRunner):
-            runner.times_steps = True
     core = EngineCore(
         config,
         executor,
@@ -85,7 +94,7 @@ def make_core(
         recorder,
         roofline=roofline,
         on_close=None if file is None else file.close,
-        **_speculation(config, model, drafter, weighty, getattr(runner, "record_ahead", None)),
+        **_speculation(config, model, drafter, weighty, record),
     )
     if weighty is not None and weighty.max_len < model.max_model_len:
         core.scheduler.drafter_len = weighty.max_len

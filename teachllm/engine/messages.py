@@ -120,8 +120,14 @@ class Failed(Message, frozen=True):
     error: str
 
 
+class Died(Message, frozen=True):
+    """What computes has died; the process ends."""
+
+    error: str
+
+
 ToCore = Start | Add | Finish | ResetPrefixCache | Close
-FromCore = Loading | Ready | Refused | Stepped | Failed
+FromCore = Loading | Ready | Refused | Stepped | Failed | Died
 
 
 def _plain(value: Any) -> Any:
