@@ -1,8 +1,9 @@
-"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3.
+"""The Llama family: Llama 2 and 3, Mistral and Mixtral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE.
 
 They share one block (norm, attention, norm, gated MLP, both added to a residual stream) and differ in details that
 `llama_config.py` lists: Qwen2 has biases on Q, K and V, Qwen3 normalises every head of Q and K, Mistral and some Qwen2
-look back only so far. The forward pass works on a step's flat batch of tokens, see `layers/attention.py`.
+look back only so far, mixtures have experts in the MLP's place (`moe.py`). The forward pass works on a step's flat
+batch of tokens, see `layers/attention.py`.
 
 Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and the families' reports.
 """
@@ -17,10 +18,13 @@ from torch import nn
 
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Destination, Linear
-from teachllm.layers.norm import RMSNorm
+from teachllm.layers.linear import Destination, Linear, Rows
+from teachllm.layers.norm import RMSNorm, RowCodes
 from teachllm.layers.rotary import Rotary
+from teachllm.models import moe
 from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.moe import SparseMLP
+from teachllm.models.moe_config import MoeConfig
 from teachllm.models.shape import Shape
 from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes
 from teachllm_kernels.paged_decode import fused_paged_decode
@@ -134,9 +138,23 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias, schemes, is_gated=True)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias, schemes)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Rows) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, intermediate_size]: all but the last projection."""
         return self.gate_up_proj.gated(x)
+
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What `RMSNorm` adds up to stream + MLP of x, as `Linear.onto`."""
+        return self.down_proj.onto(stream, self(x))
+
+    @property
+    def row_codes(self) -> RowCodes | None:
+        """As of `Linear`."""
+        return self.gate_up_proj.row_codes
+
+    @property
+    def fuses_one_row(self) -> bool:
+        """As of `Linear`."""
+        return self.gate_up_proj.fuses_one_row and self.down_proj.fuses_one_row
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -145,14 +163,26 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """One block. The residual stream travels beside the activations, so that norms can add to it."""
+    """One block. The residual stream travels beside the activations, so that norms can add to it.
 
-    def __init__(self, config: LlamaConfig, window: int | None, schemes: Schemes = UNQUANTIZED) -> None:
+    Args:
+        experts: in place of one MLP.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        window: int | None,
+        schemes: Schemes = UNQUANTIZED,
+        experts: MoeConfig | None = None,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = LlamaAttention(config, window, schemes=schemes.within("self_attn"))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = LlamaMLP(config, schemes.within("mlp"))
+        self.mlp: LlamaMLP | SparseMLP
+        self.mlp = SparseMLP(config.hidden_size, experts) if experts else LlamaMLP(config, schemes.within("mlp"))
+        self._mlp_name = experts.names.block if experts else "mlp"
 
     def forward(
         self,
@@ -185,20 +215,20 @@ class LlamaLayer(nn.Module):
         if wanted is not None:
             h, stream = h if ending is not None else h.index_select(0, wanted), stream.index_select(0, wanted)
         x, stream = self.self_attn.o_proj.onto(stream, h)
-        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.gate_up_proj.row_codes)
-        return self.mlp.down_proj.onto(stream, self.mlp(h))
+        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.row_codes)
+        return self.mlp.onto(stream, h)
 
     @property
     def fuses_one_row(self) -> bool:
         """Whether its products of one row do what is around them, too."""
-        attention, mlp = self.self_attn, self.mlp
-        layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        layers = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp)
         return all(layer.fuses_one_row for layer in layers)
 
     def _decode_one(
         self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """The block for one decode on a GPU, in five kernels."""
+        assert isinstance(self.mlp, LlamaMLP)
         x = self.self_attn.decode_one(x, self.input_layernorm, angles, kv_cache, metadata)
         h = self.mlp.gate_up_proj.one_row(x, self.post_attention_layernorm, gated=True)
         return self.mlp.down_proj.one_row(h, residual=x)
@@ -207,7 +237,7 @@ class LlamaLayer(nn.Module):
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         yield "input_layernorm.weight", self.input_layernorm.weight.data
         yield "post_attention_layernorm.weight", self.post_attention_layernorm.weight.data
-        for prefix, module in (("self_attn", self.self_attn), ("mlp", self.mlp)):
+        for prefix, module in (("self_attn", self.self_attn), (self._mlp_name, self.mlp)):
             for name, destination in module.checkpoint_tensors():
                 yield f"{prefix}.{name}", destination
 
@@ -221,6 +251,7 @@ class LlamaForCausalLM(nn.Module):
 
     Attributes:
         fuses_decodes: on a GPU, attention does what comes before it too, where `AttentionMetadata.is_fused` says so.
+        experts: those that some of its layers have.
     """
 
     implementation = "teachllm"
@@ -230,8 +261,9 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = Rotary(config.rotary, max_len)
+        self.experts = config.moe
         self.layers = nn.ModuleList(
-            LlamaLayer(config, window, schemes.within(f"model.layers.{index}"))
+            LlamaLayer(config, window, schemes.within(f"model.layers.{index}"), config.experts_of(index))
             for index, window in enumerate(config.windows)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
@@ -323,11 +355,15 @@ def peak_width(config: LlamaConfig, is_gated: bool = False, is_fixed: bool = Fal
     Alive all the way are cosine, sine, the residual stream and what the last norm made of it. Beside them either QKV
     and what attention makes of it, or gate, up and their product; of these the product alone if it `is_gated` before it
     is written. A projection with a bias, or one that `is_fixed`, does not add to the stream itself: its result is there
-    as well, and inside a block the one it was given.
+    as well, and inside a block the one it was given. So are the experts' results.
     """
     heads_size = config.num_heads * config.head_size
     qkv_size = heads_size + 2 * config.num_kv_heads * config.head_size
-    apart = (config.o_bias or is_fixed) + (config.mlp_bias or is_fixed)
+    apart = (config.o_bias or is_fixed) + (config.mlp_bias or is_fixed or config.moe is not None)
     own_results = apart + 1 if apart else 0
-    wide = max(qkv_size + heads_size, (1 if is_gated else 3) * config.intermediate_size)
+    wide = qkv_size + heads_size
+    if config.moe is not None:
+        wide = max(wide, moe.peak_width(config.moe, config.hidden_size))
+    if config.moe is None or not all(config.moe.layers):
+        wide = max(wide, (1 if is_gated else 3) * config.intermediate_size)
     return 2 * config.head_size + (2 + own_results) * config.hidden_size + wide

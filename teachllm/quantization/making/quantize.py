@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
-from teachllm.models.registry import OWN, ModelError, architecture_of
+from teachllm.models.registry import DENSE, OWN, ModelError, architecture_of
 from teachllm.quantization.codes import GroupedCodes, Quantized, ScaledWeight
 from teachllm.quantization.making import blocks, folding, methods, write
 from teachllm.quantization.making.blocks import Block
@@ -65,9 +65,10 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
     folder = find_folder(model)
     check_plain(folder)
     architecture = architecture_of(read_json(folder / "config.json"))
-    reason = f"{architecture} runs through transformers' code here, which takes no quantized weights"
-    if architecture not in OWN and will_run:
-        raise ModelError(f"{reason}, so there is nothing to measure: take one of {', '.join(OWN)}")
+    code = "this project's code for experts" if architecture in OWN else "transformers' code here"
+    reason = f"{architecture} runs through {code}, which takes no quantized weights"
+    if architecture not in DENSE and will_run:
+        raise ModelError(f"{reason}, so there is nothing to measure: take one of {', '.join(DENSE)}")
     parts = blocks.blocks_of(blocks.without_numbers(folder), stored_tensors(folder))
     for recipe in recipes:
         for block in parts:
@@ -75,7 +76,7 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
                 recipe.check_layer(f"{block.name}.{name}", layer.out_features, layer.in_features)
     for recipe in [recipe for recipe in recipes if recipe.needs_text][:1]:
         _rows(folder, recipe)
-    if architecture not in OWN:
+    if architecture not in DENSE:
         warnings.warn(f"{reason}: what is written is for other engines", stacklevel=3)
 
 

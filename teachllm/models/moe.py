@@ -1,0 +1,89 @@
+"""A mixture of experts in the place of a layer's MLP: Qwen3-MoE's and Mixtral's.
+
+Source: Jiang et al., "Mixtral of Experts", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from teachllm.layers.linear import Destination, Linear, Rows
+from teachllm.layers.moe import Experts, route
+from teachllm.models.moe_config import ExpertNames, MoeConfig
+
+_STACKED_GATE_UP, _STACKED_DOWN, _STACKED_ROUTER = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
+
+
+class SparseMLP(nn.Module):
+    """Router and experts: the weighted sum of what a token's experts make of it.
+
+    Args:
+        held: the experts that are here; None: all.
+        width: as much of an expert's intermediate width as is here; None: all.
+    """
+
+    row_codes = None
+    fuses_one_row = False
+
+    def __init__(
+        self, hidden_size: int, config: MoeConfig, held: range | None = None, width: int | None = None
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self.gate = Linear(hidden_size, {"gate": config.num_experts})
+        held = range(config.num_experts) if held is None else held
+        self.experts = Experts(hidden_size, held, config.intermediate_size if width is None else width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        return self.experts(x, route(self.gate(x), self._config.top_k, self._config.renormalizes))
+
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is to be added to it, stream), as `Linear.onto`."""
+        assert isinstance(x, torch.Tensor)
+        return self(x), stream
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
+        """(name, destination) of every tensor that a checkpoint holds for what is here."""
+        names = self._config.names
+        yield from self.gate.parts()
+        for index, expert in enumerate(self.experts.held):
+            for name, part in zip((names.gate, names.up, names.down), self.experts.parts(index), strict=True):
+                yield f"experts.{expert}.{name}.weight", part
+
+
+def unstacked(
+    tensors: Iterator[tuple[str, torch.Tensor, Path]], names: ExpertNames
+) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    """A checkpoint's tensors as they lie on the hub, each expert's apart.
+
+    transformers keeps experts stacked in memory, below "mlp" whatever the family, and can write them so
+    (`save_original_format=False`).
+    """
+    for name, tensor, file in tensors:
+        layer, _, rest = name.partition(".mlp.")
+        block = f"{layer}.{names.block}"
+        if rest == _STACKED_GATE_UP:
+            for expert, gate_up in enumerate(tensor):
+                gate, up = gate_up.chunk(2)
+                yield f"{block}.experts.{expert}.{names.gate}.weight", gate, file
+                yield f"{block}.experts.{expert}.{names.up}.weight", up, file
+        elif rest == _STACKED_DOWN:
+            for expert, down in enumerate(tensor):
+                yield f"{block}.experts.{expert}.{names.down}.weight", down, file
+        else:
+            yield f"{block}.{rest}" if rest == _STACKED_ROUTER else name, tensor, file
+
+
+def peak_width(config: MoeConfig, hidden_size: int) -> int:
+    """Numbers that a token keeps alive beside the stream and what is given to it, as `llama.peak_width`.
+
+    Of each of its experts the activations and then the result, or the results and their sum; and, in numbers of 16
+    bits, the expert's id, its weight and the pair's place.
+    """
+    activations, results = config.top_k * config.intermediate_size, config.top_k * hidden_size
+    return max(activations + results, results + hidden_size) + 6 * config.top_k
