@@ -65,9 +65,8 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
     folder = find_folder(model)
     check_plain(folder)
     architecture = architecture_of(read_json(folder / "config.json"))
-    code = "this project's code for experts" if architecture in OWN else "transformers' code here"
-    reason = f"{architecture} runs through {code}, which takes no quantized weights"
-    if architecture not in DENSE and will_run:
+    reason = f"{architecture} runs through transformers' code here, which takes no quantized weights"
+    if architecture not in OWN and will_run:
         raise ModelError(f"{reason}, so there is nothing to measure: take one of {', '.join(DENSE)}")
     parts = blocks.blocks_of(blocks.without_numbers(folder), stored_tensors(folder))
     for recipe in recipes:
@@ -76,7 +75,7 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
                 recipe.check_layer(f"{block.name}.{name}", layer.out_features, layer.in_features)
     for recipe in [recipe for recipe in recipes if recipe.needs_text][:1]:
         _rows(folder, recipe)
-    if architecture not in DENSE:
+    if architecture not in OWN:
         warnings.warn(f"{reason}: what is written is for other engines", stacklevel=3)
 
 
