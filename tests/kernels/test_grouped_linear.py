@@ -143,6 +143,20 @@ def test_the_experts_make_of_a_token_what_each_alone_would(
     assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
+@pytest.mark.parametrize("num_tokens", [10, 30, 60, 150])  # 20, 60, 120 and 300 pairs of two experts
+def test_so_many_rows_of_an_expert_as_fill_each_tile(num_tokens: int) -> None:
+    x = torch.randn(num_tokens, 72, device=DEVICE).half()
+    gate_up, down = draw_weights(3, 72, 130, torch.float16)
+    routes = route_reference(
+        torch.randn(num_tokens, 3, device=DEVICE) + torch.tensor([0, 9, 9], device=DEVICE), 2, True
+    )
+    groups = group_triton(routes.experts, range(3))
+    h = grouped_gated_triton(x, gate_up, groups)
+    y = combine_triton(grouped_onto_triton(h, down, groups, routes), routes.experts, range(3))
+    expected = naive(x, gate_up, down, routes, range(3))
+    assert (y.double() - expected).norm() <= TOLERANCE[torch.float16] * expected.norm()
+
+
 @pytest.mark.usefixtures("products_in_order")
 @few
 @given(st.integers(2, MOST_TOKENS), dtypes, seeds)
