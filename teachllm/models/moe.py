@@ -67,12 +67,12 @@ def unstacked(
     for name, tensor, file in tensors:
         layer, _, rest = name.partition(".mlp.")
         block = f"{layer}.{names.block}"
-        if rest == _STACKED_GATE_UP:
+        if rest == _STACKED_GATE_UP and tensor.dim() == 3:
             for expert, gate_up in enumerate(tensor):
                 gate, up = gate_up.chunk(2)
                 yield f"{block}.experts.{expert}.{names.gate}.weight", gate, file
                 yield f"{block}.experts.{expert}.{names.up}.weight", up, file
-        elif rest == _STACKED_DOWN:
+        elif rest == _STACKED_DOWN and tensor.dim() == 3:
             for expert, down in enumerate(tensor):
                 yield f"{block}.experts.{expert}.{names.down}.weight", down, file
         else:

@@ -130,7 +130,7 @@ def test_half_precision_stays_as_near_as_transformers_does(
     assert _largest_difference([g[:60] for g in got], [e[:60] for e in expected]) <= allowed
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_our_families_give_the_same_through_the_transformers_backend(
     name: str, tmp_path: Path, sequences: list[torch.Tensor]
 ) -> None:

@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from teachllm.config import EngineConfig
+from teachllm.layers import moe
 from teachllm.layers.moe import Experts, route
 from teachllm.models import model_config
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.registry import ModelError
 from tests.checkpoints import build_model, make_checkpoint
+from tests.models.flat_batch import logits_by_schedule
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen3_moe", "mixtral"]
@@ -83,6 +85,19 @@ def test_experts_stored_apart_or_in_one_piece_are_the_same(name: str, tmp_path: 
             if hasattr(their_layer.mlp, "experts"):
                 assert torch.equal(layer.mlp.experts.gate_up, their_layer.mlp.experts.gate_up_proj)
                 assert torch.equal(layer.mlp.experts.down, their_layer.mlp.experts.down_proj)
+
+
+def test_a_stack_of_another_shape_is_named(tmp_path: Path) -> None:
+    build_model("mixtral").save_pretrained(tmp_path, save_original_format=False)
+    file, stack = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
+    whole = load_file(file)
+    for changed, says in (
+        (whole[stack][0].clone(), f"tensor {stack}, which the model of its config.json does not have"),
+        (whole[stack][:-1].clone(), "lacks tensor model.layers.0.block_sparse_moe.experts.4.w2.weight"),
+        (whole[stack][..., 1:].clone(), "experts.0.w2.weight has shape [64, 95], config.json means [64, 96]"),
+    ):
+        save_file(whole | {stack: changed}, file, metadata={"format": "pt"})
+        assert says in refusal(tmp_path)
 
 
 def stored_names(folder: Path) -> list[str]:
@@ -185,6 +200,28 @@ def test_some_layers_have_experts_and_the_others_one_mlp(
     folder = config_only(tmp_path, "Qwen3MoeForCausalLM", num_hidden_layers=4, **changes)
     _, model = load(folder, load_format="dummy")
     assert tuple(hasattr(layer.mlp, "experts") for layer in model.layers) == model.experts.layers == layers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gpus_kernels_give_the_logits_that_a_cpu_gives(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    description, model = load(make_checkpoint(name, tmp_path))
+    sequences = [torch.randint(512, (length,), generator=torch.Generator().manual_seed(0)) for length in (19, 6)]
+    steps = [[(0, 17)], [(0, 1), (1, 5)], [(0, 1), (1, 1)]]
+    expected = logits_by_schedule(model, description, sequences, steps, torch.float32, 16)
+    called = []
+    for operation in ("route", "group", "combine", "grouped_gated", "grouped_onto"):
+        kernel = getattr(moe, f"{operation}_triton")
+
+        def run(*args: Any, kernel: Any = kernel) -> Any:
+            called.append(kernel)
+            return kernel(*args)
+
+        monkeypatch.setattr(moe, f"{operation}_reference", run)  # interpreted
+    found = logits_by_schedule(model, description, sequences, steps, torch.float32, 16)
+    assert len(called) == 5 * len(steps) * sum(model.experts.layers)
+    assert all(torch.allclose(a, b, atol=5e-5) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.fixture
