@@ -127,7 +127,8 @@ def test_the_experts_make_of_a_token_what_each_alone_would(
     held = data.draw(ranges(num_experts))
     x = torch.randn(logits.shape[0], size[0], device=DEVICE).to(dtype)
     gate_up, down = draw_weights(len(held), *size, dtype)
-    routes = route_reference(logits, top_k, True)
+    chosen = route_reference(logits, top_k, True).experts
+    routes = Routes(chosen, torch.rand(chosen.shape, device=DEVICE) + 0.1)  # one near 0 would be none in float16
     expected = naive(x, gate_up, down, routes, held)
 
     groups = group_triton(routes.experts, held)
