@@ -10,6 +10,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import format_bytes
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.registry import WITH_EXPERTS
 from teachllm.quantization.quantization import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.executor import select_device
@@ -43,7 +44,7 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
     limit = "all that max_num_seqs allows" if count == resolved.max_num_seqs else "none waits for blocks or loses them"
     return [
         ("architecture", model.architecture, code),
-        ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}"),
+        ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}{_met(model)}"),
         *_codes(model, device),
         ("layers", str(model.num_layers), layers),
         ("heads", str(model.num_attention_heads), heads),
@@ -65,6 +66,13 @@ def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
     if device.type == "cpu":
         takes += f": a CPU multiplies numbers, in {model.dtype}"
     return [("quantization", what, takes)]
+
+
+def _met(model: ModelConfig) -> str:
+    """Of a mixture of experts, how much of it one token meets."""
+    if model.architecture not in WITH_EXPERTS:
+        return ""
+    return f"; between embedding and output head a token meets {model.num_active_parameters / 1e6:,.1f} M"
 
 
 def _in_use(device: torch.device) -> list[Row]:

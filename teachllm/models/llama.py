@@ -1,8 +1,9 @@
-"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3.
+"""The Llama family: Llama 2 and 3, Mistral and Mixtral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE.
 
 They share one block (norm, attention, norm, gated MLP, both added to a residual stream) and differ in details that
 `llama_config.py` lists: Qwen2 has biases on Q, K and V, Qwen3 normalises every head of Q and K, Mistral and some Qwen2
-look back only so far. The forward pass works on a step's flat batch of tokens, see `layers/attention.py`.
+look back only so far, mixtures have experts in the MLP's place (`moe.py`). The forward pass works on a step's flat
+batch of tokens, see `layers/attention.py`.
 
 Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and the families' reports.
 """
@@ -18,10 +19,13 @@ from torch import nn
 from teachllm.distributed.ranks import ALONE, WHOLE, Ranks, Share
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Destination, Linear
-from teachllm.layers.norm import RMSNorm
+from teachllm.layers.linear import Destination, Linear, Rows
+from teachllm.layers.norm import RMSNorm, RowCodes
 from teachllm.layers.rotary import Rotary
-from teachllm.models.llama_config import LlamaConfig, parse, peak_width
+from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.moe import SparseMLP
+from teachllm.models.moe_config import MoeConfig
+from teachllm.models.peak_width import peak_width
 from teachllm.models.shape import Shape
 from teachllm.models.sharing import of_rank, stage_layers
 from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes
@@ -142,9 +146,23 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias, schemes, is_gated=True, rows=rows)
         self.down_proj = Linear(size, out, config.mlp_bias, schemes, columns=share.part, group=share.group)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Rows) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, intermediate_size]: all but the last projection."""
         return self.gate_up_proj.gated(x)
+
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What `RMSNorm` adds up to stream + MLP of x, as `Linear.onto`."""
+        return self.down_proj.onto(stream, self(x))
+
+    @property
+    def row_codes(self) -> RowCodes | None:
+        """As of `Linear`."""
+        return self.gate_up_proj.row_codes
+
+    @property
+    def fuses_one_row(self) -> bool:
+        """As of `Linear`."""
+        return self.gate_up_proj.fuses_one_row and self.down_proj.fuses_one_row
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -153,16 +171,29 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """One block. The residual stream travels beside the activations, so that norms can add to it."""
+    """One block. The residual stream travels beside the activations, so that norms can add to it.
+
+    Args:
+        experts: in place of one MLP.
+    """
 
     def __init__(
-        self, config: LlamaConfig, window: int | None, schemes: Schemes = UNQUANTIZED, share: Share = WHOLE
+        self,
+        config: LlamaConfig,
+        window: int | None,
+        schemes: Schemes = UNQUANTIZED,
+        share: Share = WHOLE,
+        experts: MoeConfig | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = LlamaAttention(config, window, schemes=schemes.within("self_attn"), share=share)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = LlamaMLP(config, schemes.within("mlp"), share)
+        self.mlp: LlamaMLP | SparseMLP
+        if experts is None:
+            self.mlp, self._mlp_name = LlamaMLP(config, schemes.within("mlp"), share), "mlp"
+        else:
+            self.mlp, self._mlp_name = SparseMLP(config.hidden_size, experts, share), experts.names.block
 
     def forward(
         self,
@@ -195,20 +226,20 @@ class LlamaLayer(nn.Module):
         if wanted is not None:
             h, stream = h if ending is not None else h.index_select(0, wanted), stream.index_select(0, wanted)
         x, stream = self.self_attn.o_proj.onto(stream, h)
-        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.gate_up_proj.row_codes)
-        return self.mlp.down_proj.onto(stream, self.mlp(h))
+        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.row_codes)
+        return self.mlp.onto(stream, h)
 
     @property
     def fuses_one_row(self) -> bool:
         """Whether its products of one row do what is around them, too."""
-        attention, mlp = self.self_attn, self.mlp
-        layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        layers = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp)
         return all(layer.fuses_one_row for layer in layers)
 
     def _decode_one(
         self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """The block for one decode on a GPU, in five kernels."""
+        assert isinstance(self.mlp, LlamaMLP)
         x = self.self_attn.decode_one(x, self.input_layernorm, angles, kv_cache, metadata)
         h = self.mlp.gate_up_proj.one_row(x, self.post_attention_layernorm, gated=True)
         return self.mlp.down_proj.one_row(h, residual=x)
@@ -217,9 +248,14 @@ class LlamaLayer(nn.Module):
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         yield "input_layernorm.weight", self.input_layernorm.weight.data
         yield "post_attention_layernorm.weight", self.post_attention_layernorm.weight.data
-        for prefix, module in (("self_attn", self.self_attn), ("mlp", self.mlp)):
+        for prefix, module in (("self_attn", self.self_attn), (self._mlp_name, self.mlp)):
             for name, destination in module.checkpoint_tensors():
                 yield f"{prefix}.{name}", destination
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor of this layer is another rank's."""
+        kind, _, rest = name.partition(".")
+        return kind == self._mlp_name and isinstance(self.mlp, SparseMLP) and self.mlp.is_elsewhere(rest)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -234,6 +270,7 @@ class LlamaForCausalLM(nn.Module):
     Attributes:
         fuses_decodes: on a GPU, attention does what comes before it too, where `AttentionMetadata.is_fused` says so.
         hidden_size: of the residual stream.
+        experts: those that some of its layers have.
     """
 
     implementation = "teachllm"
@@ -247,8 +284,9 @@ class LlamaForCausalLM(nn.Module):
         vocabulary = (own.vocab_size, own.hidden_size, share.part, share.group)
         self.embed_tokens = Embedding(*vocabulary) if place.is_first_stage else None
         self.rotary = Rotary(own.rotary, max_len)
+        self.experts = config.moe
         self.layers = nn.ModuleList(
-            LlamaLayer(own, window, schemes.within(f"model.layers.{index}"), share)
+            LlamaLayer(own, window, schemes.within(f"model.layers.{index}"), share, config.experts_of(index))
             for index, window in zip(self._indices, own.windows, strict=True)
         )
         self.norm = RMSNorm(own.hidden_size, eps=own.norm_eps) if place.is_last_stage else None
@@ -331,13 +369,21 @@ class LlamaForCausalLM(nn.Module):
         """Whether a tensor of the checkpoint is another stage's, or said twice."""
         kind, _, rest = name.removeprefix("model.").partition(".")
         if kind == "layers":
-            index = rest.partition(".")[0]
-            return index.isdigit() and int(index) < self._num_all_layers and int(index) not in self._indices
+            index, _, rest = rest.partition(".")
+            if not index.isdigit() or int(index) >= self._num_all_layers:
+                return False
+            return int(index) not in self._indices or self._layer(int(index)).is_elsewhere(rest)
         if kind == "lm_head":
             return self._is_tied or self.lm_head is None
         if kind == "embed_tokens":
             return self.embed_tokens is None and not (self._is_tied and self.lm_head is not None)
         return kind == "norm" and self.norm is None
+
+    def _layer(self, index: int) -> LlamaLayer:
+        """By its number in the whole model."""
+        layer = self.layers[index - self._indices.start]
+        assert isinstance(layer, LlamaLayer)
+        return layer
 
     def finish(self) -> None:
         """Makes plain numbers of a quantized output head that was read."""

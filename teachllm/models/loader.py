@@ -21,11 +21,14 @@ from teachllm.distributed.slices import Cut
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
+from teachllm.layers.moe import Experts
 from teachllm.layers.norm import RMSNorm
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
+from teachllm.models.moe import unstacked
+from teachllm.models.moe_config import ExpertNames
 from teachllm.models.registry import ModelError
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 from teachllm.quantization.quantization import quantization_of
@@ -97,7 +100,7 @@ def load_model(
     if device.type == "cpu" and own.lm_head is not None:
         own.lm_head.pack(is_tied=own.lm_head is own.embed_tokens)
     for module in own.modules():
-        if isinstance(module, DenseWeight | Embedding):
+        if isinstance(module, DenseWeight | Embedding | Experts):
             module.is_fixed = config.batch_invariant
     return own.eval().requires_grad_(False)
 
@@ -151,7 +154,8 @@ def fill_from_checkpoint(
     def name_of(name: str) -> str | None:
         return None if name.endswith(_DERIVED) or model.is_elsewhere(name) else name
 
-    fill(model.checkpoint_tensors(), folder, load_format, progress, name_of)
+    names = None if model.experts is None else model.experts.names
+    fill(model.checkpoint_tensors(), folder, load_format, progress, name_of, names)
 
 
 def fill(
@@ -160,11 +164,13 @@ def fill(
     load_format: str,
     progress: Progress | None = None,
     name_of: Callable[[str], str | None] = str,
+    experts: ExpertNames | None = None,
 ) -> None:
     """Copies every tensor of a checkpoint to its destination.
 
     Args:
         name_of: the name of its destination, given a tensor's; None: it is not read.
+        experts: of the destinations, which may be stored in one piece.
 
     Raises:
         ModelError: a tensor is missing, unknown, or of another shape.
@@ -178,11 +184,15 @@ def fill(
         return destination if isinstance(destination, Cut) else None
 
     read = read_pickles if load_format == "pt" else _read_safetensors
-    for stored_name, tensor, file in read(folder, progress, lambda name: name_of(name) is not None, part):
+    tensors = read(folder, progress, lambda name: name_of(name) is not None, part)
+    for stored_name, tensor, file in tensors if experts is None else unstacked(tensors, experts):
         name = name_of(stored_name)
-        assert name is not None
+        if name is None:
+            continue
         destination = missing.pop(name, None)
         if isinstance(destination, Cut):
+            if tuple(tensor.shape) == destination.shape:  # it was read in one piece with others
+                tensor = tensor[destination.ranges(destination.shape)]
             destination = destination.place
         if destination is None:
             if is_quantized and stored_name.endswith(".bias") and not bool(tensor.any()):

@@ -11,8 +11,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from teachllm.distributed.layout import Place
-from teachllm.models.llama_config import LlamaConfig, parse, peak_width
+from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
+from teachllm.models.peak_width import peak_width
 from teachllm.models.registry import ModelError
 
 
@@ -26,12 +27,17 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
     if size > 1:
         shared = {"attention heads": config.num_heads, "intermediate_size": config.intermediate_size}
         shared["vocab_size"] = config.vocab_size
+        if config.moe is not None:
+            shared["moe_intermediate_size"] = config.moe.intermediate_size
         for name, number in shared.items():
             if number % size:
                 raise ModelError(f"{_cannot_share(size, name, number)}: {_sizes_that_do(config)}")
         if config.num_kv_heads % size and size % config.num_kv_heads:
             raise ModelError(f"{_cannot_share(size, 'KV heads', config.num_kv_heads)}: {_sizes_that_do(config)}")
-    layers = stage_layers(config, place.layout.pipeline)[place.stage]
+    layers, experts = stage_layers(config, place.layout.pipeline)[place.stage], config.moe
+    if experts is not None:
+        own_layers = tuple(experts.layers[i] for i in layers)
+        experts = replace(experts, layers=own_layers, intermediate_size=experts.intermediate_size // size)
     return replace(
         config,
         vocab_size=config.vocab_size // size,
@@ -40,6 +46,7 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
         num_heads=config.num_heads // size,
         num_kv_heads=max(config.num_kv_heads // size, 1),
         windows=tuple(config.windows[i] for i in layers),
+        moe=experts,
     )
 
 
