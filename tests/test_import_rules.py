@@ -77,7 +77,10 @@ OUTSIDE = {
     "teachllm_cli": {"typer"},
     "teachllm.server": SERVE_EXTRA,
     "teachllm": CORE_INSTALL,
-    **{f"teachllm.engine.{name}": {"zmq", "msgspec"} for name in ("core_client", "core_process", "messages")},
+    **{
+        f"teachllm.engine.{name}": {"zmq", "msgspec"}
+        for name in ("core_client", "core_link", "core_process", "messages")
+    },
 }
 
 
