@@ -36,7 +36,7 @@ from teachllm.engine.messages import (
     Update,
     encode,
 )
-from teachllm.engine.stats import StepStats, together
+from teachllm.engine.stats import NOTHING, StepStats, together
 from teachllm.engine.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ class CoreClient:
     """A core in processes of its own: `data_parallel_size` of them. All but `interrupt` is for one thread.
 
     Args:
-        trace_sinks: one for each process, or none; called in the thread that calls `step`.
+        trace_sinks: one for each process, or none; called in this thread, and in that of `step`.
         progress: as of `Engine`, of all processes together.
 
     Attributes:
@@ -76,7 +76,7 @@ class CoreClient:
         self._numbers: dict[str, int] = {}
         self._num_requests = 0
         self._balance = Balance(num_replicas)
-        self._stats: list[StepStats | None] = [None] * num_replicas
+        self._stats = [NOTHING] * num_replicas
         self._has_news = self._is_closed = False
         self._death: str | None = None
         self._woken, self._waker = socket.socketpair()
@@ -122,6 +122,8 @@ class CoreClient:
                         progress(sum(loaded), len(loaded) * message.total)
                 case Refused():
                     raise RuntimeError(message.error) if message.is_fault else ValueError(message.error)
+                case Stepped():  # of a replica that is ready before another
+                    self._take(replica, message)
         return [ready[replica] for replica in range(len(ready))]
 
     # -- as a core -----------------------------------------------------------------------------------------
@@ -180,12 +182,12 @@ class CoreClient:
         replica, message = self._receive() or (0, None)
         if isinstance(message, Failed):
             raise RuntimeError(message.error)
-        if not isinstance(message, Stepped):
-            return []
-        known, told = self._stats[replica], message.stats
-        self._stats[replica] = told if known is None else known.then(told)
+        return self._take(replica, message) if isinstance(message, Stepped) else []
+
+    def _take(self, replica: int, message: Stepped) -> list[RequestUpdate]:
+        self._stats[replica] = self._stats[replica].then(message.stats)
         self._has_news = True
-        self._balance.stepped(replica, told.num_running)
+        self._balance.stepped(replica, message.stats.num_running)
         if self._trace_sinks:
             for line in message.lines:
                 self._trace_sinks[replica](line)
@@ -212,9 +214,9 @@ class CoreClient:
         if not self._has_news:
             return None
         self._has_news = False
-        known = [stats for stats in self._stats if stats is not None]
-        self._stats = [None if stats is None else stats.without_counts() for stats in self._stats]
-        return together(known)
+        told = together(self._stats)
+        self._stats = [stats.without_counts() for stats in self._stats]
+        return told
 
     @property
     def unfinished_ids(self) -> list[str]:

@@ -53,9 +53,6 @@ def replica_devices(config: EngineConfig) -> list[list[str]]:
     return [[f"cuda:{start + rank}" for rank in range(num_ranks)] for start in starts]
 
 
-def share_threads(config: EngineConfig) -> int:
-    """Leaves this process's PyTorch one replica's share of the processor's threads; returns how many."""
-    num_threads = max(torch.get_num_threads() // config.data_parallel_size, 1)
-    if config.data_parallel_size > 1:
-        torch.set_num_threads(num_threads)
-    return num_threads
+def share_of_threads(config: EngineConfig) -> int:
+    """How many of this process's PyTorch threads a replica on a CPU takes."""
+    return max(torch.get_num_threads() // config.data_parallel_size, 1)

@@ -58,6 +58,9 @@ class StepStats:
         return replace(self, **_sums([]))
 
 
+NOTHING = StepStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+
+
 def together(replicas: Sequence[StepStats]) -> StepStats:
     """Those of replicas as one engine's: usage is their mean, since each has blocks of its own; all else the sum."""
     if len(replicas) == 1:
