@@ -42,12 +42,12 @@ class CoreLink:
         self.is_dead = False
         self._folder = tempfile.mkdtemp(prefix="teachllm-")  # nobody else may look into it
         address = f"ipc://{self._folder}/core"
+        self.process = _start_process(address)
         self.socket = context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
         self.socket.linger = 0
         self.socket.reconnect_ivl = 10  # milliseconds, until the process listens
         self.socket.connect(address)
-        self.process = _start_process(address)
         threading.Thread(target=self._watch, name="engine process", daemon=True).start()
         self.say(start)
         self.send()
