@@ -25,7 +25,6 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import zmq
 
 from teachllm.core.in_flight import RequestUpdate
@@ -49,7 +48,7 @@ from teachllm.engine.messages import (
     decode_to_core,
     encode,
 )
-from teachllm.engine.replica import replica_config, share_of_threads
+from teachllm.engine.replica import replica_config, take_share_of_threads
 from teachllm.models.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ def main(address: str) -> None:
         try:
             config = replica_config(start.config, start.replica)
             if config.device == "cpu":
-                torch.set_num_threads(share_of_threads(config))
+                take_share_of_threads(config)
             core, model_config, _ = make_core(
                 config,
                 needs_tokenizer=False,

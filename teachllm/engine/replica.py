@@ -56,3 +56,9 @@ def replica_devices(config: EngineConfig) -> list[list[str]]:
 def share_of_threads(config: EngineConfig) -> int:
     """How many of this process's PyTorch threads a replica on a CPU takes."""
     return max(torch.get_num_threads() // config.data_parallel_size, 1)
+
+
+def take_share_of_threads(config: EngineConfig) -> None:
+    """Leaves the rest to the other replicas."""
+    if config.data_parallel_size > 1:
+        torch.set_num_threads(share_of_threads(config))
