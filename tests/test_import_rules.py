@@ -43,7 +43,6 @@ FLOORS = {
     "teachllm.distributed": ("teachllm.distributed", *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.quantization.making": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
-    "teachllm.distributed": ("teachllm.distributed", *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": (
         *("teachllm", "teachllm.worker", "teachllm.models"),
         *(*FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
@@ -76,7 +75,10 @@ OUTSIDE = {
     "teachllm_cli": {"typer"},
     "teachllm.server": SERVE_EXTRA,
     "teachllm": CORE_INSTALL,
-    **{f"teachllm.engine.{name}": {"zmq", "msgspec"} for name in ("core_client", "core_process", "messages")},
+    **{
+        f"teachllm.engine.{name}": {"zmq", "msgspec"}
+        for name in ("core_client", "core_link", "core_process", "messages")
+    },
 }
 
 

@@ -48,6 +48,7 @@ from teachllm.engine.messages import (
     decode_to_core,
     encode,
 )
+from teachllm.engine.replica import replica_config, take_share_of_threads
 from teachllm.models.model_config import ModelConfig
 from teachllm.worker.child import end_with_the_parent
 from teachllm.worker.errors import EngineDeadError
@@ -75,8 +76,11 @@ def main(address: str) -> None:
             socket.send(encode(message))
 
         try:
+            config = replica_config(start.config, start.replica)
+            if config.device == "cpu":
+                take_share_of_threads(config)
             core, model_config, _ = make_core(
-                start.config,
+                config,
                 needs_tokenizer=False,
                 trace_sink=lines.append if start.traces else None,
                 progress=lambda num_bytes, total: send(Loading(num_bytes, total)),

@@ -27,10 +27,11 @@ class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Load the model. With `traces`, every line of the trace is told."""
+    """Load the model, as replica number `replica`. With `traces`, every line of the trace is told."""
 
     config: EngineConfig
     traces: bool
+    replica: int
 
 
 class Add(Message, frozen=True):
