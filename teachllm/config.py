@@ -19,7 +19,7 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "static"),
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
-    "distributed_executor_backend": (None, "mp", "ray"),
+    "distributed_executor_backend": (None, "mp"),
 }
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
@@ -83,8 +83,8 @@ class EngineConfig:
         pipeline_parallel_size: stages, each of which has some of the layers; as many batches are in flight.
         data_parallel_size: replicas of the engine, each with its own requests.
         enable_expert_parallel: a mixture's experts are spread over the ranks whole, instead of each being split.
-        distributed_executor_backend: who starts the ranks of an engine: "mp", processes of this machine, or "ray", of
-            several; None is "mp" where there is more than one.
+        distributed_executor_backend: who starts the ranks of an engine: "mp", processes of this machine; None is that
+            where there is more than one rank.
 
     Speculation:
         speculative_config: who drafts tokens ahead, and how many, as a JSON object: {"method": "ngram"}, {"method":
@@ -169,6 +169,12 @@ class EngineConfig:
             raise ValueError(
                 "async_scheduling=True needs blocks that outlive a step: set it to False, or enable_kv_cache=True"
             )
+        if self.async_scheduling and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling=True needs sampled tokens where the next step begins, and with "
+                f"pipeline_parallel_size={self.pipeline_parallel_size} that is another rank: set it to False. Stages "
+                "work on several plans anyway"
+            )
         if self.batch_invariant and self.attention_backend not in (None, "triton"):
             raise ValueError(
                 f"batch_invariant=True needs kernels that add in a fixed order, and attention_backend="
@@ -235,7 +241,7 @@ class EngineConfig:
         budget = self.max_num_batched_tokens or max(usual, length if whole_prompts else 0, self.max_num_seqs or 0)
         running_ahead = self.async_scheduling
         if running_ahead is None:
-            running_ahead = on_gpu and self.enable_kv_cache
+            running_ahead = on_gpu and self.enable_kv_cache and self.pipeline_parallel_size == 1
         caching = self.enable_prefix_caching
         if caching is None:
             caching = self.enable_kv_cache and self.block_size < length

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from teachllm.config import EngineConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -19,10 +21,13 @@ class Layout:
     Attributes:
         tensor: ranks that share a layer.
         pipeline: stages.
+        spreads_experts: a mixture's experts are whole, each at one of the ranks that share a layer; otherwise all have
+            a part of each.
     """
 
     tensor: int = 1
     pipeline: int = 1
+    spreads_experts: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -36,6 +41,11 @@ class Layout:
     def stage(self, stage: int) -> list[int]:
         """The ranks that share a stage's layers."""
         return list(range(stage * self.tensor, (stage + 1) * self.tensor))
+
+
+def layout_of(config: EngineConfig) -> Layout:
+    """As the settings say."""
+    return Layout(config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
 
 
 @dataclass(frozen=True, slots=True)

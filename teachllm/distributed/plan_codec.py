@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeAlias
 
 from teachllm.core.scheduler_output import (
     ModelRunnerOutput,
@@ -31,8 +31,15 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _NONE = -1  # in place of a number of entries
 
 
-def encode_plan(plan: SchedulerOutput) -> bytes:
-    """A plan as bytes."""
+Told: TypeAlias = tuple[int, list[list[int]]]  # a step, and what each of its requests sampled
+
+
+def encode_plan(plan: SchedulerOutput, told: Sequence[Told] = ()) -> bytes:
+    """A plan as bytes.
+
+    Args:
+        told: what goes with it, see `Worker.execute`.
+    """
     scheduled = plan.scheduled
     ints = [plan.step, len(scheduled)]
     ints += [share.start for share in scheduled]
@@ -52,7 +59,7 @@ def encode_plan(plan: SchedulerOutput) -> bytes:
             [index, row.num_prompt_tokens, row.child_index, row.seed, *words, _plain_params(row.sampling_params)]
         )
     whys = [share.why for share in scheduled]
-    for name, value in (("rows", rows), ("dropped", plan.dropped), ("preempted", plan.preempted)):
+    for name, value in (("rows", rows), ("dropped", plan.dropped), ("preempted", plan.preempted), ("told", told)):
         if value:
             rest[name] = value
     if whys.count(None) < len(whys):
@@ -60,7 +67,7 @@ def encode_plan(plan: SchedulerOutput) -> bytes:
     return _pack(ints, [], _to_json(rest).encode())
 
 
-def decode_plan(data: bytes) -> SchedulerOutput:
+def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[Told]]:
     """What `encode_plan` was given; of a request's parameters, what was neither list nor tuple is a list."""
     ints, _, text = _unpack(data)
     rest = json.loads(text)
@@ -97,7 +104,8 @@ def decode_plan(data: bytes) -> SchedulerOutput:
         whys,
     )
     scheduled = list(map(ScheduledRequest, *each))
-    return SchedulerOutput(step, scheduled, rest.get("dropped", []), rest.get("preempted", []))
+    plan = SchedulerOutput(step, scheduled, rest.get("dropped", []), rest.get("preempted", []))
+    return plan, [(step, ids) for step, ids in rest.get("told", ())]
 
 
 def encode_output(output: ModelRunnerOutput) -> bytes:

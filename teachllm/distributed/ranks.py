@@ -18,19 +18,17 @@ class Ranks:
         place: where it stands.
         tensor: the ranks that share its stage's layers.
         world: all ranks of the engine.
-        spreads_experts: a mixture's experts are whole, each at one of the ranks that share a layer.
     """
 
     place: Place = layout.ALONE
     tensor: Group = group.ALONE
     world: Group = group.ALONE
-    spreads_experts: bool = False
 
     def share(self, num_kv_heads: int) -> Share:
         """This rank's part of each layer of a model with so many KV heads."""
         rank, size = self.place.tensor_rank, self.place.layout.tensor
         kv_heads = of_kv_heads(rank, size, num_kv_heads)
-        return Share(Slice(rank, size), kv_heads, self.tensor, self.spreads_experts)
+        return Share(Slice(rank, size), kv_heads, self.tensor, self.place.layout.spreads_experts)
 
 
 ALONE = Ranks()
@@ -43,7 +41,7 @@ class Share:
     Attributes:
         part: of heads, widths and the vocabulary.
         kv_heads: which may be fewer than ranks.
-        spreads_experts: as of `Ranks`.
+        spreads_experts: as of `Layout`.
     """
 
     part: Slice = ALL

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Rendezvous(NamedTuple):
-    """Host and port, and at rank 0 the descriptor of the socket that listens there."""
+    """Host and port, and the descriptor of the socket that listens there, at the rank that keeps the store."""
 
     host: str
     port: int

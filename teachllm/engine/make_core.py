@@ -10,6 +10,7 @@ from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.core.prefix_cache import hash_root
+from teachllm.distributed.layout import layout_of
 from teachllm.engine.ceilings import device_name, known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.host_drafting import HostDrafting
@@ -18,6 +19,7 @@ from teachllm.engine.token_texts import TokenTexts, load_tokenizer
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.engine.trace_file import TraceFile
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.sharing import model_of_rank
 from teachllm.spec_decode.draft_length import make_draft_length
 from teachllm.spec_decode.drafter import Drafter, check_drafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
@@ -51,8 +53,6 @@ def make_core(
     Raises:
         ValueError: the checkpoint or the settings are refused; one line says why and what to change.
     """
-    if config.distributed_executor_backend == "ray":
-        raise ValueError("distributed_executor_backend='ray' is not there yet: set it to 'mp', or leave it out")
     device = select_device(config.device)
     model = load_model_config(config, device.type)
     config = replace(config, device=str(device)).resolve(model.max_model_len)
@@ -64,6 +64,7 @@ def make_core(
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
         recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
     weighty = load_drafter_config(config, model, device.type)
+    _check_ranks(config, model, weighty)
     executor: Executor
     record: Callable[[Sequence[int], bool], Prior | None] | None
     try:
@@ -109,6 +110,36 @@ def make_core(
         machine = {"device": device_name(str(device)), "ceilings": ceilings}
         recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
     return core, model, tokenizer
+
+
+def _check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None) -> None:
+    """Before any process is started.
+
+    Raises:
+        ValueError: the ranks cannot share this model, or what is asked for besides.
+    """
+    if config.enable_expert_parallel and (config.tensor_parallel_size == 1 or not model.has_experts):
+        why = "there is one rank" if model.has_experts else f"{model.architecture} has none"
+        raise ValueError(
+            f"enable_expert_parallel=True spreads experts over ranks, and {why}: set it to False"
+            + (", or tensor_parallel_size=2" if model.has_experts else "")
+        )
+    if config.num_ranks == 1:
+        return
+    if config.device.startswith("cuda"):
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size}, pipeline_parallel_size="
+            f"{config.pipeline_parallel_size}: ranks share a model only on CPUs yet; set device=cpu, or "
+            "data_parallel_size"
+        )
+    layout = layout_of(config)
+    for stage in range(layout.pipeline):
+        model_of_rank(model, layout.place(layout.stage(stage)[0]))
+    if drafter is not None and config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: a drafter with weights reads what other stages "
+            'compute; set it to 1, or speculative_config={"method": "ngram"}'
+        )
 
 
 def _speculation(

@@ -60,6 +60,11 @@ class ModelConfig(Shape):
     kv_cache_dtype: str = "auto"
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some of its layers are mixtures of experts."""
+        return self.architecture in WITH_EXPERTS
+
+    @property
     def kv_dtype(self) -> str:
         """Of the KV cache, by PyTorch's name."""
         return _CODES.get(self.kv_cache_dtype, self.dtype)

@@ -7,6 +7,7 @@ layers. What cannot be shared equally is refused before a weight is read.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -28,12 +29,15 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
         shared = {"attention heads": config.num_heads, "intermediate_size": config.intermediate_size}
         shared["vocab_size"] = config.vocab_size
         if config.moe is not None:
-            shared["moe_intermediate_size"] = config.moe.intermediate_size
+            spreads = place.layout.spreads_experts
+            name = "experts" if spreads else "experts' intermediate size"
+            shared[name] = config.moe.num_experts if spreads else config.moe.intermediate_size
         for name, number in shared.items():
             if number % size:
-                raise ModelError(f"{_cannot_share(size, name, number)}: {_sizes_that_do(config)}")
+                raise ModelError(f"{_cannot_share(size, name, number)}: {_sizes_that_do(config, shared.values())}")
         if config.num_kv_heads % size and size % config.num_kv_heads:
-            raise ModelError(f"{_cannot_share(size, 'KV heads', config.num_kv_heads)}: {_sizes_that_do(config)}")
+            sizes = _sizes_that_do(config, shared.values())
+            raise ModelError(f"{_cannot_share(size, 'KV heads', config.num_kv_heads)}: {sizes}")
     layers, experts = stage_layers(config, place.layout.pipeline)[place.stage], config.moe
     if experts is not None:
         own_layers = tuple(experts.layers[i] for i in layers)
@@ -80,8 +84,8 @@ def _cannot_share(size: int, what: str, number: int) -> str:
     return f"tensor_parallel_size={size} does not divide the model's {what} ({number})"
 
 
-def _sizes_that_do(config: LlamaConfig) -> str:
-    widths = math.gcd(config.num_heads, config.intermediate_size, config.vocab_size)
+def _sizes_that_do(config: LlamaConfig, shared: Iterable[int]) -> str:
+    widths = math.gcd(*shared)
     sizes = [n for n in range(1, widths + 1) if widths % n == 0]
     sizes = [n for n in sizes if config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0]
     return f"set tensor_parallel_size to one of {', '.join(map(str, sizes))}"

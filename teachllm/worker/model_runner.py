@@ -217,6 +217,8 @@ class ModelRunner:
 
     def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
         """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        for failed in [each for each in self._awaited if each < step]:
+            del self._awaited[failed]
         for (row, opening), token_ids in zip(self._awaited.pop(step), sampled_token_ids, strict=True):
             if self._batch.opening(row) == opening:  # or it is another request's by now
                 self._batch.append(row, token_ids)

@@ -26,8 +26,8 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.distributed.layout import Layout
-from teachllm.distributed.plan_codec import decode_output, encode_plan
+from teachllm.distributed.layout import layout_of
+from teachllm.distributed.plan_codec import Told, decode_output, encode_plan
 from teachllm.distributed.rendezvous import Rendezvous, listen_here
 from teachllm.distributed.ring import RingWriter
 from teachllm.spec_decode.step_times import Prior
@@ -45,8 +45,8 @@ _SECONDS_TO_DIE = 5.0  # from a closed pipe to the end of its process
 class RemoteStep:
     """A plan that the ranks have been given; `result` may be asked for more than once."""
 
-    def __init__(self, executor: MultiprocessExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: MultiprocessExecutor, number: int) -> None:
+        self._executor, self.number = executor, number
         self.verdict: ModelRunnerOutput | Exception | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -84,7 +84,7 @@ class MultiprocessExecutor:
         times_steps: bool = False,
     ) -> None:
         self._config, self._progress = config, progress
-        self._layout = Layout(config.tensor_parallel_size, config.pipeline_parallel_size)
+        self._layout = layout_of(config)
         self._num_ranks = self._layout.num_ranks
         self._speaker = next(r for r in range(self._num_ranks) if self._layout.place(r).speaks)
         self._devices = devices_of(config)
@@ -94,6 +94,7 @@ class MultiprocessExecutor:
         self._steps: dict[int, RemoteStep] = {}  # under way, by number
         self._results: dict[int, Any] = {}  # of the call under way, by rank
         self._number = 0  # of the last plan or call
+        self._told: list[Told] = []
         self._lock = threading.Lock()
         self._death: str | None = None
         self._is_closing = False
@@ -122,8 +123,9 @@ class MultiprocessExecutor:
         Raises:
             EngineDeadError: a process has ended.
         """
-        step = RemoteStep(self)
-        self._write(encode_plan(plan), is_plan=True)
+        step = RemoteStep(self, plan.step)
+        self._write(encode_plan(plan, self._told), is_plan=True)
+        self._told.clear()
         self._steps[self._number] = step
         return step
 
@@ -139,6 +141,8 @@ class MultiprocessExecutor:
             if self._num_ranks > 1:
                 self._meet(str(step.verdict))
             raise step.verdict
+        if self.max_in_flight > 1:  # stages before the last one do not know
+            self._told.append((step.number, step.verdict.sampled_token_ids))
         return step.verdict
 
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
@@ -187,7 +191,7 @@ class MultiprocessExecutor:
                     rendezvous = Rendezvous(host, port, listener)
                 start = Start(
                     asdict(self._config_of(rank)),
-                    (self._layout.tensor, self._layout.pipeline),
+                    (self._layout.tensor, self._layout.pipeline, self._layout.spreads_experts),
                     *(rank, rendezvous, tuple(end), answers_end, times_steps),
                 )
                 process = start_child(

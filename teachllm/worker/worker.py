@@ -6,13 +6,17 @@ in between they do by collectives. All know what was sampled in the end, and one
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.distributed.connect import connected
 from teachllm.distributed.layout import Place
+from teachllm.distributed.plan_codec import Told
+from teachllm.distributed.ranks import ALONE
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.load import load_drafter_config
@@ -52,22 +56,34 @@ class Worker:
         device = torch.device(config.device)
         model = load_model_config(config, device.type)
         drafter = load_drafter_config(config, model, device.type)
-        # The ranks' group is made here, of `place` and `rendezvous`, and given to the runner.
-        make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
-        runner = make_runner(config, model, device, progress, drafter)
-        if isinstance(runner, GPUModelRunner):
+        self._leaving = contextlib.ExitStack()
+        runner: GPUModelRunner | ModelRunner
+        if device.type == "cuda":
+            runner = GPUModelRunner(config, model, device, progress, drafter)
             runner.times_steps = times_steps
+        else:
+            ranks = ALONE
+            if rendezvous is not None:
+                ranks = self._leaving.enter_context(connected(place, rendezvous, device))
+            runner = ModelRunner(config, model, device, progress, drafter, ranks)
         self._runner = runner
-        self._speaks = place.speaks
+        self._speaks, self._learns = place.speaks, not place.is_last_stage
         self._executor = InProcessExecutor(runner)
         self.num_blocks = self._executor.num_blocks
 
-    def execute(self, plan: SchedulerOutput) -> PendingOutput | None:
+    def execute(self, plan: SchedulerOutput, told: Sequence[Told] = ()) -> PendingOutput | None:
         """Computes a plan, or on a GPU launches that.
+
+        Args:
+            told: what was sampled in earlier steps, and is known since the plan before this one.
 
         Returns:
             What waits for the output, at the rank that speaks; None at any other.
         """
+        if self._learns:
+            assert isinstance(self._runner, ModelRunner)
+            for step, sampled_token_ids in told:
+                self._runner.learn(step, sampled_token_ids)
         pending = self._executor.sample(self._executor.execute(plan))
         return pending if self._speaks else None
 
@@ -78,3 +94,4 @@ class Worker:
     def close(self) -> None:
         """Gives memory back."""
         self._executor.close()
+        self._leaving.close()

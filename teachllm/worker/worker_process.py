@@ -47,12 +47,12 @@ class Start(NamedTuple):
 
     Attributes:
         config: settings; `device` is the rank's own.
-        layout: of the ranks, (tensor, pipeline).
+        layout: of the ranks, as `Layout`.
         answers: descriptor of the pipe back.
     """
 
     config: dict[str, Any]
-    layout: tuple[int, int]
+    layout: tuple[int, int, bool]
     rank: int
     rendezvous: tuple[str, int, int | None] | None
     ring: tuple[int, ...]
@@ -86,7 +86,7 @@ class WorkerProcess:
             content = message[ORDER.size :]
             result: Any
             try:
-                result = self._worker.execute(decode_plan(content)) if is_plan else self._call(*json.loads(content))
+                result = self._worker.execute(*decode_plan(content)) if is_plan else self._call(*json.loads(content))
             except Exception as error:
                 log.exception("a step failed")
                 result = _Raised(error)

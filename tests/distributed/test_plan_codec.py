@@ -93,7 +93,9 @@ OUTPUTS = st.builds(
 
 @given(PLANS)
 def test_a_plan_comes_back_as_it_was(plan: SchedulerOutput) -> None:
-    assert decode_plan(encode_plan(plan)) == plan
+    assert decode_plan(encode_plan(plan)) == (plan, [])
+    told = [(7, [[1], [], [2, 3]]), (8, [])]
+    assert decode_plan(encode_plan(plan, told)) == (plan, told)
 
 
 @given(OUTPUTS)
@@ -105,7 +107,7 @@ def test_what_stands_for_a_list_arrives_as_one() -> None:
     params = SamplingParams(allowed_token_ids=range(4), bad_words=("a", "b"))
     row = NewRow(array("q", [1, 2]), 2, params, 0, 2**64 - 1, frozenset())
     plan = SchedulerOutput(0, [ScheduledRequest("a", 0, 2, [], True, 0, [5], row)])
-    new = decode_plan(encode_plan(plan)).scheduled[0].new_row
+    new = decode_plan(encode_plan(plan))[0].scheduled[0].new_row
     assert new is not None and new.token_ids == [1, 2] and new.seed == 2**64 - 1
     assert new.sampling_params.allowed_token_ids == [0, 1, 2, 3]
     assert new.sampling_params.bad_words == ("a", "b")
