@@ -17,6 +17,7 @@ import selectors
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -39,6 +40,7 @@ from teachllm.worker.worker_process import LENGTH, ORDER, Start, prior_of
 
 _SECONDS_TO_END = 4.0
 _SECONDS_TO_MEET = 20.0  # after a failed step: the time in which all come to the next message of the ring
+_REMEMBERED = 64  # steps; a rank says that it has failed long before
 _SECONDS_TO_DIE = 5.0  # from a closed pipe to the end of its process
 
 
@@ -46,7 +48,7 @@ class RemoteStep:
     """A plan that the ranks have been given; `result` may be asked for more than once."""
 
     def __init__(self, executor: MultiprocessExecutor, number: int) -> None:
-        self._executor, self.number = executor, number
+        self._executor, self.number, self.is_told = executor, number, False
         self.verdict: ModelRunnerOutput | Exception | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -95,6 +97,7 @@ class MultiprocessExecutor:
         self._results: dict[int, Any] = {}  # of the call under way, by rank
         self._number = 0  # of the last plan or call
         self._told: list[Told] = []
+        self._succeeded: deque[int] = deque(maxlen=_REMEMBERED)  # numbers of steps
         self._lock = threading.Lock()
         self._death: str | None = None
         self._is_closing = False
@@ -141,8 +144,9 @@ class MultiprocessExecutor:
             if self._num_ranks > 1:
                 self._meet(str(step.verdict))
             raise step.verdict
-        if self.max_in_flight > 1:  # stages before the last one do not know
+        if self.max_in_flight > 1 and not step.is_told:  # stages before the last one do not know
             self._told.append((step.number, step.verdict.sampled_token_ids))
+            step.is_told = True
         return step.verdict
 
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
@@ -276,6 +280,7 @@ class MultiprocessExecutor:
             step = self._steps.pop(number, None)
             if step is not None:
                 step.verdict = decode_output(content)
+                self._succeeded.append(number)
             return
         said = json.loads(content)
         match kind:
@@ -300,6 +305,8 @@ class MultiprocessExecutor:
         step = self._steps.pop(number, None)
         if step is not None:
             step.verdict = RuntimeError(f"rank {rank}: {why}")
+        elif number in self._succeeded:
+            self._end(f"rank {rank} failed in a step that the others completed: {why}")
         elif rank not in self._results and number == self._number:
             self._results[rank] = RuntimeError(f"rank {rank}: {why}")
 
