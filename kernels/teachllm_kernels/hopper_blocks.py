@@ -28,7 +28,7 @@ from teachllm_kernels.quantize_rows import GROUP, QuantizedRows
 from teachllm_kernels.scaled_reference import scale_kind
 
 __all__ = [
-    *("COPIERS", "fetch_scales", "fetch_scales_of_two", "has_blocks", "room_for_scales"),
+    *("COPIERS", "fetch_scales", "fetch_scales_of_two", "has_blocks", "product", "room_for_scales"),
     *("sums_of_few_rows", "sums_of_many_rows"),
 ]
 
@@ -89,7 +89,7 @@ def _block_scale(scales, first, num_out, group, num_groups, is_up, GATED: gl.con
 
 
 @gluon.jit
-def _product(a, b, part):
+def product(a, b, part):
     """Begins to multiply a by b^T, in the registers of `part`."""
     return hopper.warpgroup_mma(a, b.permute((1, 0)), part, use_acc=False, is_async=True)
 
@@ -132,13 +132,13 @@ def sums_of_few_rows(
         second_rows = rest.index(stage) if REST > 0 else rows.slice(_group, _group, 1)
         part = gl.zeros_like(acc)
         second = gl.zeros_like(more if REST > 0 else acc)
-        part = _product(weight.slice(0, _group, 1), rows.slice(0, _group, 1), part)
+        part = product(weight.slice(0, _group, 1), rows.slice(0, _group, 1), part)
         if BOTH:
-            second = _product(second_weight, second_rows, second)
+            second = product(second_weight, second_rows, second)
         scale = of_rows.index(stage * 2).load(gl.SliceLayout(0, OF_FIRST))[None, :] * of_block
         acc += hopper.warpgroup_mma_wait(1 if BOTH else 0, [part]) * scale
         if not BOTH:
-            second = _product(second_weight, second_rows, second)
+            second = product(second_weight, second_rows, second)
         scale = of_rows.index(stage * 2 + 1).slice(0, SECOND).load(gl.SliceLayout(0, OF_SECOND))[None, :] * of_second
         second = hopper.warpgroup_mma_wait(0, [second])
         if STAGES < TILES:
@@ -185,10 +185,10 @@ def sums_of_many_rows(buffers, count, scales, where, HALF: gl.constexpr, COLUMNS
         rows = x.index(stage).slice(HALF * 64, 64)
         weight = w.index(stage).reshape([COLUMNS, x.shape[2]])
         scale = of_rows.index(stage).slice(HALF * 64, 64).load(gl.SliceLayout(1, PRODUCT))[:, None]
-        part = hopper.warpgroup_mma_wait(0, [_product(rows, weight.slice(0, 128), part)])
+        part = hopper.warpgroup_mma_wait(0, [product(rows, weight.slice(0, 128), part)])
         if is_wide:
             left = hopper.warpgroup_mma_wait(0, [left + part * (scale * of_left)])
-            part = hopper.warpgroup_mma_wait(0, [_product(rows, weight.slice(128, 128), part)])
+            part = hopper.warpgroup_mma_wait(0, [product(rows, weight.slice(128, 128), part)])
             right += part * (scale * of_right)
         else:
             left += part * (scale * of_left)

@@ -31,6 +31,7 @@ import torch
 from teachllm_kernels._hopper import barriers, copy_or_arrive, gate_up_map, has_hopper, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.hopper_blocks import COPIERS, fetch_scales_of_two, has_blocks, room_for_scales, sums_of_few_rows
+from teachllm_kernels.hopper_sums import sums, sums_by_tile
 from teachllm_kernels.hopper_tiling import MAX_ROWS, STRIPE, registers, result_columns, tiling_of
 from teachllm_kernels.linear import cost
 from teachllm_kernels.quantize_rows import QuantizedRows
@@ -129,9 +130,9 @@ def _multiply(
         where = ((block * STRIPES + STRIPE) * (32 if GATED else 64), num_out, first_k)
         acc, more = sums_of_few_rows(acc, more, buffers, scales, where, STRIPE, STRIPES, TILES, REST, GROUPS, GATED)
     elif ROOMY and x.dtype.is_fp8():
-        acc = _sums_by_tile(acc, buffers, STRIPE, STRIPES, TILES)
+        acc = sums_by_tile(acc, buffers, STRIPE, STRIPES, TILES)
     else:
-        acc, more = _sums(acc, more, buffers, STRIPE, STRIPES, TILES, REST)
+        acc, more = sums(acc, more, buffers, STRIPE, STRIPES, TILES, REST)
     if SCALED:
         if not ROOMY:
             of_rows = _row_scales(task, result, 0, ROWS, OF_ACC)
@@ -143,79 +144,6 @@ def _multiply(
             of_outputs = _output_scales(task, result, STRIPE, STRIPES, GATED, BY_OUTPUT, OF_MORE)
             more = more.to(gl.float32) * of_rows * of_outputs
         finish(more, task, result, ROWS, STRIPE, STRIPES, GATED, DIRECT, HAS_BIAS)
-
-
-@gluon.jit
-def _sums(acc, more, buffers, STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, REST: gl.constexpr):
-    """acc, and of further rows `more`, plus the products of a stripe of the weight. A tile's begin behind another's."""
-    w, x, rest, _, arrived, free = buffers
-    STAGES: gl.constexpr = x.shape[0]
-    for tile in range(TILES):
-        stage = tile % STAGES
-        hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
-        weight = w.index(stage * STRIPES + STRIPE).reshape([64, x.shape[2]])
-        acc = hopper.warpgroup_mma(weight, x.index(stage).permute((1, 0)), acc, is_async=True)
-        if REST > 0:
-            more = hopper.warpgroup_mma(weight, rest.index(stage).permute((1, 0)), more, is_async=True)
-            acc, more = hopper.warpgroup_mma_wait(2, [acc, more])  # of the tile before: these go on
-        else:
-            acc = hopper.warpgroup_mma_wait(1, [acc])
-        if STAGES < TILES:
-            hopper.mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), pred=tile > 0)
-    if REST > 0:
-        acc, more = hopper.warpgroup_mma_wait(0, [acc, more])
-    else:
-        acc = hopper.warpgroup_mma_wait(0, [acc])
-    return acc, more
-
-
-@gluon.jit
-def _sums_by_tile(acc, buffers, STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr):
-    """As `_sums`, of 8-bit floats, which tensor cores add up in fewer bits than float32 has: each tile's apart.
-
-    They are added up while the next tile's are computed in other registers, several tiles long: compilers do not see
-    through turns that begin with a product under way. Three groups of warps do it tile by tile: the tensor cores always
-    have one of them to serve, and none may keep a stage, of which there are few, until the next one has come.
-    """
-    _, x, _, _, _, free = buffers
-    STAGES: gl.constexpr = x.shape[0]
-    FREES: gl.constexpr = STAGES < TILES
-    RUN: gl.constexpr = 1 if STRIPES == 3 else 4 if TILES % 4 == 0 else 2 if TILES % 2 == 0 else 1
-    even, odd = gl.zeros_like(acc), gl.zeros_like(acc)
-    for run in range(TILES // RUN):
-        tile = run * RUN
-        begun = _product(buffers, tile, even, STRIPE, STRIPES)
-        for i in gl.static_range(1, RUN):
-            following = _product(buffers, tile + i, even if i % 2 == 0 else odd, STRIPE, STRIPES)
-            done = hopper.warpgroup_mma_wait(1, [begun])
-            acc += done
-            if FREES:
-                hopper.mbarrier.arrive(free.index((tile + i - 1) % STAGES))
-            if i % 2 == 0:
-                odd = done
-            else:
-                even = done
-            begun = following
-        done = hopper.warpgroup_mma_wait(0, [begun])
-        acc += done
-        if RUN % 2 == 0:
-            odd = done
-        else:
-            even = done
-        if FREES:
-            hopper.mbarrier.arrive(free.index((tile + RUN - 1) % STAGES))
-    return acc
-
-
-@gluon.jit
-def _product(buffers, tile, part, STRIPE: gl.constexpr, STRIPES: gl.constexpr):
-    """Begins to multiply a tile, as soon as it is there, in the registers of `part`."""
-    w, x, _, _, arrived, _ = buffers
-    STAGES: gl.constexpr = x.shape[0]
-    stage = tile % STAGES
-    hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
-    weight = w.index(stage * STRIPES + STRIPE).reshape([64, x.shape[2]])
-    return hopper.warpgroup_mma(weight, x.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
 
 
 @gluon.jit

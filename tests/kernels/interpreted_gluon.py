@@ -29,6 +29,7 @@ from teachllm_kernels import (
     hopper_prefill,
     hopper_prefill_codes,
     hopper_scaled_mm,
+    hopper_sums,
     hopper_tasks,
 )
 from teachllm_kernels._triton import gl
@@ -50,7 +51,7 @@ from tests.kernels.gluon_values import (
 MODULES = [
     *(_hopper, hopper_codes, hopper_decode, hopper_decode_codes, hopper_new_token),
     *(hopper_prefill, hopper_prefill_codes, hopper_tasks),
-    *(hopper_blocks, hopper_linear, hopper_scaled_mm),
+    *(hopper_blocks, hopper_linear, hopper_scaled_mm, hopper_sums),
 ]
 # The program under way: `id` and `num` along each axis, the `barriers` that it has made, a role's `num_threads`.
 _now = threading.local()
