@@ -19,7 +19,9 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "static"),
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
+    "distributed_executor_backend": (None, "mp"),
 }
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,14 @@ class EngineConfig:
         max_logprobs: the most `logprobs` a request may ask for.
         check_invariants: verify the scheduler's books after every step.
 
+    Parallelism, see docs/parallelism.md:
+        tensor_parallel_size: ranks that share every layer: each has some of its heads and a part of its widths.
+        pipeline_parallel_size: stages, each of which has some of the layers; as many batches are in flight.
+        data_parallel_size: replicas of the engine, each with its own requests.
+        enable_expert_parallel: a mixture's experts are spread over the ranks whole, instead of each being split.
+        distributed_executor_backend: who starts the ranks of an engine: "mp", processes of this machine; None is that
+            where there is more than one rank.
+
     Speculation:
         speculative_config: who drafts tokens ahead, and how many, as a JSON object: {"method": "ngram"}, {"method":
             "draft_model", "model": "teachlm-draft", "num_speculative_tokens": 4}; see docs/speculation.md. The text is
@@ -119,6 +129,12 @@ class EngineConfig:
     max_logprobs: int = 20
     check_invariants: bool = False
 
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str | None = None
+
     speculative_config: SpeculativeConfig | None = None
 
     trace_path: str | None = None
@@ -129,7 +145,7 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")
         at_least_one = ("max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
-        for name in (*at_least_one, "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        for name in (*at_least_one, *PARALLEL_SIZES, "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
@@ -152,6 +168,12 @@ class EngineConfig:
         if self.async_scheduling and not self.enable_kv_cache:
             raise ValueError(
                 "async_scheduling=True needs blocks that outlive a step: set it to False, or enable_kv_cache=True"
+            )
+        if self.async_scheduling and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling=True needs sampled tokens where the next step begins, and with "
+                f"pipeline_parallel_size={self.pipeline_parallel_size} that is another rank: set it to False. Stages "
+                "work on several plans anyway"
             )
         if self.batch_invariant and self.attention_backend not in (None, "triton"):
             raise ValueError(
@@ -193,6 +215,11 @@ class EngineConfig:
                 f"sequence of max_model_len={length} fills one: set enable_prefix_caching=False, or block_size=16"
             )
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute for one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def resolve(self, model_max_len: int) -> EngineConfig:
         """The configuration with nothing left None that the scheduler reads.
 
@@ -214,7 +241,7 @@ class EngineConfig:
         budget = self.max_num_batched_tokens or max(usual, length if whole_prompts else 0, self.max_num_seqs or 0)
         running_ahead = self.async_scheduling
         if running_ahead is None:
-            running_ahead = on_gpu and self.enable_kv_cache
+            running_ahead = on_gpu and self.enable_kv_cache and self.pipeline_parallel_size == 1
         caching = self.enable_prefix_caching
         if caching is None:
             caching = self.enable_kv_cache and self.block_size < length

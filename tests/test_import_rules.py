@@ -39,16 +39,14 @@ FLOORS = {
         *("teachllm.spec_decode", "teachllm.sampling", "teachllm.models", "teachllm.layers", "teachllm_kernels"),
         *(*TO_A_WORKER, "teachllm.core.request", *PLAIN_DATA),
     ),
-    "teachllm.quantization": (
-        "teachllm.quantization",
-        "teachllm.layers",
-        "teachllm_kernels",
-        *A_CHECKPOINT,
-        *PLAIN_DATA,
-    ),
+    "teachllm.quantization": (*TENSORS, *A_CHECKPOINT, *PLAIN_DATA),
+    "teachllm.distributed": ("teachllm.distributed", *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.quantization.making": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
-    "teachllm.worker": ("teachllm.worker", "teachllm.models", *FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.worker": (
+        *("teachllm", "teachllm.worker", "teachllm.models"),
+        *(*FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    ),
     "teachllm.roofline": ("teachllm.models.model_config",),
     "teachllm.trace": ("teachllm.trace", "teachllm.core", *PLAIN_DATA),
     "teachllm.engine": (
@@ -77,7 +75,10 @@ OUTSIDE = {
     "teachllm_cli": {"typer"},
     "teachllm.server": SERVE_EXTRA,
     "teachllm": CORE_INSTALL,
-    **{f"teachllm.engine.{name}": {"zmq", "msgspec"} for name in ("core_client", "core_process", "messages")},
+    **{
+        f"teachllm.engine.{name}": {"zmq", "msgspec"}
+        for name in ("core_client", "core_link", "core_process", "messages")
+    },
 }
 
 

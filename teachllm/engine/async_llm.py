@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from teachllm.config import EngineConfig
-from teachllm.engine.engine import Engine
+from teachllm.engine.engine import Engine, TraceSink
 from teachllm.engine.engine_thread import EngineThread, Order, carry_out, refuse
 from teachllm.engine.input_processor import Prompt
 from teachllm.engine.output_stream import OutputStream, RequestStream
@@ -51,7 +51,7 @@ class AsyncLLM(EngineThread):
         config: EngineConfig,
         *,
         own_process: bool = True,
-        trace_sink: Callable[[str], None] | None = None,
+        trace_sink: TraceSink | Sequence[TraceSink] | None = None,
         progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> AsyncLLM:

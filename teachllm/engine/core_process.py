@@ -17,10 +17,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import signal
 import sys
-import threading
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -29,11 +27,13 @@ import zmq
 
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
+from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.engine.engine_core import EngineCore
 from teachllm.engine.make_core import make_core
 from teachllm.engine.messages import (
     Add,
     Close,
+    Died,
     Failed,
     Finish,
     FromCore,
@@ -48,7 +48,10 @@ from teachllm.engine.messages import (
     decode_to_core,
     encode,
 )
+from teachllm.engine.replica import replica_config, take_share_of_threads
 from teachllm.models.model_config import ModelConfig
+from teachllm.worker.child import end_with_the_parent
+from teachllm.worker.errors import EngineDeadError
 
 log = logging.getLogger(__name__)
 _MAX_FAILURES = 5  # a GPU that has gone wrong stays so
@@ -61,7 +64,7 @@ def main(address: str) -> None:
         address: ZeroMQ's, to listen on.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's business
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    end_with_the_parent()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set_hwm(0)  # what is under way is bounded by the requests
         socket.bind(address)
@@ -73,8 +76,11 @@ def main(address: str) -> None:
             socket.send(encode(message))
 
         try:
+            config = replica_config(start.config, start.replica)
+            if config.device == "cpu":
+                take_share_of_threads(config)
             core, model_config, _ = make_core(
-                start.config,
+                config,
                 needs_tokenizer=False,
                 trace_sink=lines.append if start.traces else None,
                 progress=lambda num_bytes, total: send(Loading(num_bytes, total)),
@@ -110,6 +116,10 @@ class CoreProcess:
         self._requests: dict[int, Request] = {}  # unfinished ones, by the front's numbers
         self._numbers: dict[str, int] = {}  # the other way round, by the ids the core knows them by
         self._num_failures = 0  # in a row
+        self._sources = zmq.Poller()  # of what there is to do while there is no step
+        self._sources.register(socket, zmq.POLLIN)
+        if core.executor.sentinel is not None:
+            self._sources.register(core.executor.sentinel, zmq.POLLIN)
         core.count()
 
     def run(self) -> None:
@@ -119,12 +129,15 @@ class CoreProcess:
             if has_news and not self._core.has_unfinished:
                 self._tell([])  # no step will
                 has_news = False
-            if self._socket.poll(0 if self._core.has_unfinished else None):
+            ready = dict(self._sources.poll(0 if self._core.has_unfinished else None))
+            if self._socket in ready:
                 for message in decode_to_core(self._socket.recv()):
                     if isinstance(message, Close):
                         return
                     self._safely(partial(self._obey, message))
                 has_news = True
+            elif self._core.executor.sentinel in ready:  # it has died, as it says to whoever wants something
+                self._safely(partial(self._core.executor.execute, SchedulerOutput(0)))
             else:
                 self._safely(self._step)
 
@@ -132,6 +145,9 @@ class CoreProcess:
         """A failure ends all requests, as nobody knows whose it is, and is told once. Many in a row end the process."""
         try:
             act()
+        except EngineDeadError as error:
+            self._socket.send(encode(Died(str(error))))
+            raise
         except Exception as error:
             log.exception("a step failed")
             for request in list(self._requests.values()):
@@ -206,13 +222,6 @@ class CoreProcess:
         assert stats is not None
         self._socket.send(encode(Stepped(updates, stats, self._lines)))
         self._lines.clear()
-
-
-def _end_with_the_parent() -> None:
-    """Standard input is a pipe whose other end the parent holds: it closes when the parent ends, killed or not."""
-    while os.read(0, 1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

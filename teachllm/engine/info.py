@@ -9,7 +9,9 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import format_bytes
 from teachllm.engine.capacity import num_undisturbed
+from teachllm.engine.replica import replica_devices, share_of_threads
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.registry import WITH_EXPERTS
 from teachllm.quantization.quantization import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.executor import select_device
@@ -42,8 +44,9 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
     count = num_undisturbed(resolved, plan.num_blocks, input_len, output_len)
     limit = "all that max_num_seqs allows" if count == resolved.max_num_seqs else "none waits for blocks or loses them"
     return [
+        *_replicas(resolved, device),
         ("architecture", model.architecture, code),
-        ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}"),
+        ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}{_met(model)}"),
         *_codes(model, device),
         ("layers", str(model.num_layers), layers),
         ("heads", str(model.num_attention_heads), heads),
@@ -52,6 +55,17 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
         *plan.rows(),
         ("requests at once", str(count), f"of {input_len} tokens in and {output_len} out: {limit}"),
     ]
+
+
+def _replicas(config: EngineConfig, device: torch.device) -> list[Row]:
+    """Where each has what the other rows say."""
+    if config.data_parallel_size == 1:
+        return []
+    if device.type == "cpu":
+        share = f"{share_of_threads(config)} of the CPU's {torch.get_num_threads()} threads"
+    else:
+        share = "; ".join(" to ".join(dict.fromkeys((each[0], each[-1]))) for each in replica_devices(config))
+    return [("replicas", str(config.data_parallel_size), f"each has all that follows, and {share}")]
 
 
 def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
@@ -65,6 +79,13 @@ def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
     if device.type == "cpu":
         takes += f": a CPU multiplies numbers, in {model.dtype}"
     return [("quantization", what, takes)]
+
+
+def _met(model: ModelConfig) -> str:
+    """Of a mixture of experts, how much of it one token meets."""
+    if model.architecture not in WITH_EXPERTS:
+        return ""
+    return f"; between embedding and output head a token meets {model.num_active_parameters / 1e6:,.1f} M"
 
 
 def _in_use(device: torch.device) -> list[Row]:

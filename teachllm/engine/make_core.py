@@ -10,6 +10,7 @@ from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.core.prefix_cache import hash_root
+from teachllm.distributed.layout import layout_of
 from teachllm.engine.ceilings import device_name, known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.host_drafting import HostDrafting
@@ -18,6 +19,7 @@ from teachllm.engine.token_texts import TokenTexts, load_tokenizer
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.engine.trace_file import TraceFile
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.sharing import model_of_rank
 from teachllm.spec_decode.draft_length import make_draft_length
 from teachllm.spec_decode.drafter import Drafter, check_drafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
@@ -27,6 +29,7 @@ from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
+from teachllm.worker.multiprocess import MultiprocessExecutor
 
 
 def make_core(
@@ -61,14 +64,23 @@ def make_core(
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
         recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
     weighty = load_drafter_config(config, model, device.type)
-    make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+    _check_ranks(config, model, weighty)
+    executor: Executor
+    record: Callable[[Sequence[int], bool], Prior | None] | None
     try:
-        runner = make_runner(config, model, device, progress, weighty)
+        if config.num_ranks > 1 or config.distributed_executor_backend is not None:
+            ranks = MultiprocessExecutor(config, progress, times_steps=recorder is not None)
+            executor, record = ranks, ranks.record_ahead if device.type == "cuda" else None
+        else:
+            make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+            runner = make_runner(config, model, device, progress, weighty)
+            if isinstance(runner, GPUModelRunner):
+                runner.times_steps = recorder is not None
+            executor, record = InProcessExecutor(runner), getattr(runner, "record_ahead", None)
     except BaseException:
         if file is not None:
             file.close()
         raise
-    executor: Executor = InProcessExecutor(runner)
     if make_executor is not None:
         executor = make_executor(config, executor)
     kinds = (model.dtype, model.quantization, model.kv_dtype)
@@ -76,8 +88,6 @@ def make_core(
     roofline: StepRoofline | None = None
     if recorder is not None:
         roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
-        if isinstance(runner, GPUModelRunner):
-            runner.times_steps = True
     core = EngineCore(
         config,
         executor,
@@ -85,7 +95,7 @@ def make_core(
         recorder,
         roofline=roofline,
         on_close=None if file is None else file.close,
-        **_speculation(config, model, drafter, weighty, getattr(runner, "record_ahead", None)),
+        **_speculation(config, model, drafter, weighty, record),
     )
     if weighty is not None and weighty.max_len < model.max_model_len:
         core.scheduler.drafter_len = weighty.max_len
@@ -100,6 +110,36 @@ def make_core(
         machine = {"device": device_name(str(device)), "ceilings": ceilings}
         recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
     return core, model, tokenizer
+
+
+def _check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None) -> None:
+    """Before any process is started.
+
+    Raises:
+        ValueError: the ranks cannot share this model, or what is asked for besides.
+    """
+    if config.enable_expert_parallel and (config.tensor_parallel_size == 1 or not model.has_experts):
+        why = "there is one rank" if model.has_experts else f"{model.architecture} has none"
+        raise ValueError(
+            f"enable_expert_parallel=True spreads experts over ranks, and {why}: set it to False"
+            + (", or tensor_parallel_size=2" if model.has_experts else "")
+        )
+    if config.num_ranks == 1:
+        return
+    if config.device.startswith("cuda"):
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size}, pipeline_parallel_size="
+            f"{config.pipeline_parallel_size}: ranks share a model only on CPUs yet; set device=cpu, or "
+            "data_parallel_size"
+        )
+    layout = layout_of(config)
+    for stage in range(layout.pipeline):
+        model_of_rank(model, layout.place(layout.stage(stage)[0]))
+    if drafter is not None and config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: a drafter with weights reads what other stages "
+            'compute; set it to 1, or speculative_config={"method": "ngram"}'
+        )
 
 
 def _speculation(

@@ -27,10 +27,11 @@ class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Load the model. With `traces`, every line of the trace is told."""
+    """Load the model, as replica number `replica`. With `traces`, every line of the trace is told."""
 
     config: EngineConfig
     traces: bool
+    replica: int
 
 
 class Add(Message, frozen=True):
@@ -120,8 +121,14 @@ class Failed(Message, frozen=True):
     error: str
 
 
+class Died(Message, frozen=True):
+    """What computes has died; the process ends."""
+
+    error: str
+
+
 ToCore = Start | Add | Finish | ResetPrefixCache | Close
-FromCore = Loading | Ready | Refused | Stepped | Failed
+FromCore = Loading | Ready | Refused | Stepped | Failed | Died
 
 
 def _plain(value: Any) -> Any:

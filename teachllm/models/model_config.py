@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from teachllm.config import EngineConfig
 from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
-from teachllm.models.registry import OWN, ModelError, architecture_of, check_supported
+from teachllm.models.registry import OWN, WITH_EXPERTS, ModelError, architecture_of, check_supported
 from teachllm.models.shape import Shape
 
 if TYPE_CHECKING:
@@ -58,6 +58,11 @@ class ModelConfig(Shape):
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
     kv_cache_dtype: str = "auto"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some of its layers are mixtures of experts."""
+        return self.architecture in WITH_EXPERTS
 
     @property
     def kv_dtype(self) -> str:
@@ -150,6 +155,11 @@ def _quantization(
     is_quantized = quantization_config(raw, folder) is not None
     if not is_quantized and config.quantization is None:
         return None
+    if architecture_of(raw) in WITH_EXPERTS:
+        raise ModelError(
+            f"{architecture_of(raw)} takes no quantized weights, as experts have no kernel for them: take its "
+            "unquantized checkpoint, and leave quantization out"
+        )
     from teachllm.quantization.quantization import quantization_of  # loads torch
 
     try:

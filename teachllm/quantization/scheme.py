@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from teachllm.distributed.slices import ALL, Slice
 from teachllm.models.registry import ModelError
-from teachllm.quantization.codes import Quantized
+from teachllm.quantization.codes import Quantized, part_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32,)  # words that codes are packed into
@@ -176,6 +177,8 @@ class PartCodes:
         name: the projection's, for errors.
         like: of the model's dtype, on its device.
         when_read: called when nothing more can come.
+        rows, columns: which part of the projection these sizes are. All of it is read, since what is packed and scaled
+            together is not cut where ranks are; what is kept is this part.
     """
 
     def __init__(
@@ -186,9 +189,16 @@ class PartCodes:
         in_features: int,
         like: torch.Tensor,
         when_read: Callable[[], None] | None = None,
+        rows: Slice = ALL,
+        columns: Slice = ALL,
     ) -> None:
         self.scheme, self.name, self.in_features = scheme, name, in_features
-        self._shape, self._like, self._when_read = (out_features, in_features), like, when_read
+        self._own_shape, self._cut = (out_features, in_features), (rows, columns)
+        self._shape, self._like, self._when_read = (
+            (out_features * rows.count, in_features * columns.count),
+            like,
+            when_read,
+        )
         self._tensors: dict[str, torch.Tensor] = {}
         self._codes: Quantized | None = None
         try:
@@ -222,12 +232,12 @@ class PartCodes:
     @property
     def num_parameters(self) -> int:
         """Numbers that its codes stand for."""
-        return self._shape[0] * self._shape[1]
+        return self._own_shape[0] * self._own_shape[1]
 
     @property
     def num_bytes(self) -> int:
         """What its codes take on a GPU."""
-        return self.scheme.num_bytes(*self._shape)
+        return self.scheme.num_bytes(*self._own_shape)
 
     def fill_randomly(self, generator: torch.Generator | None) -> None:
         """Random numbers in place of what a file holds, quantized; products keep the size of what they are given.
@@ -235,7 +245,7 @@ class PartCodes:
         Raises:
             ModelError: the scheme cannot.
         """
-        numbers = torch.randn(self._shape, dtype=self._like.dtype, device=self._like.device, generator=generator)
+        numbers = torch.randn(self._own_shape, dtype=self._like.dtype, device=self._like.device, generator=generator)
         try:
             self._codes = self.scheme.quantize(numbers * self._shape[1] ** -0.5)
         except ValueError as error:
@@ -252,6 +262,8 @@ class PartCodes:
                 self._codes = self.scheme.read(self._tensors, *self._shape)
                 if not bool(self._codes.scales.isfinite().all()):
                     raise ValueError("a scale is infinite or NaN: the file is broken, get it anew")
+                if any(each.count > 1 for each in self._cut):
+                    self._codes = part_of(self._codes, *self._cut)
             except ValueError as error:
                 raise ModelError(f"{self.name}: {error}") from None
             self._tensors.clear()

@@ -100,7 +100,7 @@ class Sampler:
             histories: [R, longest], what each logits row's own sequence is, where they differ: in a tree. Only rows
                 with penalties or bad words are read.
         """
-        if self._state.is_plain_greedy(rows):
+        if self.is_plain_greedy(rows):
             return SamplerOutput(logits.argmax(dim=-1))
         selection = self._state.select(rows)
         asked = selection.asked
@@ -116,6 +116,10 @@ class Sampler:
             return SamplerOutput(sampled)
         pending = PendingLogprobs(raw, sampled.index_select(0, asked), [num_top for _, num_top in selection.logprobs])
         return SamplerOutput(sampled, [i for i, _ in selection.logprobs], pending)
+
+    def is_plain_greedy(self, rows: list[int]) -> bool:
+        """Whether all of these rows ask for the most likely token and nothing else."""
+        return self._state.is_plain_greedy(rows)
 
     def plain_variant(self, rows: list[int]) -> tuple[bool, bool] | None:
         """(any row is random, any is filtered) if `sample_plain` can sample these rows, else None."""

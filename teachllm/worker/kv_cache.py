@@ -74,7 +74,8 @@ def plan_memory(
             table and the largest setting that does.
     """
     assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_ram()
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_ram() // config.data_parallel_size
     specs, weights = kv_cache_specs(model), model.weight_bytes
     if drafter is not None:
         specs, weights = [*specs, *drafter.specs], weights + drafter.weight_bytes

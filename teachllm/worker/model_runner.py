@@ -18,19 +18,24 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from teachllm.distributed.group import agreed_least
+from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.stages import Stage
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.llama import Tap
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
-from teachllm.sampling.sampler import Sampler
-from teachllm.sampling.verify import synthetic_tokens
+from teachllm.models.sharing import model_of_rank
+from teachllm.sampling.sampler import Sampler, SamplerOutput
+from teachllm.sampling.shared_vocabulary import argmax_of_all
+from teachllm.sampling.verify import Proposals, synthetic_tokens
 from teachllm.spec_decode.drafter import ModelDrafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import MAX_SPECULATIVE_TOKENS
 from teachllm.worker.cpu import keep_freed_memory
 from teachllm.worker.drafting import Drafting
-from teachllm.worker.input_batch import InputBatch, StepInputs
+from teachllm.worker.input_batch import InputBatch, OpenedRow, StepInputs
 from teachllm.worker.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -50,7 +55,8 @@ class ExecutedStep:
     """A step between forward and sampling.
 
     Attributes:
-        logits: [num_logits, vocab_size] float32, of the positions that are sampled from, in plan order.
+        logits: [num_logits, own part of the vocabulary] float32, of the positions that are sampled from, in plan
+            order; none on a stage that is not the last.
         logits_rows: request row of each of them.
         lengths: [num_logits] int64, tokens before the one to sample.
         prompt_logprobs: per scheduled request, for those that asked.
@@ -77,6 +83,7 @@ class ModelRunner:
         config: resolved for the model.
         progress: called with (bytes loaded, bytes in all) while weights load.
         drafter: with weights; None: there is none, or one on the host.
+        ranks: that share the model; this runner has the part of one. All are given the same plans.
     """
 
     def __init__(
@@ -86,14 +93,20 @@ class ModelRunner:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
         drafter: DrafterConfig | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs
+        self._ranks, whole = ranks, model_config
+        model_config = model_of_rank(whole, ranks.place)
         if device.type == "cpu":
             select_backend(config.attention_backend, attention_needs(config, model_config), device)  # or refuses
             keep_freed_memory()
         self.memory = plan_memory(config, model_config, device, drafter)  # before any weight is read
-        num_blocks = self.memory.num_blocks
-        self.model: Any = load_model(model_config, config, device, progress)
+        num_blocks = agreed_least(ranks.world, self.memory.num_blocks)
+        self.memory = self.memory.of_blocks(num_blocks)
+        self.model: Any = load_model(whole, config, device, progress, ranks)
+        if ranks.place.layout.pipeline > 1:
+            self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         self._batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size, device)
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
@@ -104,6 +117,7 @@ class ModelRunner:
         speculation = config.speculative_config
         self._synthetic_rate = None if speculation is None else speculation.synthetic_rate
         self._moved: KVCache = []  # where drafts of a tree may lie apart
+        self._awaited: dict[int, list[OpenedRow]] = {}  # whose tokens another stage samples, by step
         loaded: ModelDrafter | None = None
         if drafter is not None:
             own_caches = allocate_layers(drafter.specs, drafter.kv_dtype, num_blocks, config.block_size, device)
@@ -135,6 +149,10 @@ class ModelRunner:
         tapped = {"taps": taps} if taps else {}
         hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, **tapped)
 
+        if not self._ranks.place.is_last_stage:
+            self._awaited[plan.step] = self._batch.opened_rows(inputs.rows)
+            nothing = hidden.new_empty((0, 0))
+            return ExecutedStep(plan, inputs, nothing, [], nothing, None, drafts, hidden, features)
         wanted: list[int] = []  # flat token indices whose logits are sampled from
         logits_rows: list[int] = []
         for share, row, end in zip(plan.scheduled, inputs.rows, inputs.query_ends, strict=True):
@@ -152,7 +170,7 @@ class ModelRunner:
         return ExecutedStep(
             plan=plan,
             inputs=inputs,
-            logits=self.model.compute_logits(chosen),
+            logits=self.model.own_logits(chosen),
             logits_rows=logits_rows,
             lengths=inputs.positions[indices] + 1,
             prompt_logprobs=prompt_logprobs,
@@ -166,13 +184,13 @@ class ModelRunner:
         """Samples a token at every position that is verified, keeps those up to the first draft that does not hold,
         and has the drafter propose."""
         shares, rows = step.plan.scheduled, step.inputs.rows
+        if not self._ranks.place.is_last_stage:
+            return ModelRunnerOutput([[] for _ in shares])
         proposals = histories = None
         if self._drafting is not None:
             proposals = self._drafting.proposals(step.inputs, step.drafts, [share.samples for share in shares])
             histories = self._drafting.histories(step.inputs, step.drafts, [share.samples for share in shares])
-        token_ids = self._batch.token_ids.to(self._device)
-        what = (step.logits, step.logits_rows, step.lengths, token_ids)
-        sampled = self._sampler.sample(*what, proposals, histories)
+        sampled = self._sampled(step, proposals, histories)
         token_ids = sampled.token_ids
         if self._synthetic_rate is not None:
             token_ids = self._synthetic_tokens(token_ids, step)
@@ -196,6 +214,26 @@ class ModelRunner:
         if self._drafting is not None:
             next_drafts = self._drafting.propose(shares, step.inputs, paths, step.hidden, step.features)
         return ModelRunnerOutput(kept, logprobs or None, step.prompt_logprobs, draft_token_ids=next_drafts)
+
+    def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        for failed in [each for each in self._awaited if each < step]:
+            del self._awaited[failed]
+        for (row, opening), token_ids in zip(self._awaited.pop(step), sampled_token_ids, strict=True):
+            if self._batch.opening(row) == opening:  # or it is another request's by now
+                self._batch.append(row, token_ids)
+
+    def _sampled(
+        self, step: ExecutedStep, proposals: Proposals | None, histories: torch.Tensor | None
+    ) -> SamplerOutput:
+        """A token of each logits row, on every rank that has a part of the logits."""
+        group, logits = self._ranks.tensor, step.logits
+        if group.size > 1 and step.logits_rows:
+            if self._sampler.is_plain_greedy(step.logits_rows):
+                return SamplerOutput(argmax_of_all(logits, group.rank * logits.shape[1], group))
+            logits = group.all_gather(logits).transpose(0, 1).flatten(1)
+        token_ids = self._batch.token_ids.to(self._device)
+        return self._sampler.sample(logits, step.logits_rows, step.lengths, token_ids, proposals, histories)
 
     def _synthetic_tokens(self, sampled: torch.Tensor, step: ExecutedStep) -> torch.Tensor:
         """What each position is said to give in a benchmark: the first draft after it, or not, by a seeded coin."""

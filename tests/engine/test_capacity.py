@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.info import describe_model
+from tests.checkpoints import make_checkpoint
 from tests.spec_decode.drafters import speculation
 from tests.worker.doors import drain, make_engine, random_ids, tiny
 
@@ -55,6 +57,14 @@ def test_the_number_runs_undisturbed_and_one_more_does_not(
 def test_a_request_that_never_fits_runs_no_times_and_the_limit_is_the_limit() -> None:
     assert num_undisturbed(resolved(), 3, 40, 20) == 0
     assert num_undisturbed(resolved(), 10_000, 40, 20) == 50
+
+
+def test_of_a_mixture_of_experts_it_is_said_how_much_a_token_meets(tmp_path: Path) -> None:
+    moe = describe_model(resolved(model=make_checkpoint("mixtral", tmp_path)))
+    dense = describe_model(resolved())
+    found = {what: explanation for what, _, explanation in moe}["parameters"]
+    assert found == "in float32 on cpu; between embedding and output head a token meets 0.1 M"
+    assert {what: explanation for what, _, explanation in dense}["parameters"] == "in float32 on cpu"
 
 
 def test_requests_longer_than_the_context_are_refused() -> None:

@@ -502,6 +502,11 @@ def test_nobody_but_the_page_itself_talks_to_the_server(host: str, headers: dict
     assert bool(entered) is may and [m.get("status") for m in sent] == ([] if may else [403, None])
 
 
+def test_replicas_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match="data_parallel_size=2: the page steps one engine: set it to 1"):
+        engine_plan(EngineConfig(data_parallel_size=2)).make_engine(print)
+
+
 def test_a_fork_that_is_refused_says_so_and_leaves_the_original(session: LiveSession) -> None:
     session.start(CONFIG, [ask()], play=False)
     wait_for(lambda: session.sides)

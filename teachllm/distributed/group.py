@@ -1,0 +1,222 @@
+"""Ranks that compute together, and the few operations by which they exchange tensors.
+
+    all_reduce       everybody gets the sum             2 (n - 1) / n of the tensor's bytes, for each of n ranks to send
+    all_gather       everybody gets all parts           (n - 1) parts
+    reduce_scatter   everybody gets a part of the sum   (n - 1) / n
+    all_to_all       a part for everybody               all but one's own
+    send, recv       from one stage to the next         the tensor
+    broadcast        from one to all                    the tensor, of the one
+
+Every call is counted by what a rank sends in a ring, which is the least that any algorithm without help of the network
+has to. Who waits in vain hears of it: which rank, in which operation, among whom. A group of one computes without any
+of this, so layers need not know whether they are alone.
+
+Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+
+class CollectiveError(RuntimeError):
+    """An exchange between ranks failed, or took too long."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a rank has sent since the last `take`: (calls, bytes) by operation."""
+
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, operation: str, num_bytes: int) -> None:
+        """Counts a call."""
+        calls, total = self.counts.get(operation, (0, 0))
+        self.counts[operation] = calls + 1, total + num_bytes
+
+    def take(self) -> dict[str, tuple[int, int]]:
+        """What there was, from now on nothing."""
+        counts, self.counts = self.counts, {}
+        return counts
+
+
+class Group(Protocol):
+    """Some ranks, of which this process is one.
+
+    Attributes:
+        rank: this one's place among them.
+        size: how many there are.
+        traffic: of all groups of this process.
+    """
+
+    rank: int
+    size: int
+    traffic: Traffic
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, of any shape; in place."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] -> [size, ...], by rank."""
+        ...
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...] -> [...], of all ranks' x the sum of this rank's row."""
+        ...
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """[sum(sends), ...] -> [sum(receives), ...].
+
+        Args:
+            sends: rows for each rank.
+            receives: rows from each.
+        """
+        ...
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """x of the rank `source`; in place."""
+        ...
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """x, contiguous, to a rank that receives it."""
+        ...
+
+    def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """Fills x with what a rank sends."""
+        ...
+
+
+class Alone:
+    """A group of one: nothing to exchange."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self.traffic = traffic or Traffic()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        return x[None]
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        return x[0]
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """As `Group`."""
+        return x
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """As `Group`."""
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """As `Group`."""
+        raise AssertionError("there is nobody else")
+
+    def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """As `Group`."""
+        raise AssertionError("there is nobody else")
+
+
+ALONE = Alone()
+
+
+class ProcessGroup:
+    """Ranks that are processes, over torch.distributed: NCCL between GPUs, gloo between CPUs.
+
+    Args:
+        ranks: of the world, in order; this process is one of them.
+        timeout_s: how long an operation may take.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float, traffic: Traffic) -> None:
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._ranks, self._timeout_s, self.traffic = list(ranks), timeout_s, traffic
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(ranks)
+        # Every rank makes every group, also those that it is not in: see `connect`.
+        self._group: Any = dist.new_group(
+            self._ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        with self._named("all_reduce", 2 * (self.size - 1) * _num_bytes(x) // self.size):
+            self._dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        parts = x.new_empty((self.size, *x.shape))
+        with self._named("all_gather", (self.size - 1) * _num_bytes(x)):
+            self._dist.all_gather(list(parts.unbind(0)), x.contiguous(), group=self._group)
+        return parts
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        part = x.new_empty(x.shape[1:])
+        with self._named("reduce_scatter", (self.size - 1) * _num_bytes(x) // self.size):
+            self._dist.reduce_scatter(part, list(x.contiguous().unbind(0)), group=self._group)
+        return part
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """As `Group`."""
+        got = x.new_empty((sum(receives), *x.shape[1:]))
+        others = len(x) - sends[self.rank]
+        with self._named("all_to_all", others * _num_bytes(x) // max(len(x), 1)):
+            self._dist.all_to_all_single(got, x.contiguous(), list(receives), list(sends), group=self._group)
+        return got
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """As `Group`."""
+        with self._named("broadcast", _num_bytes(x) if self.rank == source else 0):
+            self._dist.broadcast(x, self._ranks[source], group=self._group)
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """As `Group`."""
+        with self._named(f"send to rank {self._ranks[to]}", _num_bytes(x), "send"):
+            self._dist.send(x.contiguous(), self._ranks[to], group=self._group)
+
+    def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """As `Group`."""
+        with self._named(f"recv from rank {self._ranks[source]}", 0, "recv"):
+            self._dist.recv(x, self._ranks[source], group=self._group)
+        return x
+
+    @contextlib.contextmanager
+    def _named(self, what: str, num_bytes: int, operation: str | None = None) -> Iterator[None]:
+        """Counts an operation, and names it where it fails."""
+        self.traffic.add(operation or what, num_bytes)
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, self._ranks))
+            reason = str(error).splitlines()[0]
+            raise CollectiveError(
+                f"rank {self._ranks[self.rank]}: {what} among ranks {ranks} failed (limit {self._timeout_s:g} s): "
+                f"{reason}"
+            ) from error
+
+
+def agreed_least(group: Group, number: int) -> int:
+    """The least of all ranks' numbers."""
+    return int(group.all_gather(torch.tensor([number], dtype=torch.int64)).min())
+
+
+def _num_bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,23 @@
+"""Where the ranks of an engine first meet: rank 0 listens there, the others come.
+
+Whoever starts the ranks opens the socket and hands it to rank 0: a port that was looked for, closed and opened again
+could be another program's by then.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import NamedTuple
+
+
+class Rendezvous(NamedTuple):
+    """Host and port, and the descriptor of the socket that listens there, at the rank that keeps the store."""
+
+    host: str
+    port: int
+    listener: int | None = None
+
+
+def listen_here() -> socket.socket:
+    """A socket for the ranks of this machine, on a port that is free, out of reach for any other machine."""
+    return socket.create_server(("127.0.0.1", 0))

@@ -1,0 +1,65 @@
+"""Which part of a tensor is a rank's own.
+
+Tensor parallelism cuts every weight into equal parts along one dimension: of a projection that widens, outputs, so that
+each rank has some heads or some of the MLP's width; of the one that follows, the inputs that these make. A rank reads
+its part alone from a checkpoint.
+
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The `index`-th of `count` equal parts of a dimension."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, size: int) -> slice:
+        """Of a dimension of `size`, which `count` divides."""
+        assert size % self.count == 0
+        width = size // self.count
+        return slice(self.index * width, (self.index + 1) * width)
+
+
+ALL = Slice()
+
+
+class Cut(NamedTuple):
+    """A destination for a part of a checkpoint's tensor.
+
+    Attributes:
+        place: what the part fills.
+        slices: for each dimension of the tensor.
+    """
+
+    place: torch.Tensor
+    slices: tuple[Slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(size * each.count for size, each in zip(self.place.shape, self.slices, strict=True))
+
+    def ranges(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """What to read of a tensor of this shape."""
+        return tuple(each.of(size) for size, each in zip(shape, self.slices, strict=True))
+
+
+def cut(place: torch.Tensor, *slices: Slice) -> torch.Tensor | Cut:
+    """What a part fills; the whole, where nothing is cut."""
+    return place if all(each.count == 1 for each in slices) else Cut(place, slices)
+
+
+def of_kv_heads(tensor_rank: int, num_ranks: int, num_kv_heads: int) -> Slice:
+    """A rank's KV heads: an equal share, or, where there are fewer than ranks, one that several ranks have."""
+    if num_ranks <= num_kv_heads:
+        return Slice(tensor_rank, num_ranks)
+    return Slice(tensor_rank * num_kv_heads // num_ranks, num_kv_heads)

@@ -1,0 +1,97 @@
+"""Worker: what one rank does, whoever started it.
+
+Every rank is given every plan, computes its part, and keeps its own rows and KV cache; what the ranks tell each other
+in between they do by collectives. All know what was sampled in the end, and one says it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.distributed.connect import connected
+from teachllm.distributed.layout import Place
+from teachllm.distributed.plan_codec import Told
+from teachllm.distributed.ranks import ALONE
+from teachllm.distributed.rendezvous import Rendezvous
+from teachllm.models.model_config import load_model_config
+from teachllm.spec_decode.load import load_drafter_config
+from teachllm.spec_decode.step_times import Prior
+from teachllm.worker.executor import InProcessExecutor, PendingOutput
+from teachllm.worker.gpu_model_runner import GPUModelRunner
+from teachllm.worker.model_runner import ModelRunner
+
+
+class Worker:
+    """A rank's model, KV cache and rows.
+
+    Args:
+        config: resolved for the model; `device` is this rank's own.
+        place: where it stands among the ranks.
+        rendezvous: where they meet; None: it is alone.
+        progress: called with (bytes loaded, bytes in all) while weights load.
+        times_steps: on a GPU, outputs say how long their steps took.
+
+    Attributes:
+        num_blocks: KV blocks it has.
+
+    Raises:
+        ValueError: the checkpoint or the settings are refused; one line says why and what to change.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        place: Place,
+        rendezvous: Rendezvous | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        times_steps: bool = False,
+    ) -> None:
+        assert (rendezvous is not None) == (place.layout.num_ranks > 1)
+        device = torch.device(config.device)
+        model = load_model_config(config, device.type)
+        drafter = load_drafter_config(config, model, device.type)
+        self._leaving = contextlib.ExitStack()
+        runner: GPUModelRunner | ModelRunner
+        if device.type == "cuda":
+            runner = GPUModelRunner(config, model, device, progress, drafter)
+            runner.times_steps = times_steps
+        else:
+            ranks = ALONE
+            if rendezvous is not None:
+                ranks = self._leaving.enter_context(connected(place, rendezvous, device))
+            runner = ModelRunner(config, model, device, progress, drafter, ranks)
+        self._runner = runner
+        self._speaks, self._learns = place.speaks, not place.is_last_stage
+        self._executor = InProcessExecutor(runner)
+        self.num_blocks = self._executor.num_blocks
+
+    def execute(self, plan: SchedulerOutput, told: Sequence[Told] = ()) -> PendingOutput | None:
+        """Computes a plan, or on a GPU launches that.
+
+        Args:
+            told: what was sampled in earlier steps, and is known since the plan before this one.
+
+        Returns:
+            What waits for the output, at the rank that speaks; None at any other.
+        """
+        if self._learns:
+            assert isinstance(self._runner, ModelRunner)
+            for step, sampled_token_ids in told:
+                self._runner.learn(step, sampled_token_ids)
+        pending = self._executor.sample(self._executor.execute(plan))
+        return pending if self._speaks else None
+
+    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """As `GPUModelRunner.record_ahead`; there is nothing to record on a CPU."""
+        return self._runner.record_ahead(sizes, is_adaptive) if isinstance(self._runner, GPUModelRunner) else None
+
+    def close(self) -> None:
+        """Gives memory back."""
+        self._executor.close()
+        self._leaving.close()

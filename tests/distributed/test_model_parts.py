@@ -1,0 +1,119 @@
+"""The parts of a model on several ranks compute together what the whole one does, in every family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.distributed.layout import Layout
+from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.models.loader import load_model
+from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.registry import ModelError
+from teachllm.models.sharing import model_of_rank
+from tests.checkpoints import OWN, VOCAB_SIZE, make_checkpoint
+from tests.distributed.threads import on_ranks
+from tests.models.flat_batch import logits_by_schedule, random_schedule
+
+CPU = torch.device("cpu")
+LENGTHS = [40, 9, 23]
+
+
+class OneRank:
+    """A rank's part as if it were the whole: it waits for the stage in front, and hands on what it computed."""
+
+    def __init__(self, model: Any, ranks: Ranks, hidden_size: int) -> None:
+        self._model, self._ranks, self._hidden_size = model, ranks, hidden_size
+
+    def __call__(self, input_ids: torch.Tensor, *where: Any) -> torch.Tensor:
+        place, stream = self._ranks.place, None
+        if not place.is_first_stage:
+            stream = self._ranks.world.recv(torch.empty(len(input_ids), self._hidden_size), place.before)
+        hidden = self._model(input_ids, *where, stream=stream)
+        if not place.is_last_stage:
+            self._ranks.world.send(hidden, place.behind)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(hidden) if self._ranks.place.is_last_stage else hidden
+
+
+def run(folder: str, layout: Layout, sequences: list[torch.Tensor], **settings: Any) -> list[list[torch.Tensor]]:
+    """Of every rank: what it says are the logits."""
+    config = EngineConfig(model=folder, **settings)
+    whole = load_model_config(config)
+
+    def work(ranks: Ranks) -> list[torch.Tensor]:
+        model, own = load_model(whole, config, CPU, ranks=ranks), model_of_rank(whole, ranks.place)
+        part = OneRank(model, ranks, whole.hidden_size)
+        return logits_by_schedule(part, own, sequences, random_schedule(LENGTHS, 3), torch.float32, block_size=4)
+
+    return on_ranks(layout, work)
+
+
+@pytest.fixture(scope="module", params=list(OWN))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("checkpoints") / request.param)
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+
+
+LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(2, 2, spreads_experts=True)]
+
+
+def test_parts_compute_what_the_whole_does(family: str, sequences: list[torch.Tensor]) -> None:
+    whole = load_model_config(EngineConfig(model=family))
+    num_experts = whole.raw.get("num_experts") or 1
+    [expected] = run(family, Layout(), sequences)
+    for layout in LAYOUTS:
+        if layout.pipeline > whole.num_layers or (layout.spreads_experts and num_experts % layout.tensor):
+            continue
+        found = run(family, layout, sequences)
+        for rank in layout.stage(layout.pipeline - 1):  # all ranks of the last stage know the logits
+            for ours, theirs in zip(found[rank], expected, strict=True):
+                torch.testing.assert_close(
+                    ours, theirs, rtol=1e-4, atol=1e-4, msg=lambda text, at=layout: f"{at} {text}"
+                )
+
+
+def test_more_ranks_than_kv_heads_share_them(tmp_path: Path, sequences: list[torch.Tensor]) -> None:
+    folder = make_checkpoint("llama3", tmp_path)  # 4 heads, one KV head
+    [expected] = run(folder, Layout(), sequences)
+    for logits in run(folder, Layout(tensor=4), sequences):
+        for ours, theirs in zip(logits, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_shared_equally_is_refused_with_the_sizes_that_do(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama3", tmp_path)
+    with pytest.raises(ModelError, match=r"tensor_parallel_size=3 does not divide the model's attention heads \(4\)"):
+        run(folder, Layout(tensor=3), [])
+    with pytest.raises(ModelError, match="set tensor_parallel_size to one of 1, 2, 4"):
+        run(folder, Layout(tensor=3), [])
+    with pytest.raises(ModelError, match="pipeline_parallel_size=4 is more than the model's 3 layers"):
+        run(folder, Layout(pipeline=4), [])
+
+
+def test_what_runs_through_transformers_is_not_shared(tmp_path: Path) -> None:
+    config = EngineConfig(model=make_checkpoint("gemma2", tmp_path))
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM runs through transformers' code, of which no rank"):
+        model_of_rank(load_model_config(config), Layout(2, 1).place(0))
+
+
+def test_ranks_hold_together_what_the_whole_holds(tmp_path: Path) -> None:
+    config = EngineConfig(model=make_checkpoint("llama2", tmp_path), load_format="dummy")
+    whole: ModelConfig = load_model_config(config)
+    layout = Layout(2, 3)
+    parts = [model_of_rank(whole, layout.place(rank)) for rank in range(layout.num_ranks)]
+    assert sum(part.num_layers for part in parts) == layout.tensor * whole.num_layers
+    assert all(part.num_kv_heads * layout.tensor == whole.num_kv_heads for part in parts)
+    assert model_of_rank(whole, ALONE.place) == replace(whole)

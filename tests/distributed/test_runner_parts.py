@@ -1,0 +1,111 @@
+"""Runners of several ranks, given the same plans, sample what one alone does."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from teachllm import SamplingParams
+from teachllm.config import EngineConfig
+from teachllm.core.request import Request
+from teachllm.core.scheduler import Scheduler
+from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.distributed.layout import Layout
+from teachllm.distributed.ranks import Ranks
+from teachllm.distributed.step_bytes import Counts, step_bytes
+from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.sharing import model_of_rank
+from teachllm.worker.model_runner import ModelRunner
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.distributed.processes import on_processes
+from tests.distributed.threads import on_ranks
+
+CPU = torch.device("cpu")
+LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 3), Layout(4, 1)]
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.9, "seed": 3},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 5},
+    "penalties and logprobs": {"temperature": 0.7, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1},
+}
+
+
+def work(ranks: Ranks, folder: str, params: dict[str, Any], counts_bytes: bool = False) -> dict[str, list[int]]:
+    """One rank's tokens of some requests, for which there are too few blocks. It has a scheduler of its own: told what
+    the last stage sampled, all make the same plans, as if one had made them for all.
+
+    Args:
+        counts_bytes: what every step sends is looked at.
+    """
+    limits = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    config = EngineConfig(model=folder, block_size=4, **limits)
+    model = load_model_config(config)
+    config, layout = config.resolve(model.max_model_len), ranks.place.layout
+    runner = ModelRunner(config, model, CPU, ranks=ranks)
+    scheduler = Scheduler(config, runner.memory.num_blocks, b"")
+    draw = random.Random(1)
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(3, 30))],
+            sampling_params=SamplingParams(max_tokens=12, ignore_eos=True, **params),
+            eos_token_ids=frozenset(),
+            arrival_time=0.0,
+        )
+        for i in range(6)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    flying: deque[tuple[SchedulerOutput, Any]] = deque()
+    while scheduler.has_unfinished or flying:
+        plan = scheduler.schedule()
+        if plan.scheduled:
+            ranks.world.traffic.take()
+            flying.append((plan, runner.sample(runner.execute(plan))))
+            if counts_bytes:
+                counted, expected = ranks.world.traffic.take(), predicted(ranks, model, plan)
+                assert counted == expected, f"rank {ranks.place.rank} sent {counted}, predicted were {expected}"
+        if len(flying) >= layout.pipeline or not plan.scheduled:
+            oldest, output = flying.popleft()
+            told = torch.tensor([ids[0] if ids else -1 for ids in output.sampled_token_ids])
+            ranks.world.broadcast(told, layout.stage(layout.pipeline - 1)[0])
+            output.sampled_token_ids = [[i] if i >= 0 else [] for i in told.tolist()]
+            if not ranks.place.is_last_stage:
+                runner.learn(oldest.step, output.sampled_token_ids)
+            scheduler.update(oldest, output)
+    return {request.request_id: list(request.token_ids) for request in requests}
+
+
+def predicted(ranks: Ranks, model: ModelConfig, plan: SchedulerOutput) -> Counts:
+    num_layers = model_of_rank(model, ranks.place).num_layers
+    num_sampled = sum(share.samples for share in plan.scheduled)
+    return step_bytes(ranks.place, num_layers, model.hidden_size, 4, plan.num_tokens, num_sampled)
+
+
+def generate(folder: str, layout: Layout, params: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """By every rank."""
+    return on_ranks(layout, partial(work, folder=folder, params=params))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_checkpoint("llama_yarn", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", PARAMS)
+def test_ranks_sample_what_one_alone_does(folder: str, layout: Layout, kind: str) -> None:
+    [expected] = generate(folder, Layout(), PARAMS[kind])
+    assert all(found == expected for found in generate(folder, layout, PARAMS[kind]))
+    assert len(set(expected["0"])) > 8
+
+
+def test_processes_send_the_bytes_that_were_predicted(folder: str) -> None:
+    [expected] = generate(folder, Layout(), PARAMS["greedy"])
+    greedy = partial(work, folder=folder, params=PARAMS["greedy"], counts_bytes=True)
+    assert on_processes(Layout(2, 2), greedy) == [expected] * 4

@@ -1,0 +1,367 @@
+"""Ranks in processes of their own: the same tokens, failed steps, refusals, and every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from teachllm import LLM, EngineConfig, SamplingParams
+from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
+from teachllm.engine.async_llm import AsyncLLM
+from teachllm.engine.engine import Engine
+from teachllm.models.model_config import load_model_config
+from teachllm.spec_decode.step_times import Prior
+from teachllm.worker.errors import EngineDeadError
+from teachllm.worker.executor import Executor
+from teachllm.worker.multiprocess import MultiprocessExecutor, RemoteStep, devices_of
+from teachllm.worker.worker_process import prior_of, table_of
+from tests.waiting import wait_for
+from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+MP = {"distributed_executor_backend": "mp"}
+TWO = {"tensor_parallel_size": 2}
+
+
+def executor_of(engine: Engine) -> MultiprocessExecutor:
+    executor = engine.core.executor
+    assert isinstance(executor, MultiprocessExecutor)
+    return executor
+
+
+def pids_of(executor: MultiprocessExecutor) -> list[int]:
+    return [process.pid for process in executor._processes]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def bad_plan(plan: SchedulerOutput) -> SchedulerOutput:
+    """One that fails after the rows of those who are new were opened."""
+    return replace(plan, scheduled=[*plan.scheduled, ScheduledRequest("nobody", 0, 1, [], True, 0, [])])
+
+
+class Spoiler:
+    """Passes everything on to an executor, but spoils the plans whose steps it is told."""
+
+    def __init__(self, inner: Executor, steps: set[int]) -> None:
+        self._inner, self._steps = inner, steps
+        self.num_blocks, self.max_in_flight, self.sentinel = inner.num_blocks, inner.max_in_flight, inner.sentinel
+        self.sample, self.close = inner.sample, inner.close
+
+    def execute(self, plan: SchedulerOutput) -> Any:
+        if plan.step in self._steps:
+            self._steps.discard(plan.step)
+            plan = bad_plan(plan)
+        return self._inner.execute(plan)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Engine]:
+    with closing(make_engine(**TWO, async_scheduling=True)) as engine:
+        yield engine
+
+
+def run(engine: Engine, params: list[SamplingParams]) -> list[Any]:
+    outputs = [engine.add_request(str(i), random_ids(9 + 8 * i, seed=i), each) for i, each in enumerate(params)]
+    drain(engine)
+    return outputs
+
+
+def test_ranks_give_what_one_process_gives_with_plans_in_flight(two: Engine) -> None:
+    params = [
+        GREEDY,
+        SamplingParams(n=3, seed=2**70 + 3, max_tokens=9, logprobs=2, prompt_logprobs=1),
+        SamplingParams(seed=-5, max_tokens=9, logit_bias={3: 2.5}, min_tokens=4, allowed_token_ids=range(40)),
+        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
+    ]
+    for here, there in zip(run(make_engine(), params), run(two, params), strict=True):
+        assert tokens(here) == tokens(there)
+        assert [list(each or ()) for each in here.prompt_logprobs or ()] == [
+            list(each or ()) for each in there.prompt_logprobs or ()
+        ]
+        for mine, its in zip(here.outputs, there.outputs, strict=True):
+            assert [list(each) for each in mine.logprobs or ()] == [list(each) for each in its.logprobs or ()]
+
+
+def test_a_step_that_fails_is_told_with_its_rank_and_the_ranks_go_on(two: Engine) -> None:
+    executor = executor_of(two)
+    row = next(iter(_first_plan().scheduled))
+    good, bad = SchedulerOutput(0, [row]), SchedulerOutput(1, [replace(row, request_id="x", new_row=None)])
+    after = SchedulerOutput(2, [replace(row, request_id="y")], dropped=["a"])
+    pending = [executor.sample(executor.execute(plan)) for plan in (good, bad, after)]  # three in flight
+    first = pending[0].result()
+    for _ in range(2):  # it may be asked for again
+        with pytest.raises(RuntimeError, match=r"^rank \d: KeyError: 'x'$"):
+            pending[1].result()
+    assert pending[2].result() == first
+    executor.execute(SchedulerOutput(3, [replace(row, request_id="z")], dropped=["y"]))  # nobody asks for this one
+    last = executor.execute(SchedulerOutput(4, [replace(row, request_id="w")], dropped=["z"]))
+    assert executor.sample(last).result() == first
+    executor.sample(executor.execute(SchedulerOutput(5, [replace(row, request_id="v")], dropped=["w"]))).result()
+    executor.execute(SchedulerOutput(6, [replace(row, request_id="u")], dropped=["v"]))
+    executor.execute(SchedulerOutput(7, [replace(row, request_id="t")], dropped=["u"]))
+    assert executor._call("meet") == {0: {}, 1: {}}
+    two.core.scheduler._dropped.append("t")
+
+
+def _first_plan() -> SchedulerOutput:
+    """What an engine plans first."""
+    engine = make_engine()
+    engine.add_request("a", random_ids(9), GREEDY)
+    return engine.core.scheduler.schedule()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_engine_takes_a_failed_step_back_and_gives_the_same_tokens(ahead: bool) -> None:
+    expected = [tokens(output) for output in run(make_engine(), [GREEDY, GREEDY])]
+    engine = make_engine(make_executor=lambda config, inner: Spoiler(inner, {0, 5}), async_scheduling=ahead, **TWO)
+    with closing(engine):
+        outputs = [engine.add_request(str(i), random_ids(9 + 8 * i, seed=i), GREEDY) for i in range(2)]
+        failures = 0
+        while engine.has_unfinished_requests:
+            try:
+                engine.step()
+            except EngineDeadError:
+                raise
+            except RuntimeError as error:
+                assert "KeyError: 'nobody'" in str(error)
+                failures += 1
+        assert failures == 2 and [tokens(output) for output in outputs] == expected
+
+
+def test_drafts_found_on_the_host_are_verified_elsewhere() -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    prompt = random_ids(6) * 5
+    found = []
+    for settings in ({}, MP | {"speculative_config": speculation}):
+        with closing(make_engine(**settings)) as engine:
+            output = engine.add_request("a", prompt, GREEDY)
+            drain(engine)
+            found.append(tokens(output))
+    assert found[0] == found[1]
+
+
+def test_progress_is_told_and_closing_leaves_nothing_behind() -> None:
+    before, seen = num_descriptors(), list[tuple[int, int]]()
+    engine = Engine(EngineConfig(**tiny(**TWO)), progress=lambda *numbers: seen.append(numbers))
+    executor = executor_of(engine)
+    assert seen[-1][0] == seen[-1][1] > 0 and executor.num_blocks == 120
+    processes = executor._processes
+    run(engine, [GREEDY])
+    engine.close()
+    engine.close()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert num_descriptors() == before
+    with pytest.raises(RuntimeError, match=r"^the engine is closed$"):
+        engine.add_request("a", random_ids(4), GREEDY)
+        engine.step()
+
+
+def resolved(**changes: Any) -> EngineConfig:
+    config = EngineConfig(**tiny(**changes))
+    return config.resolve(load_model_config(config).max_model_len)
+
+
+def test_what_a_rank_refuses_is_refused_in_the_words_of_one_process() -> None:
+    before, changes = num_descriptors(), {"num_gpu_blocks_override": 10**9}
+    with pytest.raises(ValueError) as here:
+        make_engine(**changes)
+    with pytest.raises(type(here.value)) as there:
+        make_engine(**changes, **TWO)
+    assert str(there.value).split(" does not fit")[0] == str(here.value).split(" does not fit")[0]
+    assert num_descriptors() == before
+
+
+class _Disagreeing(MultiprocessExecutor):
+    """Rank 1 is started with other settings."""
+
+    def _config_of(self, rank: int) -> EngineConfig:
+        return replace(super()._config_of(rank), block_size=16 * (1 + rank))
+
+
+class _Watched(MultiprocessExecutor):
+    """Does something as soon as all processes are started."""
+
+    then: Callable[[list[subprocess.Popen[bytes]]], None]
+
+    def _start(self, times_steps: bool) -> None:
+        super()._start(times_steps)
+        type(self).then(self._processes)
+
+
+def test_ranks_that_disagree_are_ended_and_what_differs_is_named() -> None:
+    before = num_descriptors()
+    with pytest.raises(ValueError, match="disagree about block_size: 16 at rank 0; 32 at rank 1"):
+        _Disagreeing(resolved(**TWO))
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.0])
+def test_a_rank_that_is_killed_while_it_loads_is_named(seconds: float) -> None:
+    before, pids = num_descriptors(), list[int]()
+
+    def kill(processes: list[subprocess.Popen[bytes]]) -> None:
+        pids.extend(process.pid for process in processes)
+        time.sleep(seconds)
+        processes[1].kill()
+
+    _Watched.then = staticmethod(kill)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="rank 1 has ended with SIGKILL"):
+        _Watched(resolved(**TWO))
+    assert time.monotonic() - began < 5 + seconds
+    assert all(map(is_gone, pids)) and num_descriptors() == before
+
+
+def test_a_rank_that_is_killed_while_idle_ends_the_others_and_every_later_request() -> None:
+    with closing(make_engine(**TWO)) as engine:
+        run(engine, [GREEDY])
+        executor = executor_of(engine)
+        executor._processes[0].terminate()
+        wait_for(lambda: all(map(is_gone, pids_of(executor))), 5)
+        engine.add_request("b", random_ids(5), GREEDY)
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="rank 0 has ended with SIGTERM"):
+                engine.step()
+
+
+def kill_in_a_batch(rank: int, num_steps: int, **settings: Any) -> None:
+    before = num_descriptors()
+    llm = LLM(**tiny(**settings))
+    executor = executor_of(llm.engine)
+    pids, inner, executed = pids_of(executor), executor.execute, 0
+    killed: list[float] = []
+
+    def execute(plan: SchedulerOutput) -> RemoteStep:
+        nonlocal executed
+        executed += 1
+        step = inner(plan)
+        if executed == num_steps:
+            killed.append(time.monotonic())
+            os.kill(pids[rank], signal.SIGKILL)
+        return step
+
+    executor.execute = execute  # type: ignore[method-assign]
+    prompts = [{"prompt_token_ids": random_ids(9, seed=i)} for i in range(4)]
+    with pytest.raises(EngineDeadError, match=f"rank {rank} has ended with SIGKILL"):
+        llm.generate(prompts, LONG, use_tqdm=False)
+    with pytest.raises(EngineDeadError):
+        llm.generate(prompts, LONG, use_tqdm=False)
+    llm.close()
+    assert time.monotonic() - killed[0] < 5
+    assert all(map(is_gone, pids)) and num_descriptors() == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_in_a_batch_ends_it_with_an_error(rank: int) -> None:
+    kill_in_a_batch(rank, 7, **TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(20))
+def test_ranks_may_be_killed_in_a_batch_again_and_again(turn: int) -> None:
+    two = turn % 4 == 0  # what takes its time is that they start
+    kill_in_a_batch(1 if two else 0, 1 + turn, **(TWO if two else MP))
+
+
+_PARENT = """
+import os, sys
+from teachllm.engine.engine import Engine
+from teachllm.config import EngineConfig
+engine = Engine(EngineConfig(**{settings!r}))
+print(*[process.pid for process in engine.core.executor._processes], flush=True)
+engine.add_request("a", [1, 2, 3])
+while True:
+    engine.step()
+"""
+
+
+def test_ranks_end_when_their_parent_is_killed() -> None:
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    code = _PARENT.replace("{settings!r}", repr(tiny(**TWO)))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    with parent, parent.stdout:
+        pids = list(map(int, parent.stdout.readline().split()))
+        assert len(pids) == 2 and not any(map(is_gone, pids))
+        parent.kill()
+    wait_for(lambda: all(_has_ended(pid) for pid in pids), 5)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whoever inherits it may be slow to collect it."""
+    state = Path(f"/proc/{pid}/stat")
+    return is_gone(pid) or (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_server_s_engine_ends_with_the_reason_when_a_rank_is_killed(busy: bool) -> None:
+    ended: list[Exception | None] = []
+
+    async def main(llm: AsyncLLM, pid: int) -> None:
+        stream = await llm.submit(random_ids(4), LONG) if busy else None
+        if stream is not None:
+            await anext(stream)
+        os.kill(pid, signal.SIGKILL)
+        if stream is not None:
+            with pytest.raises(EngineDeadError, match="rank 0 has ended with SIGKILL"):
+                async with asyncio.timeout(5):
+                    async for _ in stream:
+                        pass
+            await stream.aclose()
+        wait_for(lambda: bool(ended), 5)
+        assert isinstance(ended[0], EngineDeadError) and "rank 0 has ended with SIGKILL" in str(ended[0])
+
+    with closing(AsyncLLM.start(EngineConfig(**tiny(**MP)), on_end=ended.append)) as llm:
+        core = llm._engine._core._process  # type: ignore[attr-defined]
+        [worker] = [child for thread in os.listdir(f"/proc/{core.pid}/task") for child in _children(core.pid, thread)]
+        asyncio.run(main(llm, worker))
+    assert core.returncode == 1
+
+
+def _children(pid: int, thread: str) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
+
+
+def test_each_rank_has_a_gpu_of_its_own_from_the_named_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert devices_of(EngineConfig(device="cuda", **TWO)) == ["cuda:0", "cuda:1"]
+    assert devices_of(EngineConfig(device="cuda:2", **TWO)) == ["cuda:2", "cuda:3"]
+    assert devices_of(EngineConfig(device="cpu", **TWO)) == ["cpu", "cpu"]
+    with pytest.raises(
+        ValueError, match=r"need 2 GPUs from cuda:3 on, and this machine has 4 .* tensor_parallel_size$"
+    ):
+        devices_of(EngineConfig(device="cuda:3", **TWO))
+
+
+def test_what_was_timed_crosses_as_a_table() -> None:
+    prior = Prior(lambda count, level: count + level / 10, 0.25)
+    found = prior_of(table_of(prior, 4, 3))
+    assert found is not None and found.per_token_behind == 0.25 and prior_of({}) is None
+    assert [found.ratio(count, 2) for count in (0, 1, 4, 9)] == [1.2, 1.2, 4.2, 4.2]
