@@ -53,11 +53,13 @@ class Group(Protocol):
         rank: this one's place among them.
         size: how many there are.
         traffic: of all groups of this process.
+        in_graphs: whether a CUDA graph can hold its operations.
     """
 
     rank: int
     size: int
     traffic: Traffic
+    in_graphs: bool
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, of any shape; in place."""
@@ -98,6 +100,7 @@ class Alone:
 
     rank = 0
     size = 1
+    in_graphs = True
 
     def __init__(self, traffic: Traffic | None = None) -> None:
         self.traffic = traffic or Traffic()
@@ -148,6 +151,7 @@ class ProcessGroup:
         self._dist: Any = dist
         self._ranks, self._timeout_s, self.traffic = list(ranks), timeout_s, traffic
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(ranks)
+        self.in_graphs = dist.get_backend() == "nccl"
         # Every rank makes every group, also those that it is not in: see `connect`.
         self._group: Any = dist.new_group(
             self._ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
@@ -213,9 +217,9 @@ class ProcessGroup:
             ) from error
 
 
-def agreed_least(group: Group, number: int) -> int:
-    """The least of all ranks' numbers."""
-    return int(group.all_gather(torch.tensor([number], dtype=torch.int64)).min())
+def agreed_least(group: Group, number: int, device: torch.device) -> int:
+    """The least of all ranks' numbers, who exchange tensors of this device."""
+    return int(group.all_gather(torch.tensor([number], device=device)).min())
 
 
 def _num_bytes(x: torch.Tensor) -> int:

@@ -126,11 +126,10 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfi
         )
     if config.num_ranks == 1:
         return
-    if config.device.startswith("cuda"):
+    if config.device.startswith("cuda") and config.pipeline_parallel_size > 1:
         raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size}, pipeline_parallel_size="
-            f"{config.pipeline_parallel_size}: ranks share a model only on CPUs yet; set device=cpu, or "
-            "data_parallel_size"
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: stages run only on CPUs yet; set device=cpu, or "
+            "share layers by tensor_parallel_size"
         )
     layout = layout_of(config)
     for stage in range(layout.pipeline):

@@ -24,6 +24,7 @@ from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.borrowed import borrowed
 
 LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
+_OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
 
 T = TypeVar("T")
 
@@ -60,7 +61,8 @@ class Graphs(Generic[T]):
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer one leaves the stream also if the recording fails; PyTorch's own does not.
-            with torch.cuda.stream(self._stream), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            recording = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=_OTHERS_MAY_CALL)
+            with torch.cuda.stream(self._stream), recording:
                 result = run()
         except RuntimeError as error:
             return self._give_up(key, error)
@@ -78,7 +80,7 @@ class Graphs(Generic[T]):
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool)
+            graphs[-1].capture_begin(self._pool, capture_error_mode=_OTHERS_MAY_CALL)
 
         def outside(call: AttentionCall) -> None:
             graphs[-1].capture_end()

@@ -22,10 +22,13 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
+from teachllm.distributed.group import agreed_least
+from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
+from teachllm.models.sharing import model_of_rank
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
@@ -78,8 +81,11 @@ class GPUModelRunner:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
         drafter: DrafterConfig | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+        assert ranks.place.layout.pipeline == 1
+        whole, model_config = model_config, model_of_rank(model_config, ranks.place)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
@@ -94,7 +100,7 @@ class GPUModelRunner:
                 f"attention_backend={self._backend.name!r} verifies no drafts: set attention_backend=triton, or leave "
                 "speculative_config out"
             )
-        self._eager = config.enforce_eager or not self._backend.in_graphs
+        self._eager = config.enforce_eager or not (self._backend.in_graphs and ranks.tensor.in_graphs)
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
         free, total = torch.cuda.mem_get_info(device)
@@ -103,7 +109,7 @@ class GPUModelRunner:
             raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
         predicted = plan_memory(config, model_config, device, drafter)  # before any weight is read
         allocated = torch.cuda.memory_allocated(device)
-        self.model: Any = load_model(model_config, config, device, progress)
+        self.model: Any = load_model(whole, config, device, progress, ranks)
         draft_caches: KVCache = []
         loaded = None if drafter is None else load_drafter(drafter, config, self.model, draft_caches, device)
         if model_config.has_kv_codes:
@@ -128,7 +134,8 @@ class GPUModelRunner:
         rate = None if speculation is None else speculation.synthetic_rate
         self._sampling = GPUSampling(self._batch, self._sampler, self._drafting, rate)
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
-        self.memory = self._measured(predicted, config, weights, free, total)
+        memory = self._measured(predicted, config, weights, free, total)
+        self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
         if model_config.has_kv_codes:
             calibrate(self.model, model_config, self._kv_caches, loaded)

@@ -102,7 +102,7 @@ class ModelRunner:
             select_backend(config.attention_backend, attention_needs(config, model_config), device)  # or refuses
             keep_freed_memory()
         self.memory = plan_memory(config, model_config, device, drafter)  # before any weight is read
-        num_blocks = agreed_least(ranks.world, self.memory.num_blocks)
+        num_blocks = agreed_least(ranks.world, self.memory.num_blocks, device)
         self.memory = self.memory.of_blocks(num_blocks)
         self.model: Any = load_model(whole, config, device, progress, ranks)
         if ranks.place.layout.pipeline > 1:

@@ -57,14 +57,14 @@ class Worker:
         model = load_model_config(config, device.type)
         drafter = load_drafter_config(config, model, device.type)
         self._leaving = contextlib.ExitStack()
+        ranks = ALONE
+        if rendezvous is not None:
+            ranks = self._leaving.enter_context(connected(place, rendezvous, device))
         runner: GPUModelRunner | ModelRunner
         if device.type == "cuda":
-            runner = GPUModelRunner(config, model, device, progress, drafter)
+            runner = GPUModelRunner(config, model, device, progress, drafter, ranks)
             runner.times_steps = times_steps
         else:
-            ranks = ALONE
-            if rendezvous is not None:
-                ranks = self._leaving.enter_context(connected(place, rendezvous, device))
             runner = ModelRunner(config, model, device, progress, drafter, ranks)
         self._runner = runner
         self._speaks, self._learns = place.speaks, not place.is_last_stage

@@ -1,9 +1,9 @@
-"""Runs a function on ranks that are processes, each with a group over gloo."""
+"""Runs a function on ranks that are processes, each with a group over gloo; they may compute on one GPU, too."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
@@ -11,12 +11,47 @@ import torch
 from torch.distributed import TCPStore
 
 from teachllm.distributed.connect import connected
-from teachllm.distributed.group import CollectiveError
+from teachllm.distributed.group import CollectiveError, Group
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.distributed.rendezvous import Rendezvous
 
 T = TypeVar("T")
+
+
+class ThroughHost:
+    """As a group of CPUs, for tensors of a GPU: NCCL wants one for each rank, this does not."""
+
+    in_graphs = False
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.rank, self.size, self.traffic = group, group.rank, group.size, group.traffic
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._group.all_reduce(x.cpu()))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.all_gather(x.cpu()).to(x.device)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.reduce_scatter(x.cpu()).to(x.device)
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        return self._group.all_to_all(x.cpu(), sends, receives).to(x.device)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        return x.copy_(self._group.broadcast(x.cpu(), source))
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        self._group.send(x.cpu(), to)
+
+    def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        return x.copy_(self._group.recv(x.cpu(), source))
+
+
+def through_host(ranks: Ranks) -> Ranks:
+    """With groups that take tensors of a GPU."""
+    return Ranks(ranks.place, ThroughHost(ranks.tensor), ThroughHost(ranks.world))
 
 
 def _run(work: Callable[[Ranks], T], layout: Layout, rank: int, port: int, timeout_s: float) -> T:

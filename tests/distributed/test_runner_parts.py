@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,14 @@ from teachllm.distributed.ranks import Ranks
 from teachllm.distributed.step_bytes import Counts, step_bytes
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.sharing import model_of_rank
+from teachllm.worker.gpu_model_runner import GPUModelRunner
+from teachllm.worker.launched_step import PendingStep
 from teachllm.worker.model_runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.distributed.processes import on_processes
+from tests.distributed.processes import on_processes, through_host
 from tests.distributed.threads import on_ranks
+from tests.worker.interpreted_gpu import InterpretedRunner, interpret
 
-CPU = torch.device("cpu")
 LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 3), Layout(4, 1)]
 PARAMS = {
     "greedy": {"temperature": 0.0},
@@ -35,18 +38,26 @@ PARAMS = {
 }
 
 
-def work(ranks: Ranks, folder: str, params: dict[str, Any], counts_bytes: bool = False) -> dict[str, list[int]]:
+def work(
+    ranks: Ranks,
+    folder: str,
+    params: dict[str, Any],
+    counts_bytes: bool = False,
+    make_runner: Callable[..., Any] = ModelRunner,
+    device: str = "cpu",
+) -> dict[str, list[int]]:
     """One rank's tokens of some requests, for which there are too few blocks. It has a scheduler of its own: told what
     the last stage sampled, all make the same plans, as if one had made them for all.
 
     Args:
         counts_bytes: what every step sends is looked at.
+        make_runner: for `device`.
     """
     limits = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    config = EngineConfig(model=folder, block_size=4, **limits)
-    model = load_model_config(config)
+    config = EngineConfig(model=folder, block_size=4 if device == "cpu" else 16, device=device, **limits)
+    model = load_model_config(config, device)
     config, layout = config.resolve(model.max_model_len), ranks.place.layout
-    runner = ModelRunner(config, model, CPU, ranks=ranks)
+    runner = make_runner(config, model, torch.device(device), ranks=ranks)
     scheduler = Scheduler(config, runner.memory.num_blocks, b"")
     draw = random.Random(1)
     requests = [
@@ -66,7 +77,8 @@ def work(ranks: Ranks, folder: str, params: dict[str, Any], counts_bytes: bool =
         plan = scheduler.schedule()
         if plan.scheduled:
             ranks.world.traffic.take()
-            flying.append((plan, runner.sample(runner.execute(plan))))
+            output = runner.sample(runner.execute(plan))
+            flying.append((plan, output.result() if isinstance(output, PendingStep) else output))
             if counts_bytes:
                 counted, expected = ranks.world.traffic.take(), predicted(ranks, model, plan)
                 assert counted == expected, f"rank {ranks.place.rank} sent {counted}, predicted were {expected}"
@@ -109,3 +121,30 @@ def test_processes_send_the_bytes_that_were_predicted(folder: str) -> None:
     [expected] = generate(folder, Layout(), PARAMS["greedy"])
     greedy = partial(work, folder=folder, params=PARAMS["greedy"], counts_bytes=True)
     assert on_processes(Layout(2, 2), greedy) == [expected] * 4
+
+
+def as_on_a_gpu(ranks: Ranks, **more: Any) -> dict[str, list[int]]:
+    """As `work`, by a GPU's runner."""
+    if torch.cuda.is_available():
+        return work(through_host(ranks), make_runner=GPUModelRunner, device="cuda", **more)
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        return work(ranks, make_runner=InterpretedRunner, **more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(4, 1)], ids=str)
+@pytest.mark.parametrize("kind", PARAMS)
+def test_ranks_on_gpus_sample_what_one_alone_does(folder: str, layout: Layout, kind: str) -> None:
+    assert torch.cuda.is_available()
+    on_a_gpu = partial(as_on_a_gpu, folder=folder, params=PARAMS[kind])
+    [expected] = on_processes(Layout(), on_a_gpu)
+    assert on_processes(layout, on_a_gpu) == [expected] * layout.num_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs there")
+def test_interpreted_ranks_sample_what_one_alone_does(folder: str) -> None:
+    [expected] = generate(folder, Layout(), PARAMS["penalties and logprobs"])
+    interpreted = partial(as_on_a_gpu, folder=folder, params=PARAMS["penalties and logprobs"])
+    assert on_processes(Layout(2, 1), interpreted) == [expected] * 2

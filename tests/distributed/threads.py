@@ -32,6 +32,8 @@ class _Shared:
 class ThreadGroup:
     """As `Group`, of threads. Counts nothing: what ranks send is `ProcessGroup`'s to say."""
 
+    in_graphs = False
+
     def __init__(self, shared: _Shared, rank: int) -> None:
         self._shared, self.rank, self.size = shared, rank, len(shared.slots)
         self.traffic = Traffic()
