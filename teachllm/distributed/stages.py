@@ -30,6 +30,12 @@ class Stage(nn.Module):
         self.model: Any = model
         self._ranks, self._hidden_size, self._dtype = ranks, hidden_size, dtype
 
+    @property
+    def fuses_decodes(self) -> bool:
+        """As the model's."""
+        fuses: bool = self.model.fuses_decodes
+        return fuses
+
     def forward(self, input_ids: torch.Tensor, *where: Any, **more: Any) -> torch.Tensor:
         """As the model's. What a stage that is not the last returns has been sent."""
         place, stream = self._ranks.place, None

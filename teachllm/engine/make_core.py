@@ -126,10 +126,10 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfi
         )
     if config.num_ranks == 1:
         return
-    if config.device.startswith("cuda") and config.pipeline_parallel_size > 1:
+    if config.device.startswith("cuda") and config.pipeline_parallel_size > 1 and config.speculative_config is not None:
         raise ValueError(
-            f"pipeline_parallel_size={config.pipeline_parallel_size}: stages run only on CPUs yet; set device=cpu, or "
-            "share layers by tensor_parallel_size"
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: stages on GPUs verify no drafts; leave "
+            "speculative_config out, or share layers by tensor_parallel_size"
         )
     layout = layout_of(config)
     for stage in range(layout.pipeline):

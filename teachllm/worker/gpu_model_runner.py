@@ -24,6 +24,7 @@ from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.distributed.group import agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.stages import Stage
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.loader import load_model
@@ -34,7 +35,7 @@ from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
-from teachllm.worker.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.device_batch import NUM_STEPS, DeviceBatch, DeviceStep
 from teachllm.worker.draft_progress import Behind
 from teachllm.worker.gpu_attention import FlatBatch, GPUAttention
 from teachllm.worker.gpu_drafting import GPUDrafting
@@ -84,7 +85,7 @@ class GPUModelRunner:
         ranks: Ranks = ALONE,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
-        assert ranks.place.layout.pipeline == 1
+        self._ranks, layout = ranks, ranks.place.layout
         whole, model_config = model_config, model_of_rank(model_config, ranks.place)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -110,6 +111,8 @@ class GPUModelRunner:
         predicted = plan_memory(config, model_config, device, drafter)  # before any weight is read
         allocated = torch.cuda.memory_allocated(device)
         self.model: Any = load_model(whole, config, device, progress, ranks)
+        if layout.pipeline > 1:
+            self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         draft_caches: KVCache = []
         loaded = None if drafter is None else load_drafter(drafter, config, self.model, draft_caches, device)
         if model_config.has_kv_codes:
@@ -120,6 +123,7 @@ class GPUModelRunner:
         self._batch = DeviceBatch(
             *(config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device),
             tree=tree,
+            num_steps=max(NUM_STEPS, 2 + layout.pipeline),
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
         self._graphs: Graphs[Any] = Graphs(device)
@@ -159,6 +163,10 @@ class GPUModelRunner:
         with torch.cuda.device(self._device):
             self._last = self._sample(launched)
             return self._last
+
+    def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        self._batch.learn(step, sampled_token_ids)
 
     def _start_clock(self) -> torch.cuda.Event:
         """When the step in front is done, if nobody has asked for its result yet; else now.
@@ -208,12 +216,13 @@ class GPUModelRunner:
         """Compiles what an engine meets first, side by side: the largest step, sampling, a decode, short prompts."""
         batch = self._batch
         with compiling_ahead(self._device):
-            logits = self._largest_step(self._kv_caches, num_sampling_bytes)[1]
+            _, *logits, _ = self._largest_step(self._kv_caches, num_sampling_bytes)
             rows, known = batch.sample_rows[:1], batch.num_known
-            for variant in ((True, True), (True, False)):  # the first takes the longest of all
-                self._sampler.sample_plain(logits[:1], rows, known, variant)
-            # What a request's penalties or bias have changed is in float32, and its rows are gathered.
-            self._sampler.sample_plain(logits[:1].float(), rows.clone(), known, (True, True))
+            for each in logits:  # of the last stage
+                for variant in ((True, True), (True, False)):  # the first takes the longest of all
+                    self._sampler.sample_plain(each[:1], rows, known, variant)
+                # What a request's penalties or bias have changed is in float32, and its rows are gathered.
+                self._sampler.sample_plain(each[:1].float(), rows.clone(), known, (True, True))
             for num_tokens, num_decodes in ((1, 1), *((n, 0) for n in _PROMPTS)):
                 step = DeviceStep([0], [num_tokens], [0], num_decodes, sampling=[0])
                 shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
@@ -231,13 +240,18 @@ class GPUModelRunner:
         hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
         if self._drafting is not None:
             self._drafting.largest_step(hidden)
+        room = torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
+        if not self._ranks.place.is_last_stage:
+            return hidden, room
         logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index[:-1]))  # none of padding
-        return hidden, logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
+        return hidden, logits, room
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
         drafting, kept = self._drafting, (self._sampler, self._prompt_scores)
         self._batch.update(plan, kept if drafting is None else (*kept, drafting))
         step = self._batch.prepare(plan)
+        if not self._ranks.place.is_last_stage:
+            self._batch.expect(plan.step, step)
         behind = [] if drafting is None else drafting.note(plan.scheduled, step.rows)
         rows = step.sampled_rows
         variant = self._sampler.plain_variant(rows)
@@ -259,6 +273,8 @@ class GPUModelRunner:
         wanted = self._batch.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
         hidden = self._mixed(step, None if scores or reads_all else wanted)
+        if not self._ranks.place.is_last_stage:
+            return self._launched(step, rows, variant, None, None, None)
         scores_all, prompt_logprobs = scores or reads_all, None
         if scores:
             where = (plan.scheduled, step.rows, step.starts, hidden, self._batch.token_ids)
@@ -402,6 +418,8 @@ class GPUModelRunner:
         batch.build(num_seqs, num_seqs if decode_len else 0)
         tokens = FlatBatch.of(batch, num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
         hidden = self._forward(num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
+        if not self._ranks.place.is_last_stage:
+            return None
         if not decode_len:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
         logits = self.model.lm_logits(hidden)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,8 +23,6 @@ from teachllm.layers.attention import AttentionMetadata
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.rows import Rows
 from teachllm_kernels.paged_attention import TreeMask
-
-OpenedRow: TypeAlias = tuple[int, int]  # and how many times it was opened
 
 
 @dataclass(slots=True)
@@ -65,12 +62,10 @@ class InputBatch(Rows):
         self._token_ids = self.token_ids.numpy()  # the same memory
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
-        self._openings = [0] * max_num_seqs
 
     def open(self, request_id: str, new_row: NewRow) -> int:
         """Takes a row for a request and returns it."""
         row = super().open(request_id, new_row)
-        self._openings[row] += 1
         self._num_known[row] = len(new_row.token_ids)
         self._token_ids[row, : len(new_row.token_ids)] = new_row.token_ids
         return row
@@ -84,14 +79,6 @@ class InputBatch(Rows):
     def row(self, request_id: str) -> int:
         """Where a request's row is."""
         return self._row_of[request_id]
-
-    def opening(self, row: int) -> int:
-        """How many requests a row has had: which of them it is."""
-        return self._openings[row]
-
-    def opened_rows(self, rows: Sequence[int]) -> list[OpenedRow]:
-        """Rows as they are now, to tell later whether they are still whose they were."""
-        return [(row, self._openings[row]) for row in rows]
 
     def num_known(self, row: int) -> int:
         """Tokens of prompt and output."""

@@ -35,7 +35,7 @@ from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import MAX_SPECULATIVE_TOKENS
 from teachllm.worker.cpu import keep_freed_memory
 from teachllm.worker.drafting import Drafting
-from teachllm.worker.input_batch import InputBatch, OpenedRow, StepInputs
+from teachllm.worker.input_batch import InputBatch, StepInputs
 from teachllm.worker.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -46,6 +46,7 @@ from teachllm.worker.kv_cache import (
 )
 from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
 from teachllm.worker.prompt_scores import PromptScores
+from teachllm.worker.rows import OpenedRow
 from teachllm_kernels.kv_codes import as_bytes
 from teachllm_kernels.philox import philox_uniform_reference
 

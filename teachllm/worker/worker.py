@@ -81,7 +81,6 @@ class Worker:
             What waits for the output, at the rank that speaks; None at any other.
         """
         if self._learns:
-            assert isinstance(self._runner, ModelRunner)
             for step, sampled_token_ids in told:
                 self._runner.learn(step, sampled_token_ids)
         pending = self._executor.sample(self._executor.execute(plan))

@@ -133,7 +133,7 @@ def as_on_a_gpu(ranks: Ranks, **more: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(4, 1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2), Layout(2, 2)], ids=str)
 @pytest.mark.parametrize("kind", PARAMS)
 def test_ranks_on_gpus_sample_what_one_alone_does(folder: str, layout: Layout, kind: str) -> None:
     assert torch.cuda.is_available()
@@ -144,7 +144,8 @@ def test_ranks_on_gpus_sample_what_one_alone_does(folder: str, layout: Layout, k
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs there")
-def test_interpreted_ranks_sample_what_one_alone_does(folder: str) -> None:
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
+def test_interpreted_ranks_sample_what_one_alone_does(folder: str, layout: Layout) -> None:
     [expected] = generate(folder, Layout(), PARAMS["penalties and logprobs"])
     interpreted = partial(as_on_a_gpu, folder=folder, params=PARAMS["penalties and logprobs"])
-    assert on_processes(Layout(2, 1), interpreted) == [expected] * 2
+    assert on_processes(layout, interpreted) == [expected] * 2
