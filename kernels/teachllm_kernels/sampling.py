@@ -56,15 +56,33 @@ def gumbel_sample_reference(
     Returns:
         [num_rows] int64 token ids.
     """
-    noise = gumbel_noise_reference(seeds, output_indices, child_indices, logits.shape[-1], stream)
-    return torch.argmax(logits / temperature[:, None] + noise, dim=-1)
+    return gumbel_scores_reference(logits, temperature, seeds, output_indices, child_indices, stream).argmax(dim=-1)
+
+
+def gumbel_scores_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    output_indices: torch.Tensor,
+    child_indices: torch.Tensor,
+    stream: int = STREAM_SAMPLE,
+    first_id: int = 0,
+) -> torch.Tensor:
+    """What `gumbel_sample_reference` has the argmax of, [num_rows, vocab_size], of tokens from `first_id` on."""
+    noise = gumbel_noise_reference(seeds, output_indices, child_indices, logits.shape[-1], stream, first_id)
+    return logits / temperature[:, None] + noise
 
 
 def gumbel_noise_reference(
-    seeds: torch.Tensor, output_indices: torch.Tensor, child_indices: torch.Tensor, vocab_size: int, stream: int
+    seeds: torch.Tensor,
+    output_indices: torch.Tensor,
+    child_indices: torch.Tensor,
+    vocab_size: int,
+    stream: int,
+    first_id: int = 0,
 ) -> torch.Tensor:
     """[num_rows, vocab_size] float32. The arguments are those of `philox_uniform_reference`."""
-    uniform = philox_uniform_reference(seeds, output_indices, child_indices, vocab_size, stream)
+    uniform = philox_uniform_reference(seeds, output_indices, child_indices, vocab_size, stream, first_id)
     # -log1p(-u) is exponentially distributed; the large noises, which decide, come from small u, where u is finest.
     return -torch.log(-torch.log1p(-uniform))
 

@@ -1,23 +1,63 @@
-"""The most likely token, where each rank has the logits of some tokens.
+"""The columns of the logits that a rank has, where each has those of some tokens.
 
-Nobody needs all logits for that: each rank's best and how good it is are 16 bytes a row, where the logits of 150,000
-tokens are 300 kB.
+Nobody needs all logits for the most likely token: each rank's best and how good it is are 16 bytes a row, where the
+logits of 150,000 tokens are 600 kB. A random token is the most likely one with noise, and noise is a function of the
+request and the token: each rank draws that of its own. Penalties, biases and bans are of one token each.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from teachllm.distributed.group import Group
+from teachllm.distributed.group import ALONE, Group
 
 
-def argmax_of_all(logits: torch.Tensor, first_id: int, group: Group) -> torch.Tensor:
-    """[R] int64 token ids, the same on every rank; of equal logits the first token's.
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """This rank's part of the vocabulary.
 
-    Args:
-        logits: [R, own vocabulary], float32 or less, of the tokens from `first_id` on.
+    Attributes:
+        vocab_size: of all ranks together.
+        group: the ranks that have the rest.
     """
-    best, index = logits.max(dim=-1)
-    pairs = torch.stack([best.double(), (index + first_id).double()])  # [2, R]; both are exact
-    values, ids = group.all_gather(pairs).unbind(1)  # [size, R]
-    return ids.gather(0, values.argmax(dim=0, keepdim=True))[0].long()
+
+    vocab_size: int
+    group: Group = ALONE
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no other rank has any."""
+        return self.group.size == 1
+
+    @property
+    def width(self) -> int:
+        """How many: as many as any other rank has."""
+        return self.vocab_size // self.group.size
+
+    @property
+    def first_id(self) -> int:
+        """The token of the first."""
+        return self.group.rank * self.width
+
+    def has(self, token_id: int) -> bool:
+        """Whether a token's column is one of these."""
+        return self.first_id <= token_id < self.first_id + self.width
+
+    def argmax(self, scores: torch.Tensor) -> torch.Tensor:
+        """[R, width] float32 or less -> [R] int64 token ids, the same on every rank; of equal scores the first."""
+        if self.are_all or len(scores) == 0:
+            return scores.argmax(dim=-1)
+        best, index = scores.max(dim=-1)
+        pairs = torch.stack([best.double(), (index + self.first_id).double()])  # [2, R]; both are exact
+        values, ids = self.group.all_gather(pairs).unbind(1)  # [size, R]
+        return ids.gather(0, values.argmax(dim=0, keepdim=True))[0].long()
+
+    def gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, width] -> [R, vocab_size], of all ranks."""
+        return logits if self.are_all else self.group.all_gather(logits).transpose(0, 1).flatten(1)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """[R, vocab_size] -> [R, width]."""
+        return whole[:, self.first_id : self.first_id + self.width]

@@ -19,6 +19,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.constraints import BatchConstraints, RowConstraints, join_constraints
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_some_token_allowed
 from teachllm.sampling.verify import Proposals
@@ -75,8 +76,8 @@ class Selection:
 class SamplingState:
     """Parameters by row. A row belongs to one request from `open_rows` to `close_row`."""
 
-    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, max_num_rows: int, columns: Columns, device: torch.device) -> None:
+        self.columns = columns
         self.device = device
         self._host_floats = torch.zeros((max_num_rows, 6), dtype=torch.float32)
         self._host_ints = torch.zeros((max_num_rows, 5), dtype=torch.int64)
@@ -102,7 +103,7 @@ class SamplingState:
 
     def _open(self, row: int, new_row: NewRow) -> None:
         self.close_row(row)
-        params, vocab_size = new_row.sampling_params, self.vocab_size
+        params, vocab_size = new_row.sampling_params, self.columns.vocab_size
         check_some_token_allowed(params, vocab_size, new_row.stop_token_ids, new_row.bad_word_token_ids)
         top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -117,7 +118,7 @@ class SamplingState:
                 self._top_k[row] = top_k
         if penalties != (1.0, 0.0, 0.0):
             self._penalized.add(row)
-        constraints = RowConstraints.of(new_row, vocab_size)
+        constraints = RowConstraints.of(new_row, self.columns)
         if constraints is not None:
             self._constraints[row] = constraints
         if params.logprobs is not None:

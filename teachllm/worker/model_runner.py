@@ -26,9 +26,8 @@ from teachllm.models.llama import Tap
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.sharing import model_of_rank
-from teachllm.sampling.sampler import Sampler, SamplerOutput
-from teachllm.sampling.shared_vocabulary import argmax_of_all
-from teachllm.sampling.verify import Proposals, synthetic_tokens
+from teachllm.sampling.sampler import Sampler
+from teachllm.sampling.verify import synthetic_tokens
 from teachllm.spec_decode.drafter import ModelDrafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.tree import DraftTree
@@ -110,8 +109,8 @@ class ModelRunner:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         self._batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size, device)
-        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
-        self._prompt_scores = PromptScores(self.model, self._sampler)
+        self._sampler = Sampler(config.max_num_seqs, whole.vocab_size, device, ranks.tensor)
+        self._prompt_scores = PromptScores(self.model.own_logits, self._sampler)
         self._device = device
         self._drafting: Drafting | None = None
         self._tree = DraftTree.chain(MAX_SPECULATIVE_TOKENS)
@@ -191,7 +190,9 @@ class ModelRunner:
         if self._drafting is not None:
             proposals = self._drafting.proposals(step.inputs, step.drafts, [share.samples for share in shares])
             histories = self._drafting.histories(step.inputs, step.drafts, [share.samples for share in shares])
-        sampled = self._sampled(step, proposals, histories)
+        known_ids = self._batch.token_ids.to(self._device)
+        where = (step.logits_rows, step.lengths, known_ids, proposals, histories)
+        sampled = self._sampler.sample(step.logits, *where)
         token_ids = sampled.token_ids
         if self._synthetic_rate is not None:
             token_ids = self._synthetic_tokens(token_ids, step)
@@ -223,18 +224,6 @@ class ModelRunner:
         for (row, opening), token_ids in zip(self._awaited.pop(step), sampled_token_ids, strict=True):
             if self._batch.opening(row) == opening:  # or it is another request's by now
                 self._batch.append(row, token_ids)
-
-    def _sampled(
-        self, step: ExecutedStep, proposals: Proposals | None, histories: torch.Tensor | None
-    ) -> SamplerOutput:
-        """A token of each logits row, on every rank that has a part of the logits."""
-        group, logits = self._ranks.tensor, step.logits
-        if group.size > 1 and step.logits_rows:
-            if self._sampler.is_plain_greedy(step.logits_rows):
-                return SamplerOutput(argmax_of_all(logits, group.rank * logits.shape[1], group))
-            logits = group.all_gather(logits).transpose(0, 1).flatten(1)
-        token_ids = self._batch.token_ids.to(self._device)
-        return self._sampler.sample(logits, step.logits_rows, step.lengths, token_ids, proposals, histories)
 
     def _synthetic_tokens(self, sampled: torch.Tensor, step: ExecutedStep) -> torch.Tensor:
         """What each position is said to give in a benchmark: the first draft after it, or not, by a seeded coin."""

@@ -21,6 +21,8 @@ from teachllm.distributed.ranks import Ranks
 from teachllm.distributed.step_bytes import Counts, step_bytes
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.sharing import model_of_rank
+from teachllm.sampling.shared_filters import num_told
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.launched_step import PendingStep
 from teachllm.worker.model_runner import ModelRunner
@@ -34,6 +36,7 @@ PARAMS = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.9, "seed": 3},
     "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 5},
+    "nucleus": {"temperature": 0.8, "top_p": 0.9, "seed": 6},
     "penalties and logprobs": {"temperature": 0.7, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1},
 }
 
@@ -80,7 +83,7 @@ def work(
             output = runner.sample(runner.execute(plan))
             flying.append((plan, output.result() if isinstance(output, PendingStep) else output))
             if counts_bytes:
-                counted, expected = ranks.world.traffic.take(), predicted(ranks, model, plan)
+                counted, expected = ranks.world.traffic.take(), predicted(ranks, model, plan, requests[0])
                 assert counted == expected, f"rank {ranks.place.rank} sent {counted}, predicted were {expected}"
         if len(flying) >= layout.pipeline or not plan.scheduled:
             oldest, output = flying.popleft()
@@ -93,10 +96,14 @@ def work(
     return {request.request_id: list(request.token_ids) for request in requests}
 
 
-def predicted(ranks: Ranks, model: ModelConfig, plan: SchedulerOutput) -> Counts:
+def predicted(ranks: Ranks, model: ModelConfig, plan: SchedulerOutput, request: Request) -> Counts:
+    """Of a plan for requests that are all like this one."""
     num_layers = model_of_rank(model, ranks.place).num_layers
     num_sampled = sum(share.samples for share in plan.scheduled)
-    return step_bytes(ranks.place, num_layers, model.hidden_size, 4, plan.num_tokens, num_sampled)
+    sampled = [num_sampled]
+    if request.sampling_params.top_k > 0:
+        sampled += [num_sampled, num_told(request.sampling_params.top_k, Columns(model.vocab_size, ranks.tensor))]
+    return step_bytes(ranks.place, num_layers, model.hidden_size, 4, plan.num_tokens, *sampled)
 
 
 def generate(folder: str, layout: Layout, params: dict[str, Any]) -> list[dict[str, list[int]]]:
@@ -117,10 +124,11 @@ def test_ranks_sample_what_one_alone_does(folder: str, layout: Layout, kind: str
     assert len(set(expected["0"])) > 8
 
 
-def test_processes_send_the_bytes_that_were_predicted(folder: str) -> None:
-    [expected] = generate(folder, Layout(), PARAMS["greedy"])
-    greedy = partial(work, folder=folder, params=PARAMS["greedy"], counts_bytes=True)
-    assert on_processes(Layout(2, 2), greedy) == [expected] * 4
+@pytest.mark.parametrize("kind", ["greedy", "random", "filtered"])
+def test_processes_send_the_bytes_that_were_predicted(folder: str, kind: str) -> None:
+    [expected] = generate(folder, Layout(), PARAMS[kind])
+    counted = partial(work, folder=folder, params=PARAMS[kind], counts_bytes=True)
+    assert on_processes(Layout(2, 2), counted) == [expected] * 4
 
 
 def as_on_a_gpu(ranks: Ranks, **more: Any) -> dict[str, list[int]]:

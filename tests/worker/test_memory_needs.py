@@ -315,8 +315,7 @@ def test_scoring_a_prompt_stays_within_the_bound_of_sampling_even_for_one_reques
     vocab_size, num_tokens = 20000, 2 * SAMPLED_AT_ONCE
     config, model_config = EngineConfig(device="cuda", max_num_seqs=1).resolve(300), SimpleNamespace(vocab_size=20000)
     head = torch.randn(vocab_size, 8)
-    model = SimpleNamespace(compute_logits=lambda hidden: (hidden @ head.T).float())
-    scores = PromptScores(model, Sampler(1, vocab_size, torch.device("cpu")))
+    scores = PromptScores(lambda hidden: (hidden @ head.T).float(), Sampler(1, vocab_size, torch.device("cpu")))
     token_ids = torch.zeros(1, 300, dtype=torch.int32)
     row = NewRow([1] * num_tokens, num_tokens, SamplingParams(prompt_logprobs=5), 0, 0, frozenset(), ())
     scores.open_rows([(0, row)])
