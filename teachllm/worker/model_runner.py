@@ -109,7 +109,8 @@ class ModelRunner:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         self._batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size, device)
-        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
+        self._vocab_size = model_config.vocab_size
+        self._sampler = Sampler(config.max_num_seqs, self._vocab_size, device)
         self._prompt_scores = PromptScores(self.model, self._sampler)
         self._device = device
         self._drafting: Drafting | None = None
@@ -231,7 +232,7 @@ class ModelRunner:
         if group.size > 1 and step.logits_rows:
             if self._sampler.is_plain_greedy(step.logits_rows):
                 return SamplerOutput(argmax_of_all(logits, group.rank * logits.shape[1], group))
-            logits = group.all_gather(logits).transpose(0, 1).flatten(1)
+            logits = group.all_gather(logits).transpose(0, 1).flatten(1)[:, : self._vocab_size]
         token_ids = self._batch.token_ids.to(self._device)
         return self._sampler.sample(logits, step.logits_rows, step.lengths, token_ids, proposals, histories)
 
