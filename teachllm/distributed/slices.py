@@ -28,6 +28,15 @@ class Slice:
         width = size // self.count
         return slice(self.index * width, (self.index + 1) * width)
 
+    def of_any(self, size: int) -> slice:
+        """Of a dimension of any size: parts are rounded up, so the last ones have less, or nothing."""
+        width = self.width(size)
+        return slice(min(self.index * width, size), min((self.index + 1) * width, size))
+
+    def width(self, size: int) -> int:
+        """Of the largest part of such a dimension."""
+        return -(-size // self.count)
+
 
 ALL = Slice()
 
@@ -37,25 +46,21 @@ class Cut(NamedTuple):
 
     Attributes:
         place: what the part fills.
-        slices: for each dimension of the tensor.
+        ranges: the part, for each dimension of the tensor.
+        shape: of the whole tensor.
     """
 
     place: torch.Tensor
-    slices: tuple[Slice, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return tuple(size * each.count for size, each in zip(self.place.shape, self.slices, strict=True))
-
-    def ranges(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """What to read of a tensor of this shape."""
-        return tuple(each.of(size) for size, each in zip(shape, self.slices, strict=True))
+    ranges: tuple[slice, ...]
+    shape: tuple[int, ...]
 
 
 def cut(place: torch.Tensor, *slices: Slice) -> torch.Tensor | Cut:
-    """What a part fills; the whole, where nothing is cut."""
-    return place if all(each.count == 1 for each in slices) else Cut(place, slices)
+    """What a part fills, by the slice of each dimension; the whole, where nothing is cut."""
+    if all(each.count == 1 for each in slices):
+        return place
+    shape = tuple(size * each.count for size, each in zip(place.shape, slices, strict=True))
+    return Cut(place, tuple(each.of(size) for size, each in zip(shape, slices, strict=True)), shape)
 
 
 def of_kv_heads(tensor_rank: int, num_ranks: int, num_kv_heads: int) -> Slice:

@@ -73,12 +73,14 @@ class Linear(nn.Module):
             self.weight = DenseWeight(torch.empty(size, in_features))
             return
         for name, scheme in by_name.items():
-            shape = (out_features[name], in_features)
-            self._reading[name] = (
-                torch.empty(shape)
-                if scheme is None
-                else PartCodes(scheme, schemes.full_name(name), *shape, here, self._merge_when_read, *self._cut(name))
-            )
+            shape, cuts = (out_features[name], in_features), self._cut(name)
+            if scheme is None:
+                self._reading[name] = torch.empty(shape)
+                continue
+            num_out, num_in = (size * each.count for size, each in zip(shape, cuts, strict=True))
+            ranges = {"rows": cuts[0].of(num_out), "columns": cuts[1].of(num_in)}
+            full_name = schemes.full_name(name)
+            self._reading[name] = PartCodes(scheme, full_name, num_out, num_in, here, self._merge_when_read, **ranges)
 
     @property
     def row_codes(self) -> RowCodes | None:

@@ -281,7 +281,7 @@ class LlamaForCausalLM(nn.Module):
         place, share = ranks.place, ranks.share(config.num_kv_heads)
         own, self._indices = of_rank(config, place), stage_layers(config, place.layout.pipeline)[place.stage]
         self.hidden_size, self._num_all_layers, self._is_tied = own.hidden_size, config.num_layers, config.tied
-        vocabulary = (own.vocab_size, own.hidden_size, share.part, share.group)
+        vocabulary = (config.vocab_size, own.hidden_size, share.part, share.group)
         self.embed_tokens = Embedding(*vocabulary) if place.is_first_stage else None
         self.rotary = Rotary(own.rotary, max_len)
         self.experts = config.moe
@@ -296,8 +296,8 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head = self.embed_tokens if config.tied and self.embed_tokens else Embedding(*vocabulary)
             head = None if config.tied else schemes("lm_head")
             if head is not None:
-                size, like = (own.vocab_size, own.hidden_size), self.lm_head.weight
-                self._head_codes = PartCodes(head, "lm_head", *size, like, None, share.part)
+                size, like = (config.vocab_size, own.hidden_size), self.lm_head.weight
+                self._head_codes = PartCodes(head, "lm_head", *size, like, rows=self.lm_head.own)
 
     def forward(
         self,
@@ -389,7 +389,7 @@ class LlamaForCausalLM(nn.Module):
         """Makes plain numbers of a quantized output head that was read."""
         if self._head_codes is not None and self._head_codes.is_begun:  # of load_format="dummy" it is random already
             assert self.lm_head is not None
-            self.lm_head.weight.data.copy_(self._head_codes.codes().dequantize(self.lm_head.weight.dtype))
+            self.lm_head.own_weight.copy_(self._head_codes.codes().dequantize(self.lm_head.weight.dtype))
             self._head_codes = None
 
 

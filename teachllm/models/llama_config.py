@@ -75,23 +75,46 @@ class LlamaConfig:
     @property
     def num_parameters(self) -> int:
         """As a checkpoint holds them; a tied output head is not counted again."""
-        ends, moe = (1 if self.tied else 2) * self.vocab_size * self.hidden_size, self.moe
-        idle = 0 if moe is None else moe.num_layers * (moe.num_experts - moe.top_k) * self._expert_size(moe)
-        return self.num_active_parameters + idle + ends
+        ends = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
+        return self.num_active_parameters + self.num_idle_parameters + ends
 
     @property
     def num_active_parameters(self) -> int:
         """Those between embedding and output head that one token meets."""
+        return sum(map(self.num_active_of, range(self.num_layers))) + self.hidden_size
+
+    @property
+    def num_idle_parameters(self) -> int:
+        """Of the experts that are held, those that one token does not meet."""
+        moe = self.moe
+        return 0 if moe is None else moe.num_layers * (moe.num_held * self._expert_size(moe) - self._num_met(moe))
+
+    def num_active_of(self, layer: int) -> int:
+        """Those of one layer that one token meets; where some experts are held, as many as it does in the mean."""
         hidden, q_size, kv_size = self.hidden_size, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         qkv_size, gate_up_size = q_size + 2 * kv_size, 2 * self.intermediate_size
         attention = hidden * qkv_size + q_size * hidden + self.qkv_bias * qkv_size + self.o_bias * hidden
         mlp = hidden * gate_up_size + self.intermediate_size * hidden + self.mlp_bias * (gate_up_size + hidden)
-        norms = 2 * hidden + self.qk_norm * 2 * self.head_size
-        mlps, moe = self.num_layers * mlp, self.moe
+        norms, moe = 2 * hidden + self.qk_norm * 2 * self.head_size, self.experts_of(layer)
         if moe is not None:
-            experts = moe.num_experts * hidden + moe.top_k * self._expert_size(moe)  # the router meets every token
-            mlps = (self.num_layers - moe.num_layers) * mlp + moe.num_layers * experts
-        return self.num_layers * (attention + norms) + mlps + hidden
+            mlp = moe.num_experts * hidden + self._num_met(moe)  # every token meets the router
+        return attention + norms + mlp
+
+    def num_beside(self, max_len: int, holds_head_twice: bool) -> int:
+        """Numbers that our own model keeps beside its parameters.
+
+        A norm that all heads share is held once per head, cosines and sines by position.
+
+        Args:
+            max_len: positions.
+            holds_head_twice: by rows for look-ups and packed for logits, as a CPU does with one that is tied.
+        """
+        norms = self.qk_norm * self.num_layers * (self.num_heads + self.num_kv_heads - 2) * self.head_size
+        head = self.vocab_size * self.hidden_size if holds_head_twice else 0
+        return norms + 2 * max_len * self.head_size + head
+
+    def _num_met(self, moe: MoeConfig) -> int:
+        return moe.top_k * moe.num_held * self._expert_size(moe) // moe.num_experts
 
     def _expert_size(self, moe: MoeConfig) -> int:
         return 3 * self.hidden_size * moe.intermediate_size

@@ -192,7 +192,7 @@ def fill(
         destination = missing.pop(name, None)
         if isinstance(destination, Cut):
             if tuple(tensor.shape) == destination.shape:  # it was read in one piece with others
-                tensor = tensor[destination.ranges(destination.shape)]
+                tensor = tensor[destination.ranges]
             destination = destination.place
         if destination is None:
             if is_quantized and stored_name.endswith(".bias") and not bool(tensor.any()):
@@ -312,7 +312,7 @@ def _ranges(cut: Cut, shape: tuple[int, ...], name: str, file: Path) -> tuple[sl
     """
     if shape != cut.shape:
         raise ModelError(_wrong_shape(name, file, shape, cut.shape))
-    return cut.ranges(shape)
+    return cut.ranges
 
 
 def _wrong_shape(name: str, file: Path, shape: Sequence[int], expected: Sequence[int]) -> str:

@@ -42,6 +42,7 @@ class MoeConfig:
 
     Attributes:
         num_experts: in each layer that has any.
+        num_held: of them; all, or those that a rank has.
         top_k: to how many of them a token goes.
         intermediate_size: of one expert.
         renormalizes: the weights of a token's experts are scaled to add up to 1.
@@ -49,6 +50,7 @@ class MoeConfig:
     """
 
     num_experts: int
+    num_held: int
     top_k: int
     intermediate_size: int
     renormalizes: bool
@@ -84,6 +86,7 @@ def parse_moe(values: Mapping[str, Any], architecture: str) -> MoeConfig | None:
     step = values["decoder_sparse_step"]
     return MoeConfig(
         num_experts=num_experts,
+        num_held=num_experts,
         top_k=top_k,
         intermediate_size=values["moe_intermediate_size"],
         renormalizes=bool(values["norm_topk_prob"]),

@@ -1,7 +1,8 @@
 """What each rank has of a model: layers by its stage, and of each layer some heads and a part of the widths.
 
 Stages are made by cost, which for decodes is what they read: the last one has the output head as well, so it has fewer
-layers. What cannot be shared equally is refused before a weight is read.
+layers. The vocabulary may be any, its last part is filled up; what else cannot be shared equally is refused before a
+weight is read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 
 from teachllm.distributed.layout import Place
@@ -24,27 +26,20 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
     Raises:
         ModelError: they cannot be shared equally.
     """
-    size = place.layout.tensor
+    size, spreads, experts = place.layout.tensor, place.layout.spreads_experts, config.moe
     if size > 1:
-        shared = {"attention heads": config.num_heads, "intermediate_size": config.intermediate_size}
-        shared["vocab_size"] = config.vocab_size
-        if config.moe is not None:
-            spreads = place.layout.spreads_experts
-            name = "experts" if spreads else "experts' intermediate size"
-            shared[name] = config.moe.num_experts if spreads else config.moe.intermediate_size
-        for name, number in shared.items():
-            if number % size:
-                raise ModelError(f"{_cannot_share(size, name, number)}: {_sizes_that_do(config, shared.values())}")
-        if config.num_kv_heads % size and size % config.num_kv_heads:
-            sizes = _sizes_that_do(config, shared.values())
-            raise ModelError(f"{_cannot_share(size, 'KV heads', config.num_kv_heads)}: {sizes}")
-    layers, experts = stage_layers(config, place.layout.pipeline)[place.stage], config.moe
+        _check_shared(config, size, spreads)
+    layers = stage_layers(config, place.layout.pipeline)[place.stage]
     if experts is not None:
-        own_layers = tuple(experts.layers[i] for i in layers)
-        experts = replace(experts, layers=own_layers, intermediate_size=experts.intermediate_size // size)
+        experts = replace(
+            experts,
+            layers=tuple(experts.layers[i] for i in layers),
+            num_held=experts.num_experts // (size if spreads else 1),
+            intermediate_size=experts.intermediate_size // (1 if spreads else size),
+        )
     return replace(
         config,
-        vocab_size=config.vocab_size // size,
+        vocab_size=-(-config.vocab_size // size),
         intermediate_size=config.intermediate_size // size,
         num_layers=len(layers),
         num_heads=config.num_heads // size,
@@ -55,7 +50,8 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
 
 
 def stage_layers(config: LlamaConfig, num_stages: int) -> list[range]:
-    """The layers of each stage, such that the one with the most to read has the least: the last has the head, too.
+    """The layers of each stage, such that the one with the most to read has the least; then the one with the next most,
+    and so on. A layer's cost is what one token meets of it; the last stage has the head, too.
 
     Raises:
         ModelError: there are more stages than layers.
@@ -66,18 +62,38 @@ def stage_layers(config: LlamaConfig, num_stages: int) -> list[range]:
             f"pipeline_parallel_size={num_stages} is more than the model's {num_layers} layers: set "
             f"pipeline_parallel_size={num_layers} or less"
         )
-    if num_stages == 1:
-        return [range(num_layers)]
-    head = config.vocab_size * config.hidden_size / ((config.num_active_parameters - config.hidden_size) / num_layers)
+    ends = [0, *accumulate(map(config.num_active_of, range(num_layers)))]
+    head = config.vocab_size * config.hidden_size
 
-    def slowest(last: int) -> float:
-        return max(-(-(num_layers - last) // (num_stages - 1)), last + head)
+    @cache
+    def best(first: int, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(costs, the largest first; where each stage ends) of the layers from `first` on."""
+        if stages == 1:
+            return (ends[num_layers] - ends[first] + head,), (num_layers,)
+        found = []
+        for end in range(num_layers - stages + 1, first, -1):  # of equal ones, that with more in front
+            costs, behind = best(end, stages - 1)
+            found.append((tuple(sorted((ends[end] - ends[first], *costs), reverse=True)), (end, *behind)))
+        return min(found, key=lambda each: each[0])
 
-    last = min(range(1, num_layers - num_stages + 2), key=lambda count: (slowest(count), -count))
-    each, more = divmod(num_layers - last, num_stages - 1)
-    sizes = [each + (i < more) for i in range(num_stages - 1)] + [last]
-    ends = list(accumulate(sizes))
-    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    stops = best(0, num_stages)[1]
+    return [range(first, stop) for first, stop in zip((0, *stops), stops, strict=False)]
+
+
+def _check_shared(config: LlamaConfig, size: int, spreads: bool) -> None:
+    moe, shared = config.moe, {"attention heads": config.num_heads}
+    if moe is None or not all(moe.layers):
+        shared["intermediate_size"] = config.intermediate_size
+    if moe is not None and spreads:
+        shared["experts"] = moe.num_experts
+    elif moe is not None:
+        shared["experts' intermediate size"] = moe.intermediate_size
+    for name, number in shared.items():
+        if number % size:
+            raise ModelError(f"{_cannot_share(size, name, number)}: {_sizes_that_do(config, shared.values())}")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        sizes = _sizes_that_do(config, shared.values())
+        raise ModelError(f"{_cannot_share(size, 'KV heads', config.num_kv_heads)}: {sizes}")
 
 
 def _cannot_share(size: int, what: str, number: int) -> str:
@@ -106,31 +122,28 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
         )
     whole = parse(model.raw)
     own, size = of_rank(whole, place), DTYPE_BYTES[model.dtype]
-    layers = own.num_active_parameters - own.hidden_size
+    layers, of_all = (each.num_active_parameters - each.hidden_size for each in (own, whole))
     sums = place.layout.tensor > 1  # are not added to the stream on the way
+    is_both_ends = place.is_first_stage and place.is_last_stage
     ends = (place.is_first_stage + place.is_last_stage) * own.vocab_size * own.hidden_size
-    if whole.tied and place.is_first_stage and place.is_last_stage:
+    if whole.tied and is_both_ends:
         ends //= 2
-    norm = own.hidden_size * place.is_last_stage
-    # What is quantized takes its share of the bytes; so does what lies beside: tables of positions, norms of each head.
-    of_layers = model.active_bytes * layers // (whole.num_active_parameters - whole.hidden_size)
-    beside = (
-        model.weight_bytes - model.active_bytes - (1 if whole.tied else 2) * whole.vocab_size * whole.hidden_size * size
-    )
+    norm, idle = own.hidden_size * place.is_last_stage, own.num_idle_parameters
+    beside = own.num_beside(model.max_model_len, whole.tied and is_both_ends and model.device_type == "cpu")
+    saved = whole.num_active_parameters * size - model.active_bytes  # by codes, in proportion
+    active_bytes = (layers + norm) * size - saved * layers // of_all
     return replace(
         model,
         num_layers=own.num_layers,
         windows=own.windows,
         num_attention_heads=own.num_heads,
         num_kv_heads=own.num_kv_heads,
-        num_parameters=layers + ends + norm,
+        num_parameters=layers + norm + idle + ends,
         num_active_parameters=layers + norm,
         peak_width=peak_width(own, is_fixed=sums),
         gated_peak_width=peak_width(own, not own.mlp_bias and own.intermediate_size % 8 == 0, is_fixed=sums),
         fixed_peak_width=peak_width(own, is_fixed=True),
-        active_bytes=of_layers + norm * size,
-        weight_bytes=of_layers + (norm + ends) * size + beside,
-        num_multiplied_as_codes=model.num_multiplied_as_codes
-        * layers
-        // (whole.num_active_parameters - whole.hidden_size),
+        active_bytes=active_bytes,
+        weight_bytes=active_bytes + (idle + ends + beside) * size,
+        num_multiplied_as_codes=model.num_multiplied_as_codes * layers // of_all,
     )

@@ -21,7 +21,6 @@ from enum import Enum
 
 import torch
 
-from teachllm.distributed.slices import Slice
 from teachllm_kernels.packed_weight import E2M1, INPUTS_OF_A_STEP
 
 BLOCK = 128  # rows and columns of a block that has a scale
@@ -125,14 +124,13 @@ class ScaledWeight:
 Quantized = GroupedCodes | ScaledWeight
 
 
-def part_of(numbers: Quantized, rows: Slice, columns: Slice) -> Quantized:
+def part_of(numbers: Quantized, rows: slice, columns: slice) -> Quantized:
     """Some outputs and inputs of a weight, with the same numbers.
 
     Raises:
         ValueError: blocks would be cut; "why: what would do".
     """
-    num_out, num_in = numbers.codes.shape
-    at, inputs = rows.of(num_out), columns.of(num_in)
+    at, inputs = (slice(*each.indices(size)) for each, size in zip((rows, columns), numbers.codes.shape, strict=True))
     if isinstance(numbers, GroupedCodes):
         return _part_of_groups(numbers, at, inputs)
     codes, scales = numbers.codes[at, inputs].clone(), numbers.scales

@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from teachllm.distributed.slices import ALL, Slice
 from teachllm.models.registry import ModelError
 from teachllm.quantization.codes import Quantized, part_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32,)  # words that codes are packed into
+ALL_OF_IT = slice(None)
 NOT_THIS_FILE = (
     "config.json is not this file's: correct its quantization_config (quant_method, bits, group_size) or its sizes, or "
     "get both anew"
@@ -175,10 +175,11 @@ class PartCodes:
 
     Args:
         name: the projection's, for errors.
+        out_features, in_features: of the whole projection.
         like: of the model's dtype, on its device.
         when_read: called when nothing more can come.
-        rows, columns: which part of the projection these sizes are. All of it is read, since what is packed and scaled
-            together is not cut where ranks are; what is kept is this part.
+        rows, columns: which outputs and inputs are kept. All of the projection is read, since what is packed and scaled
+            together is not cut where ranks are.
     """
 
     def __init__(
@@ -189,16 +190,13 @@ class PartCodes:
         in_features: int,
         like: torch.Tensor,
         when_read: Callable[[], None] | None = None,
-        rows: Slice = ALL,
-        columns: Slice = ALL,
+        rows: slice = ALL_OF_IT,
+        columns: slice = ALL_OF_IT,
     ) -> None:
-        self.scheme, self.name, self.in_features = scheme, name, in_features
-        self._own_shape, self._cut = (out_features, in_features), (rows, columns)
-        self._shape, self._like, self._when_read = (
-            (out_features * rows.count, in_features * columns.count),
-            like,
-            when_read,
-        )
+        self.scheme, self.name = scheme, name
+        self._shape, self._cut = (out_features, in_features), (rows, columns)
+        num_out, self.in_features = (len(range(size)[each]) for size, each in zip(self._shape, self._cut, strict=True))
+        self._own_shape, self._like, self._when_read = (num_out, self.in_features), like, when_read
         self._tensors: dict[str, torch.Tensor] = {}
         self._codes: Quantized | None = None
         try:
@@ -262,7 +260,7 @@ class PartCodes:
                 self._codes = self.scheme.read(self._tensors, *self._shape)
                 if not bool(self._codes.scales.isfinite().all()):
                     raise ValueError("a scale is infinite or NaN: the file is broken, get it anew")
-                if any(each.count > 1 for each in self._cut):
+                if self._own_shape != self._shape:
                     self._codes = part_of(self._codes, *self._cut)
             except ValueError as error:
                 raise ModelError(f"{self.name}: {error}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from teachllm.distributed.group import ALONE, Group
 
@@ -33,8 +34,8 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """How many: as many as any other rank has."""
-        return self.vocab_size // self.group.size
+        """How many: as many as any other rank has. Those of no token, behind the last one's, are -inf."""
+        return -(-self.vocab_size // self.group.size)
 
     @property
     def first_id(self) -> int:
@@ -56,8 +57,11 @@ class Columns:
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, width] -> [R, vocab_size], of all ranks."""
-        return logits if self.are_all else self.group.all_gather(logits).transpose(0, 1).flatten(1)
+        if self.are_all:
+            return logits
+        return self.group.all_gather(logits).transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """[R, vocab_size] -> [R, width]."""
-        return whole[:, self.first_id : self.first_id + self.width]
+        own = whole[:, self.first_id : self.first_id + self.width]
+        return F.pad(own, (0, self.width - own.shape[1]), value=-torch.inf)

@@ -142,7 +142,7 @@ class GPUModelRunner:
         self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
         if model_config.has_kv_codes:
-            calibrate(self.model, model_config, self._kv_caches, loaded)
+            calibrate(self.model, whole, self._kv_caches, loaded, ranks)
         self._prompt_scores = PromptScores(lambda hidden: self.model.compute_logits(hidden), self._sampler)
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
         gc.collect()

@@ -129,7 +129,7 @@ class ModelRunner:
             hold_codes(self.model, kv_cache_specs(model_config), device)
             if drafter is not None and loaded is not None and drafter.specs:
                 hold_codes(layers_of(loaded), drafter.specs, device)
-            calibrate(self.model, model_config, self._kv_caches, loaded)
+            calibrate(self.model, whole, self._kv_caches, loaded, ranks)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ExecutedStep:

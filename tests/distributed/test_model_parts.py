@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.slices import Cut
+from teachllm.layers.embedding import Embedding
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.registry import ModelError
 from teachllm.models.sharing import model_of_rank
-from tests.checkpoints import OWN, VOCAB_SIZE, make_checkpoint
+from teachllm.sampling.shared_vocabulary import argmax_of_all
+from tests.checkpoints import OWN, VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.threads import on_ranks
 from tests.models.flat_batch import logits_by_schedule, random_schedule
 
@@ -117,3 +121,35 @@ def test_ranks_hold_together_what_the_whole_holds(tmp_path: Path) -> None:
     assert sum(part.num_layers for part in parts) == layout.tensor * whole.num_layers
     assert all(part.num_kv_heads * layout.tensor == whole.num_kv_heads for part in parts)
     assert model_of_rank(whole, ALONE.place) == replace(whole)
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen3"])  # with a head of its own, and tied
+def test_a_vocabulary_may_be_of_any_size(name: str, tmp_path: Path) -> None:
+    config = build_config(name)
+    config.vocab_size = VOCAB_SIZE - 3
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    sequences = [torch.arange(5, 45), torch.arange(300, 309), torch.arange(VOCAB_SIZE - 26, VOCAB_SIZE - 3)]
+    [expected] = run(str(tmp_path), Layout(), sequences)
+    for layout in (Layout(2, 1), Layout(2, 2)):
+        for logits in run(str(tmp_path), layout, sequences)[-2:]:
+            for ours, theirs in zip(logits, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_no_token_are_never_the_best() -> None:
+    table = torch.randn(9, 16)  # of 8 ranks the fifth has one token, and those behind it none
+
+    def work(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+        share = ranks.share(num_kv_heads=8)
+        embedding = Embedding(9, 16, share.part, share.group)
+        place = embedding.destination
+        assert isinstance(place, Cut)
+        place.place.copy_(table[place.ranges])
+        hidden = embedding(torch.arange(9))
+        logits = embedding.logits(-100.0 * hidden)  # all are far below the 0 of an empty row
+        return hidden, argmax_of_all(logits, share.group.rank * logits.shape[1], share.group)
+
+    for hidden, best in on_ranks(Layout(tensor=8), work):
+        assert torch.equal(hidden, table)
+        assert torch.equal(best, (-100.0 * table @ table.t()).argmax(-1))
