@@ -8,8 +8,8 @@ larger still is clamped.
 Steps of e4m3 grow with the number, so room costs it nothing: its scales are powers of two, by which a division is
 exact. Steps of integers are all equal, and twice the room is half the precision.
 
-Of several ranks each has the scales of its own heads. Whether a layer's are measured is agreed by all that share it, and
-whether the text goes through the model by all there are: nobody waits for who does not come.
+Of several ranks each has the scales of its own heads. Whether a layer's are measured is agreed by all that share it,
+and whether the text goes through the model by all there are: nobody waits for who does not come.
 
 Source: Wu et al., "Integer Quantization for Deep Learning Inference: Principles and Empirical Evaluation", 2020.
 """
@@ -106,7 +106,7 @@ def calibrate(
     given = _agreed(given, ranks.tensor, device)
     lacks_some = any(scale is None for scales in given for scale in scales)
     kv_heads = ranks.share(config.num_kv_heads).kv_heads
-    if drafts or agreed_least(ranks.world, not lacks_some) == 0:
+    if drafts or agreed_least(ranks.world, not lacks_some, device) == 0:
         ids = calibration_ids(Path(config.path), config.vocab_size, config.max_model_len)
         tokens, seen = _tokens(ids, kv_caches[0][0], device), _Seen()
         tokens[2].backend = seen

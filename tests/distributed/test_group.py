@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 import torch
 
-from teachllm.distributed.group import CollectiveError
+from teachllm.distributed.group import CollectiveError, ProcessGroup, Traffic
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
+from teachllm.worker.cuda_graphs import Graphs
 from tests.distributed.processes import on_processes
 
 THREE = Layout(tensor=3)
@@ -63,3 +67,28 @@ def wait_in_vain(ranks: Ranks) -> str:
 def test_who_waits_in_vain_says_which_rank_and_operation() -> None:
     [message, _] = on_processes(Layout(tensor=2), wait_in_vain, timeout_s=2.0)
     assert message.startswith("rank 0: all_reduce among ranks 0, 1 failed (limit 2 s): ")
+
+
+def record_and_replay() -> tuple[list[float], list[float]]:
+    """A sum by NCCL in a graph: what it gives of one number and of another."""
+    import torch.distributed as dist
+
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    group, graphs = ProcessGroup([0], 60.0, Traffic()), Graphs[torch.Tensor](device)
+    assert group.in_graphs
+    x = torch.zeros(4, device=device)
+    assert graphs.capture("sum", lambda: group.all_reduce(x * 2) + group.all_gather(x).sum(0))
+    found: list[list[float]] = []
+    for number in (1.0, 5.0):
+        x.fill_(number)
+        found.append(graphs.replay("sum").tolist())
+    dist.destroy_process_group()
+    return found[0], found[1]
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_what_nccl_does() -> None:
+    """Of one rank alone, which is as many as any machine with a GPU has."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(record_and_replay).result() == ([3.0] * 4, [15.0] * 4)

@@ -19,7 +19,7 @@ from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.registry import ModelError
 from teachllm.models.sharing import model_of_rank
-from teachllm.sampling.shared_vocabulary import argmax_of_all
+from teachllm.sampling.shared_vocabulary import Columns
 from tests.checkpoints import OWN, VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.threads import on_ranks
 from tests.models.flat_batch import logits_by_schedule, random_schedule
@@ -148,7 +148,7 @@ def test_rows_of_no_token_are_never_the_best() -> None:
         place.place.copy_(table[place.ranges])
         hidden = embedding(torch.arange(9))
         logits = embedding.logits(-100.0 * hidden)  # all are far below the 0 of an empty row
-        return hidden, argmax_of_all(logits, share.group.rank * logits.shape[1], share.group)
+        return hidden, Columns(9, share.group).argmax(logits)
 
     for hidden, best in on_ranks(Layout(tensor=8), work):
         assert torch.equal(hidden, table)
