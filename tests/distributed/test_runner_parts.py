@@ -57,7 +57,8 @@ def work(
         make_runner: for `device`.
     """
     limits = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    config = EngineConfig(model=folder, block_size=4 if device == "cpu" else 16, device=device, **limits)
+    of_device = {"device": device, "block_size": 4 if device == "cpu" else 16, "async_scheduling": False}
+    config = EngineConfig(model=folder, **of_device, **limits)
     model = load_model_config(config, device)
     config, layout = config.resolve(model.max_model_len), ranks.place.layout
     runner = make_runner(config, model, torch.device(device), ranks=ranks)
