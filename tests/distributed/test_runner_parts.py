@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from teachllm import SamplingParams
 from teachllm.config import EngineConfig
@@ -21,7 +23,7 @@ from teachllm.distributed.step_bytes import Counts, step_bytes
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.sharing import model_of_rank
 from teachllm.worker.model_runner import ModelRunner
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks
 
@@ -109,3 +111,13 @@ def test_processes_send_the_bytes_that_were_predicted(folder: str) -> None:
     [expected] = generate(folder, Layout(), PARAMS["greedy"])
     greedy = partial(work, folder=folder, params=PARAMS["greedy"], counts_bytes=True)
     assert on_processes(Layout(2, 2), greedy) == [expected] * 4
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_nobody_samples_a_row_of_no_token(kind: str, tmp_path: Path) -> None:
+    config = build_config("llama_yarn")
+    config.vocab_size = VOCAB_SIZE + 5
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    [expected] = generate(str(tmp_path), Layout(), PARAMS[kind])
+    assert all(found == expected for found in generate(str(tmp_path), Layout(4, 1), PARAMS[kind]))
