@@ -49,7 +49,7 @@ class EngineConfig:
         enable_kv_cache: False recomputes the whole sequence at every step, to see what the cache saves.
         block_size: tokens per block. `max_model_len` gives the contiguous, preallocated cache of old.
         gpu_memory_utilization: the share of the free memory that the engine may use.
-        kv_cache_memory_bytes: KV cache size; None derives it from `gpu_memory_utilization` (on a CPU: what
+        kv_cache_memory_bytes: KV cache size of each rank; None derives it from `gpu_memory_utilization` (on a CPU: what
             `max_num_seqs` sequences may need, but no more than 1 GiB or one sequence).
         num_gpu_blocks_override: number of blocks, whatever the memory arithmetic says.
         kv_cache_dtype: how K and V are held: "auto", as the model computes them, or as codes of one byte with a scale

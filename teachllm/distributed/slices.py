@@ -1,8 +1,8 @@
 """Which part of a tensor is a rank's own.
 
 Tensor parallelism cuts every weight into equal parts along one dimension: of a projection that widens, outputs, so that
-each rank has some heads or some of the MLP's width; of the one that follows, the inputs that these make. A rank reads
-its part alone from a checkpoint.
+each rank has some heads or some of the MLP's width; of the one that follows, the inputs that these make. Only the
+vocabulary may leave less for the last ranks. Of plain numbers a rank reads its part alone from a checkpoint.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
 """

@@ -64,7 +64,7 @@ def make_core(
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
         recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
     weighty = load_drafter_config(config, model, device.type)
-    _check_ranks(config, model, weighty)
+    check_ranks(config, model, weighty)
     executor: Executor
     record: Callable[[Sequence[int], bool], Prior | None] | None
     try:
@@ -112,7 +112,7 @@ def make_core(
     return core, model, tokenizer
 
 
-def _check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None) -> None:
+def check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None) -> None:
     """Before any process is started.
 
     Raises:

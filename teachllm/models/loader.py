@@ -29,6 +29,7 @@ from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.moe import unstacked
 from teachllm.models.moe_config import ExpertNames
+from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.models.registry import ModelError
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 from teachllm.quantization.quantization import quantization_of
@@ -91,7 +92,7 @@ def load_model(
     own = new_module(lambda: LlamaForCausalLM(shape, model_config.max_model_len, schemes, ranks), device, dtype)
     _warn_of_batch_scales(own, model_config)
     if config.load_format == "dummy":
-        fill_randomly(own, config.seed + ranks.place.rank)
+        fill_parts_randomly(own.checkpoint_tensors(), config.seed)
     else:
         fill_from_checkpoint(own, folder, config.load_format, progress)
     own.finish()
@@ -221,23 +222,6 @@ def fill(
         what = f"{name} of {place.format}" if isinstance(place, Slot) else name
         fix = f"take a complete checkpoint{', or correct quantization_config' if isinstance(place, Slot) else ''}"
         raise ModelError(f"{folder} lacks tensor {what} ({len(missing)} missing in all): {fix}")
-
-
-def fill_randomly(model: nn.Module, seed: int) -> None:
-    """Random weights that keep activations at unit size; equal for equal seeds on equal devices."""
-    parameters = dict(model.named_parameters())
-    generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if "norm" in name or (parameter.dim() == 1 and name.endswith("weight")):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.fill_randomly(generator)
 
 
 def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:

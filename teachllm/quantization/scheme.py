@@ -115,13 +115,15 @@ class Slot:
     """Where a tensor of a quantized projection goes.
 
     Attributes:
-        format: what it is a part of, for errors; empty: of no projection's codes.
+        part: what it is a part of; None: of no projection's codes.
+        format: of that, for errors.
     """
 
+    part: PartCodes | None = None
     format = ""
 
     def __init__(self, part: PartCodes, name: str, stored: Stored) -> None:
-        self._part, self._name, self.stored = part, name, stored
+        self.part, self._name, self.stored = part, name, stored
         self.format = str(part.scheme)
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -139,7 +141,8 @@ class Slot:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in stored.dtypes)
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"is of {dtype}, and {names} in {self.format}: {NOT_THIS_FILE}")
-        self._part.put(self._name, tensor)
+        assert self.part is not None
+        self.part.put(self._name, tensor)
 
 
 def formats_of(destinations: Mapping[str, object]) -> dict[str, str]:
@@ -210,6 +213,11 @@ class PartCodes:
         return {key: Slot(self, key, each) for key, each in self._stored.items()}
 
     @property
+    def device(self) -> torch.device:
+        """That its codes are on."""
+        return self._like.device
+
+    @property
     def is_begun(self) -> bool:
         """Whether anything was read."""
         return bool(self._tensors) or self.is_read
@@ -238,16 +246,19 @@ class PartCodes:
         return self.scheme.num_bytes(*self._own_shape)
 
     def fill_randomly(self, generator: torch.Generator | None) -> None:
-        """Random numbers in place of what a file holds, quantized; products keep the size of what they are given.
+        """Random numbers in place of what a file holds, quantized; products keep the size of what they are given. As of
+        a file, the whole projection is made and this part of it kept.
 
         Raises:
             ModelError: the scheme cannot.
         """
-        numbers = torch.randn(self._own_shape, dtype=self._like.dtype, device=self._like.device, generator=generator)
+        numbers = torch.randn(self._shape, dtype=self._like.dtype, device=self.device, generator=generator)
         try:
-            self._codes = self.scheme.quantize(numbers * self._shape[1] ** -0.5)
+            self._codes = self._own(self.scheme.quantize(numbers * self._shape[1] ** -0.5))
         except ValueError as error:
             raise ModelError(f"{self.name}: {error}") from None
+        if self._when_read is not None:
+            self._when_read()
 
     def codes(self) -> Quantized:
         """What was read.
@@ -260,12 +271,15 @@ class PartCodes:
                 self._codes = self.scheme.read(self._tensors, *self._shape)
                 if not bool(self._codes.scales.isfinite().all()):
                     raise ValueError("a scale is infinite or NaN: the file is broken, get it anew")
-                if self._own_shape != self._shape:
-                    self._codes = part_of(self._codes, *self._cut)
+                self._codes = self._own(self._codes)
             except ValueError as error:
                 raise ModelError(f"{self.name}: {error}") from None
             self._tensors.clear()
         return self._codes
+
+    def _own(self, codes: Quantized) -> Quantized:
+        """The part that is kept of a whole projection's."""
+        return codes if self._own_shape == self._shape else part_of(codes, *self._cut)
 
 
 @dataclass(frozen=True)

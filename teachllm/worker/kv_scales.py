@@ -8,8 +8,8 @@ larger still is clamped.
 Steps of e4m3 grow with the number, so room costs it nothing: its scales are powers of two, by which a division is
 exact. Steps of integers are all equal, and twice the room is half the precision.
 
-Of several ranks each has the scales of its own heads. Whether a layer's are measured is agreed by all that share it,
-and whether the text goes through the model by all there are: nobody waits for who does not come.
+Of several ranks each has the scales of its own heads. Whether a layer's are measured is agreed by those that share it,
+and whether the text goes through the model by all: nobody waits for who does not come.
 
 Source: Wu et al., "Integer Quantization for Deep Learning Inference: Principles and Empirical Evaluation", 2020.
 """

@@ -6,10 +6,12 @@ import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from teachllm import SamplingParams
 from teachllm.config import EngineConfig
@@ -26,7 +28,7 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.launched_step import PendingStep
 from teachllm.worker.model_runner import ModelRunner
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.processes import on_processes, through_host
 from tests.distributed.threads import on_ranks
 from tests.worker.interpreted_gpu import InterpretedRunner, interpret
@@ -130,6 +132,16 @@ def test_processes_send_the_bytes_that_were_predicted(folder: str, kind: str) ->
     [expected] = generate(folder, Layout(), PARAMS[kind])
     counted = partial(work, folder=folder, params=PARAMS[kind], counts_bytes=True)
     assert on_processes(Layout(2, 2), counted) == [expected] * 4
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_nobody_samples_a_row_of_no_token(kind: str, tmp_path: Path) -> None:
+    config = build_config("llama_yarn")
+    config.vocab_size = VOCAB_SIZE + 5
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    [expected] = generate(str(tmp_path), Layout(), PARAMS[kind])
+    assert all(found == expected for found in generate(str(tmp_path), Layout(4, 1), PARAMS[kind]))
 
 
 def as_on_a_gpu(ranks: Ranks, **more: Any) -> dict[str, list[int]]:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.checkpoints import OWN, build_config
 LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(2, 1, spreads_experts=True)]
 
 
-def described(folder: Path, name: str, device_type: str = "cuda", **changes: object) -> ModelConfig:
+def described(folder: Path, name: str, device_type: str = "cuda", **changes: Any) -> ModelConfig:
     """A checkpoint without weights."""
     config = build_config(name)
     architecture = {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}.get(
@@ -82,7 +83,7 @@ def test_whole_experts_are_as_wide_on_a_rank_as_on_all(tmp_path: Path) -> None:
 
 
 def test_an_intermediate_size_that_no_layer_has_need_not_be_shared(tmp_path: Path) -> None:
-    all_sparse = {"intermediate_size": 97, "mlp_only_layers": []}
+    all_sparse: dict[str, Any] = {"intermediate_size": 97, "mlp_only_layers": []}
     of_rank(parse(described(tmp_path, "qwen3_moe", **all_sparse).raw), Layout(2, 1).place(0))
     with pytest.raises(ModelError, match=r"does not divide the model's intermediate_size \(97\): set tensor"):
         of_rank(parse(described(tmp_path, "qwen3_moe", intermediate_size=97).raw), Layout(2, 1).place(0))
@@ -97,7 +98,7 @@ def slowest(config: LlamaConfig, stages: list[range]) -> int:
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_no_other_stages_would_be_faster(sparse: str, num_stages: int, tmp_path: Path) -> None:
     dense = {"": range(12), "all": [], "first half": range(6, 12), "every third": [i for i in range(12) if i % 3]}
-    more = {"num_hidden_layers": 12, "mlp_only_layers": list(dense[sparse]), "layer_types": None}
+    more: dict[str, Any] = {"num_hidden_layers": 12, "mlp_only_layers": list(dense[sparse]), "layer_types": None}
     config = parse(described(tmp_path, "qwen3_moe", moe_intermediate_size=300, vocab_size=700, **more).raw)
     stages = stage_layers(config, num_stages)
     assert [i for stage in stages for i in stage] == list(range(12)) and all(stages)

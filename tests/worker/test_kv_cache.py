@@ -93,6 +93,20 @@ def test_the_share_of_free_memory_is_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     assert less.budget == int(free * 0.999) and less.num_blocks < 50
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}]
+)
+def test_main_memory_is_divided_among_all_processes(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
+    config, model = load(max_num_seqs=64)
+    whole = plan_memory(config, model, CPU)
+    free = whole.taken + 50 * whole.bytes_per_block
+    monkeypatch.setattr(kv_cache, "_free_ram", lambda: 2 * free)
+    several = replace(config, gpu_memory_utilization=1.0, **sizes)  # type: ignore[arg-type]
+    assert plan_memory(several, model, CPU).num_blocks == 50
+    with pytest.raises(ValueError, match="num_gpu_blocks_override=50 or less"):
+        plan_memory(replace(several, num_gpu_blocks_override=51), model, CPU)
+
+
 def test_free_memory_is_read_from_this_machine() -> None:
     assert 1 << 26 < kv_cache._free_ram() < 1 << 50
 
