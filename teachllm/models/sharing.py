@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from teachllm.distributed.layout import Place
+from teachllm.distributed.slices import spread
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
 from teachllm.models.peak_width import peak_width
@@ -22,16 +23,19 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
     """What one rank has of a model: some heads, a part of the widths and of the vocabulary, its stage's layers.
 
     Raises:
-        ModelError: they cannot be shared equally.
+        ModelError: they cannot be shared equally, or there are fewer experts than ranks to spread them over.
     """
-    size = place.layout.tensor
+    size, layout = place.layout.tensor, place.layout
+    if config.moe is not None and config.moe.num_experts < layout.num_expert_ranks:
+        raise ModelError(
+            f"enable_expert_parallel=True spreads experts over {layout.num_expert_ranks} ranks, and the model has "
+            f"{config.moe.num_experts}: lower {'data' if layout.replicas > 1 else 'tensor'}_parallel_size"
+        )
     if size > 1:
         shared = {"attention heads": config.num_heads, "intermediate_size": config.intermediate_size}
         shared["vocab_size"] = config.vocab_size
-        if config.moe is not None:
-            spreads = place.layout.spreads_experts
-            name = "experts" if spreads else "experts' intermediate size"
-            shared[name] = config.moe.num_experts if spreads else config.moe.intermediate_size
+        if config.moe is not None and not layout.spreads_experts:
+            shared["experts' intermediate size"] = config.moe.intermediate_size
         for name, number in shared.items():
             if number % size:
                 raise ModelError(f"{_cannot_share(size, name, number)}: {_sizes_that_do(config, shared.values())}")
@@ -80,6 +84,17 @@ def stage_layers(config: LlamaConfig, num_stages: int) -> list[range]:
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
+def _idle(whole: LlamaConfig, own: LlamaConfig, place: Place) -> int:
+    """Parameters of a rank's experts beside those that a token meets; less than 0, where it holds fewer than these."""
+    if whole.moe is None or own.moe is None:
+        return 0
+    layout, moe = place.layout, whole.moe
+    held = spread(moe.num_experts, layout.num_expert_ranks)[place.expert_rank]
+    width = moe.intermediate_size if layout.spreads_experts else own.moe.intermediate_size
+    met = own.moe.top_k * own.moe.intermediate_size
+    return own.moe.num_layers * 3 * whole.hidden_size * (len(held) * width - met)
+
+
 def _cannot_share(size: int, what: str, number: int) -> str:
     return f"tensor_parallel_size={size} does not divide the model's {what} ({number})"
 
@@ -97,7 +112,7 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
     Raises:
         ModelError: it cannot be shared equally.
     """
-    if place.layout.num_ranks == 1:
+    if place.layout.num_connected == 1:
         return model
     if model.implementation != "teachllm":
         raise ModelError(
@@ -114,16 +129,16 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
     norm = own.hidden_size * place.is_last_stage
     # What is quantized takes its share of the bytes; so does what lies beside: tables of positions, norms of each head.
     of_layers = model.active_bytes * layers // (whole.num_active_parameters - whole.hidden_size)
-    beside = (
-        model.weight_bytes - model.active_bytes - (1 if whole.tied else 2) * whole.vocab_size * whole.hidden_size * size
-    )
+    whole_ends = (1 if whole.tied else 2) * whole.vocab_size * whole.hidden_size
+    idle, own_idle = whole.num_parameters - whole.num_active_parameters - whole_ends, _idle(whole, own, place)
+    beside = model.weight_bytes - model.active_bytes - (whole_ends + idle - own_idle) * size
     return replace(
         model,
         num_layers=own.num_layers,
         windows=own.windows,
         num_attention_heads=own.num_heads,
         num_kv_heads=own.num_kv_heads,
-        num_parameters=layers + ends + norm,
+        num_parameters=layers + ends + norm + own_idle,
         num_active_parameters=layers + norm,
         peak_width=peak_width(own, is_fixed=sums),
         gated_peak_width=peak_width(own, not own.mlp_bias and own.intermediate_size % 8 == 0, is_fixed=sums),
