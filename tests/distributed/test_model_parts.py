@@ -116,3 +116,27 @@ def test_ranks_hold_together_what_the_whole_holds(tmp_path: Path) -> None:
     assert sum(part.num_layers for part in parts) == layout.tensor * whole.num_layers
     assert all(part.num_kv_heads * layout.tensor == whole.num_kv_heads for part in parts)
     assert model_of_rank(whole, ALONE.place) == replace(whole)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("layout", [Layout(1, 1, True, 2), Layout(1, 2, True, 2), Layout(1, 1, True, 3)], ids=str)
+def test_what_a_rank_lacks_of_spread_experts_is_known_before_it_is_loaded(
+    name: str, layout: Layout, tmp_path: Path
+) -> None:
+    config = EngineConfig(model=make_checkpoint(name, tmp_path))
+    whole = load_model_config(config)
+
+    def work(ranks: Ranks) -> tuple[int, ModelConfig]:
+        model = load_model(whole, config, CPU, ranks=ranks)
+        held = [weight.nbytes for layer in model.layers for weight in layer.mlp.parameters() if weight.dim() == 3]
+        return sum(held), model_of_rank(whole, ranks.place)
+
+    found = on_ranks(layout, work)
+    norm = whole.hidden_size * 4
+    for stage in range(layout.pipeline):
+        of_stage = found[stage :: layout.num_ranks]
+        with_all = model_of_rank(whole, Layout(1, layout.pipeline).place(stage))
+        in_all = sum(held for held, _ in of_stage)
+        for held, own in of_stage:
+            assert 0 < held < in_all
+            assert with_all.weight_bytes - own.weight_bytes == pytest.approx(in_all - held, abs=norm)
