@@ -82,7 +82,8 @@ class EngineConfig:
         tensor_parallel_size: ranks that share every layer: each has some of its heads and a part of its widths.
         pipeline_parallel_size: stages, each of which has some of the layers; as many batches are in flight.
         data_parallel_size: replicas of the engine, each with its own requests.
-        enable_expert_parallel: a mixture's experts are spread over the ranks whole, instead of each being split.
+        enable_expert_parallel: a mixture's experts are spread over the ranks whole, those of all replicas, instead of
+            each being split, and held by every replica.
         distributed_executor_backend: who starts the ranks of an engine: "mp", processes of this machine; None is that
             where there is more than one rank.
 
@@ -219,6 +220,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that compute for one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas step together, since each has only some of a mixture's experts."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     def resolve(self, model_max_len: int) -> EngineConfig:
         """The configuration with nothing left None that the scheduler reads.

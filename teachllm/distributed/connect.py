@@ -28,7 +28,7 @@ def connected(
     device: torch.device,
     timeout_s: float = _TIMEOUT_S,
 ) -> Iterator[Ranks]:
-    """Joins the ranks of an engine, and leaves them at the end.
+    """Joins the ranks of an engine, or of all that share experts, and leaves them at the end.
 
     Args:
         device: that this rank computes on.
@@ -48,12 +48,17 @@ def connected(
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=layout.num_ranks, timeout=limit, device_id=device_id
+            backend,
+            store=store,
+            rank=place.number,
+            world_size=layout.num_connected,
+            timeout=limit,
+            device_id=device_id,
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise CollectiveError(
-            f"rank {place.rank} did not meet the others at {rendezvous.host}:{rendezvous.port}: {reason}"
+            f"rank {place.number} did not meet the others at {rendezvous.host}:{rendezvous.port}: {reason}"
         ) from error
     try:
         traffic = Traffic()
@@ -61,7 +66,9 @@ def connected(
         def group(ranks: list[int]) -> Group:
             return ProcessGroup(ranks, timeout_s, traffic) if len(ranks) > 1 else Alone(traffic)
 
-        stage, world = group(layout.stage(place.stage)), group(list(range(layout.num_ranks)))
-        yield Ranks(place, stage, world)
+        engine = place.engine_ranks
+        stage, world = group([engine[rank] for rank in layout.stage(place.stage)]), group(engine)
+        experts = group(place.expert_ranks) if layout.replicas > 1 else stage
+        yield Ranks(place, stage, world, experts)
     finally:
         dist.destroy_process_group()

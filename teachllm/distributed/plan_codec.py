@@ -114,7 +114,8 @@ def encode_output(output: ModelRunnerOutput) -> bytes:
     ints = [len(output.sampled_token_ids), seconds is not None, mode is not None]
     floats = [] if seconds is None else [seconds]
     _put_lists(ints, output.sampled_token_ids)
-    for lists in (output.draft_token_ids, None if output.num_drafted is None else [output.num_drafted]):
+    num_drafted = None if output.num_drafted is None else [output.num_drafted]
+    for lists in (output.draft_token_ids, num_drafted, output.expert_load):
         ints.append(_NONE if lists is None else len(lists))
         _put_lists(ints, lists or [])
     for entries in (output.logprobs, output.prompt_logprobs):
@@ -130,11 +131,11 @@ def decode_output(data: bytes) -> ModelRunnerOutput:
     count, is_timed, has_mode = ints[:3]
     sampled, at = _get_lists(ints, 3, count)
     found: list[list[list[int]] | None] = []
-    for _ in range(2):
+    for _ in range(3):
         length = ints[at]
         lists, at = _get_lists(ints, at + 1, max(length, 0))
         found.append(None if length == _NONE else lists)
-    drafts, num_drafted = found
+    drafts, num_drafted, expert_load = found
     values = iter(floats[is_timed:])
     scores: list[list[list[TokenLogprobs] | None] | None] = []
     for _ in range(2):
@@ -151,6 +152,7 @@ def decode_output(data: bytes) -> ModelRunnerOutput:
         num_drafted=None if num_drafted is None else num_drafted[0],
         draft_token_ids=drafts,
         seconds=floats[0] if is_timed else None,
+        expert_load=expert_load,
         graph_mode=text.decode() if has_mode else None,
     )
 

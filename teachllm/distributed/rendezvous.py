@@ -21,3 +21,9 @@ class Rendezvous(NamedTuple):
 def listen_here() -> socket.socket:
     """A socket for the ranks of this machine, on a port that is free, out of reach for any other machine."""
     return socket.create_server(("127.0.0.1", 0))
+
+
+def rendezvous_at(listener: socket.socket) -> Rendezvous:
+    """That of `listen_here`, for the rank that listens; others do without the descriptor."""
+    host, port = listener.getsockname()
+    return Rendezvous(host, port, listener.fileno())

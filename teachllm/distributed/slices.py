@@ -10,6 +10,7 @@ Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,12 @@ class Slice:
 
 
 ALL = Slice()
+
+
+def spread(size: int, count: int) -> list[range]:
+    """`size` things in `count` runs, as equal as can be."""
+    ends = [size * i // count for i in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 class Cut(NamedTuple):

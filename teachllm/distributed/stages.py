@@ -48,6 +48,15 @@ class Stage(nn.Module):
             self._ranks.world.send(hidden, place.behind)
         return hidden
 
+    def serve(self) -> None:
+        """As the model's: an empty step hands on nothing."""
+        self.model.serve()
+
+    def count_load(self) -> torch.Tensor:
+        """As the model's."""
+        load: torch.Tensor = self.model.count_load()
+        return load
+
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As the model's; of the last stage alone."""
         logits: torch.Tensor = self.model.own_logits(hidden)

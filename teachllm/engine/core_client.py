@@ -19,6 +19,8 @@ import zmq
 from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
+from teachllm.distributed.lockstep import LockstepEnd, close_ends, lockstep_ends
+from teachllm.distributed.rendezvous import Rendezvous, listen_here, rendezvous_at
 from teachllm.engine.core_link import CoreLink
 from teachllm.engine.data_parallel import Balance
 from teachllm.engine.messages import (
@@ -71,7 +73,7 @@ class CoreClient:
         trace_sinks: Sequence[Callable[[str], None]] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        num_replicas = config.data_parallel_size
+        num_replicas, self._in_lockstep = config.data_parallel_size, config.shares_experts
         self._trace_sinks = trace_sinks
         self._requests: dict[int, tuple[Request, int]] = {}  # unfinished ones, and the replica that has them
         self._numbers: dict[str, int] = {}
@@ -88,11 +90,7 @@ class CoreClient:
         self._links: list[CoreLink] = []
         self._turn = 0  # whose message is taken first
         try:
-            for replica in range(num_replicas):
-                name = "the engine's process" if num_replicas == 1 else f"the process of replica {replica}"
-                start = Start(config, bool(trace_sinks), replica)
-                self._links.append(CoreLink(self._context, start, name, self.interrupt))
-                self._poller.register(self._links[-1].socket, zmq.POLLIN)
+            self._start(config)
             self.tokenizer = load_tokenizer(  # while they load
                 config,
                 str(find_folder(config.model, config.revision, config.load_format, config.trust_remote_code)),
@@ -108,6 +106,24 @@ class CoreClient:
         self.config = replace(ready[0].config, trace_path=config.trace_path)
         self.model_config = ready[0].model_config
         self._num_blocks = min(each.num_blocks for each in ready)  # who fits into one replica fits into any
+
+    def _start(self, config: EngineConfig) -> None:
+        """Starts the processes. What those that share experts need to meet and to keep step goes with that."""
+        num_replicas = config.data_parallel_size
+        with contextlib.ExitStack() as stack:
+            ends: list[LockstepEnd | None] = [None] * num_replicas
+            meeting: list[Rendezvous | None] = [None] * num_replicas
+            if config.shares_experts:
+                listener, made = stack.enter_context(listen_here()), lockstep_ends(num_replicas)
+                stack.callback(close_ends, made)
+                ends = [*made]
+                first = rendezvous_at(listener)
+                meeting = [first, *[first._replace(listener=None)] * (num_replicas - 1)]
+            for replica in range(num_replicas):
+                name = "the engine's process" if num_replicas == 1 else f"the process of replica {replica}"
+                start = Start(config, bool(self._trace_sinks), replica, meeting[replica], ends[replica])
+                self._links.append(CoreLink(self._context, start, name, self.interrupt))
+                self._poller.register(self._links[-1].socket, zmq.POLLIN)
 
     def _wait_until_ready(self, progress: Callable[[int, int], None] | None) -> list[Ready]:
         ready: dict[int, Ready] = {}
@@ -277,5 +293,8 @@ class CoreClient:
         """With one replica all end: whoever restarts the engine starts all of them."""
         self._death = why
         for other in self._links:
-            other.tell_to_end()
+            if self._in_lockstep:  # it may wait in a step for the one that is gone
+                other.process.kill()
+            else:
+                other.tell_to_end()
         raise EngineDeadError(self._death)

@@ -37,7 +37,7 @@ class CoreLink:
         self.is_dead = False
         self._folder = tempfile.mkdtemp(prefix="teachllm-")  # nobody else may look into it
         address = f"ipc://{self._folder}/core"
-        self.process = start_child("teachllm.engine.core_process", address)
+        self.process = start_child("teachllm.engine.core_process", address, pass_fds=start.descriptors)
         self.socket = context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
         self.socket.linger = 0

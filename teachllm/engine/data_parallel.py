@@ -2,7 +2,8 @@
 
 A replica knows nothing of the others: at inference there are no gradients to exchange. So twice as many replicas take
 twice as many requests, each as fast as before; weights are held as often, and a prefix that one has cached is new to
-another. All there is to decide is who gets a request, and that is this file.
+another. Only a mixture's experts may be shared, and then all step together (`distributed/lockstep.py`). Either way all
+there is to decide is who gets a request, and that is this file.
 
 Source: the balance is vLLM's, see "Data Parallel Deployment" in its documentation.
 """

@@ -154,6 +154,14 @@ class EngineCore:
             return self._update_oldest()
         return []
 
+    def serve(self) -> None:
+        """An empty step, which other replicas take: they share experts with this one, which has nothing to compute.
+
+        Raises:
+            EngineDeadError: a process has ended, or the step failed.
+        """
+        self.executor.sample(self.executor.execute(SchedulerOutput(self.scheduler.num_steps))).result()
+
     def _update_oldest(self) -> list[RequestUpdate]:
         plan, output, times, work = self._pending[0]
         asked = self.clock()
@@ -177,7 +185,7 @@ class EngineCore:
         if self.recorder is not None:
             end = self.clock()
             times = times._replace(wait=arrived - asked, update=end - arrived, end=end)
-            more: dict[str, Any] = {"graph_mode": result.graph_mode}
+            more: dict[str, Any] = {"graph_mode": result.graph_mode, "expert_load": result.expert_load}
             if self._roofline is not None and work is not None:
                 # A device that does not time itself is done when the calls return.
                 more["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)

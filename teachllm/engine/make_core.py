@@ -29,7 +29,7 @@ from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
-from teachllm.worker.multiprocess import MultiprocessExecutor
+from teachllm.worker.multiprocess import MultiprocessExecutor, Peers
 
 
 def make_core(
@@ -41,12 +41,14 @@ def make_core(
     progress: Callable[[int, int], None] | None = None,
     make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
     drafter: Drafter | None = None,
+    peers: Peers | None = None,
 ) -> tuple[EngineCore, ModelConfig, Tokenizer | None]:
     """Loads a model and joins it with a scheduler.
 
     Args:
         needs_tokenizer: False loads it only if a trace needs it.
         drafter: of method "custom".
+        peers: replicas that have the other experts.
 
     Other arguments as of `Engine`.
 
@@ -68,14 +70,16 @@ def make_core(
     executor: Executor
     record: Callable[[Sequence[int], bool], Prior | None] | None
     try:
-        if config.num_ranks > 1 or config.distributed_executor_backend is not None:
-            ranks = MultiprocessExecutor(config, progress, times_steps=recorder is not None)
+        if config.num_ranks > 1 or peers is not None or config.distributed_executor_backend is not None:
+            ranks = MultiprocessExecutor(config, progress, times_steps=recorder is not None, peers=peers)
             executor, record = ranks, ranks.record_ahead if device.type == "cuda" else None
         else:
             make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
             runner = make_runner(config, model, device, progress, weighty)
             if isinstance(runner, GPUModelRunner):
                 runner.times_steps = recorder is not None
+            elif recorder is not None:
+                runner.count_load()
             executor, record = InProcessExecutor(runner), getattr(runner, "record_ahead", None)
     except BaseException:
         if file is not None:
@@ -118,20 +122,25 @@ def check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig
     Raises:
         ValueError: the ranks cannot share this model, or what is asked for besides.
     """
-    if config.enable_expert_parallel and (config.tensor_parallel_size == 1 or not model.has_experts):
+    layout = layout_of(config)
+    if config.enable_expert_parallel and (layout.num_expert_ranks == 1 or not model.has_experts):
         why = "there is one rank" if model.has_experts else f"{model.architecture} has none"
         raise ValueError(
             f"enable_expert_parallel=True spreads experts over ranks, and {why}: set it to False"
-            + (", or tensor_parallel_size=2" if model.has_experts else "")
+            + (", or tensor_parallel_size=2, or data_parallel_size=2" if model.has_experts else "")
         )
-    if config.num_ranks == 1:
+    if layout.num_connected == 1:
         return
+    if config.device.startswith("cuda") and layout.replicas > 1:
+        raise ValueError(
+            "enable_expert_parallel=True: replicas share experts only on CPUs yet; set device=cpu, or "
+            "enable_expert_parallel=False"
+        )
     if config.device.startswith("cuda") and config.pipeline_parallel_size > 1 and config.speculative_config is not None:
         raise ValueError(
             f"pipeline_parallel_size={config.pipeline_parallel_size}: stages on GPUs verify no drafts; leave "
             "speculative_config out, or share layers by tensor_parallel_size"
         )
-    layout = layout_of(config)
     for stage in range(layout.pipeline):
         model_of_rank(model, layout.place(layout.stage(stage)[0]))
     if drafter is not None and config.pipeline_parallel_size > 1:

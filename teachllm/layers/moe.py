@@ -47,7 +47,6 @@ class Experts(nn.Module):
         gate_up: [num_held, 2 * width, hidden_size], of each expert gate above up.
         down: [num_held, hidden_size, width].
         is_fixed: a row does not depend, by one bit, on how many others there are; on a GPU only.
-        load: [num_held] int64, the tokens that each expert has got so far, those of padding too; None: not counted.
     """
 
     def __init__(self, hidden_size: int, held: range, width: int) -> None:
@@ -56,14 +55,13 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(len(held), 2 * width, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(len(held), hidden_size, width), requires_grad=False)
         self.is_fixed = False
-        self.load: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size], weighted as the router says."""
+        if not len(x):
+            return torch.empty_like(x)
         is_cuda = x.is_cuda
         groups = (group_triton if is_cuda else group_reference)(routes.experts, self.held)
-        if self.load is not None:
-            self.load += groups.counts
         if not is_cuda:
             h = grouped_gated_reference(x, self.gate_up, groups)
             return combine_reference(grouped_onto_reference(h, self.down, groups, routes), routes.experts, self.held)
@@ -71,10 +69,6 @@ class Experts(nn.Module):
         y = grouped_onto_triton(h, self.down, groups, routes, self.is_fixed)
         del h
         return combine_triton(y, routes.experts, self.held)
-
-    def count_load(self) -> None:
-        """From now on; steps that were recorded before go on without."""
-        self.load = torch.zeros(len(self.held), dtype=torch.int64, device=self.gate_up.device)
 
     def parts(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(gate, up, down) of `held[index]`, for a checkpoint to fill: [width, hidden_size], the last one turned."""

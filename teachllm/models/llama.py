@@ -379,6 +379,23 @@ class LlamaForCausalLM(nn.Module):
             return self.embed_tokens is None and not (self._is_tied and self.lm_head is not None)
         return kind == "norm" and self.norm is None
 
+    def serve(self) -> None:
+        """An empty step: what its experts have to do for replicas that have tokens."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, SparseMLP):
+                layer.mlp.serve()
+
+    def count_load(self) -> torch.Tensor:
+        """[layers with experts, num_experts] int64, of the whole model: from now on it counts the tokens that each of
+        its experts gets; rows of other stages' layers stay zero."""
+        assert self.experts is not None
+        device = self.rotary.cos.device
+        load = torch.zeros((self.experts.num_layers, self.experts.num_experts), dtype=torch.int64, device=device)
+        for index, layer in zip(self._indices, self.layers, strict=True):
+            if isinstance(layer.mlp, SparseMLP):
+                layer.mlp.load = load[sum(self.experts.layers[:index])]
+        return load
+
     def _layer(self, index: int) -> LlamaLayer:
         """By its number in the whole model."""
         layer = self.layers[index - self._indices.start]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from teachllm.distributed.ranks import WHOLE, Share
-from teachllm.distributed.slices import ALL, cut
+from teachllm.distributed.slices import ALL, cut, spread
+from teachllm.layers.expert_parallel import AllToAll, SameTokens
 from teachllm.layers.linear import Destination, Linear, Rows
 from teachllm.layers.moe import Experts, route
 from teachllm.models.moe_config import ExpertNames, MoeConfig
@@ -24,11 +25,15 @@ class SparseMLP(nn.Module):
     """Router and experts: the weighted sum of what a token's experts make of it.
 
     Ranks that share a layer have some of its experts each, or a part of every expert's width; either way what they make
-    of a token are parts of a sum.
+    of a token are parts of a sum. Experts may lie with other replicas' ranks, too: see `layers/expert_parallel.py`.
 
     Args:
         config: of all experts.
         share: a rank's.
+
+    Attributes:
+        load: [num_experts] int64, how many of this replica's tokens each expert has got, wherever it is; None: not
+            counted. On a GPU, steps that were recorded before it was set go on without.
     """
 
     row_codes = None
@@ -36,17 +41,28 @@ class SparseMLP(nn.Module):
 
     def __init__(self, hidden_size: int, config: MoeConfig, share: Share = WHOLE) -> None:
         super().__init__()
-        self._config, self._group = config, share.group
+        self._config, self._hidden_size = config, hidden_size
         self.gate = Linear(hidden_size, {"gate": config.num_experts})
-        self._width = ALL if share.spreads_experts else share.part
-        held = share.part.of(config.num_experts) if share.spreads_experts else slice(0, config.num_experts)
+        self._width = ALL if share.experts.count > 1 else share.part
+        holders = spread(config.num_experts, share.experts.count)
         width = config.intermediate_size // self._width.count
-        self.experts = Experts(hidden_size, range(held.start, held.stop), width)
+        self.experts = Experts(hidden_size, holders[share.experts.index], width)
+        self._exchange: SameTokens | AllToAll = SameTokens(share.group)
+        if share.expert_group.size > share.group.size:
+            self._exchange = AllToAll(share.expert_group, holders, twins=share.group)
+        self.load: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
         routes = route(self.gate(x), self._config.top_k, self._config.renormalizes)
-        return self._group.all_reduce(self.experts(x, routes))
+        if self.load is not None:
+            chosen = routes.experts.flatten().long()
+            self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
+        return self._exchange(self.experts, x, routes)
+
+    def serve(self) -> None:
+        """Takes part in a step of other replicas, without tokens."""
+        self(self.experts.gate_up.new_empty((0, self._hidden_size)))
 
     def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is to be added to it, stream), as `Linear.onto`."""

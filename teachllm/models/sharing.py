@@ -14,6 +14,7 @@ from functools import cache
 from itertools import accumulate
 
 from teachllm.distributed.layout import Place
+from teachllm.distributed.slices import spread
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
 from teachllm.models.peak_width import peak_width
@@ -24,17 +25,23 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
     """What one rank has of a model: some heads, a part of the widths and of the vocabulary, its stage's layers.
 
     Raises:
-        ModelError: they cannot be shared equally.
+        ModelError: they cannot be shared equally, or there are fewer experts than ranks to spread them over.
     """
-    size, spreads, experts = place.layout.tensor, place.layout.spreads_experts, config.moe
+    layout, experts = place.layout, config.moe
+    size, spreads = layout.tensor, layout.spreads_experts
+    if experts is not None and experts.num_experts < layout.num_expert_ranks:
+        raise ModelError(
+            f"enable_expert_parallel=True spreads experts over {layout.num_expert_ranks} ranks, and the model has "
+            f"{experts.num_experts}: lower {'data' if layout.replicas > 1 else 'tensor'}_parallel_size"
+        )
     if size > 1:
         _check_shared(config, size, spreads)
-    layers = stage_layers(config, place.layout.pipeline)[place.stage]
+    layers = stage_layers(config, layout.pipeline)[place.stage]
     if experts is not None:
         experts = replace(
             experts,
             layers=tuple(experts.layers[i] for i in layers),
-            num_held=experts.num_experts // (size if spreads else 1),
+            num_held=len(spread(experts.num_experts, layout.num_expert_ranks)[place.expert_rank]),
             intermediate_size=experts.intermediate_size // (1 if spreads else size),
         )
     return replace(
@@ -84,9 +91,7 @@ def _check_shared(config: LlamaConfig, size: int, spreads: bool) -> None:
     moe, shared = config.moe, {"attention heads": config.num_heads}
     if moe is None or not all(moe.layers):
         shared["intermediate_size"] = config.intermediate_size
-    if moe is not None and spreads:
-        shared["experts"] = moe.num_experts
-    elif moe is not None:
+    if moe is not None and not spreads:
         shared["experts' intermediate size"] = moe.intermediate_size
     for name, number in shared.items():
         if number % size:
@@ -113,7 +118,7 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
     Raises:
         ModelError: it cannot be shared equally.
     """
-    if place.layout.num_ranks == 1:
+    if place.layout.num_connected == 1:
         return model
     if model.implementation != "teachllm":
         raise ModelError(

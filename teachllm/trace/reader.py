@@ -160,6 +160,9 @@ def _check_step(line: Line) -> None:
     for name in ("used", "cached", "free"):
         if not isinstance(line["blocks"].get(name), int):
             raise ReplayError(f"blocks without {name!r}")
+    load = line.get("expert_load", [])
+    if not isinstance(load, list) or not all(map(_are_counts, load)):
+        raise ReplayError(f"'expert_load' is {load!r}, not the tokens of each expert by layer")
     for share in line["scheduled"]:
         if not {"request_id", "start", "num_tokens", "phase"} <= share.keys():
             raise ReplayError("a share that does not say whose it is, its start, num_tokens and phase")
@@ -169,3 +172,7 @@ def _check_step(line: Line) -> None:
             case [int(), str()]:
                 continue
         raise ReplayError(f"'next_draft' of a share is {share['next_draft']!r}, not a number and a reason")
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)

@@ -63,6 +63,7 @@ class ExecutedStep:
         drafts: per scheduled request, what it verifies.
         hidden: [num_tokens, hidden_size], of all tokens.
         features: what the drafter reads besides, see `DraftBatch`.
+        expert_load: as of `ModelRunnerOutput`.
     """
 
     plan: SchedulerOutput
@@ -74,6 +75,7 @@ class ExecutedStep:
     drafts: list[Sequence[int]]
     hidden: torch.Tensor
     features: dict[int, torch.Tensor]
+    expert_load: list[list[int]] | None = None
 
 
 class ModelRunner:
@@ -105,6 +107,7 @@ class ModelRunner:
         num_blocks = agreed_least(ranks.world, self.memory.num_blocks, device)
         self.memory = self.memory.of_blocks(num_blocks)
         self.model: Any = load_model(whole, config, device, progress, ranks)
+        self._has_experts = getattr(self.model, "experts", None) is not None
         if ranks.place.layout.pipeline > 1:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
@@ -118,6 +121,7 @@ class ModelRunner:
         self._synthetic_rate = None if speculation is None else speculation.synthetic_rate
         self._moved: KVCache = []  # where drafts of a tree may lie apart
         self._awaited: dict[int, list[OpenedRow]] = {}  # whose tokens another stage samples, by step
+        self._load: torch.Tensor | None = None  # of experts, in the step under way
         loaded: ModelDrafter | None = None
         if drafter is not None:
             own_caches = allocate_layers(drafter.specs, drafter.kv_dtype, num_blocks, config.block_size, device)
@@ -130,6 +134,16 @@ class ModelRunner:
             if drafter is not None and loaded is not None and drafter.specs:
                 hold_codes(layers_of(loaded), drafter.specs, device)
             calibrate(self.model, whole, self._kv_caches, loaded, ranks)
+
+    def count_load(self) -> None:
+        """From now on outputs say what load experts had, if there are any."""
+        if self._has_experts:
+            self._load = self.model.count_load()
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """An empty step: this rank's experts are there for replicas that have tokens."""
+        self.model.serve()
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ExecutedStep:
@@ -148,6 +162,7 @@ class ModelRunner:
             taps = {layer: partial(features.__setitem__, layer) for layer in drafting.drafter.feature_layers}
         tapped = {"taps": taps} if taps else {}
         hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, **tapped)
+        expert_load = self._taken_load()
 
         if not self._ranks.place.is_last_stage:
             self._awaited[plan.step] = self._batch.opened_rows(inputs.rows)
@@ -177,6 +192,7 @@ class ModelRunner:
             drafts=drafts,
             hidden=hidden,
             features=features,
+            expert_load=expert_load,
         )
 
     @torch.inference_mode()
@@ -215,7 +231,25 @@ class ModelRunner:
         next_drafts = None
         if self._drafting is not None:
             next_drafts = self._drafting.propose(shares, step.inputs, paths, step.hidden, step.features)
-        return ModelRunnerOutput(kept, logprobs or None, step.prompt_logprobs, draft_token_ids=next_drafts)
+        return ModelRunnerOutput(
+            kept,
+            logprobs or None,
+            step.prompt_logprobs,
+            draft_token_ids=next_drafts,
+            expert_load=step.expert_load,
+        )
+
+    def _taken_load(self) -> list[list[int]] | None:
+        """What was counted in this step, in the layers of this stage and of those before it."""
+        if self._load is None:
+            return None
+        load, place = self._load.clone(), self._ranks.place
+        self._load.zero_()
+        if not place.is_first_stage:
+            load += self._ranks.world.recv(torch.empty_like(load), place.before)
+        if not place.is_last_stage:
+            self._ranks.world.send(load, place.behind)
+        return load.tolist()
 
     def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
         """What the last stage sampled in a step, on the others; before the first plan that was made with it."""

@@ -5,7 +5,8 @@
                          └──────────────────────────▶ ...    ── pipe ──┘
 
 A plan that fails is a failed step: the engine takes it back, and the ranks go on. A process that ends, or a rank that
-does not come out of a step in which another has failed, is the end of all: half of a model computes nothing.
+does not come out of a step in which another has failed, is the end of all: half of a model computes nothing. Where
+replicas share experts a failed step is the end, too: the others wait in it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, astuple, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +29,9 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.distributed.layout import layout_of
+from teachllm.distributed.lockstep import Lockstep
 from teachllm.distributed.plan_codec import Told, decode_output, encode_plan
-from teachllm.distributed.rendezvous import Rendezvous, listen_here
+from teachllm.distributed.rendezvous import Rendezvous, listen_here, rendezvous_at
 from teachllm.distributed.ring import RingWriter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.agreement import check_agreement
@@ -42,6 +44,21 @@ _SECONDS_TO_END = 4.0
 _SECONDS_TO_MEET = 20.0  # after a failed step: the time in which all come to the next message of the ring
 _REMEMBERED = 64  # steps; a rank says that it has failed long before
 _SECONDS_TO_DIE = 5.0  # from a closed pipe to the end of its process
+_CAUSE_FIRST = 0.2  # seconds: a step fails at all replicas when one of them has died, which is to be heard before
+
+
+class Peers(NamedTuple):
+    """What joins the ranks of a replica with those of others, with which they share experts.
+
+    Attributes:
+        replica: which of them this one is.
+        rendezvous: where the ranks of all meet; rank 0 of replica 0 listens.
+        lockstep: counts this replica's steps.
+    """
+
+    replica: int
+    rendezvous: Rendezvous
+    lockstep: Lockstep
 
 
 class RemoteStep:
@@ -67,7 +84,8 @@ class MultiprocessExecutor:
     Args:
         config: resolved for the model.
         progress: called with (bytes loaded, bytes in all) while weights load, as rank 0 does.
-        times_steps: on a GPU, outputs say how long their steps took.
+        times_steps: as of `Worker`.
+        peers: with which the ranks share experts; None: there are none.
 
     Attributes:
         num_blocks: KV blocks that every rank has.
@@ -84,8 +102,9 @@ class MultiprocessExecutor:
         progress: Callable[[int, int], None] | None = None,
         *,
         times_steps: bool = False,
+        peers: Peers | None = None,
     ) -> None:
-        self._config, self._progress = config, progress
+        self._config, self._progress, self._peers = config, progress, peers
         self._layout = layout_of(config)
         self._num_ranks = self._layout.num_ranks
         self._speaker = next(r for r in range(self._num_ranks) if self._layout.place(r).speaks)
@@ -121,12 +140,15 @@ class MultiprocessExecutor:
     # -- as an executor ------------------------------------------------------------------------------------
 
     def execute(self, plan: SchedulerOutput) -> RemoteStep:
-        """Gives every rank the plan.
+        """Gives every rank the plan; an empty one for a step that other replicas take.
 
         Raises:
             EngineDeadError: a process has ended.
         """
         step = RemoteStep(self, plan.step)
+        step.is_told = not plan.scheduled
+        if self._peers is not None:
+            self._peers.lockstep.begin()
         self._write(encode_plan(plan, self._told), is_plan=True)
         self._told.clear()
         self._steps[self._number] = step
@@ -141,7 +163,11 @@ class MultiprocessExecutor:
         while step.verdict is None or self._death is not None:
             self._receive()
         if isinstance(step.verdict, Exception):
-            if self._num_ranks > 1:
+            if self._peers is not None:
+                time.sleep(_CAUSE_FIRST)
+                self._end(f"a step that all replicas took failed: {step.verdict}")
+                self._receive()
+            elif self._num_ranks > 1:
                 self._meet(str(step.verdict))
             raise step.verdict
         if self.max_in_flight > 1 and not step.is_told:  # stages before the last one do not know
@@ -182,21 +208,20 @@ class MultiprocessExecutor:
     def _start(self, times_steps: bool) -> None:
         num_threads = max(torch.get_num_threads() // self._num_ranks, 1)
         with contextlib.ExitStack() as stack:
-            meeting = stack.enter_context(listen_here()) if self._num_ranks > 1 else None
+            meeting = self._meeting(stack)
             for rank, end in enumerate(self._ring.ends):
                 answers, answers_end = os.pipe()
                 self._selector.register(answers, selectors.EVENT_READ, rank)
                 stack.callback(os.close, answers_end)
                 rendezvous, passed = None, [*end.descriptors, answers_end]
                 if meeting is not None:
-                    listener = meeting.fileno() if rank == 0 else None
-                    passed += [] if listener is None else [listener]
-                    host, port = meeting.getsockname()
-                    rendezvous = Rendezvous(host, port, listener)
+                    rendezvous = meeting if rank == 0 else meeting._replace(listener=None)
+                    passed += [] if rendezvous.listener is None else [rendezvous.listener]
                 start = Start(
                     asdict(self._config_of(rank)),
-                    (self._layout.tensor, self._layout.pipeline, self._layout.spreads_experts),
-                    *(rank, rendezvous, tuple(end), answers_end, times_steps),
+                    astuple(self._layout),
+                    (rank, 0 if self._peers is None else self._peers.replica),
+                    *(rendezvous, tuple(end), answers_end, times_steps),
                 )
                 process = start_child(
                     "teachllm.worker.worker_process",
@@ -213,6 +238,16 @@ class MultiprocessExecutor:
             self._ring.hand_over()
         for watcher in self._watchers:
             watcher.start()
+
+    def _meeting(self, stack: contextlib.ExitStack) -> Rendezvous | None:
+        """Where the ranks meet, and the socket for it, which `stack` closes here; None: there is one."""
+        if self._peers is not None:
+            if self._peers.rendezvous.listener is not None:
+                stack.callback(os.close, self._peers.rendezvous.listener)
+            return self._peers.rendezvous
+        if self._num_ranks == 1:
+            return None
+        return rendezvous_at(stack.enter_context(listen_here()))
 
     def _config_of(self, rank: int) -> EngineConfig:
         return replace(self._config, device=self._devices[rank])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from teachllm.config import EngineConfig
-from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.distributed.connect import connected
 from teachllm.distributed.layout import Place
 from teachllm.distributed.plan_codec import Told
@@ -21,7 +21,7 @@ from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.spec_decode.step_times import Prior
-from teachllm.worker.executor import InProcessExecutor, PendingOutput
+from teachllm.worker.executor import InProcessExecutor, PendingOutput, Ready
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
 
@@ -34,7 +34,7 @@ class Worker:
         place: where it stands among the ranks.
         rendezvous: where they meet; None: it is alone.
         progress: called with (bytes loaded, bytes in all) while weights load.
-        times_steps: on a GPU, outputs say how long their steps took.
+        times_steps: outputs say how long their steps took, on a GPU, and elsewhere what load experts had.
 
     Attributes:
         num_blocks: KV blocks it has.
@@ -52,7 +52,7 @@ class Worker:
         *,
         times_steps: bool = False,
     ) -> None:
-        assert (rendezvous is not None) == (place.layout.num_ranks > 1)
+        assert (rendezvous is not None) == (place.layout.num_connected > 1)
         device = torch.device(config.device)
         model = load_model_config(config, device.type)
         drafter = load_drafter_config(config, model, device.type)
@@ -66,13 +66,15 @@ class Worker:
             runner.times_steps = times_steps
         else:
             runner = ModelRunner(config, model, device, progress, drafter, ranks)
+            if times_steps:
+                runner.count_load()
         self._runner = runner
         self._speaks, self._learns = place.speaks, not place.is_last_stage
         self._executor = InProcessExecutor(runner)
         self.num_blocks = self._executor.num_blocks
 
     def execute(self, plan: SchedulerOutput, told: Sequence[Told] = ()) -> PendingOutput | None:
-        """Computes a plan, or on a GPU launches that.
+        """Computes a plan, or on a GPU launches that. An empty one is a step that other replicas take.
 
         Args:
             told: what was sampled in earlier steps, and is known since the plan before this one.
@@ -83,7 +85,13 @@ class Worker:
         if self._learns:
             for step, sampled_token_ids in told:
                 self._runner.learn(step, sampled_token_ids)
-        pending = self._executor.sample(self._executor.execute(plan))
+        pending: PendingOutput
+        if plan.scheduled:
+            pending = self._executor.sample(self._executor.execute(plan))
+        else:
+            assert isinstance(self._runner, ModelRunner)
+            self._runner.serve()
+            pending = Ready(ModelRunnerOutput([]))
         return pending if self._speaks else None
 
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:

@@ -48,12 +48,13 @@ class Start(NamedTuple):
     Attributes:
         config: settings; `device` is the rank's own.
         layout: of the ranks, as `Layout`.
+        place: its rank, and its replica where several share experts.
         answers: descriptor of the pipe back.
     """
 
     config: dict[str, Any]
-    layout: tuple[int, int, bool]
-    rank: int
+    layout: tuple[int, int, bool, int]
+    place: tuple[int, int]
     rendezvous: tuple[str, int, int | None] | None
     ring: tuple[int, ...]
     answers: int
@@ -169,7 +170,7 @@ def _load(start: Start, config: EngineConfig, answers: Answers) -> Worker | None
     try:
         return Worker(
             config,
-            Layout(*start.layout).place(start.rank),
+            Layout(*start.layout).place(*start.place),
             rendezvous,
             lambda num_bytes, total: answers.say(Kind.LOADING, [num_bytes, total]),
             times_steps=start.times_steps,

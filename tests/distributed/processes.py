@@ -51,22 +51,25 @@ class ThroughHost:
 
 def through_host(ranks: Ranks) -> Ranks:
     """With groups that take tensors of a GPU."""
-    return Ranks(ranks.place, ThroughHost(ranks.tensor), ThroughHost(ranks.world))
+    groups = (ranks.tensor, ranks.world, ranks.experts)
+    return Ranks(ranks.place, *(ThroughHost(group) if group.size > 1 else group for group in groups))
 
 
-def _run(work: Callable[[Ranks], T], layout: Layout, rank: int, port: int, timeout_s: float) -> T:
+def _run(work: Callable[[Ranks], T], layout: Layout, number: int, port: int, timeout_s: float) -> T:
     torch.set_num_threads(1)
     rendezvous, device = Rendezvous("127.0.0.1", port), torch.device("cpu")
-    with connected(layout.place(rank), rendezvous, device, timeout_s=timeout_s) as ranks:
+    replica, rank = divmod(number, layout.num_ranks)
+    with connected(layout.place(rank, replica), rendezvous, device, timeout_s=timeout_s) as ranks:
         return work(ranks)
 
 
 def on_processes(layout: Layout, work: Callable[[Ranks], T], timeout_s: float = 60.0) -> list[T]:
-    """What `work`, a function of a module, returns for every rank."""
+    """What `work`, a function of a module, returns for every rank; replica by replica."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(layout.num_ranks, context) as pool:
-        done = [pool.submit(_run, work, layout, rank, store.port, timeout_s) for rank in range(layout.num_ranks)]
+    with ProcessPoolExecutor(layout.num_connected, context) as pool:
+        numbers = range(layout.num_connected)
+        done = [pool.submit(_run, work, layout, number, store.port, timeout_s) for number in numbers]
         failed = [each.exception() for each in done]
     for error in sorted(filter(None, failed), key=lambda error: isinstance(error, CollectiveError)):
         raise error  # the first that is not for another's sake

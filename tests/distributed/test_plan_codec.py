@@ -87,6 +87,7 @@ OUTPUTS = st.builds(
     num_drafted=st.none() | ID_LISTS,
     draft_token_ids=st.none() | st.lists(st.lists(st.integers(-1, 9), max_size=3), max_size=4),
     seconds=st.none() | st.floats(),
+    expert_load=st.none() | st.lists(st.lists(st.integers(0, 2**40))),
     graph_mode=st.none() | st.sampled_from(["full", "piecewise", "eager", ""]),
 )
 

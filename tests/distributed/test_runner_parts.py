@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from teachllm import SamplingParams
 from teachllm.config import EngineConfig
 from teachllm.core.request import Request
 from teachllm.core.scheduler import Scheduler
-from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
-from teachllm.distributed.step_bytes import Counts, step_bytes
+from teachllm.distributed.slices import spread
+from teachllm.distributed.step_bytes import Counts, expected_rows, step_bytes
+from teachllm.models import moe as models_moe
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.sharing import model_of_rank
 from teachllm.sampling.shared_filters import num_told
@@ -99,6 +101,53 @@ def work(
     return {request.request_id: list(request.token_ids) for request in requests}
 
 
+def serve_or_run(ranks: Ranks, folder: str, num_tokens: Sequence[int]) -> list[tuple[Counts, Counts]]:
+    """Steps of replicas that share experts, each with tokens of its own, or none.
+
+    Returns:
+        What this rank sent in each step: counted, and predicted by where the router sent rows. How many a rank gets is
+        known to the others, who tell.
+    """
+    config = EngineConfig(model=folder, block_size=4, num_gpu_blocks_override=24, max_num_seqs=4)
+    model = load_model_config(config)
+    config = config.resolve(model.max_model_len)
+    runner = ModelRunner(config, model, torch.device("cpu"), ranks=ranks)
+    moe = runner.model.experts
+    holders = spread(moe.num_experts, ranks.experts.size)
+    num_own = num_tokens[ranks.place.replica]
+    found = []
+    for step in range(3):
+        chosen: list[torch.Tensor] = []
+        routed = models_moe.route
+
+        def route(*args: Any, chosen: list[torch.Tensor] = chosen, routed: Any = routed) -> Any:
+            routes = routed(*args)
+            chosen.append(routes.experts)
+            return routes
+
+        ranks.world.traffic.take()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models_moe, "route", route)
+            if num_own:
+                ids = [(7 * step + 3 * i + ranks.place.replica) % VOCAB_SIZE for i in range(num_own)]
+                row = NewRow(ids, num_own, SamplingParams(temperature=0.0), 0, 1, frozenset())
+                share = ScheduledRequest(str(step), 0, num_own, [], True, 0, [*range(-(-num_own // 4))], row)
+                runner.sample(runner.execute(SchedulerOutput(step, [share], [str(step - 1)] if step else [])))
+            else:
+                runner.serve()
+        counted = ranks.world.traffic.take()
+        twins, each = ranks.tensor, -(-num_own // ranks.tensor.size)
+        rows = []
+        for experts in chosen:
+            dispatched = experts[twins.rank * each : (twins.rank + 1) * each].tolist()
+            goes = [sum(bool(set(token) & set(held)) for token in dispatched) for held in holders]
+            comes = ranks.experts.all_gather(torch.tensor(goes))[:, ranks.experts.rank].tolist()
+            rows.append((sum(goes) - goes[ranks.experts.rank], sum(comes) - comes[ranks.experts.rank]))
+        sizes = (model_of_rank(model, ranks.place).num_layers, model.hidden_size, 4, num_own, int(num_own > 0))
+        found.append((counted, step_bytes(ranks.place, *sizes, top_k=moe.top_k, rows=rows)))
+    return found
+
+
 def predicted(ranks: Ranks, model: ModelConfig, plan: SchedulerOutput, request: Request) -> Counts:
     """Of a plan for requests that are all like this one."""
     num_layers = model_of_rank(model, ranks.place).num_layers
@@ -142,6 +191,28 @@ def test_nobody_samples_a_row_of_no_token(kind: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     [expected] = generate(str(tmp_path), Layout(), PARAMS[kind])
     assert all(found == expected for found in generate(str(tmp_path), Layout(4, 1), PARAMS[kind]))
+
+
+@pytest.mark.parametrize("num_tokens", [(9, 14), (0, 5)], ids=["both have tokens", "one is idle"])
+@pytest.mark.parametrize("layout", [Layout(1, 1, True, 2), Layout(2, 1, True, 2)], ids=["dp=2", "dp=2 x tp=2"])
+def test_replicas_that_share_experts_send_the_bytes_that_were_predicted(
+    layout: Layout, num_tokens: tuple[int, int], tmp_path: Path
+) -> None:
+    work = partial(serve_or_run, folder=make_checkpoint("qwen3_moe", tmp_path), num_tokens=num_tokens)
+    of_ranks = on_processes(layout, work)
+    for number, steps in enumerate(of_ranks):
+        for counted, expected in steps:
+            assert counted == expected, f"rank {number}"
+    assert any(counted["all_to_all"][1] > 0 for steps in of_ranks for counted, _ in steps)
+
+
+def test_rows_that_travel_are_about_as_many_as_a_fair_router_sends() -> None:
+    draw = random.Random(0)
+    for num_experts, top_k, num_ranks in ((8, 2, 2), (128, 8, 4), (6, 6, 3)):
+        held = spread(num_experts, num_ranks)
+        tokens = [set(draw.sample(range(num_experts), top_k)) for _ in range(4000)]
+        sent = sum(bool(token & set(each)) for token in tokens for each in held[1:])
+        assert expected_rows(4000, num_experts, top_k, num_ranks) == pytest.approx(sent, rel=0.03)
 
 
 def as_on_a_gpu(ranks: Ranks, **more: Any) -> dict[str, list[int]]:

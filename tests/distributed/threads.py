@@ -71,22 +71,25 @@ class ThreadGroup:
 
 
 def on_ranks(layout: Layout, work: Callable[[Ranks], T]) -> list[T]:
-    """What `work` returns for every rank, each in a thread."""
-    world = _Shared(layout.num_ranks)
-    stages = [_Shared(layout.tensor) for _ in range(layout.pipeline)]
+    """What `work` returns for every rank, each in a thread; replica by replica."""
+    worlds = [_Shared(layout.num_ranks) for _ in range(layout.replicas)]
+    stages = [[_Shared(layout.tensor) for _ in range(layout.pipeline)] for _ in range(layout.replicas)]
+    experts = [_Shared(layout.replicas * layout.tensor) for _ in range(layout.pipeline)]
 
-    def run(rank: int) -> T:
-        place = layout.place(rank)
-        tensor: Group = ThreadGroup(stages[place.stage], place.tensor_rank)
+    def run(number: int) -> T:
+        replica, rank = divmod(number, layout.num_ranks)
+        place = layout.place(rank, replica)
+        tensor: Group = ThreadGroup(stages[replica][place.stage], place.tensor_rank)
+        among = ThreadGroup(experts[place.stage], place.expert_rank) if layout.replicas > 1 else tensor
         try:
-            return work(Ranks(place, tensor, ThreadGroup(world, rank)))
+            return work(Ranks(place, tensor, ThreadGroup(worlds[replica], rank), among))
         except BaseException:
-            world.barrier.abort()
-            stages[place.stage].barrier.abort()
+            for each in (*worlds, *stages[replica], *experts):
+                each.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(layout.num_ranks) as pool:
-        done = [pool.submit(run, rank) for rank in range(layout.num_ranks)]
+    with ThreadPoolExecutor(layout.num_connected) as pool:
+        done = [pool.submit(run, number) for number in range(layout.num_connected)]
     failed = [each.exception() for each in done]
     for error in sorted(filter(None, failed), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error  # the first that is not for another's sake

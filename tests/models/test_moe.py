@@ -265,13 +265,16 @@ def test_holders_of_parts_add_up_to_the_whole(
     assert torch.allclose(sum(part_of(whole, *share)(x, routes) for share in shares), expected, atol=1e-5)
 
 
-def test_the_tokens_of_each_expert_are_counted_if_that_is_wanted(whole: Experts) -> None:
-    x, logits = torch.randn(9, 32), torch.randn(9, 6)
-    routes = route(logits, 2, True)
-    whole(x, routes)
-    assert whole.load is None
-    whole.count_load()
-    whole(x, routes)
-    whole(x[:4], route(logits[:4], 2, True))
-    chosen = torch.cat([logits.topk(2).indices, logits[:4].topk(2).indices]).flatten()
-    assert whole.load is not None and whole.load.tolist() == [int((chosen == expert).sum()) for expert in range(6)]
+def test_the_tokens_of_each_expert_are_counted_by_layer_if_that_is_wanted(tmp_path: Path) -> None:
+    _, model = load(make_checkpoint("qwen3_moe", tmp_path))
+    first, dense, last = (layer.mlp for layer in model.layers)
+    xs = [torch.randn(9, 64), torch.randn(4, 64)]
+    first(xs[0])
+    counts = model.count_load()
+    assert counts.shape == (2, 8) and not counts.any() and not hasattr(dense, "load")
+    first(xs[0])
+    first(xs[1])
+    last(xs[1])
+    for row, mlp, seen in ((0, first, torch.cat(xs)), (1, last, xs[1])):
+        chosen = mlp.gate(seen).topk(3).indices.flatten()
+        assert counts[row].tolist() == [int((chosen == expert).sum()) for expert in range(8)]
