@@ -7,6 +7,7 @@ in one line that names the setting to change.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from teachllm.speculative_config import SpeculativeConfig
@@ -21,6 +22,7 @@ CHOICES = {
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
     "distributed_executor_backend": (None, "mp"),
 }
+_PATHS = ("model", "tokenizer", "trace_path")
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -142,6 +144,9 @@ class EngineConfig:
     trace_text: bool = True
 
     def __post_init__(self) -> None:
+        for name in _PATHS:
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))  # other processes are told settings as plain text
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")

@@ -85,34 +85,40 @@ def make_core(
         if file is not None:
             file.close()
         raise
-    if make_executor is not None:
-        executor = make_executor(config, executor)
-    kinds = (model.dtype, model.quantization, model.kv_dtype)
-    root = hash_root(model.path, config.revision, *kinds, config.block_size)
-    roofline: StepRoofline | None = None
-    if recorder is not None:
-        roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
-    core = EngineCore(
-        config,
-        executor,
-        root,
-        recorder,
-        roofline=roofline,
-        on_close=None if file is None else file.close,
-        **_speculation(config, model, drafter, weighty, record),
-    )
-    if weighty is not None and weighty.max_len < model.max_model_len:
-        core.scheduler.drafter_len = weighty.max_len
-        warnings.warn(
-            f"the context of speculative model={weighty.speculation.model!r} is {weighty.max_len} tokens of the "
-            f"model's {model.max_model_len}: beyond them requests go on without drafts",
-            stacklevel=2,
+    try:
+        if make_executor is not None:
+            executor = make_executor(config, executor)
+        kinds = (model.dtype, model.quantization, model.kv_dtype)
+        root = hash_root(model.path, config.revision, *kinds, config.block_size)
+        roofline: StepRoofline | None = None
+        if recorder is not None:
+            roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
+        core = EngineCore(
+            config,
+            executor,
+            root,
+            recorder,
+            roofline=roofline,
+            on_close=None if file is None else file.close,
+            **_speculation(config, model, drafter, weighty, record),
         )
-    if recorder is not None and roofline is not None:
-        shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
-        ceilings = None if roofline.ceilings is None else asdict(roofline.ceilings)
-        machine = {"device": device_name(str(device)), "ceilings": ceilings}
-        recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
+        if weighty is not None and weighty.max_len < model.max_model_len:
+            core.scheduler.drafter_len = weighty.max_len
+            warnings.warn(
+                f"the context of speculative model={weighty.speculation.model!r} is {weighty.max_len} tokens of the "
+                f"model's {model.max_model_len}: beyond them requests go on without drafts",
+                stacklevel=2,
+            )
+        if recorder is not None and roofline is not None:
+            shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
+            ceilings = None if roofline.ceilings is None else asdict(roofline.ceilings)
+            machine = {"device": device_name(str(device)), "ceilings": ceilings}
+            recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
+    except BaseException:
+        executor.close()
+        if file is not None:
+            file.close()
+        raise
     return core, model, tokenizer
 
 

@@ -230,14 +230,13 @@ class MultiprocessExecutor:
                 )
                 self._processes.append(process)
                 self._watchers.append(threading.Thread(target=self._watch, args=(rank,), daemon=True))
+                self._watchers[-1].start()
                 data = json.dumps(start).encode()
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
                     process.stdin.write(LENGTH.pack(len(data)) + data)
                     process.stdin.flush()
             self._ring.hand_over()
-        for watcher in self._watchers:
-            watcher.start()
 
     def _meeting(self, stack: contextlib.ExitStack) -> Rendezvous | None:
         """Where the ranks meet, and the socket for it, which `stack` closes here; None: there is one."""

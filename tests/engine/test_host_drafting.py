@@ -270,5 +270,5 @@ def test_a_drafter_cannot_cross_into_a_process_of_its_own() -> None:
     from teachllm import EngineConfig
     from teachllm.engine.engine import Engine
 
-    with pytest.raises(ValueError, match="objects of this process: set own_process=False"):
+    with pytest.raises(ValueError, match=r"objects of this process.*: set own_process=False and data_parallel_size=1"):
         Engine(EngineConfig(**tiny(speculative_config=CUSTOM)), own_process=True, drafter=Drafter(lambda ids, n: []))

@@ -23,6 +23,7 @@ from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.engine import Engine
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.step_times import Prior
+from teachllm.worker.child import start_child
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.executor import Executor
 from teachllm.worker.multiprocess import MultiprocessExecutor, RemoteStep, devices_of
@@ -212,6 +213,35 @@ class _Watched(MultiprocessExecutor):
         type(self).then(self._processes)
 
 
+def test_what_was_started_is_ended_if_another_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, started = num_descriptors(), list[subprocess.Popen[bytes]]()
+
+    def start(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError("no more processes")
+        started.append(start_child(*arguments, **more))
+        return started[0]
+
+    monkeypatch.setattr("teachllm.worker.multiprocess.start_child", start)
+    with pytest.raises(OSError, match="^no more processes$"):
+        MultiprocessExecutor(resolved(**TWO))
+    assert started[0].returncode == -signal.SIGKILL and num_descriptors() == before
+
+
+def test_ranks_are_ended_if_the_core_around_them_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = num_descriptors()
+    monkeypatch.setattr("teachllm.engine.make_core.hash_root", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_engine(**MP)
+    assert num_descriptors() == before
+
+
+def test_settings_may_be_paths() -> None:
+    settings = tiny(**MP)
+    with closing(Engine(EngineConfig(**settings | {"model": Path(settings["model"])}))) as engine:
+        assert engine.config.model == settings["model"]
+
+
 def test_ranks_that_disagree_are_ended_and_what_differs_is_named() -> None:
     before = num_descriptors()
     with pytest.raises(ValueError, match="disagree about block_size: 16 at rank 0; 32 at rank 1"):
@@ -219,7 +249,7 @@ def test_ranks_that_disagree_are_ended_and_what_differs_is_named() -> None:
     assert num_descriptors() == before
 
 
-@pytest.mark.parametrize("seconds", [0.0, 2.0])
+@pytest.mark.parametrize("seconds", [0.0, 0.7])
 def test_a_rank_that_is_killed_while_it_loads_is_named(seconds: float) -> None:
     before, pids = num_descriptors(), list[int]()
 
@@ -339,7 +369,7 @@ def test_a_server_s_engine_ends_with_the_reason_when_a_rank_is_killed(busy: bool
         assert isinstance(ended[0], EngineDeadError) and "rank 0 has ended with SIGKILL" in str(ended[0])
 
     with closing(AsyncLLM.start(EngineConfig(**tiny(**MP)), on_end=ended.append)) as llm:
-        core = llm._engine._core._process  # type: ignore[attr-defined]
+        core = llm._engine._core._links[0].process  # type: ignore[attr-defined]
         [worker] = [child for thread in os.listdir(f"/proc/{core.pid}/task") for child in _children(core.pid, thread)]
         asyncio.run(main(llm, worker))
     assert core.returncode == 1
