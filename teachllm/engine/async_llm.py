@@ -26,6 +26,7 @@ from teachllm.engine.output_stream import OutputStream, RequestStream
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm.worker.errors import FailedStepError
 
 
 class AsyncLLM(EngineThread):
@@ -107,7 +108,7 @@ class AsyncLLM(EngineThread):
         Raises:
             ValueError: as `Engine.add_request`.
             EngineDeadError: the core's process has ended.
-            Exception: a step failed; every request that was unfinished then ends so.
+            Exception: a step failed; every request that was unfinished then, at the same replica, ends so.
         """
         stream = await self.submit(prompt, sampling_params, request_id, **options)
         try:
@@ -179,10 +180,11 @@ class AsyncLLM(EngineThread):
             carry_out(*self._arriving.popleft()[1])
 
     def _fail(self, error: Exception) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(error)
-        for name in streams:
+        ended = error.request_ids if isinstance(error, FailedStepError) else list(self._streams)
+        for name in ended:
+            stream = self._streams.pop(name, None)
+            if stream is not None:
+                stream.fail(error)
             with contextlib.suppress(Exception):  # a recorder's, say: the stream knows already
                 self._engine.abort_request(name)
 

@@ -42,7 +42,7 @@ from teachllm.engine.stats import NOTHING, StepStats, together
 from teachllm.engine.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
-from teachllm.worker.errors import EngineDeadError
+from teachllm.worker.errors import EngineDeadError, FailedStepError
 
 _SECONDS_TO_END = 4.0
 _LAST_WORDS = 100  # milliseconds that what a process said before it ended may take to be here
@@ -193,14 +193,15 @@ class CoreClient:
         """What one step of one replica changed; empty if something else, or `interrupt`, ended the wait.
 
         Raises:
-            RuntimeError: the step failed, and was taken back.
+            FailedStepError: the step failed, and the requests that the replica had have ended.
             EngineDeadError: a process has ended, and with it the core.
         """
         replica, message = self._receive() or (0, None)
         if isinstance(message, Died):
             self._end_all(message.error)
         if isinstance(message, Failed):
-            raise RuntimeError(message.error)
+            ended = [self._requests[number][0] for number in message.numbers if number in self._requests]
+            raise FailedStepError(message.error, [request.request_id for request in ended])
         return self._take(replica, message) if isinstance(message, Stepped) else []
 
     def _take(self, replica: int, message: Stepped) -> list[RequestUpdate]:

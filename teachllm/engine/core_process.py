@@ -164,19 +164,21 @@ class CoreProcess:
                 self._safely(self._step)
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """A failure ends all requests, as nobody knows whose it is, and is told once. Many in a row end the process."""
+        """A failure ends all requests here, as nobody knows whose it is, and is told once. Many in a row end the
+        process."""
         try:
             act()
         except EngineDeadError as error:
             self._socket.send(encode(Died(str(error))))
-            raise
+            sys.exit(1)
         except Exception as error:
             log.exception("a step failed")
+            failed = list(self._requests)
             for request in list(self._requests.values()):
                 self._forget(request)
                 with contextlib.suppress(Exception):  # a recorder's, say, that has failed already
                     self._core.finish(request.request_id, FinishReason.ABORT)
-            self._socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
+            self._socket.send(encode(Failed(f"{type(error).__name__}: {error}", failed)))
             self._num_failures += 1
             if self._num_failures == _MAX_FAILURES:
                 raise
@@ -185,9 +187,9 @@ class CoreProcess:
         match message:
             case Add():
                 request = self._request(message)
-                self._core.add(request)
-                self._requests[message.number] = request
+                self._requests[message.number] = request  # first: it ends with whatever fails
                 self._numbers[request.request_id] = message.number
+                self._core.add(request)
             case Finish():
                 known = self._requests.get(message.number)
                 if known is not None:  # it may have ended by itself meanwhile

@@ -29,6 +29,7 @@ from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.errors import EngineDeadError as EngineDeadError
+from teachllm.worker.errors import FailedStepError
 
 if TYPE_CHECKING:
     from teachllm.engine.engine_core import EngineCore
@@ -217,10 +218,15 @@ class Engine:
 
         Raises:
             EngineDeadError: the core's process has ended, or one that computes for it.
+            FailedStepError: a core's elsewhere; the requests that it names are to be aborted, others go on.
             Exception: the step failed and was taken back; its requests may be aborted, or tried again.
         """
         changed: dict[str, RequestOutput] = {}
-        updates = self._core.step()
+        try:
+            updates = self._core.step()
+        except FailedStepError as error:
+            error.request_ids = self._outputs.owners(error.request_ids)
+            raise
         now = time.perf_counter()
         for update in updates:
             if not update.new_token_ids and update.prompt_logprobs is None:

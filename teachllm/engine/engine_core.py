@@ -212,13 +212,15 @@ class EngineCore:
     def _take_back(self, plan: SchedulerOutput, error: BaseException) -> None:
         """A step failed: with it go all whose results have not been taken, since any may rest on another."""
         oldest = self._pending[0][0] if self._pending else plan
-        for _, output, _, _ in self._pending:  # a device may still read what the next plan would write over
-            with contextlib.suppress(Exception):
-                output.result()
-        self._pending.clear()
-        self.scheduler.fail(oldest)
-        if self.recorder is not None:
-            self.recorder.error(error, self.scheduler)
+        try:
+            for _, output, _, _ in self._pending:  # a device may still read what the next plan would write over
+                with contextlib.suppress(Exception):
+                    output.result()
+        finally:  # Ctrl-C may come twice
+            self._pending.clear()
+            self.scheduler.fail(oldest)
+            if self.recorder is not None:
+                self.recorder.error(error, self.scheduler)
 
     def close(self) -> None:
         self.executor.close()

@@ -128,9 +128,10 @@ class Stepped(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A step failed and was taken back."""
+    """A step failed, and with it ended the requests that it has."""
 
     error: str
+    numbers: list[int]
 
 
 class Died(Message, frozen=True):

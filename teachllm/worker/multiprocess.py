@@ -1,12 +1,10 @@
 """MultiprocessExecutor: one process per rank. The engine's own computes nothing, it hands out plans.
 
-                         ┌── ring (shared memory) ──▶ rank 0 ── pipe ──┐
-    execute(plan) ───────┼──────────────────────────▶ rank 1 ── pipe ──┼──▶ result() of the one that speaks
-                         └──────────────────────────▶ ...    ── pipe ──┘
+    execute(plan) ──▶ every rank        result() ◀── the rank that speaks        failed ◀── any rank
 
-A plan that fails is a failed step: the engine takes it back, and the ranks go on. A process that ends, or a rank that
-does not come out of a step in which another has failed, is the end of all: half of a model computes nothing. Where
-replicas share experts a failed step is the end, too: the others wait in it.
+A plan that fails is a failed step: the engine takes it back, the ranks pass over what was sent behind it until all have
+met again, and go on. A process that ends, or a rank that does not come out of a step in which another has failed, is
+the end of all. Where replicas share experts a failed step is the end, too: the others wait in it.
 """
 
 from __future__ import annotations
@@ -14,14 +12,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
-import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -32,18 +27,15 @@ from teachllm.distributed.layout import layout_of
 from teachllm.distributed.lockstep import Lockstep
 from teachllm.distributed.plan_codec import Told, decode_output, encode_plan
 from teachllm.distributed.rendezvous import Rendezvous, listen_here, rendezvous_at
-from teachllm.distributed.ring import RingWriter
+from teachllm.distributed.ring import RingEnd
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.agreement import check_agreement
-from teachllm.worker.answers import Kind, Listener
-from teachllm.worker.child import how_it_ended, start_child
-from teachllm.worker.errors import EngineDeadError
-from teachllm.worker.worker_process import LENGTH, ORDER, Start, prior_of
+from teachllm.worker.answers import Kind
+from teachllm.worker.rank_processes import RankProcesses
+from teachllm.worker.worker_process import ORDER, Start, prior_of
 
-_SECONDS_TO_END = 4.0
-_SECONDS_TO_MEET = 20.0  # after a failed step: the time in which all come to the next message of the ring
+_SECONDS_TO_MEET = 20.0  # after a failed step: the time in which all come to the next message, or twice a step's
 _REMEMBERED = 64  # steps; a rank says that it has failed long before
-_SECONDS_TO_DIE = 5.0  # from a closed pipe to the end of its process
 _CAUSE_FIRST = 0.2  # seconds: a step fails at all replicas when one of them has died, which is to be heard before
 
 
@@ -66,6 +58,7 @@ class RemoteStep:
 
     def __init__(self, executor: MultiprocessExecutor, number: int) -> None:
         self._executor, self.number, self.is_told = executor, number, False
+        self.began = time.monotonic()
         self.verdict: ModelRunnerOutput | Exception | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -79,7 +72,7 @@ class RemoteStep:
 
 
 class MultiprocessExecutor:
-    """Starts a process per rank of `config`, and is their `Executor`. All but `close` is for one thread.
+    """Starts a process per rank of `config`, and is their `Executor`. All is for one thread.
 
     Args:
         config: resolved for the model.
@@ -117,22 +110,15 @@ class MultiprocessExecutor:
         self._number = 0  # of the last plan or call
         self._told: list[Told] = []
         self._succeeded: deque[int] = deque(maxlen=_REMEMBERED)  # numbers of steps
-        self._lock = threading.Lock()
-        self._death: str | None = None
-        self._is_closing = False
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._watchers: list[threading.Thread] = []
-        self._listeners = [Listener() for _ in range(self._num_ranks)]
-        self._selector = selectors.DefaultSelector()
-        sentinel, self._sentinel_end = os.pipe()
-        self.sentinel: int | None = sentinel
-        self._selector.register(sentinel, selectors.EVENT_READ, None)
-        self._ring = RingWriter(self._num_ranks)
+        self._longest = 0.0  # seconds that a step has taken
+        self._ranks = RankProcesses(range(self._num_ranks))
+        self.sentinel: int | None = self._ranks.sentinel
         try:
             self._start(times_steps)
             while len(self._num_blocks) < self._num_ranks:
                 self._receive()
         except BaseException:
+            self._ranks.kill()  # it may take minutes to load
             self.close()
             raise
         self.num_blocks = min(self._num_blocks.values())
@@ -160,15 +146,13 @@ class MultiprocessExecutor:
 
     def wait_for(self, step: RemoteStep) -> ModelRunnerOutput:
         """As `RemoteStep.result`."""
-        while step.verdict is None or self._death is not None:
+        while step.verdict is None or self._ranks.death is not None:
             self._receive()
         if isinstance(step.verdict, Exception):
             if self._peers is not None:
                 time.sleep(_CAUSE_FIRST)
                 self._end(f"a step that all replicas took failed: {step.verdict}")
-                self._receive()
-            elif self._num_ranks > 1:
-                self._meet(str(step.verdict))
+            self._meet(str(step.verdict))
             raise step.verdict
         if self.max_in_flight > 1 and not step.is_told:  # stages before the last one do not know
             self._told.append((step.number, step.verdict.sampled_token_ids))
@@ -181,62 +165,21 @@ class MultiprocessExecutor:
 
     def close(self) -> None:
         """Ends the processes, after the step under way, and waits for that."""
-        with self._lock:
-            if self._is_closing:
-                return
-            self._is_closing = True
-        if self._death is not None or len(self._num_blocks) < self._num_ranks:
-            self._kill()  # one is dead, or may take minutes to load
-        self._ring.close()
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)  # who still has something to say need not wait for somebody to hear it
-        self._selector.close()
-        end = time.monotonic() + _SECONDS_TO_END
-        for watcher in self._watchers:
-            watcher.join(max(end - time.monotonic(), 0))
-        self._kill()
-        for watcher in self._watchers:
-            watcher.join()
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        if self._death is None:
-            os.close(self._sentinel_end)
+        self._ranks.close()
 
     # -- the processes -------------------------------------------------------------------------------------
 
     def _start(self, times_steps: bool) -> None:
-        num_threads = max(torch.get_num_threads() // self._num_ranks, 1)
+        replica = 0 if self._peers is None else self._peers.replica
         with contextlib.ExitStack() as stack:
             meeting = self._meeting(stack)
-            for rank, end in enumerate(self._ring.ends):
-                answers, answers_end = os.pipe()
-                self._selector.register(answers, selectors.EVENT_READ, rank)
-                stack.callback(os.close, answers_end)
-                rendezvous, passed = None, [*end.descriptors, answers_end]
-                if meeting is not None:
-                    rendezvous = meeting if rank == 0 else meeting._replace(listener=None)
-                    passed += [] if rendezvous.listener is None else [rendezvous.listener]
-                start = Start(
-                    asdict(self._config_of(rank)),
-                    astuple(self._layout),
-                    (rank, 0 if self._peers is None else self._peers.replica),
-                    *(rendezvous, tuple(end), answers_end, times_steps),
-                )
-                process = start_child(
-                    "teachllm.worker.worker_process",
-                    pass_fds=passed,
-                    environment={"OMP_NUM_THREADS": str(num_threads)},
-                )
-                self._processes.append(process)
-                self._watchers.append(threading.Thread(target=self._watch, args=(rank,), daemon=True))
-                self._watchers[-1].start()
-                data = json.dumps(start).encode()
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
-                    process.stdin.write(LENGTH.pack(len(data)) + data)
-                    process.stdin.flush()
-            self._ring.hand_over()
+
+            def start(rank: int, end: RingEnd, answers: int) -> Start:
+                there = meeting if meeting is None or rank == 0 else meeting._replace(listener=None)
+                config, layout = asdict(self._config_of(rank)), astuple(self._layout)
+                return Start(config, layout, (rank, replica), there, tuple(end), answers, times_steps)
+
+            self._ranks.start(start, max(torch.get_num_threads() // self._num_ranks, 1))
 
     def _meeting(self, stack: contextlib.ExitStack) -> Rendezvous | None:
         """Where the ranks meet, and the socket for it, which `stack` closes here; None: there is one."""
@@ -251,43 +194,11 @@ class MultiprocessExecutor:
     def _config_of(self, rank: int) -> EngineConfig:
         return replace(self._config, device=self._devices[rank])
 
-    def _watch(self, rank: int) -> None:
-        returncode = self._processes[rank].wait()
-        self._end(f"the process of rank {rank} has ended with {how_it_ended(returncode)}")
-
-    def _end(self, why: str) -> None:
-        """The first reason counts; what it leads to does not."""
-        with self._lock:
-            if self._is_closing or self._death is not None:
-                return
-            self._death = why
-            os.close(self._sentinel_end)
-        self._kill()
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-
     # -- what is said to them, and what they say -----------------------------------------------------------
 
     def _write(self, content: bytes, *, is_plan: bool) -> None:
-        if self._is_closing:
-            raise RuntimeError("the engine is closed")
-        if self._death is not None:
-            raise EngineDeadError(self._death)
         self._number += 1
-        try:
-            self._ring.write(ORDER.pack(is_plan, self._number) + content)
-        except BrokenPipeError:
-            self._wait_for_death()
-
-    def _wait_for_death(self) -> None:
-        """A pipe has closed: its process is about to end, or has stopped listening, which is as bad."""
-        end = time.monotonic() + _SECONDS_TO_DIE
-        while time.monotonic() < end:
-            self._receive(end - time.monotonic())
-        self._end("a rank has closed its pipe")
-        self._receive()
+        self._ranks.write(ORDER.pack(is_plan, self._number) + content)
 
     def _receive(self, seconds: float | None = None) -> None:
         """Waits for whatever any of them says, or for so long.
@@ -296,25 +207,25 @@ class MultiprocessExecutor:
             EngineDeadError: a process has ended.
             ValueError, RuntimeError: it cannot be loaded.
         """
-        if self._is_closing:
-            raise RuntimeError("the engine is closed")
-        for key, _ in self._selector.select(seconds):
-            if self._death is not None:
-                raise EngineDeadError(self._death)
-            data = os.read(key.fd, 1 << 20)
-            if not data:
-                self._selector.unregister(key.fd)  # whoever watches the process will say more
-                os.close(key.fd)
-                continue
-            for frame in self._listeners[key.data].frames(data):
-                self._take(key.data, *frame)
+        if not self._ranks.frames:
+            self._ranks.receive(seconds)
+        while frames := self._ranks.frames:
+            self._take(*frames[0])
+            frames.popleft()  # only now: an interrupt must not lose it, and to take one twice does no harm
+
+    def _end(self, why: str) -> NoReturn:
+        self._ranks.end(why)
+        self._receive()
+        raise AssertionError("the dead say nothing")
 
     def _take(self, rank: int, kind: Kind, number: int, content: bytes) -> None:
         if kind is Kind.OUTPUT:
-            step = self._steps.pop(number, None)
+            step = self._steps.get(number)
             if step is not None:
                 step.verdict = decode_output(content)
+                self._longest = max(self._longest, time.monotonic() - step.began)
                 self._succeeded.append(number)
+                del self._steps[number]
             return
         said = json.loads(content)
         match kind:
@@ -336,9 +247,10 @@ class MultiprocessExecutor:
 
     def _fail(self, rank: int, number: int, why: str) -> None:
         """A plan or a call has failed at a rank, and maybe at others, too."""
-        step = self._steps.pop(number, None)
+        step = self._steps.get(number)
         if step is not None:
             step.verdict = RuntimeError(f"rank {rank}: {why}")
+            del self._steps[number]
         elif number in self._succeeded:
             self._end(f"rank {rank} failed in a step that the others completed: {why}")
         elif rank not in self._results and number == self._number:
@@ -358,11 +270,10 @@ class MultiprocessExecutor:
 
     def _meet(self, why: str) -> None:
         """After a failure somewhere: goes on only if all ranks are through with that step."""
-        met = self._call("meet", seconds=_SECONDS_TO_MEET)
+        met = self._call("meet", seconds=max(_SECONDS_TO_MEET, 2 * self._longest))
         missing = [rank for rank in range(self._num_ranks) if rank not in met]
         if missing:
             self._end(f"{why}; and rank {', '.join(map(str, missing))} did not come out of that step")
-            self._receive()
 
 
 def devices_of(config: EngineConfig) -> list[str]:

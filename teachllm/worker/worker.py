@@ -73,18 +73,18 @@ class Worker:
         self._executor = InProcessExecutor(runner)
         self.num_blocks = self._executor.num_blocks
 
-    def execute(self, plan: SchedulerOutput, told: Sequence[Told] = ()) -> PendingOutput | None:
-        """Computes a plan, or on a GPU launches that. An empty one is a step that other replicas take.
+    def learn(self, told: Sequence[Told]) -> None:
+        """What was sampled in earlier steps, and is known since the plan before the one that is next."""
+        if self._learns:
+            for step, sampled_token_ids in told:
+                self._runner.learn(step, sampled_token_ids)
 
-        Args:
-            told: what was sampled in earlier steps, and is known since the plan before this one.
+    def execute(self, plan: SchedulerOutput) -> PendingOutput | None:
+        """Computes a plan, or on a GPU launches that. An empty one is a step that other replicas take.
 
         Returns:
             What waits for the output, at the rank that speaks; None at any other.
         """
-        if self._learns:
-            for step, sampled_token_ids in told:
-                self._runner.learn(step, sampled_token_ids)
         pending: PendingOutput
         if plan.scheduled:
             pending = self._executor.sample(self._executor.execute(plan))

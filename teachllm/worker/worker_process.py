@@ -26,6 +26,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import NotEnoughMemoryError
+from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.plan_codec import decode_plan, encode_output
 from teachllm.distributed.rendezvous import Rendezvous
@@ -78,30 +79,47 @@ class WorkerProcess:
         self._worker, self._config, self._ring, self._answers = worker, config, ring, answers
         self._results: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._telling = threading.Thread(target=self._tell, name="answers", daemon=True)
+        self._has_failed = False
 
     def run(self) -> None:
-        """Until the ring ends."""
+        """Until the ring ends. What was sampled elsewhere must be learned: a failure in that ends the process."""
         self._telling.start()
         while (message := self._ring.read()) is not None:
             is_plan, number = ORDER.unpack_from(message)
             content = message[ORDER.size :]
             result: Any
-            try:
-                result = self._worker.execute(*decode_plan(content)) if is_plan else self._call(*json.loads(content))
-            except Exception as error:
-                log.exception("a step failed")
-                result = _Raised(error)
+            if is_plan:
+                plan, told = decode_plan(content)
+                self._worker.learn(told)
+                result = self._execute(plan)
+            else:
+                result = self._answer(*json.loads(content))
             if result is not None:  # as it is at ranks that do not speak
                 self._results.put((number, result))
         self._results.put(None)
         self._telling.join()
 
-    def _call(self, name: str, *arguments: Any) -> dict[str, Any]:
-        """What is asked for beside plans; every rank answers."""
+    def _execute(self, plan: SchedulerOutput) -> PendingOutput | None:
+        """What was planned while a step failed rests on it: nothing is computed until all ranks have met again."""
+        if self._has_failed:
+            return _Raised(RuntimeError("not computed, since a step before it failed"))
+        try:
+            return self._worker.execute(plan)
+        except Exception as error:
+            log.exception("a step failed")
+            self._has_failed = True
+            return _Raised(error)
+
+    def _answer(self, name: str, *arguments: Any) -> Any:
+        """To what is asked for beside plans; every rank does."""
         if name == "meet":
+            self._has_failed = False
             return {}  # that all before it is over is the answer
         assert name == "record_ahead"
-        prior = self._worker.record_ahead(*arguments)
+        try:
+            prior = self._worker.record_ahead(*arguments)
+        except Exception as error:
+            return _Raised(error)
         return {} if prior is None else table_of(prior, self._config.max_num_seqs or 1, len(arguments[0]))
 
     def _tell(self) -> None:

@@ -261,6 +261,25 @@ def test_when_one_replica_is_killed_every_request_hears_of_it_and_all_processes_
     assert children() == before
 
 
+def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(tmp_path: Path) -> None:
+    (tmp_path / "run-1.jsonl").symlink_to("/dev/full")  # every write fails
+
+    async def answer(llm: AsyncLLM, seed: int) -> int:
+        num_tokens = 0
+        async for output in llm.generate(random_ids(4, seed=seed), replace(LONG, max_tokens=80)):
+            num_tokens = len(output.outputs[0].token_ids)
+        return num_tokens
+
+    async def main(llm: AsyncLLM) -> list[int | BaseException]:
+        return await asyncio.gather(*(answer(llm, seed) for seed in range(4)), return_exceptions=True)
+
+    config = EngineConfig(**tiny(data_parallel_size=2, max_num_seqs=8, trace_path=str(tmp_path / "run.jsonl")))
+    with closing(AsyncLLM.start(config)) as llm:
+        answers = asyncio.run(main(llm))
+    assert [answers[0], answers[2]] == [80, 80]
+    assert all("No space left" in str(answers[index]) for index in (1, 3))
+
+
 def test_an_offline_batch_ends_with_an_error_and_so_does_the_next(tmp_path: Path) -> None:
     before = children()
     with closing(LLM(**tiny(data_parallel_size=2))) as llm:

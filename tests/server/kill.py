@@ -1,4 +1,4 @@
-"""An engine process that is killed in the middle of its work: everybody hears of it, and nothing stays behind."""
+"""A process of the engine that is killed in the middle of its work: everybody hears of it, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 
@@ -24,6 +25,7 @@ from tests.server.process import engine_processes, started
 SECONDS_TO_END = 10.0  # for streams, and then for the processes
 _SETTINGS = ("--max-model-len", "2048", "--max-num-seqs", "12", "--num-gpu-blocks-override", "512")
 _ENDLESS: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True}
+Victims: TypeAlias = Callable[[int], list[int]]
 _CHAT = [{"role": "user", "content": "Tell me a story."}]
 
 
@@ -42,18 +44,24 @@ class Death:
     exit_code: int
 
 
-def kill_once(rng: Random, num_streams: int = 16) -> Death:
+def kill_once(
+    rng: Random, num_streams: int = 16, settings: Sequence[str] = (), victims: Victims = engine_processes
+) -> Death:
     """Starts a server, gives it work, kills its engine process and watches the rest.
+
+    Args:
+        settings: of the server, behind those of all.
+        victims: who is killed, given the server's process.
 
     Raises:
         Violation: something hangs, stays, or does not say that it failed.
     """
-    with tempfile.TemporaryDirectory() as folder, started(*_SETTINGS, TMPDIR=folder) as process:
+    with tempfile.TemporaryDirectory() as folder, started(*_SETTINGS, *settings, TMPDIR=folder) as process:
         process.event("ready")
         family = _descendants(process.child.pid)
-        engines = engine_processes(process.child.pid)
         try:
-            seconds, killed_at, health = asyncio.run(_watch(process.url, engines, rng, num_streams))
+            pids = victims(process.child.pid)
+            seconds, killed_at, health = asyncio.run(_watch(process.url, pids, rng, num_streams))
             code = process.child.wait(SECONDS_TO_END)
         except (aiohttp.ClientError, subprocess.TimeoutExpired) as error:
             raise Violation(f"{type(error).__name__}: {error}") from error
@@ -69,8 +77,28 @@ def kill_once(rng: Random, num_streams: int = 16) -> Death:
         return Death(seconds, ended_after, health, code)
 
 
-async def _watch(url: str, engines: list[int], rng: Random, num_streams: int) -> tuple[float, float, int | None]:
-    """Seconds until the last request ended, when the engine was killed, and the health after that."""
+def last_rank(pid: int) -> list[int]:
+    """Of a server whose engine has ranks in processes of their own, the one that was started last."""
+    [engine] = engine_processes(pid)
+    return engine_processes(engine)[-1:]
+
+
+def kill_the_server(settings: Sequence[str]) -> None:
+    """Whoever kills the server itself, with no word to anybody, leaves none of its processes behind.
+
+    Raises:
+        Violation: one stays.
+    """
+    with started(*_SETTINGS, *settings) as process:
+        process.event("ready")
+        family = _descendants(process.child.pid)
+        process.child.kill()
+        _wait_until_gone(family)
+        hold(len(family) > 1, f"the server had no processes but {family}")
+
+
+async def _watch(url: str, pids: list[int], rng: Random, num_streams: int) -> tuple[float, float, int | None]:
+    """Seconds until the last request ended, when the processes were killed, and the health after that."""
     async with connect(url) as session:
         begun = asyncio.Event()
         work = [_follow_stream(session, number, begun) for number in range(num_streams)]
@@ -79,8 +107,8 @@ async def _watch(url: str, engines: list[int], rng: Random, num_streams: int) ->
         async with asyncio.timeout(PATIENCE):
             await begun.wait()
         await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 1.0)]))  # mid-load means any moment of it
-        for engine in engines:
-            os.kill(engine, signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         killed_at = time.monotonic()
         _, open_ones = await asyncio.wait(tasks, timeout=SECONDS_TO_END)
         hold(not open_ones, f"{len(open_ones)} of {len(tasks)} requests are open {SECONDS_TO_END} seconds after")

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.server.kill import kill_once
+from tests.server.kill import kill_once, kill_the_server, last_rank
 from tests.server.soak import check_memory, soak
 
 
@@ -26,3 +26,15 @@ def test_mixed_traffic_leaves_nothing_behind_and_is_all_in_the_metrics() -> None
 def test_a_killed_engine_process_ends_every_request_with_an_error_and_the_server_with_a_code(seed: int) -> None:
     death = kill_once(Random(seed), num_streams=16)
     assert death.exit_code == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_a_killed_rank_ends_every_request_within_five_seconds(ranks: str) -> None:
+    death = kill_once(Random(2), settings=(ranks, "2", "--device", "cpu"), victims=last_rank)
+    assert death.exit_code == 1 and death.seconds_of_streams < 5
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_no_rank_behind() -> None:
+    kill_the_server(("--tensor-parallel-size", "2", "--device", "cpu"))

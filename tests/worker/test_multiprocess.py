@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ def executor_of(engine: Engine) -> MultiprocessExecutor:
 
 
 def pids_of(executor: MultiprocessExecutor) -> list[int]:
-    return [process.pid for process in executor._processes]
+    return [process.pid for process in executor._ranks.processes]
 
 
 def is_gone(pid: int) -> bool:
@@ -117,15 +118,15 @@ def test_a_step_that_fails_is_told_with_its_rank_and_the_ranks_go_on(two: Engine
     for _ in range(2):  # it may be asked for again
         with pytest.raises(RuntimeError, match=r"^rank \d: KeyError: 'x'$"):
             pending[1].result()
-    assert pending[2].result() == first
-    executor.execute(SchedulerOutput(3, [replace(row, request_id="z")], dropped=["y"]))  # nobody asks for this one
-    last = executor.execute(SchedulerOutput(4, [replace(row, request_id="w")], dropped=["z"]))
+    with pytest.raises(RuntimeError, match=r"^rank \d: RuntimeError: not computed, since a step before it failed$"):
+        pending[2].result()
+    again = replace(after, step=3)
+    assert executor.sample(executor.execute(again)).result() == first
+    executor.execute(SchedulerOutput(4, [replace(row, request_id="z")], dropped=["y"]))  # nobody asks for this one
+    last = executor.execute(SchedulerOutput(5, [replace(row, request_id="w")], dropped=["z"]))
     assert executor.sample(last).result() == first
-    executor.sample(executor.execute(SchedulerOutput(5, [replace(row, request_id="v")], dropped=["w"]))).result()
-    executor.execute(SchedulerOutput(6, [replace(row, request_id="u")], dropped=["v"]))
-    executor.execute(SchedulerOutput(7, [replace(row, request_id="t")], dropped=["u"]))
     assert executor._call("meet") == {0: {}, 1: {}}
-    two.core.scheduler._dropped.append("t")
+    two.core.scheduler._dropped.append("w")
 
 
 def _first_plan() -> SchedulerOutput:
@@ -153,6 +154,79 @@ def test_the_engine_takes_a_failed_step_back_and_gives_the_same_tokens(ahead: bo
         assert failures == 2 and [tokens(output) for output in outputs] == expected
 
 
+def test_a_rank_that_does_not_come_out_of_a_failed_step_is_named_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teachllm.worker.multiprocess._SECONDS_TO_MEET", 1.0)
+    with closing(make_engine(**TWO)) as engine:
+        executor = executor_of(engine)
+        stopped = executor._ranks.processes[1]
+        stopped.send_signal(signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="KeyError: 'nobody'; and rank 1 did not come out of that step"):
+            executor.execute(bad_plan(_first_plan())).result()
+        wait_for(lambda: stopped.poll() is not None, 5)
+
+
+def test_what_was_sampled_elsewhere_must_be_learned() -> None:
+    with closing(make_engine(pipeline_parallel_size=2)) as engine:
+        executor = executor_of(engine)
+        executor._told.append((99, [[1]]))  # of a step that nobody took
+        with pytest.raises(EngineDeadError, match="the process of rank 0 has ended with exit code 1"):
+            executor.execute(_first_plan()).result()
+
+
+def test_ctrl_c_while_a_step_is_waited_for_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [tokens(output) for output in run(make_engine(), [GREEDY, GREEDY])]
+    with closing(make_engine(**TWO)) as engine:
+        ranks = executor_of(engine)._ranks
+        receive, num_calls = ranks.receive, 0
+
+        def interrupted(seconds: float | None = None) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls % 5 == 2:
+                raise KeyboardInterrupt
+            receive(seconds)
+            if num_calls % 5 == 4:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(ranks, "receive", interrupted)
+        outputs = [engine.add_request(str(i), random_ids(9 + 8 * i, seed=i), GREEDY) for i in range(2)]
+        num_interrupts = 0
+        while engine.has_unfinished_requests:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+        assert num_interrupts > 5 and [tokens(output) for output in outputs] == expected
+
+
+@pytest.mark.parametrize("where", ["os.read", "os.write"])
+def test_ctrl_c_in_the_middle_of_a_message_is_the_end(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(make_engine(**TWO)) as engine:
+        run(engine, [GREEDY])
+        engine.add_request("x", random_ids(5), GREEDY)
+
+        def interrupted(*_: Any) -> Any:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        with pytest.raises(EngineDeadError, match=r"^interrupted in the middle of a message$"):
+            engine.step()
+
+
+def test_an_engine_that_nobody_closes_leaves_no_process() -> None:
+    gc.collect()
+    before = num_descriptors()
+    engine = make_engine(**TWO)
+    run(engine, [GREEDY])
+    pids = pids_of(executor_of(engine))
+    del engine
+    gc.collect()
+    assert all(map(is_gone, pids)) and num_descriptors() == before
+
+
 def test_drafts_found_on_the_host_are_verified_elsewhere() -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     prompt = random_ids(6) * 5
@@ -170,7 +244,7 @@ def test_progress_is_told_and_closing_leaves_nothing_behind() -> None:
     engine = Engine(EngineConfig(**tiny(**TWO)), progress=lambda *numbers: seen.append(numbers))
     executor = executor_of(engine)
     assert seen[-1][0] == seen[-1][1] > 0 and executor.num_blocks == 120
-    processes = executor._processes
+    processes = executor._ranks.processes
     run(engine, [GREEDY])
     engine.close()
     engine.close()
@@ -206,11 +280,11 @@ class _Disagreeing(MultiprocessExecutor):
 class _Watched(MultiprocessExecutor):
     """Does something as soon as all processes are started."""
 
-    then: Callable[[list[subprocess.Popen[bytes]]], None]
+    then: Callable[[Sequence[subprocess.Popen[bytes]]], None]
 
     def _start(self, times_steps: bool) -> None:
         super()._start(times_steps)
-        type(self).then(self._processes)
+        type(self).then(self._ranks.processes)
 
 
 def test_what_was_started_is_ended_if_another_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +296,8 @@ def test_what_was_started_is_ended_if_another_cannot_be(monkeypatch: pytest.Monk
         started.append(start_child(*arguments, **more))
         return started[0]
 
-    monkeypatch.setattr("teachllm.worker.multiprocess.start_child", start)
-    with pytest.raises(OSError, match="^no more processes$"):
+    monkeypatch.setattr("teachllm.worker.rank_processes.start_child", start)
+    with pytest.raises(OSError, match=r"^no more processes$"):
         MultiprocessExecutor(resolved(**TWO))
     assert started[0].returncode == -signal.SIGKILL and num_descriptors() == before
 
@@ -253,7 +327,7 @@ def test_ranks_that_disagree_are_ended_and_what_differs_is_named() -> None:
 def test_a_rank_that_is_killed_while_it_loads_is_named(seconds: float) -> None:
     before, pids = num_descriptors(), list[int]()
 
-    def kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         pids.extend(process.pid for process in processes)
         time.sleep(seconds)
         processes[1].kill()
@@ -270,7 +344,7 @@ def test_a_rank_that_is_killed_while_idle_ends_the_others_and_every_later_reques
     with closing(make_engine(**TWO)) as engine:
         run(engine, [GREEDY])
         executor = executor_of(engine)
-        executor._processes[0].terminate()
+        executor._ranks.processes[0].terminate()
         wait_for(lambda: all(map(is_gone, pids_of(executor))), 5)
         engine.add_request("b", random_ids(5), GREEDY)
         for _ in range(2):
@@ -310,11 +384,42 @@ def test_a_rank_that_is_killed_in_a_batch_ends_it_with_an_error(rank: int) -> No
     kill_in_a_batch(rank, 7, **TWO)
 
 
+_BATCH = """
+import sys
+from teachllm import LLM, SamplingParams
+llm = LLM(**{settings!r})
+print(*[process.pid for process in llm.engine.core.executor._ranks.processes], flush=True)
+step, num_steps = llm.engine.step, 0
+def counted():
+    global num_steps
+    num_steps += 1
+    print(num_steps, flush=True)
+    return step()
+llm.engine.step = counted
+prompts = [{"prompt_token_ids": list(range(1, 10 + i))} for i in range(6)]
+llm.generate(prompts, SamplingParams(max_tokens=80, ignore_eos=True), use_tqdm=False)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(20))
-def test_ranks_may_be_killed_in_a_batch_again_and_again(turn: int) -> None:
-    two = turn % 4 == 0  # what takes its time is that they start
-    kill_in_a_batch(1 if two else 0, 1 + turn, **(TWO if two else MP))
+def test_a_program_ends_when_a_rank_is_killed_in_a_batch_again_and_again(turn: int, tmp_path: Path) -> None:
+    """The error within five seconds, an exit code, and nothing left: no process, no memory with a name, no file."""
+    shared = sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else []
+    settings = (TWO, {"pipeline_parallel_size": 2})[turn % 2]
+    with _program(_BATCH, tiny(**settings), TMPDIR=str(tmp_path)) as program:
+        assert program.stdout is not None and program.stderr is not None
+        pids = list(map(int, program.stdout.readline().split()))
+        assert len(pids) == 2
+        while program.stdout.readline() != f"{2 + 3 * turn}\n":
+            assert program.poll() is None
+        os.kill(pids[turn // 2 % 2], signal.SIGKILL)
+        killed = time.monotonic()
+        said = program.stderr.read()
+        assert program.wait(5) == 1 and time.monotonic() - killed < 5
+        assert said.endswith(f"EngineDeadError: the process of rank {turn // 2 % 2} has ended with SIGKILL\n")
+    assert all(map(is_gone, pids)) and list(tmp_path.iterdir()) == []
+    assert shared == (sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else [])
 
 
 _PARENT = """
@@ -322,21 +427,27 @@ import os, sys
 from teachllm.engine.engine import Engine
 from teachllm.config import EngineConfig
 engine = Engine(EngineConfig(**{settings!r}))
-print(*[process.pid for process in engine.core.executor._processes], flush=True)
+print(*[process.pid for process in engine.core.executor._ranks.processes], flush=True)
 engine.add_request("a", [1, 2, 3])
 while True:
     engine.step()
 """
 
 
-def test_ranks_end_when_their_parent_is_killed() -> None:
+def _program(code: str, settings: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    code = _PARENT.replace("{settings!r}", repr(tiny(**TWO)))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    return subprocess.Popen(
+        [sys.executable, "-c", code.replace("{settings!r}", repr(settings))],
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert parent.stdout is not None
-    with parent, parent.stdout:
+
+
+def test_ranks_end_when_their_parent_is_killed() -> None:
+    with _program(_PARENT, tiny(**TWO)) as parent:
+        assert parent.stdout is not None
         pids = list(map(int, parent.stdout.readline().split()))
         assert len(pids) == 2 and not any(map(is_gone, pids))
         parent.kill()
