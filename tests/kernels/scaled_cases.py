@@ -21,9 +21,10 @@ OF_HOPPER = [(codes, kind) for codes in CODES for kind in KINDS if (codes, kind)
 hopper_kinds = st.sampled_from(OF_HOPPER)
 
 
-def tolerance(codes: torch.dtype, dtype: torch.dtype) -> float:
+def tolerance(codes: torch.dtype, dtype: torch.dtype, gated: bool = False) -> float:
+    """Of a gated result twice what tensor cores lose: it is a product of two such sums."""
     in_tensor_cores = DEVICE.type == "cuda" and codes == torch.float8_e4m3fn
-    return ROUNDED[dtype] + (IN_TENSOR_CORES if in_tensor_cores else 0)
+    return ROUNDED[dtype] + (IN_TENSOR_CORES * (2 if gated else 1) if in_tensor_cores else 0)
 
 
 def weight_of(num_rows: int, num_in: int, codes: torch.dtype, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +75,7 @@ def check_few_rows_on_hopper(
     y = y.sum(0) if parts else y
     dtype = torch.float32 if parts else torch.bfloat16
     assert y.dtype == dtype and y.shape == (num_rows, num_out)
-    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, dtype))
+    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, dtype, gated))
 
 
 def check_many_rows_on_hopper(
@@ -92,5 +93,5 @@ def check_many_rows_on_hopper(
     x = rows_of(num_rows, num_in, codes, kind)
     bias = bias_of(len(weight), torch.bfloat16) if has_bias else None
     y = hopper_scaled_mm(x, weight, scales, bias, gated, level=level)
-    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, torch.bfloat16))
+    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, torch.bfloat16, gated))
     assert torch.equal(y, hopper_scaled_mm(x, weight, scales, bias, gated, level=level))
