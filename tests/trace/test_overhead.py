@@ -20,9 +20,9 @@ def test_recording_takes_less_than_three_percent_of_a_step(tmp_path: Path) -> No
 
     def timed(*args: Any, **kwargs: Any) -> None:
         nonlocal spent
-        start = time.perf_counter()
+        start = time.thread_time()
         record(*args, **kwargs)
-        spent = time.perf_counter() - start
+        spent = time.thread_time() - start
 
     recorder.step = timed  # type: ignore[method-assign]
     for i in range(32):
@@ -31,12 +31,12 @@ def test_recording_takes_less_than_three_percent_of_a_step(tmp_path: Path) -> No
         )
     shares, steps = [], []
     while engine.has_unfinished_requests:
-        start = time.perf_counter()
+        start = time.thread_time()
         engine.step()
-        steps.append(time.perf_counter() - start)
+        steps.append(time.thread_time() - start)
         shares.append(spent / steps[-1])
     engine.close()
-    share = median(shares)  # of a machine that does something else meanwhile, some steps say nothing
+    share = median(shares)  # of this thread's own time: the machine may do something else meanwhile
     print(f"recording takes {share:.1%} of {1000 * median(steps):.2f} ms a step")
     assert len(steps) >= 48
     assert 0 < share < 0.03
