@@ -41,10 +41,16 @@ class Served:
     told: list[StepStats]
 
     async def is_empty(self) -> None:
-        """Waits until no request holds a block."""
+        """Waits until no request holds a block, as was told."""
         async with asyncio.timeout(20):
-            while self.told[-1].num_running or self.told[-1].kv_cache_usage:
+            while not self.told or self.told[-1].num_running or self.told[-1].kv_cache_usage:
                 await asyncio.sleep(0.01)
+
+    async def forget(self) -> None:
+        """Waits so for what ran before, if anything did, and forgets what it told."""
+        if self.told:
+            await self.is_empty()
+            self.told.clear()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in this process", "in its own process"])
@@ -188,8 +194,7 @@ def test_a_stream_that_was_submitted_and_never_read_can_be_closed(serving: Serve
 
 def test_figures_and_times_are_told(serving: Served) -> None:
     async def main(llm: AsyncLLM) -> None:
-        await serving.is_empty()
-        serving.told.clear()
+        await serving.forget()
         before = time.perf_counter()
         outputs = await asyncio.gather(*(answer(llm, random_ids(20, seed=7)) for _ in range(3)))
         await serving.is_empty()
@@ -199,12 +204,23 @@ def test_figures_and_times_are_told(serving: Served) -> None:
         hits = sum(told.prefix_cache_hits for told in serving.told)
         assert hits == sum(output.num_cached_tokens for output in outputs) and hits >= 32
         assert sum(told.num_tokens for told in serving.told) == 60 - hits + 3 * 19
-        assert max(told.num_running for told in serving.told) == 3
-        assert max(told.kv_cache_usage for told in serving.told) > 0.05
+        assert 1 <= max(told.num_running for told in serving.told) <= 3  # one may end before the next arrives
+        assert max(told.kv_cache_usage for told in serving.told) > 0.03
         for metrics in (output.metrics for output in outputs):
             times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time]
             times = [before, *times, metrics.last_token_time, time.perf_counter()]
             assert times == sorted(times)
+
+    run(main(serving.llm))
+
+
+def test_completions_of_one_request_are_told_to_run_together(serving: Served) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        await serving.forget()
+        await answer(llm, random_ids(5), SamplingParams(seed=1, max_tokens=20, n=3, ignore_eos=True))
+        await serving.is_empty()
+        assert max(told.num_running for told in serving.told) == 3
+        assert max(told.kv_cache_usage for told in serving.told) == 6 / 120  # two blocks each
 
     run(main(serving.llm))
 
