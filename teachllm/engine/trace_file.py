@@ -1,7 +1,7 @@
 """A trace's file: what a recorder writes, line by line.
 
-A trace holds what users wrote, so nobody but its owner may read it. A thread of its own writes: a step waits for no
-disk. Each line is there for others as soon as it is written: a trace can be watched while it grows, and one that ends
+A trace holds what users wrote, so nobody but its owner may read it. A thread of its own writes what has come every
+INTERVAL: a step waits for no disk, nor does it wake a thread. A trace can be watched while it grows, and one that ends
 in the middle is whole up to there.
 """
 
@@ -11,7 +11,9 @@ import atexit
 import os
 import stat
 import threading
-from queue import SimpleQueue
+from collections import deque
+
+INTERVAL = 0.05  # seconds
 
 
 class TraceFile:
@@ -33,7 +35,8 @@ class TraceFile:
         self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         if self._is_regular:
             os.fchmod(descriptor, 0o600)  # also of a file that was there
-        self._lines: SimpleQueue[str | None] = SimpleQueue()  # None ends it
+        self._lines: deque[str] = deque()
+        self._closed = threading.Event()
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
@@ -42,27 +45,28 @@ class TraceFile:
     def __call__(self, line: str) -> None:
         if self._error is not None:
             raise self._error
-        self._lines.put(line)
+        self._lines.append(line)
 
     def close(self) -> None:
         """Waits until all lines are written."""
         atexit.unregister(self.close)
-        self._lines.put(None)
+        self._closed.set()
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def _run(self) -> None:
-        is_first = True
+        lines = self._lines
         try:
             with self._file as file:
-                while (line := self._lines.get()) is not None:
-                    if is_first and self._is_regular:
-                        file.truncate(0)
-                    is_first = False
-                    file.write(f"{line}\n".encode())
-                    if self._lines.empty():
-                        file.flush()
+                is_last = False
+                while not is_last:
+                    is_last = self._closed.wait(INTERVAL)
+                    if lines and self._is_regular and not file.tell():
+                        file.truncate()
+                    while lines:
+                        file.write(f"{lines.popleft()}\n".encode())
+                    file.flush()
         except OSError as error:
             self._error = error
