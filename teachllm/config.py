@@ -86,6 +86,8 @@ class EngineConfig:
         data_parallel_size: replicas of the engine, each with its own requests.
         enable_expert_parallel: a mixture's experts are spread over the ranks whole, those of all replicas, instead of
             each being split, and held by every replica.
+        disable_custom_all_reduce: leave all sums of ranks on GPUs to NCCL; otherwise small ones go through memory that
+            the GPUs have for each other, where they can.
         distributed_executor_backend: who starts the ranks of an engine: "mp", processes of this machine; None is that
             where there is more than one rank.
 
@@ -136,6 +138,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    disable_custom_all_reduce: bool = False
     distributed_executor_backend: str | None = None
 
     speculative_config: SpeculativeConfig | None = None

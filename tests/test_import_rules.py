@@ -40,7 +40,7 @@ FLOORS = {
         *(*TO_A_WORKER, "teachllm.core.request", *PLAIN_DATA),
     ),
     "teachllm.quantization": (*TENSORS, *A_CHECKPOINT, *PLAIN_DATA),
-    "teachllm.distributed": ("teachllm.distributed", *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.distributed": ("teachllm.distributed", "teachllm_kernels.one_shot_sum", *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.quantization.making": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": (

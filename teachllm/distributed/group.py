@@ -8,8 +8,9 @@
     broadcast        from one to all                    the tensor, of the one
 
 Every call is counted by what a rank sends in a ring, which is the least that any algorithm without help of the network
-has to. Who waits in vain hears of it: which rank, in which operation, among whom. A group of one computes without any
-of this, so layers need not know whether they are alone.
+has to; a small sum that goes through memory which GPUs have for each other, by what is written there. Who waits in vain
+hears of it: which rank, in which operation, among whom. A group of one computes without any of this, so layers need not
+know whether they are alone.
 
 Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
 """
@@ -23,6 +24,9 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+
+from teachllm.distributed.peer_memory import Whereabouts, open_mailbox, reaches, whereabouts
+from teachllm_kernels.one_shot_sum import Mailbox, Unsummed
 
 
 class CollectiveError(RuntimeError):
@@ -62,7 +66,15 @@ class Group(Protocol):
     in_graphs: bool
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, of any shape; in place."""
+        """The sum of all ranks' x, of any shape; it may be written over x."""
+        ...
+
+    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+        """What stands for the same sum, for a reader that can make it while it reads; where none can, the sum."""
+        ...
+
+    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """On GPUs that can write to each other's memory: sums of a few rows of this size go through it from now on."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,6 +121,13 @@ class Alone:
         """As `Group`."""
         return x
 
+    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+        """As `Group`."""
+        return x
+
+    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """As `Group`."""
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`."""
         return x[None]
@@ -143,6 +162,7 @@ class ProcessGroup:
     Args:
         ranks: of the world, in order; this process is one of them.
         timeout_s: how long an operation may take.
+
     """
 
     def __init__(self, ranks: Sequence[int], timeout_s: float, traffic: Traffic) -> None:
@@ -152,6 +172,7 @@ class ProcessGroup:
         self._ranks, self._timeout_s, self.traffic = list(ranks), timeout_s, traffic
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(ranks)
         self.in_graphs = dist.get_backend() == "nccl"
+        self._mailbox: Mailbox | None = None
         # Every rank makes every group, also those that it is not in: see `connect`.
         self._group: Any = dist.new_group(
             self._ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
@@ -159,9 +180,35 @@ class ProcessGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`."""
+        if (unsummed := self._in_mailbox(x)) is not None:
+            return unsummed.sum()
         with self._named("all_reduce", 2 * (self.size - 1) * _num_bytes(x) // self.size):
             self._dist.all_reduce(x, group=self._group)
         return x
+
+    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+        """As `Group`."""
+        return self._in_mailbox(x) or self.all_reduce(x)
+
+    def _in_mailbox(self, x: torch.Tensor) -> Unsummed | None:
+        """Counts a sum that goes through the mailbox; None: it does not."""
+        if self._mailbox is None or not self._mailbox.takes(x):
+            return None
+        self.traffic.add("all_reduce", (self.size - 1) * _num_bytes(x))
+        return Unsummed(x, self._mailbox)
+
+    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """As `Group`. All ranks must call it."""
+        if device.type != "cuda" or size * dtype.itemsize % 16:
+            return
+        own = whereabouts(device)
+        said = self.all_gather(torch.tensor(own, device=device)).tolist()
+        all_can = self.all_gather(torch.tensor([reaches(own, [Whereabouts(*each) for each in said])], device=device))
+        if all_can.all():
+            with self._named("open_mailbox", 0):
+                mailbox = open_mailbox(self._group, self.rank, self.size, size, dtype, device)
+            self.all_gather(torch.zeros(1, device=device)).tolist()  # nobody sends before all are empty
+            self._mailbox = mailbox
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`."""

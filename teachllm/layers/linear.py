@@ -24,10 +24,12 @@ from teachllm.layers.weight import SeveralWeights, Weight
 from teachllm.quantization.codes import merged
 from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes, Slot
 from teachllm.quantization.weights import weight_of
+from teachllm_kernels.one_shot_sum import Unsummed
 from teachllm_kernels.quantize_rows import QuantizedRows
 
 Destination: TypeAlias = torch.Tensor | Cut | Slot  # of a checkpoint's tensor
 Rows: TypeAlias = torch.Tensor | QuantizedRows
+Addend: TypeAlias = torch.Tensor | Unsummed | None  # what `RMSNorm` adds to a stream
 
 
 class Linear(nn.Module):
@@ -97,7 +99,7 @@ class Linear(nn.Module):
         y = self.weight.product(x, self._own_bias)
         return self._group.all_reduce(y) if self._sums else y
 
-    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
         """What `RMSNorm` adds up to stream + x W^T + b, in the form that is the fastest for so many tokens.
 
         Args:
@@ -105,9 +107,11 @@ class Linear(nn.Module):
 
         Returns:
             (y, stream), [num_tokens, sum of out_features]. y may be in parts to be added up, [num_parts, num_tokens,
-            sum of out_features] float32, or None: added already.
+            sum of out_features] float32, or at several ranks; or None: added already.
         """
-        return (self(x), stream) if self._sums else self.weight.onto(stream, x, self.bias)
+        if not self._sums:
+            return self.weight.onto(stream, x, self.bias)
+        return self._group.unsummed(self.weight.product(x, self._own_bias)), stream
 
     def gated(self, x: Rows) -> torch.Tensor:
         """silu(gate) * up of a layer whose parts are gate and up: [num_tokens, in_features] -> [num_tokens, size]."""

@@ -19,7 +19,7 @@ from torch import nn
 from teachllm.distributed.ranks import ALONE, WHOLE, Ranks, Share
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Destination, Linear, Rows
+from teachllm.layers.linear import Addend, Destination, Linear, Rows
 from teachllm.layers.norm import RMSNorm, RowCodes
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama_config import LlamaConfig, parse
@@ -29,6 +29,7 @@ from teachllm.models.peak_width import peak_width
 from teachllm.models.shape import Shape
 from teachllm.models.sharing import of_rank, stage_layers
 from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes
+from teachllm_kernels.one_shot_sum import Unsummed
 from teachllm_kernels.paged_decode import fused_paged_decode
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
 
@@ -150,7 +151,7 @@ class LlamaMLP(nn.Module):
         """[num_tokens, hidden_size] -> [num_tokens, intermediate_size]: all but the last projection."""
         return self.gate_up_proj.gated(x)
 
-    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
         """What `RMSNorm` adds up to stream + MLP of x, as `Linear.onto`."""
         return self.down_proj.onto(stream, self(x))
 
@@ -197,14 +198,14 @@ class LlamaLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | None,
+        x: Addend,
         stream: torch.Tensor | None,
         angles: Angles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
         is_last: bool = False,
         tap: Tap | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Addend, torch.Tensor | None]:
         """(x, stream), whose sum is the residual stream -> the same after this block.
 
         Args:
@@ -213,7 +214,7 @@ class LlamaLayer(nn.Module):
             tap: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
         """
         if metadata.is_fused and metadata.slot_mapping.shape[0] == 1 and stream is None and self.fuses_one_row:
-            assert x is not None
+            assert isinstance(x, torch.Tensor)  # what is unsummed has a stream
             if tap is not None:
                 tap(x)
             return self._decode_one(x, angles, kv_cache, metadata), None
@@ -410,8 +411,9 @@ class LlamaForCausalLM(nn.Module):
             self._head_codes = None
 
 
-def added_up(x: torch.Tensor | None, stream: torch.Tensor | None) -> torch.Tensor:
+def added_up(x: Addend, stream: torch.Tensor | None) -> torch.Tensor:
     """The residual stream of what a layer returns, see `LlamaLayer.forward`."""
+    x = x.sum() if isinstance(x, Unsummed) else x
     if x is None or stream is None:
         left = stream if x is None else x
         assert left is not None

@@ -91,6 +91,8 @@ class GPUModelRunner:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         self._device = device
+        if not config.disable_custom_all_reduce:
+            ranks.tensor.open_mailbox(whole.hidden_size, getattr(torch, whole.dtype), device)
         self.times_steps = False
         self._last: PendingStep | None = None
         needs = attention_needs(config, model_config)

@@ -18,6 +18,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.request import Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
+from teachllm.distributed.group import ProcessGroup
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.distributed.slices import spread
@@ -30,11 +31,13 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.launched_step import PendingStep
 from teachllm.worker.model_runner import ModelRunner
+from teachllm_kernels.one_shot_sum import Mailbox
 from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
-from tests.distributed.processes import on_processes, through_host
+from tests.distributed.processes import boxes_in, on_processes, through_host
 from tests.distributed.threads import on_ranks
 from tests.worker.interpreted_gpu import InterpretedRunner, interpret
 
+NUM_BOX_ROWS, HIDDEN_SIZE = 8, 64  # some steps have more tokens
 LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 3), Layout(4, 1)]
 PARAMS = {
     "greedy": {"temperature": 0.0},
@@ -224,6 +227,15 @@ def as_on_a_gpu(ranks: Ranks, **more: Any) -> dict[str, list[int]]:
         return work(ranks, make_runner=InterpretedRunner, **more)
 
 
+def through_memory(ranks: Ranks, boxes: Path, **more: Any) -> dict[str, list[int]]:
+    """As `work`, by a GPU's runner, interpreted, whose ranks write small sums' parts into each other's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        assert isinstance(ranks.tensor, ProcessGroup)
+        ranks.tensor._mailbox = Mailbox(ranks.tensor.rank, boxes_in(boxes, 2, NUM_BOX_ROWS, HIDDEN_SIZE))
+        return work(ranks, make_runner=InterpretedRunner, **more)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2), Layout(2, 2)], ids=str)
 @pytest.mark.parametrize("kind", PARAMS)
@@ -236,8 +248,18 @@ def test_ranks_on_gpus_sample_what_one_alone_does(folder: str, layout: Layout, k
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs there")
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
-def test_interpreted_ranks_sample_what_one_alone_does(folder: str, layout: Layout) -> None:
+def test_interpreted_stages_sample_what_one_alone_does(folder: str) -> None:
     [expected] = generate(folder, Layout(), PARAMS["penalties and logprobs"])
     interpreted = partial(as_on_a_gpu, folder=folder, params=PARAMS["penalties and logprobs"])
-    assert on_processes(layout, interpreted) == [expected] * 2
+    assert on_processes(Layout(1, 2), interpreted) == [expected] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there, memory is shared by `open_mailbox`")
+def test_interpreted_ranks_that_write_to_each_other_sample_what_one_alone_does(folder: str, tmp_path: Path) -> None:
+    [expected] = generate(folder, Layout(), PARAMS["penalties and logprobs"])
+    boxes = boxes_in(tmp_path, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
+    through = partial(through_memory, folder=folder, boxes=tmp_path, params=PARAMS["penalties and logprobs"])
+    assert on_processes(Layout(2, 1), through) == [expected] * 2
+    for rank, box in enumerate(boxes):  # the other one's last sums are there
+        assert (box[:, 1 - rank] != 0).any() and (box[:, rank] == 0).all()

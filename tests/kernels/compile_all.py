@@ -35,6 +35,7 @@ from teachllm_kernels.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.kv_move import KVMover
 from teachllm_kernels.kv_write import kv_write_triton
 from teachllm_kernels.moe_routing import combine_triton, group_triton, route_triton
+from teachllm_kernels.one_shot_sum import NUM_SLOTS, Mailbox, Unsummed, one_shot_sum
 from teachllm_kernels.packed_gemv import packed_gemv_triton
 from teachllm_kernels.packed_linear import packed_linear_triton
 from teachllm_kernels.packed_weight import pack
@@ -117,6 +118,10 @@ def compile_small(dtype: torch.dtype) -> None:
     fixed_linear_triton(x, weight, bias)
     fixed_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype))
     rms_norm_triton(torch.zeros(8, 2, 4096), x, x[0], 1e-6)
+    for num_ranks in (2, 4):
+        mailbox = Mailbox(1, [torch.zeros(NUM_SLOTS, num_ranks, 8, x.shape[1], dtype=dtype)] * num_ranks)
+        rms_norm_triton(Unsummed(x, mailbox), x, x[0], 1e-6)
+        one_shot_sum(x, mailbox)
     cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
     kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))
     qkv, angle = torch.zeros(2, 32, 128, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
