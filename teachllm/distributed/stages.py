@@ -67,6 +67,11 @@ class Stage(nn.Module):
         logits: torch.Tensor = self.model.compute_logits(hidden)
         return logits
 
+    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the model's; of the last stage alone."""
+        logits: torch.Tensor = self.model.own_lm_logits(hidden)
+        return logits
+
     def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As the model's; of the last stage alone."""
         logits: torch.Tensor = self.model.lm_logits(hidden)

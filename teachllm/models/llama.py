@@ -345,6 +345,11 @@ class LlamaForCausalLM(nn.Module):
         assert self.lm_head is not None
         return self.lm_head.gathered(self.lm_head.logits(hidden))
 
+    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `own_logits`, on a GPU and in the model's dtype; columns of no token are nothing."""
+        assert self.lm_head is not None
+        return self.lm_head.lm_logits(hidden)
+
     def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `compute_logits`, on a GPU and in the model's dtype."""
         assert self.lm_head is not None

@@ -170,6 +170,10 @@ class TransformersModel(nn.Module):
         """As `compute_logits`: no other rank has a part of them."""
         return self.compute_logits(hidden)
 
+    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `compute_logits`: no other rank has a part of them."""
+        return self.compute_logits(hidden)
+
     def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `compute_logits`."""
         return self.compute_logits(hidden)

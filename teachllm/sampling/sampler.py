@@ -133,7 +133,12 @@ class Sampler:
         return self._state.plain_variant(rows)
 
     def sample_plain(
-        self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, variant: tuple[bool, bool]
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        num_known: torch.Tensor,
+        variant: tuple[bool, bool],
+        columns: Columns | None = None,
     ) -> torch.Tensor:
         """As `sample`, for rows that ask for no more than temperature and filters; on a GPU, and in a CUDA graph.
 
@@ -142,12 +147,13 @@ class Sampler:
             rows: [R] int32 request rows, on the device; -1 is padding.
             num_known: [max_num_rows] int32, on the device: tokens of each row's sequence.
             variant: of `plain_variant`; a wider one gives the same tokens, slower.
+            columns: which the logits are, where other ranks have the others, and no row is filtered; None: all.
 
         Returns:
             [R] int64 token ids.
         """
         any_random, any_filtered = variant
-        return self._state.sample_plain(logits, rows, num_known, any_random, any_filtered)
+        return self._state.sample_plain(logits, rows, num_known, any_random, any_filtered, columns)
 
     def sample_positions(
         self,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from teachllm.distributed.group import ALONE, Group
+from teachllm_kernels.sampling import token_of_best
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,16 @@ class Columns:
         """The token of the first."""
         return self.group.rank * self.width
 
+    @property
+    def num_own(self) -> int:
+        """How many are some token's."""
+        return max(min(self.width, self.vocab_size - self.first_id), 0)
+
+    @property
+    def each_has_some(self) -> bool:
+        """Whether no rank is without any token."""
+        return (self.group.size - 1) * self.width < self.vocab_size
+
     def has(self, token_id: int) -> bool:
         """Whether a token's column is one of these."""
         return self.first_id <= token_id < self.first_id + self.width
@@ -54,6 +65,10 @@ class Columns:
         pairs = torch.stack([best.double(), (index + self.first_id).double()])  # [2, R]; both are exact
         values, ids = self.group.all_gather(pairs).unbind(1)  # [size, R]
         return ids.gather(0, values.argmax(dim=0, keepdim=True))[0].long()
+
+    def best(self, of_own: torch.Tensor) -> torch.Tensor:
+        """[R] int64, what `sample_triton` found among the tokens of each rank -> [R] int64, the token of all."""
+        return token_of_best(self.group.all_gather(of_own))
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, width] -> [R, vocab_size], of all ranks."""

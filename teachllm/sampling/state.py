@@ -149,13 +149,19 @@ class SamplingState:
         return not self._random.isdisjoint(rows), not self._top_k.keys().isdisjoint(rows)
 
     def sample_plain(
-        self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, any_random: bool, any_filtered: bool
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        num_known: torch.Tensor,
+        any_random: bool,
+        any_filtered: bool,
+        columns: Columns | None = None,
     ) -> torch.Tensor:
         """As `Sampler.sample_plain`."""
         output_index = rows  # nothing reads it where nothing is random
         if any_random:
             output_index = (num_known - self._ints[:, 2]).index_select(0, rows.clamp(min=0))
-        return self.draw(logits, rows, output_index, any_random, any_filtered)
+        return self.draw(logits, rows, output_index, any_random, any_filtered, columns=columns)
 
     def output_index(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """[R] int64, how many tokens requests have sampled, of which `lengths` are known."""
@@ -185,6 +191,7 @@ class SamplingState:
         any_random: bool,
         any_filtered: bool,
         stream: int = STREAM_SAMPLE,
+        columns: Columns | None = None,
     ) -> torch.Tensor:
         """[R] int64, by the kernel, from logits that nothing but temperature and filters is still to change.
 
@@ -194,8 +201,8 @@ class SamplingState:
             The others as in `Sampler.sample_plain`.
         """
         every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
-        return sample_triton(
-            logits,
+        sampled = sample_triton(
+            logits if columns is None else logits[:, : columns.num_own],
             rows,
             temperature=every.temperature,
             top_k=every.top_k,
@@ -207,7 +214,9 @@ class SamplingState:
             any_random=any_random,
             any_filtered=any_filtered,
             stream=stream,
+            first_id=None if columns is None else columns.first_id,
         )
+        return sampled if columns is None else columns.best(sampled)
 
     def select(self, rows: list[int]) -> Selection:
         """Which logits rows need what, given the request row of each."""

@@ -31,6 +31,7 @@ from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.sharing import model_of_rank
 from teachllm.sampling.sampler import Sampler, SamplerOutput
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
@@ -138,7 +139,8 @@ class GPUModelRunner:
             workers = (self._batch, self._sampler, attention)
             self._drafting = GPUDrafting(speculation, loaded, tree, model_config, *workers)
         rate = None if speculation is None else speculation.synthetic_rate
-        self._sampling = GPUSampling(self._batch, self._sampler, self._drafting, rate)
+        self._columns = Columns(whole.vocab_size, ranks.tensor)
+        self._sampling = GPUSampling(self._batch, self._sampler, self._drafting, rate, self._columns)
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
         memory = self._measured(predicted, config, weights, free, total)
         self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
@@ -220,11 +222,11 @@ class GPUModelRunner:
         with compiling_ahead(self._device):
             _, *logits, _ = self._largest_step(self._kv_caches, num_sampling_bytes)
             rows, known = batch.sample_rows[:1], batch.num_known
-            for each in logits:  # of the last stage
+            if logits:  # of the last stage: its own, and all
                 for variant in ((True, True), (True, False)):  # the first takes the longest of all
-                    self._sampler.sample_plain(each[:1], rows, known, variant)
+                    self._sampling.tokens(logits[0][:1], rows, variant)
                 # What a request's penalties or bias have changed is in float32, and its rows are gathered.
-                self._sampler.sample_plain(each[:1].float(), rows.clone(), known, (True, True))
+                self._sampler.sample_plain(logits[-1][:1].float(), rows.clone(), known, (True, True))
             for num_tokens, num_decodes in ((1, 1), *((n, 0) for n in _PROMPTS)):
                 step = DeviceStep([0], [num_tokens], [0], num_decodes, sampling=[0])
                 shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
@@ -242,11 +244,12 @@ class GPUModelRunner:
         hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
         if self._drafting is not None:
             self._drafting.largest_step(hidden)
-        room = torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
-        if not self._ranks.place.is_last_stage:
-            return hidden, room
-        logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index[:-1]))  # none of padding
-        return hidden, logits, room
+        logits: list[torch.Tensor] = []
+        if self._ranks.place.is_last_stage:
+            logits.append(self.model.own_lm_logits(hidden.index_select(0, batch.logit_index[:-1])))  # none of padding
+            if not self._columns.are_all:
+                logits.append(self._columns.gathered(logits[0]))
+        return hidden, *logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
         drafting, kept = self._drafting, (self._sampler, self._prompt_scores)
@@ -284,7 +287,7 @@ class GPUModelRunner:
         logits = None
         if wanted is not None:
             chosen = hidden.index_select(0, wanted) if scores_all else hidden
-            logits = self.model.lm_logits(chosen)
+            logits = self.model.own_lm_logits(chosen)
             hidden = hidden if reads_all else chosen
         to_draft = None
         if drafting is not None:
@@ -424,7 +427,7 @@ class GPUModelRunner:
             return None
         if not decode_len:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
-        logits = self.model.lm_logits(hidden)
+        logits = self.model.own_lm_logits(hidden)
         if variant is None:
             return logits
         self._sampling.plain(logits, num_seqs, variant, verifies=decode_len > 1)

@@ -257,9 +257,9 @@ def test_interpreted_stages_sample_what_one_alone_does(folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there, memory is shared by `open_mailbox`")
 def test_interpreted_ranks_that_write_to_each_other_sample_what_one_alone_does(folder: str, tmp_path: Path) -> None:
-    [expected] = generate(folder, Layout(), PARAMS["penalties and logprobs"])
+    [expected] = generate(folder, Layout(), PARAMS["random"])
     boxes = boxes_in(tmp_path, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
-    through = partial(through_memory, folder=folder, boxes=tmp_path, params=PARAMS["penalties and logprobs"])
+    through = partial(through_memory, folder=folder, boxes=tmp_path, params=PARAMS["random"])
     assert on_processes(Layout(2, 1), through) == [expected] * 2
     for rank, box in enumerate(boxes):  # the other one's last sums are there
         assert (box[:, 1 - rank] != 0).any() and (box[:, rank] == 0).all()

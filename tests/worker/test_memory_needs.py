@@ -16,6 +16,7 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
 from teachllm.core.scheduler_output import NewRow
+from teachllm.distributed.ranks import ALONE
 from teachllm.layers import attention
 from teachllm.layers.attention_backends import selection
 from teachllm.layers.attention_backends.triton import TritonBackend
@@ -31,6 +32,7 @@ from teachllm.quantization import gpu_scaled_weight
 from teachllm.quantization.quantization import on_the_fly
 from teachllm.quantization.scheme import UNQUANTIZED
 from teachllm.sampling.sampler import Sampler
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.eagle import Eagle, EagleHead
 from teachllm.spec_decode.eagle_config import EagleConfig
@@ -118,6 +120,7 @@ def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None
     assert config.max_num_seqs and config.max_model_len and config.max_num_batched_tokens
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
     runner._device, runner._backend = NOWHERE, TritonBackend()
+    runner._ranks, runner._columns = ALONE, Columns(model.vocab_size)
     sizes = (config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens)
     runner._batch = DeviceBatch(*sizes, NOWHERE, tree)
     runner._attention = GPUAttention(attention_needs(config, model), runner._backend, runner._batch, 1)
@@ -433,7 +436,9 @@ def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_wo
     batch.sample_rows[:num_rows] = torch.arange(num_rows - 1, -1, -1)
     rows, logits = list(range(num_rows - 1, -1, -1)), torch.randn(num_rows, vocab_size)
     together = sampler.sample(logits.clone(), rows, torch.full((num_rows,), 2), batch.token_ids)
-    outputs = GPUSampling(batch, sampler, None, None).any(logits.clone(), rows, num_rows, [0] * num_rows)
+    outputs = GPUSampling(batch, sampler, None, None, Columns(vocab_size)).any(
+        logits.clone(), rows, num_rows, [0] * num_rows
+    )
     ids = torch.cat([output.token_ids for output in outputs])
     logprobs = logprobs_of(outputs)
     assert logprobs is not None and ids.equal(together.token_ids) and logprobs == together.logprobs
