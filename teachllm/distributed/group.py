@@ -8,8 +8,9 @@
     broadcast        from one to all                    the tensor, of the one
 
 Every call is counted by what a rank sends in a ring, which is the least that any algorithm without help of the network
-has to. Who waits in vain hears of it: which rank, in which operation, among whom. A group of one computes without any
-of this, so layers need not know whether they are alone.
+has to. Where somebody watches, on a CPU, it is timed, too, waiting included. Who waits in vain hears of it: which rank,
+in which operation, among whom. A group of one computes without any of this, so layers need not know whether they are
+alone.
 
 Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
 """
@@ -17,6 +18,7 @@ Source: Thakur et al., "Optimization of Collective Communication Operations in M
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,21 +31,44 @@ class CollectiveError(RuntimeError):
     """An exchange between ranks failed, or took too long."""
 
 
+Counts = dict[str, tuple[int, int]]  # (calls, bytes sent) by operation
+
+
 @dataclass(slots=True)
 class Traffic:
-    """What a rank has sent since the last `take`: (calls, bytes) by operation."""
+    """What a rank has exchanged since the last `take`.
 
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    Attributes:
+        counts: what it has sent.
+        spans: (operation, begin, end) of each call, in seconds of `time.perf_counter`; None: nobody wants to know.
+    """
 
-    def add(self, operation: str, num_bytes: int) -> None:
-        """Counts a call."""
+    counts: Counts = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] | None = None
+
+    def add(self, operation: str, num_bytes: int, num_calls: int = 1) -> None:
+        """Counts a call, or several."""
         calls, total = self.counts.get(operation, (0, 0))
-        self.counts[operation] = calls + 1, total + num_bytes
+        self.counts[operation] = calls + num_calls, total + num_bytes
 
-    def take(self) -> dict[str, tuple[int, int]]:
+    def take(self) -> Counts:
         """What there was, from now on nothing."""
         counts, self.counts = self.counts, {}
         return counts
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[Counts]:
+        """What is called inside is only recorded: counted in what this gives, to be counted whenever it is replayed."""
+        counts, self.counts = self.counts, {}
+        try:
+            yield self.counts
+        finally:
+            self.counts = counts
+
+    def replay(self, recorded: Counts) -> None:
+        """What was recorded is sent."""
+        for operation, (calls, num_bytes) in recorded.items():
+            self.add(operation, num_bytes, calls)
 
 
 class Group(Protocol):
@@ -204,10 +229,14 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def _named(self, what: str, num_bytes: int, operation: str | None = None) -> Iterator[None]:
-        """Counts an operation, and names it where it fails."""
-        self.traffic.add(operation or what, num_bytes)
+        """Counts an operation, times it if somebody watches, and names it where it fails."""
+        operation, spans = operation or what, self.traffic.spans
+        self.traffic.add(operation, num_bytes)
+        began = 0.0 if spans is None else time.perf_counter()
         try:
             yield
+            if spans is not None:
+                spans.append((operation, began, time.perf_counter()))
         except RuntimeError as error:
             ranks = ", ".join(map(str, self._ranks))
             reason = str(error).splitlines()[0]
