@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from teachllm.distributed.group import Counts, Traffic
+from teachllm.distributed.layout import Place
 from teachllm.worker.executor import PendingOutput
 from teachllm.worker.launched_step import PendingStep
 
@@ -19,13 +20,13 @@ class RankWatch:
     """Watches the steps of this process.
 
     Args:
-        stage: that the rank belongs to.
+        place: the rank's own.
         traffic: of all its groups.
         times_exchanges: False for those that a device works on by itself.
     """
 
-    def __init__(self, stage: int, traffic: Traffic, *, times_exchanges: bool) -> None:
-        self._stage, self._traffic = stage, traffic
+    def __init__(self, place: Place, traffic: Traffic, *, times_exchanges: bool) -> None:
+        self._place, self._traffic = place, traffic
         self._began = 0.0
         if times_exchanges:
             traffic.spans = []
@@ -41,7 +42,7 @@ class RankWatch:
         """The step has been computed, or on a GPU launched."""
         device = pending if isinstance(pending, PendingStep) else None
         spans = None if self._traffic.spans is None else [*self._traffic.spans]
-        return WatchedStep(self._stage, self._began, time.perf_counter(), self._traffic.take(), spans, device)
+        return WatchedStep(self._place, self._began, time.perf_counter(), self._traffic.take(), spans, device)
 
 
 class WatchedStep:
@@ -53,14 +54,14 @@ class WatchedStep:
 
     def __init__(
         self,
-        stage: int,
+        place: Place,
         begin: float,
         end: float,
         sent: Counts,
         spans: list[tuple[str, float, float]] | None,
         device: PendingStep | None,
     ) -> None:
-        self._stage, self._begin, self._end = stage, begin, end
+        self._place, self._begin, self._end = place, begin, end
         self._sent, self._spans, self._device = sent, spans, device
 
     def result(self) -> dict[str, Any]:
@@ -69,7 +70,9 @@ class WatchedStep:
         if self._device is not None:
             seconds, end = self._device.seconds(), time.perf_counter()
             begin = end - (seconds or 0.0)
-        told: dict[str, Any] = {"stage": self._stage, "begin": begin, "end": end, "sent": self._sent}
+        told: dict[str, Any] = {"stage": self._place.stage, "begin": begin, "end": end, "sent": self._sent}
+        if self._place.layout.replicas > 1:
+            told["replica"] = self._place.replica
         if self._spans is not None:
             told["exchanges"] = [
                 [operation, round(at - begin, 7), round(until - at, 7)] for operation, at, until in self._spans

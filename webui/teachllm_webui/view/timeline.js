@@ -38,6 +38,7 @@
       this.rootHash = null; // the parent of every first block: that of the first commit, which can have no other
       this.problem = null; // what is wrong with the trace, in words; what came before it is shown
       this.notice = null; // what is odd but can be shown
+      this.told = []; // [{ k, line }]: lines that say what each rank did, and the newest step then
       this.forked = []; // of a fork: how far each request had come when it began
       this._outside = new Map(); // k -> [[request id, reason]]: ended by an abort or a stop string
       this._lineOfStep = [];
@@ -133,6 +134,7 @@
       if (line.event === "fork") this.forked = line.requests;
       if (line.event === "error") this.notice = `A step failed: ${line.message}`;
       if (line.event === "step") this._step(line, k);
+      if (line.ranks?.length) this.told.push({ k, line });
     }
 
     _begin(header) {
