@@ -8,8 +8,8 @@
     broadcast        from one to all                    the tensor, of the one
 
 Every call is counted by what a rank sends in a ring, which is the least that any algorithm without help of the network
-has to. Where somebody watches, on a CPU, it is timed, too, waiting included. Who waits in vain hears of it: which rank,
-in which operation, among whom. A group of one computes without any of this, so layers need not know whether they are
+has to. Where somebody watches it is timed, too, waiting included. Who waits in vain hears of it: which rank, in which
+operation, among whom. A group of one computes without any of this, so layers need not know whether they are
 alone.
 
 Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -40,11 +40,13 @@ class Traffic:
 
     Attributes:
         counts: what it has sent.
-        spans: (operation, begin, end) of each call, in seconds of `time.perf_counter`; None: nobody wants to know.
+        spans: (operation, begin, end) of each call; None: nobody wants to know.
+        moment: what begin and end are: seconds, unless a device has moments of its own.
     """
 
     counts: Counts = field(default_factory=dict)
-    spans: list[tuple[str, float, float]] | None = None
+    spans: list[tuple[str, Any, Any]] | None = None
+    moment: Callable[[], Any] = time.perf_counter
 
     def add(self, operation: str, num_bytes: int, num_calls: int = 1) -> None:
         """Counts a call, or several."""
@@ -58,12 +60,13 @@ class Traffic:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[Counts]:
-        """What is called inside is only recorded: counted in what this gives, to be counted whenever it is replayed."""
-        counts, self.counts = self.counts, {}
+        """What is called inside is only recorded: not timed, and counted in what this gives, for `replay`."""
+        counts, spans = self.counts, self.spans
+        self.counts, self.spans = {}, None
         try:
             yield self.counts
         finally:
-            self.counts = counts
+            self.counts, self.spans = counts, spans
 
     def replay(self, recorded: Counts) -> None:
         """What was recorded is sent."""
@@ -232,11 +235,11 @@ class ProcessGroup:
         """Counts an operation, times it if somebody watches, and names it where it fails."""
         operation, spans = operation or what, self.traffic.spans
         self.traffic.add(operation, num_bytes)
-        began = 0.0 if spans is None else time.perf_counter()
+        began = None if spans is None else self.traffic.moment()
         try:
             yield
             if spans is not None:
-                spans.append((operation, began, time.perf_counter()))
+                spans.append((operation, began, self.traffic.moment()))
         except RuntimeError as error:
             ranks = ", ".join(map(str, self._ranks))
             reason = str(error).splitlines()[0]

@@ -28,9 +28,9 @@ class RankFigures:
 
     Attributes:
         seconds: in which any rank was in a step.
-        computes, exchanges, bubble: shares. On a GPU nobody knows what an exchange took: it is in `computes`, as is
-            the wait for another stage.
-        operations: share of each kind of exchange, also of those that are a part of the bubble. Empty on a GPU.
+        computes, exchanges, bubble: shares. Where nobody knows what an exchange took, as within a CUDA graph, it is in
+            `computes`, and so is the wait for another stage.
+        operations: share of each kind of exchange that was timed, also of those that are a part of the bubble.
         sent: (calls, bytes) a step by operation, in the mean.
     """
 
@@ -83,7 +83,7 @@ def _figures(rank: int, told: list[Line], seconds: float) -> RankFigures:
 
 
 def spans_of(told: Line) -> Iterator[tuple[str, float, float]]:
-    """(operation, begin, end) of a rank's exchanges in a step, on the trace's clock; none on a GPU."""
+    """(operation, begin, end) of a rank's exchanges in a step, on the trace's clock; none where they were not timed."""
     for operation, after, seconds in told.get("exchanges", ()):
         yield operation, told["begin"] + after, told["begin"] + after + seconds
 

@@ -71,6 +71,11 @@ class PendingStep:
         began = self._launched.began
         return None if began is None else began.elapsed_time(self.arrived) / 1000
 
+    def seconds_until(self, moment: torch.cuda.Event) -> float:
+        """From the beginning of the step, which has been waited for and is timed."""
+        assert self._launched.began is not None
+        return self._launched.began.elapsed_time(moment) / 1000
+
     def result(self) -> ModelRunnerOutput:
         """Waits for the device. To be asked for before `launched.output` is used again."""
         seconds, step = self.seconds(), self._launched.step

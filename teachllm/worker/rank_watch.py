@@ -1,14 +1,17 @@
 """What a rank did in a step, for a trace: when it computed, what it exchanged, and how long it waited for that.
 
 Times are of `time.perf_counter`, which on Linux is one clock for all processes of a machine, and the trace's own. On a
-CPU a step is over when `end` is called. A GPU works on its own: a step ends when the host learns of it, and began so
-many seconds before, by the device's events; what it waited for in between is not known.
+CPU a step is over when `end` is called. A GPU works on its own: a step ends when the host learns of it, and what lies
+before is measured on the device, by events. What a CUDA graph does inside has none: of a step with a graph that
+exchanges anything it is known what was sent, and not how long that took.
 """
 
 from __future__ import annotations
 
 import time
 from typing import Any
+
+import torch
 
 from teachllm.distributed.group import Counts, Traffic
 from teachllm.distributed.layout import Place
@@ -22,27 +25,30 @@ class RankWatch:
     Args:
         place: the rank's own.
         traffic: of all its groups.
-        times_exchanges: False for those that a device works on by itself.
+        device: that computes.
     """
 
-    def __init__(self, place: Place, traffic: Traffic, *, times_exchanges: bool) -> None:
+    def __init__(self, place: Place, traffic: Traffic, device: torch.device) -> None:
         self._place, self._traffic = place, traffic
         self._began = 0.0
-        if times_exchanges:
-            traffic.spans = []
+        traffic.spans = []
+        if device.type == "cuda":
+            traffic.moment = _moment_on_device
 
     def begin(self) -> None:
         """From now on all is of a step."""
-        self._traffic.take()
-        if self._traffic.spans is not None:
-            self._traffic.spans.clear()
+        self._take()
         self._began = time.perf_counter()
 
     def end(self, pending: PendingOutput) -> WatchedStep:
         """The step has been computed, or on a GPU launched."""
-        device = pending if isinstance(pending, PendingStep) else None
-        spans = None if self._traffic.spans is None else [*self._traffic.spans]
-        return WatchedStep(self._place, self._began, time.perf_counter(), self._traffic.take(), spans, device)
+        end, device = time.perf_counter(), pending if isinstance(pending, PendingStep) else None
+        return WatchedStep(self._place, self._began, end, *self._take(), device)
+
+    def _take(self) -> tuple[Counts, list[tuple[str, Any, Any]]]:
+        """What was exchanged, from now on nothing."""
+        spans, self._traffic.spans = self._traffic.spans or [], []
+        return self._traffic.take(), spans
 
 
 class WatchedStep:
@@ -58,7 +64,7 @@ class WatchedStep:
         begin: float,
         end: float,
         sent: Counts,
-        spans: list[tuple[str, float, float]] | None,
+        spans: list[tuple[str, Any, Any]],
         device: PendingStep | None,
     ) -> None:
         self._place, self._begin, self._end = place, begin, end
@@ -66,15 +72,23 @@ class WatchedStep:
 
     def result(self) -> dict[str, Any]:
         """Waits for the device; then what docs/trace.md says of a rank."""
-        begin, end = self._begin, self._end
-        if self._device is not None:
-            seconds, end = self._device.seconds(), time.perf_counter()
-            begin = end - (seconds or 0.0)
+        begin, end, device = self._begin, self._end, self._device
+        if device is not None:
+            seconds, end = device.seconds() or 0.0, time.perf_counter()
+            begin = end - seconds
         told: dict[str, Any] = {"stage": self._place.stage, "begin": begin, "end": end, "sent": self._sent}
         if self._place.layout.replicas > 1:
             told["replica"] = self._place.replica
-        if self._spans is not None:
-            told["exchanges"] = [
-                [operation, round(at - begin, 7), round(until - at, 7)] for operation, at, until in self._spans
-            ]
+        if len(self._spans) == sum(calls for calls, _ in self._sent.values()):  # no graph has exchanged anything
+            told["exchanges"] = []
+            for operation, *moments in self._spans:
+                at, until = (each - begin if device is None else device.seconds_until(each) for each in moments)
+                told["exchanges"].append([operation, round(at, 7), round(until - at, 7)])
         return told
+
+
+def _moment_on_device() -> torch.cuda.Event:
+    """When the device comes to what is launched next."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

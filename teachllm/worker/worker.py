@@ -74,7 +74,7 @@ class Worker:
         self._watch: RankWatch | None = None
         self._watched: WatchedStep | None = None
         if times_steps and rendezvous is not None:
-            self._watch = RankWatch(place, ranks.world.traffic, times_exchanges=device.type != "cuda")
+            self._watch = RankWatch(place, ranks.world.traffic, device)
         self._speaks, self._learns = place.speaks, not place.is_last_stage
         self._executor = InProcessExecutor(runner)
         self.num_blocks = self._executor.num_blocks

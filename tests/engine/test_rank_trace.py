@@ -18,12 +18,14 @@ from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.step_bytes import step_bytes
 from teachllm.engine.engine import Engine
+from teachllm.engine.fork import fork, fork_config
 from teachllm.models.model_config import load_model_config
 from teachllm.models.sharing import model_of_rank
 from teachllm.trace.ranks import rank_figures, spans_of
 from teachllm.trace.reader import Trace, parse_trace
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor
+from tests.trace.traced import spell
 from tests.worker.doors import drain, make_engine, random_ids, tiny
 
 LAYOUT = Layout(tensor=2, pipeline=2)
@@ -52,7 +54,7 @@ def traces() -> Iterator[tuple[Trace, Trace]]:
     found = []
     lines: list[str] = []
     settings = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "max_num_batched_tokens": 32}
-    recorder = Recorder(lines.append, time.perf_counter)
+    recorder = Recorder(lines.append, time.perf_counter, spell)
     make = lambda config, inner: FailsOnce(inner)  # noqa: E731
     with closing(make_engine(make_executor=make, recorder=recorder, async_scheduling=False, **settings)) as engine:
         header = len(lines)
@@ -144,6 +146,21 @@ def test_shares_of_a_ranks_time_add_up(traces: tuple[Trace, Trace]) -> None:
         assert each.computes + each.exchanges + each.bubble == pytest.approx(1)
         assert min(each.computes, each.exchanges, each.bubble) > 0
         assert set(each.operations) == set(each.sent)
+
+
+def test_a_fork_which_goes_on_at_another_time_has_its_ranks_there_too(traces: tuple[Trace, Trace]) -> None:
+    trace, at = traces[0], 1e6
+    num_lines = trace.lines.index(trace.steps[12]) + 1
+    lines: list[str] = []
+    config = fork_config(trace.header, tensor_parallel_size=1)
+    with closing(fork(trace.state_after(num_lines), config, lines.append, at)) as engine:
+        drain(engine)
+    steps = [line for line in map(json.loads, lines) if line["event"] == "step"]
+    assert len(steps) > 5
+    for step in steps:
+        assert len(step["ranks"]) == 2
+        assert all(at <= step["time"] <= told["begin"] + 1e-4 for told in step["ranks"])
+        assert all(told["end"] <= step["end"] + 1e-4 for told in step["ranks"])
 
 
 def test_one_rank_alone_tells_nothing() -> None:

@@ -47,7 +47,7 @@ def test_what_overlaps_is_counted_once() -> None:
 
 
 def test_without_times_of_exchanges_all_of_a_step_is_computing() -> None:
-    """As on a GPU."""
+    """As where CUDA graphs exchange."""
     told = [{name: each[name] for name in ("stage", "begin", "end", "sent")} for each in STEPS[0]["ranks"]]
     first, second = rank_figures([step(0, 0.0, 10.0, told)])
     assert (first.computes, first.exchanges, first.bubble, first.operations) == (0.5, 0, 0.5, {})

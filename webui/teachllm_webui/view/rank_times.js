@@ -78,7 +78,7 @@
   }
 
   // What all ranks sent in a step: [{ operation, calls, bytes, seconds, expected }], the most bytes first. `seconds` is
-  // the slowest rank's, null on a GPU; `expected` is in bytes, null where nobody knows.
+  // the slowest rank's, null where nobody timed it; `expected` is in bytes, null where nobody knows.
   function sentInStep(ranks) {
     const found = new Map();
     for (const told of ranks) {
