@@ -127,6 +127,15 @@ def test_it_appears_when_a_growing_trace_first_tells_of_ranks(open_page: Callabl
     assert len(shares(page)) == 2
 
 
+def test_a_rank_that_is_odd_is_named_and_what_came_before_is_shown(open_page: Callable[..., Any]) -> None:
+    [first, second] = STEPS[1]["ranks"]
+    page = open_page(staged.lines([STEPS[0], STEPS[1] | {"ranks": [first, second | {"begin": None}]}]))
+    said = "line 3 of the trace: a rank without 'stage', 'begin', 'end' or 'sent'"
+    assert page.locator(".tl-banner").inner_text() == said
+    show(page, 0)
+    assert len(shares(page)) == 2
+
+
 def test_main_views_stay_in_sight_and_a_phone_needs_no_sideways_scrolling(open_page: Callable[..., Any]) -> None:
     page = open_page(staged.lines())
     for name in ("ranks", "pool", "batch", "step"):

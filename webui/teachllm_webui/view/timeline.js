@@ -28,6 +28,10 @@
     }
   }
 
+  function isRank({ stage, begin, end, sent }) {
+    return [stage, begin, end].every(Number.isFinite) && sent instanceof Object;
+  }
+
   class Timeline {
     constructor(lines = []) {
       this.header = null;
@@ -118,6 +122,7 @@
         if (line.event !== "header") throw new Error(`a trace begins with a header, this is '${line.event}'`);
         this._begin(line);
       }
+      if (!(line.ranks ?? []).every(isRank)) throw new Error("a rank without 'stage', 'begin', 'end' or 'sent'");
       this._head.apply(line);
       this.lines.push(line);
       const k = line.event === "step" ? this.steps.length : this.last;
