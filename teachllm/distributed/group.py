@@ -8,9 +8,10 @@
     broadcast        from one to all                    the tensor, of the one
 
 Every call is counted by what a rank sends in a ring, which is the least that any algorithm without help of the network
-has to. Where somebody watches it is timed, too, waiting included. Who waits in vain hears of it: which rank, in which
-operation, among whom. A group of one computes without any of this, so layers need not know whether they are
-alone.
+has to. Who waits in vain hears of it: which rank, in which operation, among whom. A group of one computes without any
+of this, so layers need not know whether they are alone.
+
+Where somebody watches, calls are timed, too, waiting included.
 
 Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
 """

@@ -12,6 +12,7 @@ from teachllm.distributed.group import CollectiveError, Counts, ProcessGroup, Tr
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.worker.cuda_graphs import Graphs
+from teachllm.worker.rank_watch import RankWatch
 from tests.distributed.processes import on_processes
 
 THREE = Layout(tensor=3)
@@ -84,8 +85,9 @@ def test_what_is_only_recorded_is_counted_whenever_it_is_replayed() -> None:
     assert traffic.take() == {"all_reduce": (3, 208), "send": (2, 14)}
 
 
-def record_and_replay() -> tuple[list[float], list[float], Counts]:
-    """A sum by NCCL in a graph: what it gives of one number and of another, and what was counted meanwhile."""
+def record_and_replay() -> tuple[list[float], list[float], Counts, list[float]]:
+    """A sum by NCCL in a graph: what it gives of one number and of another, what was counted meanwhile, and the
+    milliseconds of a sum outside of graphs, and of one that is run before it is recorded."""
     import torch.distributed as dist
 
     device = torch.device("cuda", 0)
@@ -100,14 +102,21 @@ def record_and_replay() -> tuple[list[float], list[float], Counts]:
     for number in (1.0, 5.0):
         x.fill_(number)
         found.append(graphs.replay("sum").tolist())
+    counts = group.traffic.take()
+    RankWatch(Layout(2).place(0), group.traffic, device).begin()
+    group.all_reduce(x)
+    assert graphs.capture("timed", lambda: group.all_reduce(x * 2))
+    torch.cuda.synchronize()
+    times = [begin.elapsed_time(end) for _, begin, end in group.traffic.spans or ()]
     dist.destroy_process_group()
-    return found[0], found[1], group.traffic.take()
+    return found[0], found[1], counts, times
 
 
 @pytest.mark.gpu
 def test_a_graph_holds_what_nccl_does() -> None:
     """Of one rank alone, which is as many as any machine with a GPU has."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        *sums, counts = pool.submit(record_and_replay).result()
+        *sums, counts, times = pool.submit(record_and_replay).result()
     assert sums == [[3.0] * 4, [15.0] * 4]
     assert counts == {"all_reduce": (2, 0), "all_gather": (2, 0)}  # there is nobody to send to
+    assert len(times) == 2 and min(times) >= 0
