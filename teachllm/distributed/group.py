@@ -12,13 +12,16 @@ has to; a small sum that goes through memory which GPUs have for each other, by 
 hears of it: which rank, in which operation, among whom. A group of one computes without any of this, so layers need not
 know whether they are alone.
 
+Where somebody watches, calls are timed, too, waiting included.
+
 Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -33,21 +36,47 @@ class CollectiveError(RuntimeError):
     """An exchange between ranks failed, or took too long."""
 
 
+Counts = dict[str, tuple[int, int]]  # (calls, bytes sent) by operation
+
+
 @dataclass(slots=True)
 class Traffic:
-    """What a rank has sent since the last `take`: (calls, bytes) by operation."""
+    """What a rank has exchanged since the last `take`.
 
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    Attributes:
+        counts: what it has sent.
+        spans: (operation, begin, end) of each call; None: nobody wants to know.
+        moment: what begin and end are: seconds, unless a device has moments of its own.
+    """
 
-    def add(self, operation: str, num_bytes: int) -> None:
-        """Counts a call."""
+    counts: Counts = field(default_factory=dict)
+    spans: list[tuple[str, Any, Any]] | None = None
+    moment: Callable[[], Any] = time.perf_counter
+
+    def add(self, operation: str, num_bytes: int, num_calls: int = 1) -> None:
+        """Counts a call, or several."""
         calls, total = self.counts.get(operation, (0, 0))
-        self.counts[operation] = calls + 1, total + num_bytes
+        self.counts[operation] = calls + num_calls, total + num_bytes
 
-    def take(self) -> dict[str, tuple[int, int]]:
+    def take(self) -> Counts:
         """What there was, from now on nothing."""
         counts, self.counts = self.counts, {}
         return counts
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[Counts]:
+        """What is called inside is only recorded: not timed, and counted in what this gives, for `replay`."""
+        counts, spans = self.counts, self.spans
+        self.counts, self.spans = {}, None
+        try:
+            yield self.counts
+        finally:
+            self.counts, self.spans = counts, spans
+
+    def replay(self, recorded: Counts) -> None:
+        """What was recorded is sent."""
+        for operation, (calls, num_bytes) in recorded.items():
+            self.add(operation, num_bytes, calls)
 
 
 class Group(Protocol):
@@ -251,10 +280,14 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def _named(self, what: str, num_bytes: int, operation: str | None = None) -> Iterator[None]:
-        """Counts an operation, and names it where it fails."""
-        self.traffic.add(operation or what, num_bytes)
+        """Counts an operation, times it if somebody watches, and names it where it fails."""
+        operation, spans = operation or what, self.traffic.spans
+        self.traffic.add(operation, num_bytes)
+        began = None if spans is None else self.traffic.moment()
         try:
             yield
+            if spans is not None:
+                spans.append((operation, began, self.traffic.moment()))
         except RuntimeError as error:
             ranks = ", ".join(map(str, self._ranks))
             reason = str(error).splitlines()[0]

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb
 
+from teachllm.distributed.group import Counts
 from teachllm.distributed.layout import Place
 
-Counts = dict[str, tuple[int, int]]  # (calls, bytes sent) by operation
 Rows = tuple[int, int]  # that a rank sends to others for their experts, and gets from others for its own
 _BYTES_OF_BEST = 16  # a logit and a token id, float64
 _BYTES_OF_LOGIT = 4

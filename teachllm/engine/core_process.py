@@ -225,6 +225,8 @@ class CoreProcess:
             self._tell([self._update(update) for update in self._core.step()])
         else:
             self._core.serve()
+            if self._lines:
+                self._tell([])
         self._num_failures = 0
 
     def _leave(self, lockstep: Lockstep) -> None:

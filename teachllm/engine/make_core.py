@@ -15,6 +15,7 @@ from teachllm.engine.ceilings import device_name, known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.step_roofline import StepRoofline
+from teachllm.engine.step_traffic import StepTraffic
 from teachllm.engine.token_texts import TokenTexts, load_tokenizer
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.engine.trace_file import TraceFile
@@ -91,14 +92,17 @@ def make_core(
         kinds = (model.dtype, model.quantization, model.kv_dtype)
         root = hash_root(model.path, config.revision, *kinds, config.block_size)
         roofline: StepRoofline | None = None
+        traffic: StepTraffic | None = None
         if recorder is not None:
             roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
+            traffic = StepTraffic(config, model) if layout_of(config).num_connected > 1 else None
         core = EngineCore(
             config,
             executor,
             root,
             recorder,
             roofline=roofline,
+            traffic=traffic,
             on_close=None if file is None else file.close,
             **_speculation(config, model, drafter, weighty, record),
         )

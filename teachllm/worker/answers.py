@@ -23,6 +23,7 @@ class Kind(IntEnum):
     OUTPUT = 5  # of a step
     RESULT = 6  # of a call
     FAILED = 7  # a step or a call, and why
+    WATCHED = 8  # what a rank did in a step, see `rank_watch.py`
 
 
 class Answers:

@@ -9,6 +9,8 @@ number of tokens, reads and writes only tensors that stay where they are, and le
     piecewise   a mixed step: everything between two attentions is a piece, attention itself is launched in between,
                 as it is best for the batch at hand
 
+What ranks exchange inside is counted at each replay, as it was when it was recorded.
+
 Source: Gray, "Getting Started with CUDA Graphs", 2019; the pieces are vLLM's.
 """
 
@@ -20,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from teachllm.distributed.group import Counts, Traffic
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.borrowed import borrowed
 
@@ -32,9 +35,15 @@ AttentionCall = Callable[[AttentionMetadata], None]
 
 
 class Graphs(Generic[T]):
-    """Recordings by key; they share one pool of memory, so a result is there until the next replay of any of them."""
+    """Recordings by key; they share one pool of memory, so a result is there until the next replay of any of them.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        traffic: counts what this process exchanges with other ranks; None: there are none.
+    """
+
+    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
+        self._traffic = traffic or Traffic()
+        self._sent: dict[Hashable, Counts] = {}  # at each replay
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._seen: set[Hashable] = set()
@@ -62,11 +71,11 @@ class Graphs(Generic[T]):
         try:
             # The outer one leaves the stream also if the recording fails; PyTorch's own does not.
             recording = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=_OTHERS_MAY_CALL)
-            with torch.cuda.stream(self._stream), recording:
+            with torch.cuda.stream(self._stream), recording, self._traffic.recorded() as sent:
                 result = run()
         except RuntimeError as error:
             return self._give_up(key, error)
-        self._full[key] = graph, _borrowed(result)
+        self._full[key], self._sent[key] = (graph, _borrowed(result)), sent
         return True
 
     def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> bool:
@@ -89,7 +98,7 @@ class Graphs(Generic[T]):
 
         torch.cuda.synchronize()
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), self._traffic.recorded() as sent:
                 begin()
                 try:
                     result = run(outside)
@@ -98,7 +107,7 @@ class Graphs(Generic[T]):
         except RuntimeError as error:
             return self._give_up(key, error)
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._pieces[key] = graphs, calls, _borrowed(result)
+        self._pieces[key], self._sent[key] = (graphs, calls, _borrowed(result)), sent
         return True
 
     def _give_up(self, key: Hashable, error: RuntimeError) -> bool:
@@ -113,6 +122,7 @@ class Graphs(Generic[T]):
         """Launches a full recording; returns the tensors that it writes to, the same ones every time."""
         graph, result = self._full[key]
         graph.replay()
+        self._traffic.replay(self._sent[key])
         return result
 
     def replay_pieces(self, key: Hashable, metadata: AttentionMetadata) -> T:
@@ -122,6 +132,7 @@ class Graphs(Generic[T]):
         for call, graph in zip(calls, graphs[1:], strict=True):
             call(metadata)
             graph.replay()
+        self._traffic.replay(self._sent[key])
         return result
 
     def _warm_up(self, run: Callable[[], T]) -> None:

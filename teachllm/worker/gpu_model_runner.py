@@ -129,7 +129,7 @@ class GPUModelRunner:
             num_steps=max(NUM_STEPS, 2 + layout.pipeline),
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
-        self._graphs: Graphs[Any] = Graphs(device)
+        self._graphs: Graphs[Any] = Graphs(device, ranks.world.traffic)
         self._graph_mode = "eager"  # of the last step, see `ModelRunnerOutput`
         self._attention = GPUAttention(needs, self._backend, self._batch, 1 + self._batch.max_drafts)
         self._drafting: GPUDrafting | None = None

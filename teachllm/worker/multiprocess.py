@@ -59,6 +59,7 @@ class RemoteStep:
     def __init__(self, executor: MultiprocessExecutor, number: int) -> None:
         self._executor, self.number, self.is_told = executor, number, False
         self.began = time.monotonic()
+        self.watched: dict[int, dict[str, Any]] = {}  # what each rank did, as far as they have told
         self.verdict: ModelRunnerOutput | Exception | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -106,6 +107,8 @@ class MultiprocessExecutor:
         self._facts: dict[int, dict[str, Any]] = {}
         self._num_blocks: dict[int, int] = {}
         self._steps: dict[int, RemoteStep] = {}  # under way, by number
+        self._is_watched = times_steps and self._layout.num_connected > 1
+        self._watched: dict[int, RemoteStep] = {}  # of which some ranks have not told what they did
         self._results: dict[int, Any] = {}  # of the call under way, by rank
         self._number = 0  # of the last plan or call
         self._told: list[Told] = []
@@ -138,6 +141,8 @@ class MultiprocessExecutor:
         self._write(encode_plan(plan, self._told), is_plan=True)
         self._told.clear()
         self._steps[self._number] = step
+        if self._is_watched:
+            self._watched[self._number] = step
         return step
 
     def sample(self, handle: RemoteStep) -> RemoteStep:
@@ -148,6 +153,10 @@ class MultiprocessExecutor:
         """As `RemoteStep.result`."""
         while step.verdict is None or self._ranks.death is not None:
             self._receive()
+        if self._is_watched and isinstance(step.verdict, ModelRunnerOutput):
+            while len(step.watched) < self._num_ranks:  # a moment: all have computed by now
+                self._receive()
+            step.verdict.ranks = [step.watched[rank] for rank in range(self._num_ranks)]
         if isinstance(step.verdict, Exception):
             if self._peers is not None:
                 time.sleep(_CAUSE_FIRST)
@@ -244,6 +253,12 @@ class MultiprocessExecutor:
                 self._results[rank] = said
             case Kind.FAILED:
                 self._fail(rank, number, said)
+            case Kind.WATCHED:
+                step = self._watched.get(number)
+                if step is not None:
+                    step.watched[rank] = said
+                    if len(step.watched) == self._num_ranks:
+                        del self._watched[number]
 
     def _fail(self, rank: int, number: int, why: str) -> None:
         """A plan or a call has failed at a rank, and maybe at others, too."""
@@ -271,6 +286,7 @@ class MultiprocessExecutor:
     def _meet(self, why: str) -> None:
         """After a failure somewhere: goes on only if all ranks are through with that step."""
         met = self._call("meet", seconds=max(_SECONDS_TO_MEET, 2 * self._longest))
+        self._watched.clear()  # who failed tells nothing
         missing = [rank for rank in range(self._num_ranks) if rank not in met]
         if missing:
             self._end(f"{why}; and rank {', '.join(map(str, missing))} did not come out of that step")

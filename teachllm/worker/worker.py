@@ -24,6 +24,7 @@ from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.executor import InProcessExecutor, PendingOutput, Ready
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
+from teachllm.worker.rank_watch import RankWatch, WatchedStep
 
 
 class Worker:
@@ -34,7 +35,8 @@ class Worker:
         place: where it stands among the ranks.
         rendezvous: where they meet; None: it is alone.
         progress: called with (bytes loaded, bytes in all) while weights load.
-        times_steps: outputs say how long their steps took, on a GPU, and elsewhere what load experts had.
+        times_steps: outputs say how long their steps took, on a GPU, and elsewhere what load experts had; and one of
+            several ranks watches what it does.
 
     Attributes:
         num_blocks: KV blocks it has.
@@ -69,6 +71,10 @@ class Worker:
             if times_steps:
                 runner.count_load()
         self._runner = runner
+        self._watch: RankWatch | None = None
+        self._watched: WatchedStep | None = None
+        if times_steps and rendezvous is not None:
+            self._watch = RankWatch(place, ranks.world.traffic, device)
         self._speaks, self._learns = place.speaks, not place.is_last_stage
         self._executor = InProcessExecutor(runner)
         self.num_blocks = self._executor.num_blocks
@@ -86,13 +92,22 @@ class Worker:
             What waits for the output, at the rank that speaks; None at any other.
         """
         pending: PendingOutput
+        if self._watch is not None:
+            self._watch.begin()
         if plan.scheduled:
             pending = self._executor.sample(self._executor.execute(plan))
         else:
             assert isinstance(self._runner, ModelRunner)
             self._runner.serve()
             pending = Ready(ModelRunnerOutput([]))
+        if self._watch is not None:
+            self._watched = self._watch.end(pending)
         return pending if self._speaks else None
+
+    def take_watched(self) -> WatchedStep | None:
+        """What it did in the step that has been executed, once; None if that failed, or nobody wants to know."""
+        watched, self._watched = self._watched, None
+        return watched
 
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
         """As `GPUModelRunner.record_ahead`; there is nothing to record on a CPU."""

@@ -36,6 +36,7 @@ from teachllm.worker.agreement import facts_of
 from teachllm.worker.answers import Answers, Kind
 from teachllm.worker.child import end_with_the_parent
 from teachllm.worker.executor import PendingOutput
+from teachllm.worker.rank_watch import WatchedStep
 from teachllm.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class WorkerProcess:
                 result = self._answer(*json.loads(content))
             if result is not None:  # as it is at ranks that do not speak
                 self._results.put((number, result))
+            if is_plan and (watched := self._worker.take_watched()) is not None:
+                self._results.put((number, watched))
         self._results.put(None)
         self._telling.join()
 
@@ -131,6 +134,8 @@ class WorkerProcess:
                 try:
                     if isinstance(result, dict):
                         self._answers.say(Kind.RESULT, result, number)
+                    elif isinstance(result, WatchedStep):
+                        self._answers.say(Kind.WATCHED, result.result(), number)
                     else:
                         self._answers.say(Kind.OUTPUT, _encoded(result), number)
                 except BrokenPipeError:

@@ -8,10 +8,11 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from teachllm.distributed.group import CollectiveError, ProcessGroup, Traffic
+from teachllm.distributed.group import CollectiveError, Counts, ProcessGroup, Traffic
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.worker.cuda_graphs import Graphs
+from teachllm.worker.rank_watch import RankWatch
 from tests.distributed.processes import on_processes
 
 THREE = Layout(tensor=3)
@@ -69,26 +70,53 @@ def test_who_waits_in_vain_says_which_rank_and_operation() -> None:
     assert message.startswith("rank 0: all_reduce among ranks 0, 1 failed (limit 2 s): ")
 
 
-def record_and_replay() -> tuple[list[float], list[float]]:
-    """A sum by NCCL in a graph: what it gives of one number and of another."""
+def test_what_is_only_recorded_is_counted_whenever_it_is_replayed() -> None:
+    traffic = Traffic()
+    traffic.add("all_reduce", 8)
+    with traffic.recorded() as once:
+        traffic.add("all_reduce", 100)
+        traffic.add("send", 7)
+    with pytest.raises(RuntimeError), traffic.recorded():
+        traffic.add("all_reduce", 1000)
+        raise RuntimeError
+    assert traffic.counts == {"all_reduce": (1, 8)}
+    for _ in range(2):
+        traffic.replay(once)
+    assert traffic.take() == {"all_reduce": (3, 208), "send": (2, 14)}
+
+
+def record_and_replay() -> tuple[list[float], list[float], Counts, list[float]]:
+    """A sum by NCCL in a graph: what it gives of one number and of another, what was counted meanwhile, and the
+    milliseconds of a sum outside of graphs, and of one that is run before it is recorded."""
     import torch.distributed as dist
 
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    group, graphs = ProcessGroup([0], 60.0, Traffic()), Graphs[torch.Tensor](device)
+    group = ProcessGroup([0], 60.0, Traffic())
+    graphs = Graphs[torch.Tensor](device, group.traffic)
     assert group.in_graphs
     x = torch.zeros(4, device=device)
     assert graphs.capture("sum", lambda: group.all_reduce(x * 2) + group.all_gather(x).sum(0))
+    group.traffic.take()
     found: list[list[float]] = []
     for number in (1.0, 5.0):
         x.fill_(number)
         found.append(graphs.replay("sum").tolist())
+    counts = group.traffic.take()
+    RankWatch(Layout(2).place(0), group.traffic, device).begin()
+    group.all_reduce(x)
+    assert graphs.capture("timed", lambda: group.all_reduce(x * 2))
+    torch.cuda.synchronize()
+    times = [begin.elapsed_time(end) for _, begin, end in group.traffic.spans or ()]
     dist.destroy_process_group()
-    return found[0], found[1]
+    return found[0], found[1], counts, times
 
 
 @pytest.mark.gpu
 def test_a_graph_holds_what_nccl_does() -> None:
     """Of one rank alone, which is as many as any machine with a GPU has."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(record_and_replay).result() == ([3.0] * 4, [15.0] * 4)
+        *sums, counts, times = pool.submit(record_and_replay).result()
+    assert sums == [[3.0] * 4, [15.0] * 4]
+    assert counts == {"all_reduce": (2, 0), "all_gather": (2, 0)}  # there is nobody to send to
+    assert len(times) == 2 and min(times) >= 0

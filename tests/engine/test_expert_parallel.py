@@ -106,6 +106,12 @@ def test_an_idle_replica_takes_empty_steps_and_then_all_rest(
         assert tokens(output) == expected
     wait_for(lambda: len(traces()[0].steps) == 3 * 16)
     assert not traces()[1].steps
+    wait_for(lambda: [line["event"] for line in traces()[1].lines] == ["serve"] * (3 * 16))
+    for took, served in zip(traces()[0].steps, traces()[1].lines, strict=True):  # at the same time
+        [mine], [its] = took["ranks"], served["ranks"]
+        assert (mine["replica"], its["replica"]) == (0, 1)
+        assert mine["begin"] < its["end"] and its["begin"] < mine["end"]
+        assert mine["sent"]["all_to_all"][0] == its["sent"]["all_to_all"][0] == 4 * 2  # of two layers
     pids = descendants(os.getpid())
     assert len(pids) >= 4
     time.sleep(0.3)

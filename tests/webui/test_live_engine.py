@@ -615,6 +615,14 @@ def test_completions_of_one_prompt_share_its_blocks_and_differ(traces: dict[str,
     assert shared == 4
 
 
+def test_stages_wait_for_each_other_until_there_are_requests_for_both(traces: dict[str, list[Trace]]) -> None:
+    (trace,) = traces["pipeline"]
+    pairs = list(pairwise(trace.steps))
+    overlap = [one["ranks"][1]["end"] > next_one["ranks"][0]["begin"] for one, next_one in pairs]
+    assert not any(overlap[:11])
+    assert sum(overlap[12:40]) > 14
+
+
 # -- what if, and figures
 
 
