@@ -227,16 +227,20 @@ def test_an_engine_that_nobody_closes_leaves_no_process() -> None:
     assert all(map(is_gone, pids)) and num_descriptors() == before
 
 
-def test_drafts_found_on_the_host_are_verified_elsewhere() -> None:
+@pytest.mark.parametrize("ranks", [MP, {"pipeline_parallel_size": 2}], ids=["one rank", "two stages"])
+def test_drafts_found_on_the_host_are_verified_elsewhere(ranks: dict[str, Any]) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     prompt = random_ids(6) * 5
     found = []
-    for settings in ({}, MP | {"speculative_config": speculation}):
+    for settings in ({}, ranks | {"speculative_config": speculation}):
         with closing(make_engine(**settings)) as engine:
-            output = engine.add_request("a", prompt, GREEDY)
+            engine.count()
+            output = engine.add_request("a", prompt, LONG)
             drain(engine)
             found.append(tokens(output))
+            stats = engine.stats()
     assert found[0] == found[1]
+    assert stats is not None and stats.num_draft_tokens > 0
 
 
 def test_progress_is_told_and_closing_leaves_nothing_behind() -> None:
