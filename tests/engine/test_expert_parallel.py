@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from teachllm.engine.fork import fork_config
 from teachllm.trace.reader import Trace, read_trace
 from teachllm.worker.errors import EngineDeadError
 from tests.engine.reference import reference
+from tests.processes import descendants, is_gone
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny, tokens
 
@@ -36,23 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp=3, plans in flight": {"data_parallel_size": 3, "async_scheduling": True},
 }
 TOP_K, NUM_EXPERTS = {"qwen3_moe": 3, "mixtral": 2}, {"qwen3_moe": 8, "mixtral": 5}
-
-
-def descendants(pid: int) -> set[int]:
-    """Processes that one has started, and those that these have."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError):  # it has just ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found |= {int(child)} | descendants(int(child))
-    return found
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def cores_of(engine: Engine) -> list[int]:
