@@ -118,7 +118,7 @@ class Scheduler:
         self._schedule_waiting(plan, open_to_join)
         has_blocks = not self._short_of_blocks
         add_drafts(plan, self.requests, self.kv, self._budget, has_blocks)
-        if self.draft_length is not None:
+        if self.draft_length is not None and plan.scheduled:
             ask_for_drafts(plan, self.requests, self.kv, self.draft_length, self.drafter_len, has_blocks)
         if plan.scheduled:
             plan.dropped, self._dropped = self._dropped, []

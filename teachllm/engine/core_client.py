@@ -42,6 +42,7 @@ from teachllm.engine.stats import NOTHING, StepStats, together
 from teachllm.engine.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
+from teachllm.worker.child import uninterrupted
 from teachllm.worker.errors import EngineDeadError, FailedStepError
 
 _SECONDS_TO_END = 4.0
@@ -122,7 +123,8 @@ class CoreClient:
             for replica in range(num_replicas):
                 name = "the engine's process" if num_replicas == 1 else f"the process of replica {replica}"
                 start = Start(config, bool(self._trace_sinks), replica, meeting[replica], ends[replica])
-                self._links.append(CoreLink(self._context, start, name, self.interrupt))
+                with uninterrupted():
+                    self._links.append(CoreLink(self._context, start, name, self.interrupt))
                 self._poller.register(self._links[-1].socket, zmq.POLLIN)
 
     def _wait_until_ready(self, progress: Callable[[int, int], None] | None) -> list[Ready]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 
 # PyTorch and oneDNN keep a plan for each number of rows that a matrix product has met: in the end, hundreds of MB.
 _CACHE_SIZES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+_STDERR = 2  # this process's own: `sys.stderr` may be a notebook's, or a test's, which is no file
 
 
 def start_child(
@@ -28,11 +31,32 @@ def start_child(
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],  # -P: nothing of the current folder
         stdin=subprocess.PIPE,
-        stdout=sys.stderr.fileno(),
+        stdout=_STDERR,
         env=_CACHE_SIZES | os.environ | {"PYTHONPATH": path} | dict(environment or {}),
         pass_fds=pass_fds,
         start_new_session=True,
     )
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes after this: while a process is started, it would leave one that nobody knows of."""
+    if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
+        yield
+        return
+    has_come = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if has_come:
+        signal.raise_signal(signal.SIGINT)
 
 
 def end_with_the_parent() -> None:

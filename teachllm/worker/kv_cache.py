@@ -116,7 +116,7 @@ def _with_budget(plan: MemoryPlan, config: EngineConfig, free: int, device_type:
     plan = replace(plan, budget=budget)
     _check_given(config, plan, free)
     if config.num_gpu_blocks_override is None:
-        _check_longest(plan)
+        _check_longest(config, plan)
     return plan
 
 
@@ -135,7 +135,7 @@ def _check_given(config: EngineConfig, plan: MemoryPlan, free: int) -> None:
     raise NotEnoughMemoryError(message, memory_table(plan))
 
 
-def _check_longest(plan: MemoryPlan) -> None:
+def _check_longest(config: EngineConfig, plan: MemoryPlan) -> None:
     """Refuses a budget that cannot hold one sequence of `max_model_len`.
 
     Names the largest length that fits, or what leaves no room for a KV cache at all.
@@ -151,7 +151,10 @@ def _check_longest(plan: MemoryPlan) -> None:
         raise NotEnoughMemoryError(message, memory_table(plan))
     fits = f"set max_model_len={plan.num_tokens} or less, or " if plan.num_tokens > 1 else ""
     holds = f"the KV cache would hold {plan.num_tokens} tokens, less than one sequence of max_model_len="
-    raise NotEnoughMemoryError(f"{holds}{plan.max_model_len}: {fits}give it more memory", memory_table(plan))
+    grow = "raise gpu_memory_utilization, or free some memory"
+    if config.kv_cache_memory_bytes is not None:
+        grow = f"set kv_cache_memory_bytes={-(-plan.max_model_len // plan.block_size) * plan.bytes_per_block} or more"
+    raise NotEnoughMemoryError(f"{holds}{plan.max_model_len}: {fits}{grow}", memory_table(plan))
 
 
 def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, device: torch.device) -> KVCache:

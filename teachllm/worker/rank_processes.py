@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from teachllm.distributed.ring import RingEnd, RingWriter
 from teachllm.worker.answers import Kind, Listener
-from teachllm.worker.child import how_it_ended, start_child
+from teachllm.worker.child import how_it_ended, start_child, uninterrupted
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.worker_process import LENGTH, Start
 
@@ -77,14 +77,15 @@ class RankProcesses:
             try:
                 start = make(rank, end, answers_end)
                 listener = None if start.rendezvous is None else start.rendezvous[2]
-                process = start_child(
-                    "teachllm.worker.worker_process",
-                    pass_fds=[*end.descriptors, answers_end, *([] if listener is None else [listener])],
-                    environment={"OMP_NUM_THREADS": str(num_threads)},
-                )
+                with uninterrupted():
+                    process = start_child(
+                        "teachllm.worker.worker_process",
+                        pass_fds=[*end.descriptors, answers_end, *([] if listener is None else [listener])],
+                        environment={"OMP_NUM_THREADS": str(num_threads)},
+                    )
+                    lines.watch(rank, process)
             finally:
                 os.close(answers_end)
-            lines.watch(rank, process)
             data = json.dumps(start).encode()
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed

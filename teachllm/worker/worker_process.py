@@ -27,6 +27,7 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.distributed.group import CollectiveError
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.plan_codec import decode_plan, encode_output
 from teachllm.distributed.rendezvous import Rendezvous
@@ -109,7 +110,7 @@ class WorkerProcess:
         try:
             return self._worker.execute(plan)
         except Exception as error:
-            log.exception("a step failed")
+            _log("a step failed", error)
             self._has_failed = True
             return _Raised(error)
 
@@ -204,9 +205,15 @@ def _load(start: Start, config: EngineConfig, answers: Answers) -> Worker | None
     except BrokenPipeError:
         raise
     except Exception as error:
-        log.exception("loading failed")
+        _log("loading failed", error)
         answers.say(Kind.REFUSED, [one_line(error), True, None])
     return None
+
+
+def _log(what: str, error: Exception) -> None:
+    """With its traceback, unless the ranks could not exchange something: as a rule another one has ended, and the cause
+    is not here. What was to be exchanged is told, as every failure."""
+    log.log(logging.DEBUG if isinstance(error, CollectiveError) else logging.ERROR, what, exc_info=error)
 
 
 def _read_start() -> bytes:

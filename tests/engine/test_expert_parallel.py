@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from teachllm.engine.fork import fork_config
 from teachllm.trace.reader import Trace, read_trace
 from teachllm.worker.errors import EngineDeadError
 from tests.engine.reference import reference
+from tests.processes import descendants, is_gone
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny, tokens
 
@@ -38,23 +38,6 @@ WAYS: dict[str, dict[str, Any]] = {
 TOP_K, NUM_EXPERTS = {"qwen3_moe": 3, "mixtral": 2}, {"qwen3_moe": 8, "mixtral": 5}
 
 
-def descendants(pid: int) -> set[int]:
-    """Processes that one has started, and those that these have."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError):  # it has just ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found |= {int(child)} | descendants(int(child))
-    return found
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def cores_of(engine: Engine) -> list[int]:
     """The pids of the replicas' processes."""
     core = engine._core
@@ -65,6 +48,21 @@ def cores_of(engine: Engine) -> list[int]:
 def cpu_seconds(pids: set[int]) -> float:
     ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids]
     return sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def loads(trace: Trace, top_k: int) -> list[list[int]]:
+    """By layer that has experts and by expert: the tokens that it got in all steps, each of which has counted all."""
+    found: list[list[list[int]]] = [step["expert_load"] for step in trace.steps]
+    for step, layers in zip(trace.steps, found, strict=True):
+        num_tokens = sum(share["num_tokens"] for share in step["scheduled"])
+        assert {sum(layer) for layer in layers} == {num_tokens * top_k}
+    return [[sum(counts) for counts in zip(*layer, strict=True)] for layer in zip(*found, strict=True)]
+
+
+def loads_of_all(traces: list[Trace], top_k: int) -> list[list[int]]:
+    """As `loads`, of all replicas."""
+    each = [loads(trace, top_k) for trace in traces]
+    return [[sum(counts) for counts in zip(*layer, strict=True)] for layer in zip(*each, strict=True)]
 
 
 def finish(engine: Engine) -> None:
@@ -142,22 +140,15 @@ def test_one_whose_requests_ended_serves_those_that_came_later_elsewhere(
 
 
 def test_traces_tell_the_load_of_each_expert_which_is_that_of_one_process(tmp_path: Path) -> None:
-    def loads(trace: Trace) -> list[list[int]]:
-        """By layer and expert, of all steps."""
-        found = [step["expert_load"] for step in trace.steps]
-        for step in trace.steps:
-            num_tokens = sum(share["num_tokens"] for share in step["scheduled"])
-            assert [sum(layer) for layer in step["expert_load"]] == [num_tokens * TOP_K["qwen3_moe"]] * 2
-        return [[sum(step[layer][e] for step in found) for e in range(NUM_EXPERTS["qwen3_moe"])] for layer in range(2)]
-
     alone, ways = tmp_path / "alone.jsonl", {"pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2}}
     _alone("qwen3_moe", PROMPTS, trace_path=str(alone))
-    expected = loads(read_trace(alone))
+    expected = loads(read_trace(alone), TOP_K["qwen3_moe"])
+    assert [len(layer) for layer in expected] == [NUM_EXPERTS["qwen3_moe"]] * 2
     assert all(max(layer) > min(layer) for layer in expected)
     for name, way in ways.items():
         _alone("qwen3_moe", PROMPTS, trace_path=str(tmp_path / f"{name}.jsonl"), **SHARED, **way)
-        parts = [loads(read_trace(tmp_path / f"{name}-{replica}.jsonl")) for replica in range(2)]
-        assert [[a + b for a, b in zip(*layers, strict=True)] for layers in zip(*parts, strict=True)] == expected
+        traces = [read_trace(tmp_path / f"{name}-{replica}.jsonl") for replica in range(2)]
+        assert loads_of_all(traces, TOP_K["qwen3_moe"]) == expected
 
 
 def test_a_trace_of_one_replica_is_forked_as_an_engine_with_all_experts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -18,11 +17,13 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
+from tests.processes import descendants, is_gone, named_memory
 from tests.server.client import DONE, Violation, check_error, connect, events, hold
 from tests.server.door import PATIENCE
 from tests.server.process import engine_processes, started
 
-SECONDS_TO_END = 10.0  # for streams, and then for the processes
+SECONDS_OF_STREAMS = 5.0  # from the kill to the end of the last one, with an error
+SECONDS_TO_END = 10.0  # for the processes, after that
 _SETTINGS = ("--max-model-len", "2048", "--max-num-seqs", "12", "--num-gpu-blocks-override", "512")
 _ENDLESS: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True}
 Victims: TypeAlias = Callable[[int], list[int]]
@@ -58,7 +59,8 @@ def kill_once(
     """
     with tempfile.TemporaryDirectory() as folder, started(*_SETTINGS, *settings, TMPDIR=folder) as process:
         process.event("ready")
-        family = _descendants(process.child.pid)
+        family = descendants(process.child.pid)
+        memory = named_memory([process.child.pid, *family])
         try:
             pids = victims(process.child.pid)
             seconds, killed_at, health = asyncio.run(_watch(process.url, pids, rng, num_streams))
@@ -70,17 +72,27 @@ def kill_once(
         hold(code != 0, "the server's exit code is 0")
         _wait_until_gone([process.child.pid, *family])
         left = [path.name for path in Path(folder).iterdir()]
-        hold(not left, f"temporary files stay: {left}")
+        left += [path.name for path in memory if path.exists()]
+        hold(not left, f"temporary files, or memory with a name, stay: {left}")
         hold(not process.other, f"beside the log, the server wrote {process.other}")
         died = process.event("the engine died")
         hold(bool(died["error"]), "the log does not say why the engine died")
         return Death(seconds, ended_after, health, code)
 
 
-def last_rank(pid: int) -> list[int]:
-    """Of a server whose engine has ranks in processes of their own, the one that was started last."""
-    [engine] = engine_processes(pid)
-    return engine_processes(engine)[-1:]
+def rank_of_server(rank: int) -> Victims:
+    """Of a server whose engine has ranks in processes of their own, one of these."""
+
+    def victims(pid: int) -> list[int]:
+        [engine] = engine_processes(pid)
+        return [engine_processes(engine)[rank]]
+
+    return victims
+
+
+def replica_of_server(replica: int) -> Victims:
+    """Of a server that has replicas of its engine, one of these."""
+    return lambda pid: [engine_processes(pid)[replica]]
 
 
 def kill_the_server(settings: Sequence[str]) -> None:
@@ -91,7 +103,7 @@ def kill_the_server(settings: Sequence[str]) -> None:
     """
     with started(*_SETTINGS, *settings) as process:
         process.event("ready")
-        family = _descendants(process.child.pid)
+        family = descendants(process.child.pid)
         process.child.kill()
         _wait_until_gone(family)
         hold(len(family) > 1, f"the server had no processes but {family}")
@@ -110,8 +122,8 @@ async def _watch(url: str, pids: list[int], rng: Random, num_streams: int) -> tu
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         killed_at = time.monotonic()
-        _, open_ones = await asyncio.wait(tasks, timeout=SECONDS_TO_END)
-        hold(not open_ones, f"{len(open_ones)} of {len(tasks)} requests are open {SECONDS_TO_END} seconds after")
+        _, open_ones = await asyncio.wait(tasks, timeout=SECONDS_OF_STREAMS)
+        hold(not open_ones, f"{len(open_ones)} of {len(tasks)} requests are open {SECONDS_OF_STREAMS} seconds after")
         seconds = time.monotonic() - killed_at
         for task in tasks:
             task.result()
@@ -169,24 +181,9 @@ async def _health(session: aiohttp.ClientSession) -> int | None:
         return None
 
 
-def _descendants(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *_descendants(child)]
-    return found
-
-
 def _wait_until_gone(pids: list[int]) -> None:
-    """Raises Violation if one is left after a while. One that has ended, and that nobody has asked about, is gone."""
+    """Raises Violation if one is left after a while."""
     deadline = time.monotonic() + SECONDS_TO_END
-    while left := [pid for pid in pids if _is_running(pid)]:
+    while left := [pid for pid in pids if not is_gone(pid)]:
         hold(time.monotonic() < deadline, f"processes {left} stay behind")
         time.sleep(0.02)
-
-
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in ("Z", "X")
-    return False

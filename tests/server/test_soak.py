@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.server.kill import kill_once, kill_the_server, last_rank
+from tests.server.kill import Victims, kill_once, kill_the_server, rank_of_server, replica_of_server
 from tests.server.soak import check_memory, soak
 
 
@@ -29,9 +29,17 @@ def test_a_killed_engine_process_ends_every_request_with_an_error_and_the_server
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["--tensor-parallel-size", "--pipeline-parallel-size"])
-def test_a_killed_rank_ends_every_request_within_five_seconds(ranks: str) -> None:
-    death = kill_once(Random(2), settings=(ranks, "2", "--device", "cpu"), victims=last_rank)
+@pytest.mark.parametrize(
+    ("settings", "victims"),
+    [
+        ("--tensor-parallel-size", rank_of_server(1)),
+        ("--pipeline-parallel-size", rank_of_server(0)),
+        ("--data-parallel-size", replica_of_server(1)),
+    ],
+)
+def test_a_killed_rank_or_replica_ends_every_request_within_five_seconds(settings: str, victims: Victims) -> None:
+    """deaths.py does it twenty times in a row."""
+    death = kill_once(Random(2), settings=(settings, "2", "--device", "cpu"), victims=victims)
     assert death.exit_code == 1 and death.seconds_of_streams < 5
 
 

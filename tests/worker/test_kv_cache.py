@@ -133,7 +133,7 @@ def test_the_length_that_the_message_names_fits_also_when_the_machine_is_the_lim
     whole = plan_memory(config, model, CPU)
     free = whole.weights + whole.activations + 3 * whole.bytes_per_block + 5
     monkeypatch.setattr(kv_cache, "_free_ram", lambda: free)
-    with pytest.raises(ValueError, match="set max_model_len=48 or less"):
+    with pytest.raises(ValueError, match="set max_model_len=48 or less, or raise gpu_memory_utilization, or free"):
         plan(gpu_memory_utilization=1.0)
     assert plan(gpu_memory_utilization=1.0, max_model_len=48).num_tokens == 48
 
@@ -141,7 +141,11 @@ def test_the_length_that_the_message_names_fits_also_when_the_machine_is_the_lim
 def test_memory_that_holds_no_block_at_all_names_no_length() -> None:
     with pytest.raises(ValueError, match="would hold 0 tokens") as refused:
         plan(kv_cache_memory_bytes=100)
-    assert "set max_model_len" not in str(refused.value) and "give it more memory" in str(refused.value)
+    assert "set max_model_len" not in str(refused.value)
+    [fits] = re.findall(r"set kv_cache_memory_bytes=(\d+) or more", str(refused.value))
+    assert plan(kv_cache_memory_bytes=int(fits)).num_tokens == 96
+    with pytest.raises(ValueError, match="would hold 80 tokens"):
+        plan(kv_cache_memory_bytes=int(fits) - 1)
 
 
 def test_weights_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import logging
 import os
+import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -20,17 +22,22 @@ import torch
 
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
+from teachllm.distributed.group import CollectiveError
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.engine import Engine
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.step_times import Prior
+from teachllm.worker import worker_process
+from teachllm.worker.answers import Kind
 from teachllm.worker.child import start_child
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.executor import Executor
 from teachllm.worker.multiprocess import MultiprocessExecutor, RemoteStep, devices_of
 from teachllm.worker.worker_process import prior_of, table_of
+from tests.processes import children, is_gone, num_rings
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.kill import kill_a_rank, program
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -48,7 +55,8 @@ def pids_of(executor: MultiprocessExecutor) -> list[int]:
     return [process.pid for process in executor._ranks.processes]
 
 
-def is_gone(pid: int) -> bool:
+def is_collected(pid: int) -> bool:
+    """Gone, and whoever started it has asked how it ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -224,19 +232,23 @@ def test_an_engine_that_nobody_closes_leaves_no_process() -> None:
     pids = pids_of(executor_of(engine))
     del engine
     gc.collect()
-    assert all(map(is_gone, pids)) and num_descriptors() == before
+    assert all(map(is_collected, pids)) and num_descriptors() == before
 
 
-def test_drafts_found_on_the_host_are_verified_elsewhere() -> None:
+@pytest.mark.parametrize("ranks", [MP, {"pipeline_parallel_size": 2}], ids=["one rank", "two stages"])
+def test_drafts_found_on_the_host_are_verified_elsewhere(ranks: dict[str, Any]) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     prompt = random_ids(6) * 5
     found = []
-    for settings in ({}, MP | {"speculative_config": speculation}):
+    for settings in ({}, ranks | {"speculative_config": speculation}):
         with closing(make_engine(**settings)) as engine:
-            output = engine.add_request("a", prompt, GREEDY)
+            engine.count()
+            output = engine.add_request("a", prompt, LONG)
             drain(engine)
             found.append(tokens(output))
+            stats = engine.stats()
     assert found[0] == found[1]
+    assert stats is not None and stats.num_draft_tokens > 0
 
 
 def test_progress_is_told_and_closing_leaves_nothing_behind() -> None:
@@ -277,6 +289,15 @@ class _Disagreeing(MultiprocessExecutor):
         return replace(super()._config_of(rank), block_size=16 * (1 + rank))
 
 
+class _Older(MultiprocessExecutor):
+    """Rank 1 says that it has another PyTorch."""
+
+    def _take(self, rank: int, kind: Kind, number: int, content: bytes) -> None:
+        if kind is Kind.FACTS and rank == 1:
+            content = json.dumps(json.loads(content) | {"torch": "1.0"}).encode()
+        super()._take(rank, kind, number, content)
+
+
 class _Watched(MultiprocessExecutor):
     """Does something as soon as all processes are started."""
 
@@ -302,6 +323,24 @@ def test_what_was_started_is_ended_if_another_cannot_be(monkeypatch: pytest.Monk
     assert started[0].returncode == -signal.SIGKILL and num_descriptors() == before
 
 
+def test_ctrl_c_while_a_process_is_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, started = num_descriptors(), list[subprocess.Popen[bytes]]()
+
+    def start(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(start_child(*arguments, **more))
+        signal.raise_signal(signal.SIGINT)  # it runs, and nobody has been told of it yet
+        return started[-1]
+
+    monkeypatch.setattr("teachllm.worker.rank_processes.start_child", start)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in background, it is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            MultiprocessExecutor(resolved(**TWO))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert [process.returncode for process in started] == [-signal.SIGKILL] and num_descriptors() == before
+
+
 def test_ranks_are_ended_if_the_core_around_them_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     before = num_descriptors()
     monkeypatch.setattr("teachllm.engine.make_core.hash_root", lambda *_: 1 / 0)
@@ -316,11 +355,21 @@ def test_settings_may_be_paths() -> None:
         assert engine.config.model == settings["model"]
 
 
-def test_ranks_that_disagree_are_ended_and_what_differs_is_named() -> None:
-    before = num_descriptors()
-    with pytest.raises(ValueError, match="disagree about block_size: 16 at rank 0; 32 at rank 1"):
-        _Disagreeing(resolved(**TWO))
-    assert num_descriptors() == before
+@pytest.mark.parametrize(
+    ("executor", "says"),
+    [
+        (_Disagreeing, "block_size: 16 at rank 0; 32 at rank 1: start all ranks with the same settings"),
+        (_Older, f"torch: '{torch.__version__}' at rank 0; '1.0' at rank 1: install the same everywhere"),
+    ],
+    ids=["settings", "versions"],
+)
+def test_ranks_that_disagree_are_ended_and_what_differs_is_named(
+    executor: type[MultiprocessExecutor], says: str
+) -> None:
+    before = num_descriptors(), children(os.getpid())
+    with pytest.raises(ValueError, match=f"^the ranks disagree about {re.escape(says)}$"):
+        executor(resolved(**TWO))
+    assert (num_descriptors(), children(os.getpid())) == before
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.7])
@@ -337,7 +386,7 @@ def test_a_rank_that_is_killed_while_it_loads_is_named(seconds: float) -> None:
     with pytest.raises(EngineDeadError, match="rank 1 has ended with SIGKILL"):
         _Watched(resolved(**TWO))
     assert time.monotonic() - began < 5 + seconds
-    assert all(map(is_gone, pids)) and num_descriptors() == before
+    assert all(map(is_collected, pids)) and num_descriptors() == before
 
 
 def test_a_rank_that_is_killed_while_idle_ends_the_others_and_every_later_request() -> None:
@@ -345,16 +394,30 @@ def test_a_rank_that_is_killed_while_idle_ends_the_others_and_every_later_reques
         run(engine, [GREEDY])
         executor = executor_of(engine)
         executor._ranks.processes[0].terminate()
-        wait_for(lambda: all(map(is_gone, pids_of(executor))), 5)
+        wait_for(lambda: all(map(is_collected, pids_of(executor))), 5)
         engine.add_request("b", random_ids(5), GREEDY)
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="rank 0 has ended with SIGTERM"):
                 engine.step()
 
 
+def test_a_rank_shows_where_it_failed_but_not_where_it_waited_for_one_that_has_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        worker_process._log("a step failed", CollectiveError("rank 0: all_reduce failed: closed by peer"))
+        assert caplog.text == ""
+        try:
+            raise KeyError("nobody")
+        except KeyError as error:
+            worker_process._log("a step failed", error)
+    assert "a step failed" in caplog.text and "Traceback" in caplog.text and "KeyError: 'nobody'" in caplog.text
+
+
 def kill_in_a_batch(rank: int, num_steps: int, **settings: Any) -> None:
-    before = num_descriptors()
+    before, rings = num_descriptors(), num_rings(os.getpid())
     llm = LLM(**tiny(**settings))
+    assert num_rings(os.getpid()) == rings + 1
     executor = executor_of(llm.engine)
     pids, inner, executed = pids_of(executor), executor.execute, 0
     killed: list[float] = []
@@ -376,50 +439,22 @@ def kill_in_a_batch(rank: int, num_steps: int, **settings: Any) -> None:
         llm.generate(prompts, LONG, use_tqdm=False)
     llm.close()
     assert time.monotonic() - killed[0] < 5
-    assert all(map(is_gone, pids)) and num_descriptors() == before
+    assert all(map(is_collected, pids)) and num_descriptors() == before and num_rings(os.getpid()) == rings
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_in_a_batch_ends_it_with_an_error(rank: int) -> None:
-    kill_in_a_batch(rank, 7, **TWO)
-
-
-_BATCH = """
-import sys
-from teachllm import LLM, SamplingParams
-llm = LLM(**{settings!r})
-print(*[process.pid for process in llm.engine.core.executor._ranks.processes], flush=True)
-step, num_steps = llm.engine.step, 0
-def counted():
-    global num_steps
-    num_steps += 1
-    print(num_steps, flush=True)
-    return step()
-llm.engine.step = counted
-prompts = [{"prompt_token_ids": list(range(1, 10 + i))} for i in range(6)]
-llm.generate(prompts, SamplingParams(max_tokens=80, ignore_eos=True), use_tqdm=False)
-"""
+@pytest.mark.parametrize(("rank", "ranks"), [(0, TWO), (1, TWO), (0, {"pipeline_parallel_size": 2})], ids=str)
+def test_a_rank_that_is_killed_in_a_batch_ends_it_with_an_error(rank: int, ranks: dict[str, Any]) -> None:
+    kill_in_a_batch(rank, 7, **ranks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", range(20))
-def test_a_program_ends_when_a_rank_is_killed_in_a_batch_again_and_again(turn: int, tmp_path: Path) -> None:
-    """The error within five seconds, an exit code, and nothing left: no process, no memory with a name, no file."""
-    shared = sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else []
-    settings = (TWO, {"pipeline_parallel_size": 2})[turn % 2]
-    with _program(_BATCH, tiny(**settings), TMPDIR=str(tmp_path)) as program:
-        assert program.stdout is not None and program.stderr is not None
-        pids = list(map(int, program.stdout.readline().split()))
-        assert len(pids) == 2
-        while program.stdout.readline() != f"{2 + 3 * turn}\n":
-            assert program.poll() is None
-        os.kill(pids[turn // 2 % 2], signal.SIGKILL)
-        killed = time.monotonic()
-        said = program.stderr.read()
-        assert program.wait(5) == 1 and time.monotonic() - killed < 5
-        assert said.endswith(f"EngineDeadError: the process of rank {turn // 2 % 2} has ended with SIGKILL\n")
-    assert all(map(is_gone, pids)) and list(tmp_path.iterdir()) == []
-    assert shared == (sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else [])
+@pytest.mark.parametrize(("rank", "num_steps"), [(0, 2), (1, 33)])
+@pytest.mark.parametrize("ranks", [TWO, {"pipeline_parallel_size": 2}], ids=["tp=2", "pp=2"])
+def test_a_program_ends_with_the_reason_when_a_rank_is_killed_in_a_batch(
+    ranks: dict[str, Any], rank: int, num_steps: int
+) -> None:
+    """tests/server/deaths.py does it twenty times in a row."""
+    assert kill_a_rank(rank, num_steps, **ranks).of_requests < 5
 
 
 _PARENT = """
@@ -434,30 +469,13 @@ while True:
 """
 
 
-def _program(code: str, settings: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-c", code.replace("{settings!r}", repr(settings))],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_ranks_end_when_their_parent_is_killed() -> None:
-    with _program(_PARENT, tiny(**TWO)) as parent:
+    with program(_PARENT, tiny(**TWO)) as parent:
         assert parent.stdout is not None
         pids = list(map(int, parent.stdout.readline().split()))
         assert len(pids) == 2 and not any(map(is_gone, pids))
         parent.kill()
-    wait_for(lambda: all(_has_ended(pid) for pid in pids), 5)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whoever inherits it may be slow to collect it."""
-    state = Path(f"/proc/{pid}/stat")
-    return is_gone(pid) or (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+    wait_for(lambda: all(map(is_gone, pids)), 5)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
@@ -481,13 +499,9 @@ def test_a_server_s_engine_ends_with_the_reason_when_a_rank_is_killed(busy: bool
 
     with closing(AsyncLLM.start(EngineConfig(**tiny(**MP)), on_end=ended.append)) as llm:
         core = llm._engine._core._links[0].process  # type: ignore[attr-defined]
-        [worker] = [child for thread in os.listdir(f"/proc/{core.pid}/task") for child in _children(core.pid, thread)]
+        [worker] = children(core.pid)
         asyncio.run(main(llm, worker))
     assert core.returncode == 1
-
-
-def _children(pid: int, thread: str) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
 
 
 def test_each_rank_has_a_gpu_of_its_own_from_the_named_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
