@@ -86,8 +86,11 @@ class EngineConfig:
         data_parallel_size: replicas of the engine, each with its own requests.
         enable_expert_parallel: a mixture's experts are spread over the ranks whole, those of all replicas, instead of
             each being split, and held by every replica.
-        distributed_executor_backend: who starts the ranks of an engine: "mp", processes of this machine; None is that
-            where there is more than one rank.
+        distributed_executor_backend: who starts the ranks of an engine: "mp", this project; None is that where there is
+            more than one rank.
+        nnodes: machines that have the ranks, each as many. On all but this one a user runs `teachllm worker --join`.
+        master_addr: this machine's address, at which the others reach it.
+        master_port: where they join; 0 is any that is free.
 
     Speculation:
         speculative_config: who drafts tokens ahead, and how many, as a JSON object: {"method": "ngram"}, {"method":
@@ -137,6 +140,9 @@ class EngineConfig:
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
+    nnodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
 
     speculative_config: SpeculativeConfig | None = None
 
@@ -151,13 +157,15 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")
         at_least_one = ("max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
-        for name in (*at_least_one, *PARALLEL_SIZES, "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        for name in (*at_least_one, *PARALLEL_SIZES, "nnodes", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         for name in ("long_prefill_token_threshold", "max_logprobs"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more")
+        if not 0 <= self.master_port < 1 << 16:
+            raise ValueError(f"master_port={self.master_port}: must be in 0..65535")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
         if not self.enable_kv_cache and self.enable_prefix_caching:
@@ -192,7 +200,21 @@ class EngineConfig:
                 raise ValueError(
                     "speculative_config needs cached tokens to verify drafts: leave it out, or set enable_kv_cache=True"
                 )
+        self._check_machines()
         self._check_lengths()
+
+    def _check_machines(self) -> None:
+        if self.num_ranks % self.nnodes:
+            raise ValueError(
+                f"nnodes={self.nnodes} machines cannot have as many ranks each: tensor_parallel_size="
+                f"{self.tensor_parallel_size} x pipeline_parallel_size={self.pipeline_parallel_size} are "
+                f"{self.num_ranks}; set nnodes to a divisor of that"
+            )
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ValueError(
+                f"nnodes={self.nnodes} machines share one engine's ranks, and data_parallel_size="
+                f"{self.data_parallel_size} are several engines: set one of the two to 1"
+            )
 
     def _check_lengths(self) -> None:
         """The rules between lengths; those that are still None are looked at again by `resolve`."""
@@ -225,6 +247,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that compute for one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Of them on each machine."""
+        return self.num_ranks // self.nnodes
 
     @property
     def shares_experts(self) -> bool:

@@ -27,7 +27,9 @@ from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.child import start_child
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.executor import Executor
-from teachllm.worker.multiprocess import MultiprocessExecutor, RemoteStep, devices_of
+from teachllm.worker.multiprocess import MultiprocessExecutor, RemoteStep
+from teachllm.worker.rank_lines import Work
+from teachllm.worker.rank_processes import RankProcesses, devices_of
 from teachllm.worker.worker_process import prior_of, table_of
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
@@ -270,11 +272,11 @@ def test_what_a_rank_refuses_is_refused_in_the_words_of_one_process() -> None:
     assert num_descriptors() == before
 
 
-class _Disagreeing(MultiprocessExecutor):
+class _Disagreeing(RankProcesses):
     """Rank 1 is started with other settings."""
 
-    def _config_of(self, rank: int) -> EngineConfig:
-        return replace(super()._config_of(rank), block_size=16 * (1 + rank))
+    def _config_of(self, rank: int, work: Work, device: str) -> EngineConfig:
+        return replace(super()._config_of(rank, work, device), block_size=16 * (1 + rank))
 
 
 class _Watched(MultiprocessExecutor):
@@ -316,10 +318,11 @@ def test_settings_may_be_paths() -> None:
         assert engine.config.model == settings["model"]
 
 
-def test_ranks_that_disagree_are_ended_and_what_differs_is_named() -> None:
+def test_ranks_that_disagree_are_ended_and_what_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teachllm.worker.multiprocess.RankProcesses", _Disagreeing)
     before = num_descriptors()
     with pytest.raises(ValueError, match="disagree about block_size: 16 at rank 0; 32 at rank 1"):
-        _Disagreeing(resolved(**TWO))
+        MultiprocessExecutor(resolved(**TWO))
     assert num_descriptors() == before
 
 
@@ -492,13 +495,13 @@ def _children(pid: int, thread: str) -> list[int]:
 
 def test_each_rank_has_a_gpu_of_its_own_from_the_named_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert devices_of(EngineConfig(device="cuda", **TWO)) == ["cuda:0", "cuda:1"]
-    assert devices_of(EngineConfig(device="cuda:2", **TWO)) == ["cuda:2", "cuda:3"]
-    assert devices_of(EngineConfig(device="cpu", **TWO)) == ["cpu", "cpu"]
+    assert devices_of(EngineConfig(device="cuda", **TWO), 2) == ["cuda:0", "cuda:1"]
+    assert devices_of(EngineConfig(device="cuda:2", **TWO), 2) == ["cuda:2", "cuda:3"]
+    assert devices_of(EngineConfig(device="cpu", **TWO), 2) == ["cpu", "cpu"]
     with pytest.raises(
         ValueError, match=r"need 2 GPUs from cuda:3 on, and this machine has 4 .* tensor_parallel_size$"
     ):
-        devices_of(EngineConfig(device="cuda:3", **TWO))
+        devices_of(EngineConfig(device="cuda:3", **TWO), 2)
 
 
 def test_what_was_timed_crosses_as_a_table() -> None:

@@ -1,0 +1,302 @@
+"""Ranks on several machines, which here are process trees on one: the same tokens, who may join, every way to end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teachllm import EngineConfig, SamplingParams
+from teachllm.distributed.rendezvous import keep_store
+from teachllm.engine.engine import Engine
+from teachllm.worker.agreement import versions
+from teachllm.worker.errors import EngineDeadError
+from teachllm.worker.host import join
+from teachllm.worker.host_plan import HostPlan
+from teachllm.worker.rank_hosts import RankHosts
+from teachllm.worker.rank_lines import Work
+from tests.waiting import wait_for
+from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+NAME = socket.gethostname()
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def machine(port: int, *arguments: str, secret: str = "sesame") -> Iterator[subprocess.Popen[str]]:
+    """As a user starts it."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    command = [sys.executable, "-m", "teachllm_cli", "worker", "--join", f"tcp://127.0.0.1:{port}", *arguments]
+    environment = os.environ | {"PYTHONPATH": path, "TEACHLLM_SECRET": secret}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def processes_under(pid: int) -> list[int]:
+    """Those that it has started."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def has_ended(pid: int) -> bool:
+    """Whoever inherits it may be slow to collect it."""
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def run(engine: Engine) -> list[list[list[int]]]:
+    outputs = [engine.add_request(str(i), random_ids(9 + 8 * i, seed=i), GREEDY) for i in range(3)]
+    drain(engine)
+    return [tokens(output) for output in outputs]
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHLLM_SECRET", "sesame")
+
+
+def two_machines(port: int, **settings: Any) -> Engine:
+    return make_engine(nnodes=2, master_port=port, **settings)
+
+
+def test_two_machines_give_what_one_process_gives_and_end_with_the_engine() -> None:
+    keep_store("127.0.0.1", 1.0)  # what PyTorch opens with the first one it keeps open
+    expected, port, before = run(make_engine()), free_port(), len(os.listdir("/dev/fd"))
+    with machine(port) as there:
+        with closing(two_machines(port, pipeline_parallel_size=2)) as engine:
+            assert run(engine) == expected  # which the other machine says
+        assert there.wait(5) == 0 and there.stderr is not None
+        assert there.stderr.read().splitlines() == [f"joining the engine at tcp://127.0.0.1:{port}", "ranks here: 1"]
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@needs_proc
+@pytest.mark.parametrize("whose", ["there", "here"])
+def test_a_rank_that_is_killed_ends_all_on_both_machines_within_seconds(whose: str) -> None:
+    port = free_port()
+    with machine(port) as there, closing(two_machines(port, tensor_parallel_size=2)) as engine:
+        engine.add_request("a", random_ids(9), LONG)
+        for _ in range(5):
+            engine.step()
+        [rank], [own] = processes_under(there.pid), engine.core.executor._ranks._local.processes  # type: ignore[attr-defined]
+        killed = time.monotonic()
+        if whose == "there":
+            os.kill(rank, signal.SIGKILL)
+            why = f"on {NAME} the process of rank 1 has ended with SIGKILL"
+            with pytest.raises(EngineDeadError, match=f"^{why}$"):
+                drain(engine)
+        else:  # nobody steps
+            own.kill()
+            why = "the process of rank 0 has ended with SIGKILL"
+        assert there.wait(5) == 1 and there.stderr is not None
+        wait_for(lambda: has_ended(rank) and has_ended(own.pid), 5)
+        assert time.monotonic() - killed < 5
+        assert there.stderr.read().endswith(f"error: {why.removeprefix(f'on {NAME} ')}\n")
+        with pytest.raises(EngineDeadError, match=f"^{why}$"):
+            engine.step()
+
+
+_PARENT = """
+from teachllm.engine.engine import Engine
+from teachllm.config import EngineConfig
+engine = Engine(EngineConfig(**{settings!r}))
+print("ready", flush=True)
+engine.add_request("a", [1, 2, 3])
+while True:
+    engine.step()
+"""
+
+
+@needs_proc
+def test_a_machine_ends_when_the_engine_is_killed() -> None:
+    port = free_port()
+    settings = tiny(tensor_parallel_size=2, nnodes=2, master_port=port)
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    command = [sys.executable, "-c", _PARENT.replace("{settings!r}", repr(settings))]
+    with machine(port) as there:
+        with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE) as engine:
+            assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
+            pids = [*processes_under(engine.pid), *processes_under(there.pid)]
+            assert len(pids) == 2
+            engine.kill()
+        assert there.wait(5) == 1 and there.stderr is not None
+        assert there.stderr.read().endswith(f"error: the engine at tcp://127.0.0.1:{port} has gone\n")
+    wait_for(lambda: all(map(has_ended, pids)), 5)
+
+
+# -- who may join, and who goes: no rank is needed for that ------------------------------------------------
+
+
+class Joining(threading.Thread):
+    """A machine in a thread, and what came of it."""
+
+    def __init__(self, address: str, secret: str = "sesame", place: int | None = None) -> None:
+        super().__init__(daemon=True)
+        self._join = lambda: join(address, secret, place=place)
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._join()
+        except BaseException as error:
+            self.error = error
+
+
+def plan(machines: list[Any], start: Callable[[str], Any], *others: Callable[[str], Any], count: int = 1) -> HostPlan:
+    """Of a rank on each other machine; who listens has these start."""
+
+    def invite(address: str, _: object) -> None:
+        for each in (start, *others):
+            machines.append(each(address))
+            if isinstance(machines[-1], Joining):
+                machines[-1].join(0.5)
+
+    elsewhere = [[rank] for rank in range(1, count + 1)]
+    return HostPlan([], elsewhere, "127.0.0.1", 0, "sesame", invite, "run it at {address}")
+
+
+WORK = Work(EngineConfig(device="cpu", tensor_parallel_size=2, nnodes=2))
+_SILENT = """
+import sys, time, zmq
+from teachllm.worker.host_messages import Hello, encode
+from teachllm.worker.host_socket import connect
+line = connect(zmq.Context(), sys.argv[1], "sesame")
+line.send(encode(Hello("silent", {versions!r})))
+time.sleep(60)
+"""
+
+
+def silent(address: str) -> subprocess.Popen[bytes]:
+    """A machine that joins and does nothing."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    code = _SILENT.replace("{versions!r}", repr(versions()))
+    return subprocess.Popen([sys.executable, "-c", code, address], env=os.environ | {"PYTHONPATH": path})
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_machine_that_no_longer_answers_is_noticed_within_seconds_by_whoever_waits(number: signal.Signals) -> None:
+    machines = list[subprocess.Popen[bytes]]()
+    with closing(RankHosts(plan(machines, silent))) as hosts:
+        try:
+            hosts.start(WORK)
+            began = time.monotonic()
+            machines[0].send_signal(number)
+            assert select.select([hosts.sentinel], [], [], 10)[0]  # nobody reads or writes
+            with pytest.raises(EngineDeadError, match=r"^silent with rank 1 has gone$"):
+                hosts.receive()
+            assert time.monotonic() - began < 5
+        finally:
+            machines[0].kill()
+            machines[0].wait()
+
+
+def test_who_does_not_know_the_secret_is_refused_and_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 1.0)
+    machines = list[Joining]()
+    with (
+        closing(RankHosts(plan(machines, lambda address: Joining(address, "open")))) as hosts,
+        pytest.raises(
+            TimeoutError,
+            match=r"^1 of 1 machines did not join within 1 s, which should have rank 1: run it at tcp://127.0.0.1:\d+$",
+        ),
+    ):
+        hosts.start(WORK)
+    machines[0].join(5)
+    assert isinstance(machines[0].error, ValueError)
+    assert "another secret: set TEACHLLM_SECRET to the engine's" in str(machines[0].error)
+    assert "somebody who wanted to join has been refused" in caplog.text
+
+
+def test_a_machine_with_another_version_is_named_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teachllm.worker.host.versions", lambda: versions() | {"torch": "1.0"})
+    machines = list[Joining]()
+    said = rf"{NAME}: the ranks disagree about torch: '.*' at the engine; '1.0' at rank 1: install the same everywhere$"
+    with closing(RankHosts(plan(machines, Joining))) as hosts, pytest.raises(ValueError, match=f"^{said}"):
+        hosts.start(WORK)
+    machines[0].join(5)
+    assert isinstance(machines[0].error, ValueError)
+    assert str(machines[0].error).endswith("at rank 1: install the same everywhere")
+
+
+def test_a_place_that_is_taken_or_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 1.0)
+    machines = list[Joining]()
+    places = [partial(Joining, place=place) for place in (2, 2, 7)]
+    missing = pytest.raises(TimeoutError, match=r"^1 of 2 machines .* which should have rank 1: ")
+    with closing(RankHosts(plan(machines, *places, count=2))) as hosts, missing:
+        hosts.start(WORK)
+    for each in machines:
+        each.join(5)
+    assert machines[0].error is None  # it was told to end
+    for each, place in zip(machines[1:], (2, 7), strict=True):
+        said = f"refuses this machine: node_rank={place} is not wanted: choose one of 1"
+        assert isinstance(each.error, ValueError) and str(each.error).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({"master_port": "taken"}, r"^master_port=\d+ is taken on 127.0.0.1: choose another, or 0 for a free one$"),
+        ({"master_addr": "192.0.2.1"}, r"^master_addr=192.0.2.1 is no address of this machine: "),
+        ({"master_addr": "0.0.0.0"}, r"^master_addr=0.0.0.0 is no address that others can reach: set it to"),
+    ],
+)
+def test_where_an_engine_cannot_listen_is_said_before_anything_starts(where: dict[str, Any], message: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = {name: listener.getsockname()[1] if value == "taken" else value for name, value in where.items()}
+        before = len(os.listdir("/dev/fd"))
+        with pytest.raises(ValueError, match=message):
+            make_engine(tensor_parallel_size=2, nnodes=2, **where)
+        assert len(os.listdir("/dev/fd")) == before
+
+
+def test_without_the_extra_both_ends_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("host_plan", "host_socket", "rank_hosts", "host_messages", "host"):
+        monkeypatch.delitem(sys.modules, f"teachllm.worker.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ImportError, match=r"^ranks on other machines need zmq: pip install 'teachllm\[serve\]'$"):
+        make_engine(tensor_parallel_size=2, nnodes=2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "said"),
+    [
+        ({}, ["tcp://127.0.0.1:1"], "TEACHLLM_SECRET is not set: the engine says what it is when it begins to wait"),
+        ({"TEACHLLM_SECRET": "x"}, ["here"], "'here' is no address of an engine"),
+    ],
+)
+def test_a_worker_that_cannot_join_says_why(
+    environment: dict[str, str], arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from teachllm_cli.app import app
+
+    monkeypatch.delenv("TEACHLLM_SECRET")
+    result = CliRunner().invoke(app, ["worker", "--join", *arguments], env=environment)
+    assert result.exit_code == 1 and said in result.stderr.replace("\n", " ")
