@@ -20,7 +20,7 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "static"),
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
-    "distributed_executor_backend": (None, "mp"),
+    "distributed_executor_backend": (None, "mp", "torchrun"),
 }
 _PATHS = ("model", "tokenizer", "trace_path")
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -86,8 +86,8 @@ class EngineConfig:
         data_parallel_size: replicas of the engine, each with its own requests.
         enable_expert_parallel: a mixture's experts are spread over the ranks whole, those of all replicas, instead of
             each being split, and held by every replica.
-        distributed_executor_backend: who starts the ranks of an engine: "mp", this project; None is that where there is
-            more than one rank.
+        distributed_executor_backend: who starts the ranks of an engine: "mp", this project; "torchrun", which runs this
+            command once for each. None is "mp" where there is more than one rank.
         nnodes: machines that have the ranks, each as many. On all but this one a user runs `teachllm worker --join`.
         master_addr: this machine's address, at which the others reach it.
         master_port: where they join; 0 is any that is free.
@@ -210,10 +210,14 @@ class EngineConfig:
                 f"{self.tensor_parallel_size} x pipeline_parallel_size={self.pipeline_parallel_size} are "
                 f"{self.num_ranks}; set nnodes to a divisor of that"
             )
-        if self.nnodes > 1 and self.data_parallel_size > 1:
+        backend = self.distributed_executor_backend
+        if self.nnodes > 1 and backend not in (None, "mp"):
+            raise ValueError(f"nnodes={self.nnodes} is for ranks that join, and {backend} starts all: leave nnodes out")
+        if self.data_parallel_size > 1 and (self.nnodes > 1 or backend not in (None, "mp")):
+            how = f"nnodes={self.nnodes}" if self.nnodes > 1 else f"distributed_executor_backend={backend}"
             raise ValueError(
-                f"nnodes={self.nnodes} machines share one engine's ranks, and data_parallel_size="
-                f"{self.data_parallel_size} are several engines: set one of the two to 1"
+                f"{how} is for the ranks of one engine, and data_parallel_size={self.data_parallel_size} are several "
+                "engines: set it to 1"
             )
 
     def _check_lengths(self) -> None:

@@ -60,8 +60,8 @@ FLOORS = {
     "teachllm.server": ("teachllm.server", *FROM_ABOVE),
     "teachllm_kernels": ("teachllm_kernels",),
     "teachllm_cli": (
-        *("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making", "teachllm.worker.host"),
-        *FROM_ABOVE,
+        *("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making"),
+        *("teachllm.worker.host", "teachllm.worker.torchrun", *FROM_ABOVE),
     ),
     "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),
 }

@@ -17,9 +17,6 @@ def worker(
         int | None,
         typer.Option(min=1, help="Which of the engine's machines this one is, itself being 0; any that is missing."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Of the first rank here: cpu, cuda, cuda:1, ...; by itself what the engine has.")
-    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Have ranks of an engine on another machine, which waits for --nnodes of them.
@@ -40,6 +37,5 @@ def worker(
             address,
             secret,
             place=node_rank,
-            device=device,
             joined=lambda ranks: notes().print(f"ranks here: {', '.join(map(str, ranks))}", style="dim", markup=False),
         )

@@ -44,7 +44,7 @@ def join(
     secret: str,
     *,
     place: int | None = None,
-    device: str | None = None,
+    first_gpu: int = 0,
     joined: Callable[[Sequence[int]], None] = lambda ranks: None,
 ) -> None:
     """Works for the engine that listens at an address, until that ends.
@@ -52,7 +52,7 @@ def join(
     Args:
         address: tcp://HOST:PORT.
         place: which of the machines this is, from 1 on; None: any that is missing.
-        device: of its first rank; None: the first GPU, or the CPU, as the engine computes.
+        first_gpu: that of its first rank, if the engine computes on GPUs.
         joined: called with the ranks that are to be here.
 
     Raises:
@@ -65,15 +65,16 @@ def join(
         begin = line.wait_to_begin()
         if begin is not None:
             joined(begin.ranks)
-            _work(line, begin, device)
+            _work(line, begin, first_gpu)
 
 
-def _work(line: _Line, begin: Begin, device: str | None) -> None:
+def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
     """Has the ranks work, until the end."""
     ranks, config = RankProcesses(begin.ranks), begin.work.config
+    device = f"cuda:{first_gpu}" if config.device.startswith("cuda") else config.device
     line.on_lost = ranks.end  # it may be in the middle of a message
     try:
-        ranks.start(replace(begin.work, config=replace(config, device=device or config.device.partition(":")[0])))
+        ranks.start(replace(begin.work, config=replace(config, device=device)))
         _pass_on(line, ranks)
     except ValueError as error:
         refusal = json.dumps([f"{socket.gethostname()}: {error}", False, None]).encode()

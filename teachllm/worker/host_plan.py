@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from teachllm.config import EngineConfig
 from teachllm.worker.host_socket import SECRET
+from teachllm.worker.torchrun import plan_of_torchrun
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,14 @@ class HostPlan:
     dismiss: Callable[[], None] = lambda: None
 
 
-def plan_of_nodes(config: EngineConfig) -> HostPlan:
+def plan_of(config: EngineConfig) -> HostPlan:
+    """As the settings say."""
+    if config.distributed_executor_backend == "torchrun":
+        return plan_of_torchrun(config)
+    return _plan_of_nodes(config)
+
+
+def _plan_of_nodes(config: EngineConfig) -> HostPlan:
     """`nnodes` machines with as many ranks each; users start a worker on all but this one."""
     size = config.num_local_ranks
     here, *elsewhere = [range(first, first + size) for first in range(0, config.num_ranks, size)]

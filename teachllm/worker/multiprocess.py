@@ -256,14 +256,14 @@ def lines_to_ranks(config: EngineConfig) -> RankLines:
         ImportError: a package is missing; names the extra that has it.
         ValueError: it cannot be there.
     """
-    if config.nnodes == 1:
+    if config.nnodes == 1 and config.distributed_executor_backend in (None, "mp"):
         return RankProcesses(range(config.num_ranks))
     try:
-        from teachllm.worker.host_plan import plan_of_nodes
+        from teachllm.worker.host_plan import plan_of
         from teachllm.worker.rank_hosts import RankHosts
     except ModuleNotFoundError as error:
         raise ImportError(f"ranks on other machines need {error.name}: pip install 'teachllm[serve]'") from None
-    return RankHosts(plan_of_nodes(config))
+    return RankHosts(plan_of(config))
 
 
 def _refusal(rank: int | None, error: str, is_fault: bool, table: str | None) -> Exception:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,41 +28,23 @@ from teachllm.worker.rank_hosts import RankHosts
 from teachllm.worker.rank_lines import Work
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.process_trees import environment, free_port, has_ended, needs_proc, processes_under
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 NAME = socket.gethostname()
-needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextmanager
 def machine(port: int, *arguments: str, secret: str = "sesame") -> Iterator[subprocess.Popen[str]]:
     """As a user starts it."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-m", "teachllm_cli", "worker", "--join", f"tcp://127.0.0.1:{port}", *arguments]
-    environment = os.environ | {"PYTHONPATH": path, "TEACHLLM_SECRET": secret}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    known = environment(TEACHLLM_SECRET=secret)
+    with subprocess.Popen(command, env=known, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
             process.kill()
-
-
-def processes_under(pid: int) -> list[int]:
-    """Those that it has started."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-
-
-def has_ended(pid: int) -> bool:
-    """Whoever inherits it may be slow to collect it."""
-    state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def run(engine: Engine) -> list[list[list[int]]]:
@@ -133,10 +114,9 @@ while True:
 def test_a_machine_ends_when_the_engine_is_killed() -> None:
     port = free_port()
     settings = tiny(tensor_parallel_size=2, nnodes=2, master_port=port)
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-c", _PARENT.replace("{settings!r}", repr(settings))]
     with machine(port) as there:
-        with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE) as engine:
+        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as engine:
             assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
             pids = [*processes_under(engine.pid), *processes_under(there.pid)]
             assert len(pids) == 2
@@ -191,9 +171,8 @@ time.sleep(60)
 
 def silent(address: str) -> subprocess.Popen[bytes]:
     """A machine that joins and does nothing."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     code = _SILENT.replace("{versions!r}", repr(versions()))
-    return subprocess.Popen([sys.executable, "-c", code, address], env=os.environ | {"PYTHONPATH": path})
+    return subprocess.Popen([sys.executable, "-c", code, address], env=environment())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -284,19 +263,19 @@ def test_without_the_extra_both_ends_name_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("environment", "arguments", "said"),
+    ("variables", "arguments", "said"),
     [
         ({}, ["tcp://127.0.0.1:1"], "TEACHLLM_SECRET is not set: the engine says what it is when it begins to wait"),
         ({"TEACHLLM_SECRET": "x"}, ["here"], "'here' is no address of an engine"),
     ],
 )
 def test_a_worker_that_cannot_join_says_why(
-    environment: dict[str, str], arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from typer.testing import CliRunner
 
     from teachllm_cli.app import app
 
     monkeypatch.delenv("TEACHLLM_SECRET")
-    result = CliRunner().invoke(app, ["worker", "--join", *arguments], env=environment)
+    result = CliRunner().invoke(app, ["worker", "--join", *arguments], env=variables)
     assert result.exit_code == 1 and said in result.stderr.replace("\n", " ")
