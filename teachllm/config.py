@@ -20,7 +20,7 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "static"),
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
-    "distributed_executor_backend": (None, "mp", "torchrun"),
+    "distributed_executor_backend": (None, "mp", "torchrun", "ray"),
 }
 _PATHS = ("model", "tokenizer", "trace_path")
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -87,7 +87,7 @@ class EngineConfig:
         enable_expert_parallel: a mixture's experts are spread over the ranks whole, those of all replicas, instead of
             each being split, and held by every replica.
         distributed_executor_backend: who starts the ranks of an engine: "mp", this project; "torchrun", which runs this
-            command once for each. None is "mp" where there is more than one rank.
+            command once for each; "ray", an actor for each. None is "mp" where there is more than one rank.
         nnodes: machines that have the ranks, each as many. On all but this one a user runs `teachllm worker --join`.
         master_addr: this machine's address, at which the others reach it.
         master_port: where they join; 0 is any that is free.

@@ -84,7 +84,7 @@ OUTSIDE = {
     },
     **{
         f"teachllm.worker.{name}": {"torch", "zmq", "msgspec"}
-        for name in ("host", "host_messages", "host_plan", "host_socket", "rank_hosts")
+        for name in ("host", "host_lines", "host_messages", "host_plan", "host_socket", "rank_hosts", "ray_ranks")
     },
 }
 

@@ -43,6 +43,10 @@ def plan_of(config: EngineConfig) -> HostPlan:
     """As the settings say."""
     if config.distributed_executor_backend == "torchrun":
         return plan_of_torchrun(config)
+    if config.distributed_executor_backend == "ray":
+        from teachllm.worker.ray_ranks import plan_of_ray
+
+        return plan_of_ray(config)
     return _plan_of_nodes(config)
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -175,21 +176,43 @@ def silent(address: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, address], env=environment())
 
 
+@contextmanager
+def killed_in_the_end(machines: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for each in machines:
+            each.kill()
+            each.wait()
+
+
+def test_who_has_joined_before_the_engine_looks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 10.0)
+    machines = list[subprocess.Popen[bytes]]()
+    begun = list[float]()
+
+    def invite(address: str, _: object) -> None:
+        machines.append(silent(address))
+        assert hosts._hosts.router.poll(30_000)
+        begun.append(time.monotonic())
+
+    plan_ = replace(plan([], Joining), invite=invite)
+    with closing(RankHosts(plan_)) as hosts, killed_in_the_end(machines):
+        hosts.start(WORK)
+        assert time.monotonic() - begun[0] < 5
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_machine_that_no_longer_answers_is_noticed_within_seconds_by_whoever_waits(number: signal.Signals) -> None:
     machines = list[subprocess.Popen[bytes]]()
-    with closing(RankHosts(plan(machines, silent))) as hosts:
-        try:
-            hosts.start(WORK)
-            began = time.monotonic()
-            machines[0].send_signal(number)
-            assert select.select([hosts.sentinel], [], [], 10)[0]  # nobody reads or writes
-            with pytest.raises(EngineDeadError, match=r"^silent with rank 1 has gone$"):
-                hosts.receive()
-            assert time.monotonic() - began < 5
-        finally:
-            machines[0].kill()
-            machines[0].wait()
+    with closing(RankHosts(plan(machines, silent))) as hosts, killed_in_the_end(machines):
+        hosts.start(WORK)
+        began = time.monotonic()
+        machines[0].send_signal(number)
+        assert select.select([hosts.sentinel], [], [], 10)[0]  # nobody reads or writes
+        with pytest.raises(EngineDeadError, match=r"^silent with rank 1 has gone$"):
+            hosts.receive()
+        assert time.monotonic() - began < 5
 
 
 def test_who_does_not_know_the_secret_is_refused_and_told_so(
