@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -30,6 +29,7 @@ from teachllm.worker.host_messages import (
     Order,
     Refused,
     Said,
+    ToHost,
     decode_to_host,
     encode,
 )
@@ -62,23 +62,26 @@ def join(
     """
     with contextlib.closing(_Line(address, secret)) as line:
         line.say(Hello(socket.gethostname(), versions(), place))
-        begin = line.wait_to_begin()
-        if begin is not None:
-            joined(begin.ranks)
-            _work(line, begin, first_gpu)
+        match line.first():
+            case Begin() as begin:
+                joined(begin.ranks)
+                _work(line, begin, first_gpu)
+            case Refused(why):
+                raise ValueError(f"the engine at {address} refuses this machine: {why}")
 
 
 def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
     """Has the ranks work, until the end."""
     ranks, config = RankProcesses(begin.ranks), begin.work.config
     device = f"cuda:{first_gpu}" if config.device.startswith("cuda") else config.device
-    line.on_lost = ranks.end  # it may be in the middle of a message
+    line.when_lost(ranks.end)  # this thread may be in the middle of a message
     try:
         ranks.start(replace(begin.work, config=replace(config, device=device)))
         _pass_on(line, ranks)
     except ValueError as error:
         refusal = json.dumps([f"{socket.gethostname()}: {error}", False, None]).encode()
         line.say(Said(begin.ranks[0], Kind.REFUSED, 0, refusal))
+        line.first()  # to be told to end: the reason must not be taken for the end of a machine
         raise
     except BaseException as error:
         line.say(Died(str(error) or type(error).__name__))
@@ -112,15 +115,11 @@ def _pass_on(line: _Line, ranks: RankProcesses) -> None:
 
 
 class _Line:
-    """The connection to the engine, which must last: there is no second one.
-
-    Attributes:
-        on_lost: called with the reason, in another thread, when the connection has ended.
-    """
+    """The connection to the engine, which must last: there is no second one."""
 
     def __init__(self, address: str, secret: str) -> None:
         self._address = address
-        self.on_lost: Callable[[str], None] = lambda why: None
+        self._on_lost: Callable[[str], None] = lambda why: None
         self._why, self._is_refused = "", False
         self._lost, self._lost_end = os.pipe()
         self._context = zmq.Context()
@@ -131,34 +130,32 @@ class _Line:
             raise
         self._watch = Watch(self.socket, lambda _: self._end(f"the engine at {address} has gone"), self._refused)
 
+    def when_lost(self, end: Callable[[str], None]) -> None:
+        """From now on `end` is called with the reason, in another thread, when the connection has ended."""
+        self._on_lost = end
+        if self._why:
+            end(self._why)
+
     def say(self, message: FromHost) -> None:
         self.socket.send(encode(message))
 
-    def receive(self) -> Begin | Refused | Order | End:
+    def receive(self) -> ToHost:
         return decode_to_host(self.socket.recv())
 
-    def wait_to_begin(self) -> Begin | None:
-        """None: the engine has ended before.
+    def first(self) -> ToHost:
+        """Waits for a message while there are no ranks.
 
         Raises:
             ValueError, EngineDeadError, TimeoutError: as `join`.
         """
-        deadline = time.monotonic() + _SECONDS_TO_JOIN
         poller = zmq.Poller()
         for source in (self.socket, self._lost):
             poller.register(source, zmq.POLLIN)
-        while time.monotonic() < deadline:
-            ready = dict(poller.poll(int(1000 * (deadline - time.monotonic()))))
-            if self.socket in ready:
-                match self.receive():
-                    case Begin() as begin:
-                        return begin
-                    case Refused(why):
-                        raise ValueError(f"the engine at {self._address} refuses this machine: {why}")
-                    case _:
-                        return None
-            if self._lost in ready:
-                raise ValueError(self._why) if self._is_refused else EngineDeadError(self._why)
+        ready = dict(poller.poll(int(1000 * _SECONDS_TO_JOIN)))
+        if self.socket in ready:
+            return self.receive()
+        if self._lost in ready:
+            raise ValueError(self._why) if self._is_refused else EngineDeadError(self._why)
         raise TimeoutError(f"no engine at {self._address} began within {_SECONDS_TO_JOIN:g} s: start it, or the others")
 
     def close(self) -> None:
@@ -177,4 +174,4 @@ class _Line:
         if not self._why:
             self._why = why
             os.write(self._lost_end, b"!")
-            self.on_lost(why)
+            self._on_lost(why)

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import zmq
 
 from teachllm.worker.agreement import check_agreement, ranks_text, versions
@@ -45,7 +46,8 @@ class _Host:
 
 
 class HostLines:
-    """What is to be given back, and the thread that watches: it knows nothing of whoever uses it.
+    """Their connections, which are to be given back, and the thread that watches them, which knows nothing of whoever
+    uses this.
 
     A ZeroMQ socket is for one thread at a time. Whoever has the lock has the router: the engine's thread, to speak and
     to listen, and in the end the one that notices it.
@@ -155,7 +157,12 @@ class HostLines:
     # -- with the lock -------------------------------------------------------------------------------------
 
     def _hear(self, identity: bytes, message: zmq.Frame) -> None:
-        said, host = decode_from_host(message.bytes), self._hosts.get(identity)
+        host = self._hosts.get(identity)
+        try:
+            said = decode_from_host(message.bytes)
+        except msgspec.DecodeError:
+            self._send(identity, Refused("nobody here understands it: install the same teachllm everywhere"))
+            return
         match said:
             case Hello() if host is None:
                 try:

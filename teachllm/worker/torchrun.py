@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +55,7 @@ def works_for_process_0(config: EngineConfig) -> bool:
     except ModuleNotFoundError as error:
         raise ImportError(f"ranks of torchrun need {error.name}: pip install 'teachllm[serve]'") from None
     address, secret = json.loads(store.get(_WHERE))
-    join(address, secret, place=rank, first_gpu=_number("LOCAL_RANK"))
+    join(address, secret, place=rank, first_gpu=_number("LOCAL_RANK"), joined=_leave_signals_to_process_0)
     return True
 
 
@@ -71,6 +73,13 @@ def plan_of_torchrun(config: EngineConfig) -> HostPlan:
     host = "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"]
     elsewhere = [[rank] for rank in range(1, config.num_ranks)]
     return HostPlan([0], elsewhere, host, 0, secret, invite, "torchrun has started them, and they may have said why")
+
+
+def _leave_signals_to_process_0(_: Sequence[int]) -> None:
+    """torchrun passes Ctrl-C and SIGTERM on to all. The first process may have answers to finish, and ends this one."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _check_size(config: EngineConfig) -> None:

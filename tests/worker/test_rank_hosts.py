@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -17,14 +18,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+import zmq
 
 from teachllm import EngineConfig, SamplingParams
 from teachllm.distributed.rendezvous import keep_store
 from teachllm.engine.engine import Engine
 from teachllm.worker.agreement import versions
+from teachllm.worker.answers import Kind
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.host import join
+from teachllm.worker.host_messages import Refused, decode_to_host
 from teachllm.worker.host_plan import HostPlan
+from teachllm.worker.host_socket import connect
 from teachllm.worker.rank_hosts import RankHosts
 from teachllm.worker.rank_lines import Work
 from tests.waiting import wait_for
@@ -243,6 +248,40 @@ def test_a_machine_with_another_version_is_named_at_both_ends(monkeypatch: pytes
     machines[0].join(5)
     assert isinstance(machines[0].error, ValueError)
     assert str(machines[0].error).endswith("at rank 1: install the same everywhere")
+
+
+def test_who_speaks_another_language_is_refused_and_nobody_else_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 1.0)
+    with zmq.Context() as context, closing(RankHosts(plan([], lambda address: lines.append(address)))) as hosts:
+        lines = list[str]()
+        with pytest.raises(TimeoutError):
+            hosts.start(WORK)
+        with connect(context, lines[0], "sesame") as line:
+            line.send(b"what?")
+            wait_for(lambda: hosts.receive(0.1) or line.poll(0))
+            assert decode_to_host(line.recv()) == Refused(
+                "nobody here understands it: install the same teachllm everywhere"
+            )
+
+
+def test_what_a_machine_refuses_is_heard_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(config: EngineConfig, count: int) -> list[str]:
+        if count:
+            raise ValueError("there is 1 CUDA device: lower it")
+        return []
+
+    monkeypatch.setattr("teachllm.worker.rank_processes.devices_of", devices)
+    machines = list[Joining]()
+    with closing(RankHosts(plan(machines, Joining))) as hosts:
+        hosts.start(WORK)
+        while not hosts.frames:
+            hosts.receive()
+        [(rank, kind, _, said)] = hosts.frames
+        assert (rank, kind) == (1, Kind.REFUSED)
+        assert json.loads(said) == [f"{NAME}: there is 1 CUDA device: lower it", False, None]
+        assert machines[0].is_alive()  # until it is told to end
+    machines[0].join(5)
+    assert isinstance(machines[0].error, ValueError)
 
 
 def test_a_place_that_is_taken_or_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
