@@ -86,8 +86,8 @@ class EngineConfig:
         data_parallel_size: replicas of the engine, each with its own requests.
         enable_expert_parallel: a mixture's experts are spread over the ranks whole, those of all replicas, instead of
             each being split, and held by every replica.
-        distributed_executor_backend: who starts the ranks of an engine: "mp", this project; "torchrun", which runs this
-            command once for each; "ray", an actor for each. None is "mp" where there is more than one rank.
+        distributed_executor_backend: who starts an engine's ranks: "mp", the engine itself; "torchrun", which runs this
+            command once for each; "ray", as actors. None is "mp" where there is more than one rank.
         nnodes: machines that have the ranks, each as many. On all but this one a user runs `teachllm worker --join`.
         master_addr: this machine's address, at which the others reach it.
         master_port: where they join; 0 is any that is free.

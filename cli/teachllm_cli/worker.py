@@ -15,7 +15,9 @@ def worker(
     address: Annotated[str, typer.Option("--join", metavar="tcp://HOST:PORT", help="Where the engine listens.")],
     node_rank: Annotated[
         int | None,
-        typer.Option(min=1, help="Which of the engine's machines this one is, itself being 0; any that is missing."),
+        typer.Option(
+            min=1, help="Which of the engine's machines this one is, 0 being its own. By itself: any that is missing."
+        ),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
