@@ -75,7 +75,8 @@ def test_two_machines_give_what_one_process_gives_and_end_with_the_engine() -> N
         with closing(two_machines(port, pipeline_parallel_size=2)) as engine:
             assert run(engine) == expected  # which the other machine says
         assert there.wait(5) == 0 and there.stderr is not None
-        assert there.stderr.read().splitlines() == [f"joining the engine at tcp://127.0.0.1:{port}", "ranks here: 1"]
+        said = there.stderr.read()
+        assert f"joining the engine at tcp://127.0.0.1:{port}\n" in said and "ranks here: 1\n" in said
     assert len(os.listdir("/dev/fd")) == before
 
 
@@ -140,6 +141,7 @@ class Joining(threading.Thread):
 
     def __init__(self, address: str, secret: str = "sesame", place: int | None = None) -> None:
         super().__init__(daemon=True)
+        self.place = place
         self._join = lambda: join(address, secret, place=place)
         self.error: BaseException | None = None
         self.start()
@@ -285,7 +287,7 @@ def test_what_a_machine_refuses_is_heard_before_it_leaves(monkeypatch: pytest.Mo
 
 
 def test_a_place_that_is_taken_or_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 1.0)
+    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 2.0)
     machines = list[Joining]()
     places = [partial(Joining, place=place) for place in (2, 2, 7)]
     missing = pytest.raises(TimeoutError, match=r"^1 of 2 machines .* which should have rank 1: ")
@@ -293,10 +295,11 @@ def test_a_place_that_is_taken_or_does_not_exist_is_refused(monkeypatch: pytest.
         hosts.start(WORK)
     for each in machines:
         each.join(5)
-    assert machines[0].error is None  # it was told to end
-    for each, place in zip(machines[1:], (2, 7), strict=True):
-        said = f"refuses this machine: node_rank={place} is not wanted: choose one of 1"
-        assert isinstance(each.error, ValueError) and str(each.error).endswith(said)
+    assert sum(each.error is None for each in machines) == 1  # it was told to end
+    for each in machines:
+        said = f"refuses this machine: node_rank={each.place} is not wanted: choose one of 1"
+        assert each.error is None or (isinstance(each.error, ValueError) and said in str(each.error))
+    assert machines[2].error is not None
 
 
 @pytest.mark.parametrize(
