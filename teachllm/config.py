@@ -20,7 +20,7 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "static"),
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
-    "distributed_executor_backend": (None, "mp"),
+    "distributed_executor_backend": (None, "mp", "torchrun", "ray"),
 }
 _PATHS = ("model", "tokenizer", "trace_path")
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -88,8 +88,11 @@ class EngineConfig:
             each being split, and held by every replica.
         disable_custom_all_reduce: leave all sums of ranks on GPUs to NCCL; otherwise small ones go through memory that
             the GPUs have for each other, where they can.
-        distributed_executor_backend: who starts the ranks of an engine: "mp", processes of this machine; None is that
-            where there is more than one rank.
+        distributed_executor_backend: who starts an engine's ranks: "mp", the engine itself; "torchrun", which runs this
+            command once for each; "ray", as actors. None is "mp" where there is more than one rank.
+        nnodes: machines that have the ranks, each as many. On all but this one a user runs `teachllm worker --join`.
+        master_addr: this machine's address, at which the others reach it.
+        master_port: where they join; 0 is any that is free.
 
     Speculation:
         speculative_config: who drafts tokens ahead, and how many, as a JSON object: {"method": "ngram"}, {"method":
@@ -140,6 +143,9 @@ class EngineConfig:
     enable_expert_parallel: bool = False
     disable_custom_all_reduce: bool = False
     distributed_executor_backend: str | None = None
+    nnodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
 
     speculative_config: SpeculativeConfig | None = None
 
@@ -154,13 +160,15 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")
         at_least_one = ("max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
-        for name in (*at_least_one, *PARALLEL_SIZES, "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        for name in (*at_least_one, *PARALLEL_SIZES, "nnodes", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         for name in ("long_prefill_token_threshold", "max_logprobs"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more")
+        if not 0 <= self.master_port < 1 << 16:
+            raise ValueError(f"master_port={self.master_port}: must be in 0..65535")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
         if not self.enable_kv_cache and self.enable_prefix_caching:
@@ -195,7 +203,25 @@ class EngineConfig:
                 raise ValueError(
                     "speculative_config needs cached tokens to verify drafts: leave it out, or set enable_kv_cache=True"
                 )
+        self._check_machines()
         self._check_lengths()
+
+    def _check_machines(self) -> None:
+        if self.num_ranks % self.nnodes:
+            raise ValueError(
+                f"nnodes={self.nnodes} machines cannot have as many ranks each: tensor_parallel_size="
+                f"{self.tensor_parallel_size} x pipeline_parallel_size={self.pipeline_parallel_size} are "
+                f"{self.num_ranks}; set nnodes to a divisor of that"
+            )
+        backend = self.distributed_executor_backend
+        if self.nnodes > 1 and backend not in (None, "mp"):
+            raise ValueError(f"nnodes={self.nnodes} is for ranks that join, and {backend} starts all: leave nnodes out")
+        if self.data_parallel_size > 1 and (self.nnodes > 1 or backend not in (None, "mp")):
+            how = f"nnodes={self.nnodes}" if self.nnodes > 1 else f"distributed_executor_backend={backend}"
+            raise ValueError(
+                f"{how} is for the ranks of one engine, and data_parallel_size={self.data_parallel_size} are several "
+                "engines: set it to 1"
+            )
 
     def _check_lengths(self) -> None:
         """The rules between lengths; those that are still None are looked at again by `resolve`."""
@@ -228,6 +254,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that compute for one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Of them on each machine."""
+        return self.num_ranks // self.nnodes
 
     @property
     def shares_experts(self) -> bool:

@@ -59,7 +59,10 @@ FLOORS = {
     ),
     "teachllm.server": ("teachllm.server", *FROM_ABOVE),
     "teachllm_kernels": ("teachllm_kernels",),
-    "teachllm_cli": ("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making", *FROM_ABOVE),
+    "teachllm_cli": (
+        *("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making"),
+        *("teachllm.worker.host", "teachllm.worker.torchrun", *FROM_ABOVE),
+    ),
     "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),
 }
 # Wings that may be imported where they are used, though not at the top of a module.
@@ -78,6 +81,10 @@ OUTSIDE = {
     **{
         f"teachllm.engine.{name}": {"zmq", "msgspec"}
         for name in ("core_client", "core_link", "core_process", "messages")
+    },
+    **{
+        f"teachllm.worker.{name}": {"torch", "zmq", "msgspec"}
+        for name in ("host", "host_lines", "host_messages", "host_plan", "host_socket", "rank_hosts", "ray_ranks")
     },
 }
 

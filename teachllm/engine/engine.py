@@ -30,6 +30,7 @@ from teachllm.sampling_params import SamplingParams
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.errors import EngineDeadError as EngineDeadError
 from teachllm.worker.errors import FailedStepError
+from teachllm.worker.torchrun import works_for_process_0
 
 if TYPE_CHECKING:
     from teachllm.engine.engine_core import EngineCore
@@ -91,6 +92,7 @@ class Engine:
 
     Raises:
         ValueError: the checkpoint or the settings are refused; one line says why and what to change.
+        SystemExit: torchrun has started this process to have a rank of another one's engine, and that has ended.
     """
 
     def __init__(
@@ -110,6 +112,8 @@ class Engine:
                 f"each of data_parallel_size={config.data_parallel_size} replicas has a trace of its own, and there is "
                 f"a trace_sink for {len(sinks)}: give a list with one for each, or set data_parallel_size={len(sinks)}"
             )
+        if works_for_process_0(config):
+            raise SystemExit(0)
         self.is_elsewhere = own_process or config.data_parallel_size > 1
         self._core: Core
         self.model_config: ModelConfig

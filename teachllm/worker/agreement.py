@@ -19,29 +19,35 @@ _VERSIONS = ("teachllm", "torch", "python")
 _OWN = ("device",)  # settings that each rank has of its own
 
 
+def versions() -> dict[str, str]:
+    """Of what a rank computes with."""
+    found = (teachllm.__version__, str(torch.__version__), platform.python_version())
+    return dict(zip(_VERSIONS, found, strict=True))
+
+
 def facts_of(config: EngineConfig) -> dict[str, Any]:
     """What a rank says of itself: plain JSON."""
-    versions = (teachllm.__version__, torch.__version__, platform.python_version())
-    return dict(zip(_VERSIONS, versions, strict=True)) | {
-        name: value for name, value in asdict(config).items() if name not in _OWN
-    }
+    return versions() | {name: value for name, value in asdict(config).items() if name not in _OWN}
 
 
-def check_agreement(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Compares what the ranks said, rank by rank.
+def check_agreement(facts: Mapping[int, Mapping[str, Any]]) -> None:
+    """Compares what the ranks said.
 
     Raises:
         ValueError: two differ; names the first thing in which they do, and who says what.
     """
-    for name in facts[0]:
+    for name in facts[min(facts)]:
         said: dict[str, list[int]] = {}
-        for rank, each in enumerate(facts):
-            said.setdefault(repr(each.get(name)), []).append(rank)
+        for rank in sorted(facts):
+            said.setdefault(repr(facts[rank].get(name)), []).append(rank)
         if len(said) > 1:
             advice = "install the same everywhere" if name in _VERSIONS else "start all ranks with the same settings"
-            who = "; ".join(f"{value} at {_ranks(ranks)}" for value, ranks in said.items())
+            who = "; ".join(f"{value} at {ranks_text(ranks)}" for value, ranks in said.items())
             raise ValueError(f"the ranks disagree about {name}: {who}: {advice}")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """For people: "rank 1", "ranks 2, 3"; -1 is the engine's own process."""
+    if ranks == [-1]:
+        return "the engine"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -76,7 +76,7 @@ def plan_memory(
     """
     assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
     on_gpu = device.type == "cuda"
-    processes = config.num_ranks * config.data_parallel_size  # which all take their share of the main memory
+    processes = config.num_local_ranks * config.data_parallel_size  # which all take their share of the main memory
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_ram() // processes
     specs, weights = kv_cache_specs(model), model.weight_bytes
     if drafter is not None:

@@ -9,16 +9,11 @@ the end of all. Where replicas share experts a failed step is the end, too: the 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, replace
 from typing import Any, NamedTuple, NoReturn
-
-import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import NotEnoughMemoryError
@@ -26,13 +21,13 @@ from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.lockstep import Lockstep
 from teachllm.distributed.plan_codec import Told, decode_output, encode_plan
-from teachllm.distributed.rendezvous import Rendezvous, listen_here, rendezvous_at
-from teachllm.distributed.ring import RingEnd
+from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.agreement import check_agreement
 from teachllm.worker.answers import Kind
+from teachllm.worker.rank_lines import RankLines, Work
 from teachllm.worker.rank_processes import RankProcesses
-from teachllm.worker.worker_process import ORDER, Start, prior_of
+from teachllm.worker.worker_process import ORDER, prior_of
 
 _SECONDS_TO_MEET = 20.0  # after a failed step: the time in which all come to the next message, or twice a step's
 _REMEMBERED = 64  # steps; a rank says that it has failed long before
@@ -102,7 +97,6 @@ class MultiprocessExecutor:
         self._layout = layout_of(config)
         self._num_ranks = self._layout.num_ranks
         self._speaker = next(r for r in range(self._num_ranks) if self._layout.place(r).speaks)
-        self._devices = devices_of(config)
         self.max_in_flight = config.pipeline_parallel_size
         self._facts: dict[int, dict[str, Any]] = {}
         self._num_blocks: dict[int, int] = {}
@@ -114,7 +108,7 @@ class MultiprocessExecutor:
         self._told: list[Told] = []
         self._succeeded: deque[int] = deque(maxlen=_REMEMBERED)  # numbers of steps
         self._longest = 0.0  # seconds that a step has taken
-        self._ranks = RankProcesses(range(self._num_ranks))
+        self._ranks = lines_to_ranks(config)
         self.sentinel: int | None = self._ranks.sentinel
         try:
             self._start(times_steps)
@@ -179,29 +173,8 @@ class MultiprocessExecutor:
     # -- the processes -------------------------------------------------------------------------------------
 
     def _start(self, times_steps: bool) -> None:
-        replica = 0 if self._peers is None else self._peers.replica
-        with contextlib.ExitStack() as stack:
-            meeting = self._meeting(stack)
-
-            def start(rank: int, end: RingEnd, answers: int) -> Start:
-                there = meeting if meeting is None or rank == 0 else meeting._replace(listener=None)
-                config, layout = asdict(self._config_of(rank)), astuple(self._layout)
-                return Start(config, layout, (rank, replica), there, tuple(end), answers, times_steps)
-
-            self._ranks.start(start, max(torch.get_num_threads() // self._num_ranks, 1))
-
-    def _meeting(self, stack: contextlib.ExitStack) -> Rendezvous | None:
-        """Where the ranks meet, and the socket for it, which `stack` closes here; None: there is one."""
-        if self._peers is not None:
-            if self._peers.rendezvous.listener is not None:
-                stack.callback(os.close, self._peers.rendezvous.listener)
-            return self._peers.rendezvous
-        if self._num_ranks == 1:
-            return None
-        return rendezvous_at(stack.enter_context(listen_here()))
-
-    def _config_of(self, rank: int) -> EngineConfig:
-        return replace(self._config, device=self._devices[rank])
+        replica, meeting = (0, None) if self._peers is None else self._peers[:2]
+        self._ranks.start(Work(self._config, replica, meeting, times_steps))
 
     # -- what is said to them, and what they say -----------------------------------------------------------
 
@@ -241,7 +214,7 @@ class MultiprocessExecutor:
             case Kind.FACTS:
                 self._facts[rank] = said
                 if len(self._facts) == self._num_ranks:
-                    check_agreement([self._facts[each] for each in range(self._num_ranks)])
+                    check_agreement(self._facts)
             case Kind.LOADING:
                 if rank == 0 and self._progress is not None:
                     self._progress(*said)
@@ -292,24 +265,21 @@ class MultiprocessExecutor:
             self._end(f"{why}; and rank {', '.join(map(str, missing))} did not come out of that step")
 
 
-def devices_of(config: EngineConfig) -> list[str]:
-    """Of each rank; GPUs from the one that is named on.
+def lines_to_ranks(config: EngineConfig) -> RankLines:
+    """To ranks that are not started yet, wherever the settings say that they are to be.
 
     Raises:
-        ValueError: there are fewer than ranks.
+        ImportError: a package is missing; names the extra that has it.
+        ValueError: it cannot be there.
     """
-    device, count = torch.device(config.device), config.num_ranks
-    if device.type != "cuda":
-        return [config.device] * count
-    first, there = device.index or 0, torch.cuda.device_count()
-    if first + count > there:
-        name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        sizes = f"tensor_parallel_size={config.tensor_parallel_size}, pipeline_parallel_size="
-        raise ValueError(
-            f"{sizes}{config.pipeline_parallel_size} need {count} GPUs from cuda:{first} on, and this machine has "
-            f"{there} CUDA devices: lower {name}"
-        )
-    return [f"cuda:{first + rank}" for rank in range(count)]
+    if config.nnodes == 1 and config.distributed_executor_backend in (None, "mp"):
+        return RankProcesses(range(config.num_ranks))
+    try:
+        from teachllm.worker.host_plan import plan_of
+        from teachllm.worker.rank_hosts import RankHosts
+    except ModuleNotFoundError as error:
+        raise ImportError(f"ranks on other machines need {error.name}: pip install 'teachllm[serve]'") from None
+    return RankHosts(plan_of(config))
 
 
 def _refusal(rank: int | None, error: str, is_fault: bool, table: str | None) -> Exception:

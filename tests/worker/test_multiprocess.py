@@ -27,12 +27,14 @@ from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.engine import Engine
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.step_times import Prior
-from teachllm.worker import worker_process
+from teachllm.worker import multiprocess, worker_process
 from teachllm.worker.answers import Kind
 from teachllm.worker.child import start_child
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.executor import Executor
-from teachllm.worker.multiprocess import MultiprocessExecutor, RemoteStep, devices_of
+from teachllm.worker.multiprocess import MultiprocessExecutor, RemoteStep
+from teachllm.worker.rank_lines import Work
+from teachllm.worker.rank_processes import RankProcesses, devices_of
 from teachllm.worker.worker_process import prior_of, table_of
 from tests.processes import children, is_gone, num_rings
 from tests.waiting import wait_for
@@ -282,11 +284,11 @@ def test_what_a_rank_refuses_is_refused_in_the_words_of_one_process() -> None:
     assert num_descriptors() == before
 
 
-class _Disagreeing(MultiprocessExecutor):
+class _Disagreeing(RankProcesses):
     """Rank 1 is started with other settings."""
 
-    def _config_of(self, rank: int) -> EngineConfig:
-        return replace(super()._config_of(rank), block_size=16 * (1 + rank))
+    def _config_of(self, rank: int, work: Work, device: str) -> EngineConfig:
+        return replace(super()._config_of(rank, work, device), block_size=16 * (1 + rank))
 
 
 class _Older(MultiprocessExecutor):
@@ -356,19 +358,28 @@ def test_settings_may_be_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("executor", "says"),
+    ("name", "stand_in", "says"),
     [
-        (_Disagreeing, "block_size: 16 at rank 0; 32 at rank 1: start all ranks with the same settings"),
-        (_Older, f"torch: '{torch.__version__}' at rank 0; '1.0' at rank 1: install the same everywhere"),
+        (
+            "RankProcesses",
+            _Disagreeing,
+            "block_size: 16 at rank 0; 32 at rank 1: start all ranks with the same settings",
+        ),
+        (
+            "MultiprocessExecutor",
+            _Older,
+            f"torch: '{torch.__version__}' at rank 0; '1.0' at rank 1: install the same everywhere",
+        ),
     ],
     ids=["settings", "versions"],
 )
 def test_ranks_that_disagree_are_ended_and_what_differs_is_named(
-    executor: type[MultiprocessExecutor], says: str
+    name: str, stand_in: type, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(multiprocess, name, stand_in)
     before = num_descriptors(), children(os.getpid())
     with pytest.raises(ValueError, match=f"^the ranks disagree about {re.escape(says)}$"):
-        executor(resolved(**TWO))
+        multiprocess.MultiprocessExecutor(resolved(**TWO))
     assert (num_descriptors(), children(os.getpid())) == before
 
 
@@ -506,13 +517,13 @@ def test_a_server_s_engine_ends_with_the_reason_when_a_rank_is_killed(busy: bool
 
 def test_each_rank_has_a_gpu_of_its_own_from_the_named_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert devices_of(EngineConfig(device="cuda", **TWO)) == ["cuda:0", "cuda:1"]
-    assert devices_of(EngineConfig(device="cuda:2", **TWO)) == ["cuda:2", "cuda:3"]
-    assert devices_of(EngineConfig(device="cpu", **TWO)) == ["cpu", "cpu"]
+    assert devices_of(EngineConfig(device="cuda", **TWO), 2) == ["cuda:0", "cuda:1"]
+    assert devices_of(EngineConfig(device="cuda:2", **TWO), 2) == ["cuda:2", "cuda:3"]
+    assert devices_of(EngineConfig(device="cpu", **TWO), 2) == ["cpu", "cpu"]
     with pytest.raises(
         ValueError, match=r"need 2 GPUs from cuda:3 on, and this machine has 4 .* tensor_parallel_size$"
     ):
-        devices_of(EngineConfig(device="cuda:3", **TWO))
+        devices_of(EngineConfig(device="cuda:3", **TWO), 2)
 
 
 def test_what_was_timed_crosses_as_a_table() -> None:
