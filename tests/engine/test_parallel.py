@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from teachllm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -25,7 +26,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def generate(folder: str, **settings: Any) -> list[list[int]]:
     limits: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "num_gpu_blocks_override": 24}
-    llm = LLM(folder, skip_tokenizer_init=True, device="cpu", check_invariants=True, **(limits | settings))
+    here: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "check_invariants": True}
+    llm = LLM(folder, **(here | limits | settings))
     try:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY)
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -44,6 +46,25 @@ def test_greedy_tokens_are_those_of_one_process(dense: tuple[str, list[list[int]
     folder, expected = dense
     assert len({token for tokens in expected for token in tokens}) >= 16
     assert generate(folder, **WAYS[way]) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+        {"tensor_parallel_size": 2, "enforce_eager": True},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "enforce_eager": True},
+        {"data_parallel_size": 2},
+    ],
+    ids=lambda settings: ", ".join(f"{name}={value}" for name, value in settings.items()),
+)
+def test_two_gpus_give_the_tokens_of_one(dense: tuple[str, list[list[int]]], settings: dict[str, Any]) -> None:
+    folder, expected = dense
+    assert generate(folder, device="cuda", dtype="float32", **settings) == expected
 
 
 def test_experts_may_be_spread_over_ranks_or_cut(tmp_path: Path) -> None:
