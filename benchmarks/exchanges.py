@@ -36,6 +36,7 @@ from teachllm_kernels.rms_norm import rms_norm_triton  # noqa: E402
 
 NUM_EXCHANGES = 73  # two a layer of 36, and the embedding's
 _REPLAYS = 30
+_SECONDS = 60.0  # for an exchange: who waits longer waits for a rank that has failed
 Result = dict[int, dict[str, float]]  # microseconds by rows and way
 
 
@@ -44,10 +45,8 @@ def of_rank(number: int, num_ranks: int, port: int, size: int, rows: Sequence[in
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     found: Result = {}
-    with (
-        torch.inference_mode(),
-        connected(Layout(num_ranks).place(number), Rendezvous("127.0.0.1", port), device) as all_,
-    ):
+    place, there = Layout(num_ranks).place(number), Rendezvous("127.0.0.1", port)
+    with torch.inference_mode(), connected(place, there, device, _SECONDS) as all_:
         group = all_.tensor
         assert isinstance(group, ProcessGroup)
         ways = PyTorch(group, size, max(rows), device)

@@ -10,18 +10,22 @@
     dp2, dp4           2 or 4 replicas
     tp2pp2             2 stages, each of which 2 share
 
-How long exchanges take by themselves: `exchanges.py`.
+By default, those that there are GPUs for. How long exchanges take by themselves: `exchanges.py`.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import torch
 from ways import Way, run
+
+from teachllm.config import PARALLEL_SIZES
 
 _ALL = ("single", "batch64", "prefill16k", "mixed")
 _THROUGHPUT = ("batch64", "mixed")
@@ -59,8 +63,13 @@ WAYS = {
 }
 
 
+def num_gpus(way: Way) -> int:
+    return math.prod(way.settings.get(name, 1) for name in PARALLEL_SIZES)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run("parallel.py", __doc__, WAYS, arguments)
+    default = [name for name, way in WAYS.items() if num_gpus(way) <= torch.cuda.device_count()]
+    return run("parallel.py", __doc__, WAYS, arguments, default)
 
 
 if __name__ == "__main__":

@@ -50,11 +50,21 @@ class Way:
     to_reach: Mapping[str, Mapping[str, Mapping[str, float]]] | None = field(default_factory=dict)
 
 
-def run(script: str, description: str | None, ways: Mapping[str, Way], arguments: Sequence[str] | None) -> int:
-    """A script's `main`; returns its exit code."""
+def run(
+    script: str,
+    description: str | None,
+    ways: Mapping[str, Way],
+    arguments: Sequence[str] | None,
+    default: Sequence[str] | None = None,
+) -> int:
+    """A script's `main`; returns its exit code.
+
+    Args:
+        default: ways that are run if none are named; None: all.
+    """
     parser = script_parser(description)
     add_models(parser, default=["qwen3-8b"])
-    parser.add_argument("--ways", type=names(list(ways)), default=list(ways), help=f"of {','.join(ways)}")
+    parser.add_argument("--ways", type=names(list(ways)), default=list(default or ways), help=f"of {','.join(ways)}")
     parser.add_argument("--workloads", type=names(list(WORKLOADS)), help="default: those that a way is meant for")
     parser.add_argument(
         "--quick", action="store_true", help="one warm-up and one run of everything: not for the record"

@@ -192,6 +192,11 @@ class EngineConfig:
                 f"pipeline_parallel_size={self.pipeline_parallel_size} that is another rank: set it to False. Stages "
                 "work on several plans anyway"
             )
+        if self.batch_invariant and self.tensor_parallel_size > 2:
+            raise ValueError(
+                f"batch_invariant=True with tensor_parallel_size={self.tensor_parallel_size}: in which order more than "
+                "two ranks are added up depends on the batch; set tensor_parallel_size=2, or batch_invariant=False"
+            )
         if self.batch_invariant and self.attention_backend not in (None, "triton"):
             raise ValueError(
                 f"batch_invariant=True needs kernels that add in a fixed order, and attention_backend="

@@ -40,6 +40,7 @@ class Mailbox:
         rank: this one's number.
         boxes: of all ranks, by rank: [NUM_SLOTS, num_ranks, num_rows, size], of numbers of 2 or 4 bytes, all -0.0.
             This rank can write to all of them; its own is on its own device. They stay where they are.
+        owner: of the others' memory, if the tensors are not.
 
     Attributes:
         rank, num_ranks: as above.
@@ -47,13 +48,13 @@ class Mailbox:
         dtype: of the numbers.
     """
 
-    def __init__(self, rank: int, boxes: Sequence[torch.Tensor]) -> None:
+    def __init__(self, rank: int, boxes: Sequence[torch.Tensor], owner: object = None) -> None:
         own = boxes[rank]
         _, self.num_ranks, self.num_rows, self.size = own.shape
         self.rank, self.dtype = rank, own.dtype
         assert own.shape[0] == NUM_SLOTS and self.num_ranks == len(boxes)
         assert self.size * own.element_size() % 16 == 0, "rows begin where 16 bytes can be read at once"
-        self._boxes = list(boxes)  # kept: the kernel has only their addresses
+        self._boxes, self._owner = list(boxes), owner  # kept: the kernel has only their addresses
         self._own = own.view(_WORDS[own.element_size()])
         self._addresses = torch.tensor([box.data_ptr() for box in boxes], device=own.device)
         self._slots = torch.zeros(self.num_rows, dtype=torch.int32, device=own.device)  # of each row, the next
@@ -96,7 +97,7 @@ def sum_over_ranks(
     """
     WORD: tl.constexpr = box.dtype.element_ty
     EMPTY: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))  # the bits of -0.0
-    slot = tl.load(slots + row)
+    slot = tl.load(slots + row, volatile=True)  # other rows' lie beside it, and were written elsewhere
     from_one = num_box_rows.to(tl.int64) * size
     at = row.to(tl.int64) * size + column
     sent = own.to(WORD, bitcast=True)

@@ -129,7 +129,10 @@ class Scheduler:
 
     def _schedule_running(self, plan: SchedulerOutput) -> None:
         chosen: Chosen = {}
-        for request in self._ready():
+        ready = [request for request in self.running if self._can_compute(request)]
+        # Decodes first. A pipeline's plans share them out: all in one would leave nothing for the other stages.
+        share = -(-sum(request.gap <= 1 for request in self.running) // self.config.pipeline_parallel_size)
+        for request in [r for r in ready if r.gap <= 1][:share] + [r for r in ready if r.gap > 1]:
             num_tokens = self._chunk(request.gap)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue  # no budget left for it, or a request before it took its blocks
@@ -139,20 +142,6 @@ class Scheduler:
                 self._budget -= num_tokens
         for request, (num_tokens, new_blocks) in chosen.items():
             self._launch(plan, request, num_tokens, new_blocks)
-
-    def _ready(self) -> list[Request]:
-        """Running requests that can compute now: decodes first, each kind in its order.
-
-        Of decodes a pipeline's plans share out what there is: all in one plan would leave nothing for the stages that
-        this plan has left, or has not come to yet.
-        """
-        ready = [request for request in self.running if self._can_compute(request)]
-        decodes = [request for request in ready if request.gap <= 1]
-        num_stages = self.config.pipeline_parallel_size
-        if num_stages > 1:
-            num_decodes = sum(request.gap <= 1 for request in self.running)  # of which others are in flight
-            decodes = decodes[: -(-num_decodes // num_stages)]
-        return decodes + [request for request in ready if request.gap > 1]
 
     def _make_room(self, request: Request, num_tokens: int, chosen: Chosen) -> list[int] | None:
         """Blocks for the first `num_tokens` tokens, preempting from the back of the policy's order if it must."""

@@ -67,7 +67,8 @@ def connected(
             return ProcessGroup(ranks, timeout_s, traffic) if len(ranks) > 1 else Alone(traffic)
 
         engine = place.engine_ranks
-        stage, world = group([engine[rank] for rank in layout.stage(place.stage)]), group(engine)
+        stage = group([engine[rank] for rank in layout.stage(place.stage)])
+        world = stage if layout.pipeline == 1 else group(engine)
         experts = group(place.expert_ranks) if layout.replicas > 1 else stage
         yield Ranks(place, stage, world, experts)
     finally:

@@ -20,6 +20,7 @@ Source: Thakur et al., "Optimization of Collective Communication Operations in M
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ import torch
 
 from teachllm.distributed.peer_memory import Whereabouts, open_mailbox, reaches, whereabouts
 from teachllm_kernels.one_shot_sum import Mailbox, Unsummed
+
+log = logging.getLogger(__name__)
 
 
 class CollectiveError(RuntimeError):
@@ -202,7 +205,7 @@ class ProcessGroup:
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(ranks)
         self.in_graphs = dist.get_backend() == "nccl"
         self._mailbox: Mailbox | None = None
-        # Every rank makes every group, also those that it is not in: see `connect`.
+        # Made by its own ranks alone: the others need not know of it.
         self._group: Any = dist.new_group(
             self._ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
         )
@@ -238,12 +241,17 @@ class ProcessGroup:
                 mailbox = open_mailbox(self._group, self.rank, self.size, size, dtype, device)
             self.all_gather(torch.zeros(1, device=device)).tolist()  # nobody sends before all are empty
             self._mailbox = mailbox
+        else:
+            log.info("all sums of ranks go through NCCL: not every GPU can write to the others' memory")
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`."""
         parts = x.new_empty((self.size, *x.shape))
         with self._named("all_gather", (self.size - 1) * _num_bytes(x)):
-            self._dist.all_gather(list(parts.unbind(0)), x.contiguous(), group=self._group)
+            if self.in_graphs:  # NCCL fills one tensor at once
+                self._dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+            else:
+                self._dist.all_gather(list(parts.unbind(0)), x.contiguous(), group=self._group)
         return parts
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:

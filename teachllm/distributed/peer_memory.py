@@ -62,4 +62,5 @@ def open_mailbox(
     box = symmetric_memory.empty(*shape, dtype=dtype, device=device)
     box.fill_(-0.0)
     handle = symmetric_memory.rendezvous(box, process_group)
-    return Mailbox(rank, [box if each == rank else handle.get_buffer(each, shape, dtype) for each in range(num_ranks)])
+    boxes = [box if each == rank else handle.get_buffer(each, shape, dtype) for each in range(num_ranks)]
+    return Mailbox(rank, boxes, owner=handle)

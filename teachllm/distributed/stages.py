@@ -21,7 +21,7 @@ class Stage(nn.Module):
     """One stage's layers.
 
     Args:
-        model: them; called as a whole model is, and with `stream`, what the stage before returned.
+        model: them; called as a whole model is, and with `receive`, which waits for what the stage before returned.
         dtype: of hidden states.
     """
 
@@ -38,12 +38,14 @@ class Stage(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, *where: Any, **more: Any) -> torch.Tensor:
         """As the model's. What a stage that is not the last returns has been sent."""
-        place, stream = self._ranks.place, None
-        if not place.is_first_stage:
+        place = self._ranks.place
+
+        def receive() -> torch.Tensor:
             shape = (input_ids.shape[0], self._hidden_size)
             room = torch.empty(shape, dtype=self._dtype, device=input_ids.device)
-            stream = self._ranks.world.recv(room, place.before)
-        hidden: torch.Tensor = self.model(input_ids, *where, stream=stream, **more)
+            return self._ranks.world.recv(room, place.before)
+
+        hidden: torch.Tensor = self.model(input_ids, *where, receive=None if place.is_first_stage else receive, **more)
         if not place.is_last_stage:
             self._ranks.world.send(hidden, place.behind)
         return hidden

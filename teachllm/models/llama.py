@@ -307,7 +307,7 @@ class LlamaForCausalLM(nn.Module):
         kv_caches: list[KVCache],
         metadata: AttentionMetadata,
         taps: Mapping[int, Tap] | None = None,
-        stream: torch.Tensor | None = None,
+        receive: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """One step: writes K and V of its tokens and returns their hidden states.
 
@@ -315,7 +315,7 @@ class LlamaForCausalLM(nn.Module):
             input_ids, positions: [num_tokens] int64.
             kv_caches: per layer (K, V), each [num_blocks, block_size, num_kv_heads, head_size].
             taps: what is given the residual stream before some layers, by their index.
-            stream: [num_tokens, hidden_size], what the stage before returned; may be changed. None: this is the first.
+            receive: waits for what the stage before returned, [num_tokens, hidden_size]; None: this is the first.
 
         Returns:
             [num_tokens, hidden_size], or [num_wanted, hidden_size] of the tokens that the metadata asks for: the last
@@ -323,8 +323,12 @@ class LlamaForCausalLM(nn.Module):
             all tokens.
         """
         angles = self.rotary(positions)
-        x = None
-        if self.embed_tokens is not None:
+        x: Addend
+        stream: torch.Tensor | None
+        if receive is not None:
+            x, stream = receive(), None
+        else:
+            assert self.embed_tokens is not None
             x, stream = self.embed_tokens(input_ids), None
         taps = taps or {}
         for index, layer, kv_cache in zip(self._indices, self.layers, kv_caches, strict=True):
@@ -332,8 +336,8 @@ class LlamaForCausalLM(nn.Module):
             x, stream = layer(x, stream, angles, kv_cache, metadata, is_last, taps.get(index))
         if self.norm is None:
             return added_up(x, stream)
-        x, _ = self.norm(x, stream)
-        return x
+        hidden, _ = self.norm(x, stream)
+        return hidden
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, own part of the vocabulary] float32."""

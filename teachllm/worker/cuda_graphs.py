@@ -51,6 +51,11 @@ class Graphs(Generic[T]):
         self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pieces: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], list[AttentionCall], T]] = {}
 
+    def clear(self) -> None:
+        """Gives all recordings up. A communicator whose operations are in one cannot be closed before."""
+        self._full.clear()
+        self._pieces.clear()
+
     def has(self, key: Hashable) -> bool:
         return key in self._full or key in self._pieces
 

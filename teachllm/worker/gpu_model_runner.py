@@ -92,7 +92,7 @@ class GPUModelRunner:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         self._device = device
-        if not config.disable_custom_all_reduce:
+        if not (config.disable_custom_all_reduce or config.batch_invariant):  # long steps' sums are rounded otherwise
             ranks.tensor.open_mailbox(whole.hidden_size, getattr(torch, whole.dtype), device)
         self.times_steps = False
         self._last: PendingStep | None = None
@@ -198,7 +198,8 @@ class GPUModelRunner:
             self._sampling.mover = KVMover([*self._kv_caches, *draft_caches])
 
     def close(self) -> None:
-        """Lets collections look at everything again."""
+        """Gives its graphs up, and lets collections look at everything again."""
+        self._graphs.clear()
         gc.unfreeze()
 
     def _measured(self, predicted: MemoryPlan, config: EngineConfig, weights: int, free: int, total: int) -> MemoryPlan:

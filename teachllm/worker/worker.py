@@ -55,7 +55,9 @@ class Worker:
         times_steps: bool = False,
     ) -> None:
         assert (rendezvous is not None) == (place.layout.num_connected > 1)
-        device = torch.device(config.device)
+        self._device = device = torch.device(config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # before anything makes a context on another one
         model = load_model_config(config, device.type)
         drafter = load_drafter_config(config, model, device.type)
         self._leaving = contextlib.ExitStack()
@@ -112,6 +114,11 @@ class Worker:
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
         """As `GPUModelRunner.record_ahead`; there is nothing to record on a CPU."""
         return self._runner.record_ahead(sizes, is_adaptive) if isinstance(self._runner, GPUModelRunner) else None
+
+    def wait(self) -> None:
+        """Until all that was launched is over: where another rank has failed, what waits for it never is."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Gives memory back."""

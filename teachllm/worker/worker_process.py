@@ -117,6 +117,7 @@ class WorkerProcess:
     def _answer(self, name: str, *arguments: Any) -> Any:
         """To what is asked for beside plans; every rank does."""
         if name == "meet":
+            self._worker.wait()
             self._has_failed = False
             return {}  # that all before it is over is the answer
         assert name == "record_ahead"

@@ -39,6 +39,10 @@ from teachllm.speculative_config import SpeculativeConfig
             {"async_scheduling": True, "enable_kv_cache": False},
             "async_scheduling=True needs blocks that outlive a step: set it to False, or enable_kv_cache=True",
         ),
+        (
+            {"batch_invariant": True, "tensor_parallel_size": 4},
+            "batch_invariant=True with tensor_parallel_size=4: in which order more than two ranks are added up depends",
+        ),
         ({"nnodes": 0}, "nnodes=0: must be at least 1"),
         ({"master_port": 1 << 16}, "master_port=65536: must be in 0..65535"),
         (

@@ -14,6 +14,7 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.slices import Cut
+from teachllm.distributed.stages import Stage
 from teachllm.layers.embedding import Embedding
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
@@ -28,23 +29,11 @@ CPU = torch.device("cpu")
 LENGTHS = [40, 9, 23]
 
 
-class OneRank:
-    """A rank's part as if it were the whole: it waits for the stage in front, and hands on what it computed."""
-
-    def __init__(self, model: Any, ranks: Ranks, hidden_size: int) -> None:
-        self._model, self._ranks, self._hidden_size = model, ranks, hidden_size
-
-    def __call__(self, input_ids: torch.Tensor, *where: Any) -> torch.Tensor:
-        place, stream = self._ranks.place, None
-        if not place.is_first_stage:
-            stream = self._ranks.world.recv(torch.empty(len(input_ids), self._hidden_size), place.before)
-        hidden = self._model(input_ids, *where, stream=stream)
-        if not place.is_last_stage:
-            self._ranks.world.send(hidden, place.behind)
-        return hidden
+class OneRank(Stage):
+    """A rank's part as if it were the whole."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(hidden) if self._ranks.place.is_last_stage else hidden
+        return super().compute_logits(hidden) if self._ranks.place.is_last_stage else hidden
 
 
 def run(folder: str, layout: Layout, sequences: list[torch.Tensor], **settings: Any) -> list[list[torch.Tensor]]:
@@ -54,7 +43,7 @@ def run(folder: str, layout: Layout, sequences: list[torch.Tensor], **settings: 
 
     def work(ranks: Ranks) -> list[torch.Tensor]:
         model, own = load_model(whole, config, CPU, ranks=ranks), model_of_rank(whole, ranks.place)
-        part = OneRank(model, ranks, whole.hidden_size)
+        part = OneRank(model, ranks, whole.hidden_size, torch.float32)
         return logits_by_schedule(part, own, sequences, random_schedule(LENGTHS, 3), torch.float32, block_size=4)
 
     return on_ranks(layout, work)

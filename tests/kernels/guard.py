@@ -65,8 +65,8 @@ def guard(patch: pytest.MonkeyPatch) -> None:
         init_mover(self, caches)
         by_address[:] = [tensor for cache in caches for tensor in cache]
 
-    def guarded_mailbox(self: Any, rank: int, boxes: Any) -> None:
-        init_mailbox(self, rank, boxes)
+    def guarded_mailbox(self: Any, rank: int, boxes: Any, owner: object = None) -> None:
+        init_mailbox(self, rank, boxes, owner)
         by_address[:] = boxes
 
     patch.setattr(interpreter.GridExecutor, "_init_args_hst", guarded_init)
