@@ -62,6 +62,7 @@ KERNELS = {
         "_grouped_linear",
     ],
     "routing to experts": ["_combine", "_group", "_route"],
+    "exchanges of ranks": ["_one_shot_sum"],
     "drafts": [
         *("_accept_drafts", "_draft_inputs", "_draft_proposals", "_find_matches", "_following", "_propose"),
         *("_move_kv", "_push_drafts", "_synthetic_drafts"),
