@@ -37,7 +37,7 @@ format: $(VENV)/.dev  ## put every file into the project's format
 soak: $(VENV)/.core  ## sixty seconds of random work for the scheduler, checked after every step
 	PYTHONPATH=.:kernels:cli $(BIN)/python tests/core/soak.py --seconds 60
 
-soak-server: $(VENV)/.dev  ## thousands of requests of every kind for the server, and ten deaths of its engine
+soak-server: $(VENV)/.dev  ## thousands of requests of every kind for the server, and twenty deaths of each of its processes
 	PYTHONPATH=.:kernels:cli $(BIN)/python tests/server/soak.py $(ARGS)
 
 clean:  ## remove the virtual environment and every cache

@@ -30,6 +30,7 @@ STEPS = {  # of each preset, one that shows its point
     "preemption": 33,
     "priorities": 24,
     "parallel": 20,
+    "pipeline": 20,
 }
 IN_MILLISECONDS = ("chunked",)  # a long step is a wide one
 FORKED, FORK_AT, FORK = "priorities", 20, {"max_num_seqs": 8}  # the picture called "fork"

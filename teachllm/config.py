@@ -7,6 +7,7 @@ in one line that names the setting to change.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from teachllm.speculative_config import SpeculativeConfig
@@ -19,7 +20,10 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "static"),
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
+    "distributed_executor_backend": (None, "mp", "torchrun", "ray"),
 }
+_PATHS = ("model", "tokenizer", "trace_path")
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class EngineConfig:
         enable_kv_cache: False recomputes the whole sequence at every step, to see what the cache saves.
         block_size: tokens per block. `max_model_len` gives the contiguous, preallocated cache of old.
         gpu_memory_utilization: the share of the free memory that the engine may use.
-        kv_cache_memory_bytes: KV cache size; None derives it from `gpu_memory_utilization` (on a CPU: what
+        kv_cache_memory_bytes: KV cache size of each rank; None derives it from `gpu_memory_utilization` (on a CPU: what
             `max_num_seqs` sequences may need, but no more than 1 GiB or one sequence).
         num_gpu_blocks_override: number of blocks, whatever the memory arithmetic says.
         kv_cache_dtype: how K and V are held: "auto", as the model computes them, or as codes of one byte with a scale
@@ -75,6 +79,20 @@ class EngineConfig:
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for.
         check_invariants: verify the scheduler's books after every step.
+
+    Parallelism, see docs/parallelism.md:
+        tensor_parallel_size: ranks that share every layer: each has some of its heads and a part of its widths.
+        pipeline_parallel_size: stages, each of which has some of the layers; as many batches are in flight.
+        data_parallel_size: replicas of the engine, each with its own requests.
+        enable_expert_parallel: a mixture's experts are spread over the ranks whole, those of all replicas, instead of
+            each being split, and held by every replica.
+        disable_custom_all_reduce: leave all sums of ranks on GPUs to NCCL; otherwise small ones go through memory that
+            the GPUs have for each other, where they can.
+        distributed_executor_backend: who starts an engine's ranks: "mp", the engine itself; "torchrun", which runs this
+            command once for each; "ray", as actors. None is "mp" where there is more than one rank.
+        nnodes: machines that have the ranks, each as many. On all but this one a user runs `teachllm worker --join`.
+        master_addr: this machine's address, at which the others reach it.
+        master_port: where they join; 0 is any that is free.
 
     Speculation:
         speculative_config: who drafts tokens ahead, and how many, as a JSON object: {"method": "ngram"}, {"method":
@@ -119,23 +137,38 @@ class EngineConfig:
     max_logprobs: int = 20
     check_invariants: bool = False
 
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    disable_custom_all_reduce: bool = False
+    distributed_executor_backend: str | None = None
+    nnodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+
     speculative_config: SpeculativeConfig | None = None
 
     trace_path: str | None = None
     trace_text: bool = True
 
     def __post_init__(self) -> None:
+        for name in _PATHS:
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))  # other processes are told settings as plain text
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")
         at_least_one = ("max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
-        for name in (*at_least_one, "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        for name in (*at_least_one, *PARALLEL_SIZES, "nnodes", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         for name in ("long_prefill_token_threshold", "max_logprobs"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more")
+        if not 0 <= self.master_port < 1 << 16:
+            raise ValueError(f"master_port={self.master_port}: must be in 0..65535")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
         if not self.enable_kv_cache and self.enable_prefix_caching:
@@ -153,6 +186,17 @@ class EngineConfig:
             raise ValueError(
                 "async_scheduling=True needs blocks that outlive a step: set it to False, or enable_kv_cache=True"
             )
+        if self.async_scheduling and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling=True needs sampled tokens where the next step begins, and with "
+                f"pipeline_parallel_size={self.pipeline_parallel_size} that is another rank: set it to False. Stages "
+                "work on several plans anyway"
+            )
+        if self.batch_invariant and self.tensor_parallel_size > 2:
+            raise ValueError(
+                f"batch_invariant=True with tensor_parallel_size={self.tensor_parallel_size}: in which order more than "
+                "two ranks are added up depends on the batch; set tensor_parallel_size=2, or batch_invariant=False"
+            )
         if self.batch_invariant and self.attention_backend not in (None, "triton"):
             raise ValueError(
                 f"batch_invariant=True needs kernels that add in a fixed order, and attention_backend="
@@ -164,7 +208,25 @@ class EngineConfig:
                 raise ValueError(
                     "speculative_config needs cached tokens to verify drafts: leave it out, or set enable_kv_cache=True"
                 )
+        self._check_machines()
         self._check_lengths()
+
+    def _check_machines(self) -> None:
+        if self.num_ranks % self.nnodes:
+            raise ValueError(
+                f"nnodes={self.nnodes} machines cannot have as many ranks each: tensor_parallel_size="
+                f"{self.tensor_parallel_size} x pipeline_parallel_size={self.pipeline_parallel_size} are "
+                f"{self.num_ranks}; set nnodes to a divisor of that"
+            )
+        backend = self.distributed_executor_backend
+        if self.nnodes > 1 and backend not in (None, "mp"):
+            raise ValueError(f"nnodes={self.nnodes} is for ranks that join, and {backend} starts all: leave nnodes out")
+        if self.data_parallel_size > 1 and (self.nnodes > 1 or backend not in (None, "mp")):
+            how = f"nnodes={self.nnodes}" if self.nnodes > 1 else f"distributed_executor_backend={backend}"
+            raise ValueError(
+                f"{how} is for the ranks of one engine, and data_parallel_size={self.data_parallel_size} are several "
+                "engines: set it to 1"
+            )
 
     def _check_lengths(self) -> None:
         """The rules between lengths; those that are still None are looked at again by `resolve`."""
@@ -193,6 +255,21 @@ class EngineConfig:
                 f"sequence of max_model_len={length} fills one: set enable_prefix_caching=False, or block_size=16"
             )
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute for one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Of them on each machine."""
+        return self.num_ranks // self.nnodes
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas step together, since each has only some of a mixture's experts."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
     def resolve(self, model_max_len: int) -> EngineConfig:
         """The configuration with nothing left None that the scheduler reads.
 
@@ -214,7 +291,7 @@ class EngineConfig:
         budget = self.max_num_batched_tokens or max(usual, length if whole_prompts else 0, self.max_num_seqs or 0)
         running_ahead = self.async_scheduling
         if running_ahead is None:
-            running_ahead = on_gpu and self.enable_kv_cache
+            running_ahead = on_gpu and self.enable_kv_cache and self.pipeline_parallel_size == 1
         caching = self.enable_prefix_caching
         if caching is None:
             caching = self.enable_kv_cache and self.block_size < length

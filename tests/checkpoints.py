@@ -84,6 +84,13 @@ OWN = {
     "qwen2_window": _variant(
         "qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1, tie_word_embeddings=True
     ),
+    "qwen3_moe": _variant(
+        "qwen3_moe",
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+        norm_topk_prob=True,
+        head_dim=32,
+    ),
+    "mixtral": _variant("mixtral", num_local_experts=5, sliding_window=24, num_hidden_layers=2),
 }
 
 # Through the transformers backend: windows, soft caps and a custom scale; no window; norms after; partial rotary.

@@ -39,16 +39,14 @@ FLOORS = {
         *("teachllm.spec_decode", "teachllm.sampling", "teachllm.models", "teachllm.layers", "teachllm_kernels"),
         *(*TO_A_WORKER, "teachllm.core.request", *PLAIN_DATA),
     ),
-    "teachllm.quantization": (
-        "teachllm.quantization",
-        "teachllm.layers",
-        "teachllm_kernels",
-        *A_CHECKPOINT,
-        *PLAIN_DATA,
-    ),
+    "teachllm.quantization": (*TENSORS, *A_CHECKPOINT, *PLAIN_DATA),
+    "teachllm.distributed": ("teachllm.distributed", "teachllm_kernels.one_shot_sum", *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.quantization.making": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
-    "teachllm.worker": ("teachllm.worker", "teachllm.models", *FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.worker": (
+        *("teachllm", "teachllm.worker", "teachllm.models"),
+        *(*FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    ),
     "teachllm.roofline": ("teachllm.models.model_config",),
     "teachllm.trace": ("teachllm.trace", "teachllm.core", *PLAIN_DATA),
     "teachllm.engine": (
@@ -61,7 +59,10 @@ FLOORS = {
     ),
     "teachllm.server": ("teachllm.server", *FROM_ABOVE),
     "teachllm_kernels": ("teachllm_kernels",),
-    "teachllm_cli": ("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making", *FROM_ABOVE),
+    "teachllm_cli": (
+        *("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making"),
+        *("teachllm.worker.host", "teachllm.worker.torchrun", *FROM_ABOVE),
+    ),
     "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),
 }
 # Wings that may be imported where they are used, though not at the top of a module.
@@ -77,7 +78,14 @@ OUTSIDE = {
     "teachllm_cli": {"typer"},
     "teachllm.server": SERVE_EXTRA,
     "teachllm": CORE_INSTALL,
-    **{f"teachllm.engine.{name}": {"zmq", "msgspec"} for name in ("core_client", "core_process", "messages")},
+    **{
+        f"teachllm.engine.{name}": {"zmq", "msgspec"}
+        for name in ("core_client", "core_link", "core_process", "messages")
+    },
+    **{
+        f"teachllm.worker.{name}": {"torch", "zmq", "msgspec"}
+        for name in ("host", "host_lines", "host_messages", "host_plan", "host_socket", "rank_hosts", "ray_ranks")
+    },
 }
 
 

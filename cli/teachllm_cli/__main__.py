@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from teachllm_cli.app import app
+import sys
 
 
 def main() -> None:
-    app(prog_name="teachllm")
+    try:
+        from teachllm_cli.app import app
+
+        app(prog_name="teachllm")
+    except KeyboardInterrupt:  # before a command has begun, which would have answered it
+        sys.exit(130)  # as `errors.INTERRUPTED`, which may not be loaded yet
 
 
 if __name__ == "__main__":

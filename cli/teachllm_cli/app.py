@@ -18,6 +18,7 @@ from teachllm_cli.serve import serve
 from teachllm_cli.spec import spec
 from teachllm_cli.trace import trace
 from teachllm_cli.viz import viz
+from teachllm_cli.worker import worker
 
 app = typer.Typer(
     name="teachllm",
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, generate, info, serve, complete, run_batch, quantize, viz):
+for command in (chat, generate, info, serve, worker, complete, run_batch, quantize, viz):
     app.command()(command)
 for group in (bench, spec, trace):
     app.add_typer(group)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from teachllm.config import EngineConfig
+from teachllm.worker.torchrun import works_for_process_0
 from teachllm_cli.errors import one_line_errors
 
 # `seed` is a flag of the request, which fixes its noise whatever else runs; commands print text, so they need
@@ -31,7 +32,8 @@ def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[
     """Replace the parameter `engine` of a command by the flags that make it, and add `--debug`.
 
     Args:
-        runs: the engine does something that could be traced.
+        runs: the engine does something that could be traced. Where torchrun has started this process and it is not the
+            first, it is a rank of the first one's engine in place of the command.
     """
     flags = [flag for flag in _flags() if runs or not flag.name.startswith("trace")]
 
@@ -39,7 +41,8 @@ def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[
     def run(**values: Any) -> None:
         with one_line_errors(debug=values.pop("debug")):
             engine = EngineConfig(**{flag.name: _read(flag.name, values.pop(flag.name)) for flag in flags})
-            command(engine=engine, **values)
+            if not (runs and works_for_process_0(engine)):
+                command(engine=engine, **values)
 
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "engine"]
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in [*own, *flags, _debug_flag()]]

@@ -48,7 +48,9 @@ def serve(
     max_request_bytes: Annotated[int, typer.Option(help="Of a request's body.", rich_help_panel=_HTTP)] = 16 << 20,
     max_queued_requests: Annotated[
         int,
-        typer.Option(help="Completions that may be open beyond --max-num-seqs; then 429.", rich_help_panel=_HTTP),
+        typer.Option(
+            help="Completions that may be open beyond --max-num-seqs of each replica; then 429.", rich_help_panel=_HTTP
+        ),
     ] = 4096,
     shutdown_timeout: Annotated[
         float,

@@ -34,8 +34,10 @@ def show(
         found = _read(file)
         if json_output:
             from teachllm.trace.figures import figures
+            from teachllm.trace.ranks import rank_figures
 
-            typer.echo(json.dumps(asdict(figures([found.header, *found.lines]))))
+            ranks = {"ranks": told} if (told := [asdict(each) for each in rank_figures(found.lines)]) else {}
+            typer.echo(json.dumps(asdict(figures([found.header, *found.lines])) | ranks))
             return
         from rich.table import Table
         from rich.text import Text

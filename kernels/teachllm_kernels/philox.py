@@ -82,25 +82,29 @@ def philox_uniform_reference(
     child_indices: torch.Tensor,
     vocab_size: int,
     stream: int = STREAM_SAMPLE,
+    first_id: int = 0,
 ) -> torch.Tensor:
     """One uniform number in (0, 1) for each row and vocabulary index.
 
     Args:
         seeds, output_indices, child_indices: [num_rows] int64; a seed's 64 bits are read as they are.
+        vocab_size: how many indices.
         stream: what the noise is for.
+        first_id: the first of them.
 
     Returns:
         [num_rows, vocab_size] float32. Near 0 its steps are 2^-32 fine; it is never 0 and never 1.
     """
-    num_rows, num_groups = seeds.shape[0], (vocab_size + 3) // 4
+    quad, skipped = divmod(first_id, 4)
+    num_rows, num_groups = seeds.shape[0], (skipped + vocab_size + 3) // 4
     counter = torch.empty((4, num_rows, num_groups), dtype=torch.int64, device=seeds.device)
-    counter[0] = torch.arange(num_groups, device=seeds.device)
+    counter[0] = quad + torch.arange(num_groups, device=seeds.device)
     counter[1] = (output_indices & _WORD)[:, None]
     counter[2] = (child_indices & _WORD)[:, None]
     counter[3] = stream
     key = torch.stack((seeds & _WORD, (seeds >> 32) & _WORD))[:, :, None]  # [2, num_rows, 1]
     words = philox_reference(counter, key).permute(1, 2, 0).reshape(num_rows, 4 * num_groups)
-    uniform = words[:, :vocab_size].float() * 2.0**-32 + 2.0**-33
+    uniform = words[:, skipped : skipped + vocab_size].float() * 2.0**-32 + 2.0**-33
     return uniform.clamp_(max=_LARGEST_UNIFORM)
 
 

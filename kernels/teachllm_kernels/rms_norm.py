@@ -8,7 +8,8 @@ Between two norms a decode step reads more weights, keys and values than the sec
 H200). They push out what was written there, and it goes to memory, though the next layer is going to overwrite it.
 `evict_last` keeps it in the cache.
 
-Where the product that follows takes codes of 8 bits, the norm writes these, and never the row itself.
+Where the product that follows takes codes of 8 bits, the norm writes these, and never the row itself. Where several
+GPUs have parts of y, the norm is also what adds them up: a row is exchanged, added, normed and written in one kernel.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.one_shot_sum import Unsummed, sum_over_ranks
 from teachllm_kernels.quantize_rows import GROUP, KEPT, QuantizedRows, empty_rows, store_row
 
 
@@ -67,8 +69,9 @@ def rms_norm_cpu(
 @triton.jit(do_not_specialize=["num_tokens"])  # which differs from batch to batch
 def _rms_norm(
     y, residual, weight, normed, x, eps, num_tokens, size, code_scales, given_scale,
+    addresses, box, slots, num_box_rows,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr,
-    PDL: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -78,11 +81,19 @@ def _rms_norm(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    own = tl.load(y + at, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if NUM_RANKS > 1:
+        total = sum_over_ranks(
+            own, addresses, box, slots, tl.program_id(0), column, inside, num_box_rows, size, RANK, NUM_RANKS
+        )
+    else:
+        total = own.to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(y + part * num_tokens * size + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
-        total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        total += before
         tl.store(x + at, total.to(x.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
         total = total.to(x.dtype.element_ty).to(tl.float32)  # what is normed is what was stored
     rms = tl.sqrt(tl.sum(total * total) / size + eps)
@@ -95,18 +106,19 @@ def _rms_norm(
 
 
 def rms_norm_triton(
-    y: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    y: torch.Tensor | Unsummed, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `rms_norm_reference` for contiguous y and residual, [num_tokens, size]. One program a row.
 
-    Or y in parts that are to be added up, [num_parts, num_tokens, size] float32; then there must be a residual.
+    Or y in parts that are to be added up, [num_parts, num_tokens, size] float32, or at several ranks; then there must
+    be a residual.
     """
-    normed = torch.empty_like(y if residual is None else residual)
+    normed = torch.empty_like(_part(y) if residual is None else residual)
     return normed, _launch(y, residual, weight, eps, normed)
 
 
 def rms_norm_quantized_triton(
-    y: torch.Tensor,
+    y: torch.Tensor | Unsummed,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -115,12 +127,18 @@ def rms_norm_quantized_triton(
     grouped: bool = False,
 ) -> tuple[QuantizedRows, torch.Tensor]:
     """As `rms_norm_triton`, then `quantize_rows`: the codes are the same."""
-    normed = empty_rows((y.shape[-2], y.shape[-1]), dtype, grouped, y.device)
+    own = _part(y)
+    normed = empty_rows((own.shape[-2], own.shape[-1]), dtype, grouped, own.device)
     return normed, _launch(y, residual, weight, eps, *normed, scale, grouped)
 
 
+def _part(y: torch.Tensor | Unsummed) -> torch.Tensor:
+    """What this rank has of it: all, or a part."""
+    return y.part if isinstance(y, Unsummed) else y
+
+
 def _launch(
-    y: torch.Tensor,
+    y: torch.Tensor | Unsummed,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -130,7 +148,10 @@ def _launch(
     grouped: bool = False,
 ) -> torch.Tensor:
     """Fills `normed`, or the codes in it and their scales. Returns what was normed."""
-    assert y.dim() == 2 or residual is not None
+    mailbox = y.mailbox if isinstance(y, Unsummed) else None
+    y = _part(y)
+    assert (y.dim() == 2 and mailbox is None) or residual is not None
+    assert mailbox is None or mailbox.takes(y)
     num_tokens, size = y.shape[-2:]
     x = y if residual is None else torch.empty_like(residual)
     block, num_parts = triton.next_power_of_2(size), y.shape[0] if y.dim() == 3 else 1
@@ -138,11 +159,14 @@ def _launch(
         block = max(block, GROUP)
     _rms_norm[(num_tokens,)](
         *(y, residual, weight, normed, x, eps, num_tokens, size, code_scales, given_scale),
+        *((None, None, None, 0) if mailbox is None else mailbox.arguments),
         BLOCK=block,
         PARTS=num_parts,
         HAS_RESIDUAL=residual is not None,
         GROUPED=grouped,
         EVICTION="evict_last" if num_tokens <= KEPT else "",
+        RANK=0 if mailbox is None else mailbox.rank,
+        NUM_RANKS=1 if mailbox is None else mailbox.num_ranks,
         num_warps=min(max(block // (256 if num_parts == 1 else 128), 1), 16),  # parts: as many loads at once
         **launch_options(y.device),
     )

@@ -8,6 +8,9 @@ the token, so that a CUDA graph can hold both:
             token with its noise, or, for rows with filters, what `filtered_draw.py` wants to know
     _pick   per row: the best of the chunks' best; or the draw among what the filters leave
 
+Where several GPUs have the logits of some tokens each, of rows without filters each picks the best of its own. It comes
+with its score, as one number, and the largest of all GPUs' is the token: 8 bytes a row, see `token_of_best`.
+
 Sources: Gumbel, 1954; the noise is `philox.py`'s.
 """
 
@@ -26,6 +29,7 @@ __all__ = [
     "philox_reference",
     "philox_uniform_reference",
     "sample_triton",
+    "token_of_best",
     "workspace_bytes",
 ]
 
@@ -34,6 +38,8 @@ _SCAN_PROGRAMS = 2048  # about: as many as a GPU holds at once; more would only 
 _GROUP = 64  # see `filtered_draw.py`
 _TILE = 64  # groups taken at a time there
 _FEW = 2048  # candidates that fit in one program's registers
+_HIGHEST_ID = 0x7FFFFFFF
+_TOKEN_0 = tl.constexpr(_HIGHEST_ID)  # with score 0, see `best_packed`
 _PICK_WARPS = 8  # for a row with filters; more are faster for one row and slower for many
 
 
@@ -56,15 +62,33 @@ def gumbel_sample_reference(
     Returns:
         [num_rows] int64 token ids.
     """
-    noise = gumbel_noise_reference(seeds, output_indices, child_indices, logits.shape[-1], stream)
-    return torch.argmax(logits / temperature[:, None] + noise, dim=-1)
+    return gumbel_scores_reference(logits, temperature, seeds, output_indices, child_indices, stream).argmax(dim=-1)
+
+
+def gumbel_scores_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    output_indices: torch.Tensor,
+    child_indices: torch.Tensor,
+    stream: int = STREAM_SAMPLE,
+    first_id: int = 0,
+) -> torch.Tensor:
+    """What `gumbel_sample_reference` has the argmax of, [num_rows, vocab_size], of tokens from `first_id` on."""
+    noise = gumbel_noise_reference(seeds, output_indices, child_indices, logits.shape[-1], stream, first_id)
+    return logits / temperature[:, None] + noise
 
 
 def gumbel_noise_reference(
-    seeds: torch.Tensor, output_indices: torch.Tensor, child_indices: torch.Tensor, vocab_size: int, stream: int
+    seeds: torch.Tensor,
+    output_indices: torch.Tensor,
+    child_indices: torch.Tensor,
+    vocab_size: int,
+    stream: int,
+    first_id: int = 0,
 ) -> torch.Tensor:
     """[num_rows, vocab_size] float32. The arguments are those of `philox_uniform_reference`."""
-    uniform = philox_uniform_reference(seeds, output_indices, child_indices, vocab_size, stream)
+    uniform = philox_uniform_reference(seeds, output_indices, child_indices, vocab_size, stream, first_id)
     # -log1p(-u) is exponentially distributed; the large noises, which decide, come from small u, where u is finest.
     return -torch.log(-torch.log1p(-uniform))
 
@@ -72,8 +96,9 @@ def gumbel_noise_reference(
 @triton.jit(do_not_specialize=["tiles_per_chunk"])  # which depends on the rows
 def _scan(
     logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
-    vocab_size, num_groups, tiles_per_chunk, logits_stride, float_stride, int_stride, STREAM: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+    vocab_size, first_id, num_groups, tiles_per_chunk, logits_stride, float_stride, int_stride, STREAM: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, SKEW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -97,28 +122,38 @@ def _scan(
             group_stats(logits, first, end, heat, group_max + to, group_mass + to, BLOCK, GROUP)
             return
 
-    packed = best_of_chunk(logits, first, end, heat, key, output, child, STREAM, BLOCK, RANDOM)
+    packed = best_of_chunk(logits, first, end, heat, key, output, child, STREAM, BLOCK, RANDOM, first_id, SKEW)
     tl.store(best + i * tl.num_programs(0) + chunk, packed)
 
 
 @triton.jit
 def best_of_chunk(
-    logits, first, end, heat, key, output, child, STREAM: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr
+    logits, first, end, heat, key, output, child, STREAM: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr,
+    first_id=0, SKEW: tl.constexpr = 0,
 ):  # fmt: skip
-    """The winner among the tokens `first` up to `end`, as `best_packed`."""
+    """The winner among the columns `first` up to `end`, as `best_packed`.
+
+    Args:
+        first_id: the token of the first column of all.
+        SKEW: how far that lies behind a multiple of four: noise comes for four tokens at a time.
+    """
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + tl.arange(0, BLOCK)
-    for start in range(first, end, BLOCK):
+    for start in range(first - SKEW, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        score = tl.load(logits + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        inside = ids < end
+        if SKEW > 0:
+            inside = inside & (ids >= first)
+        score = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
         if RANDOM:  # noqa: SIM102 - known when the kernel is compiled; the other one is not
             if heat > 0.0:
                 # Noise times temperature instead of logits / temperature: the same argmax, without a division.
-                score += heat * gumbel_noise(start // 4 + tl.arange(0, BLOCK // 4), key, output, child, STREAM)
+                counter = (first_id + start) // 4 + tl.arange(0, BLOCK // 4)
+                score += heat * gumbel_noise(counter, key, output, child, STREAM)
         is_better = score > best_score
         best_score = tl.where(is_better, score, best_score)
         best_id = tl.where(is_better, ids, best_id)
-    return best_packed(best_score, best_id)
+    return best_packed(best_score, first_id + best_id)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])  # which depends on the rows
@@ -126,7 +161,7 @@ def _pick(
     logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
     listed, few, out, vocab_size, num_groups, num_chunks, logits_stride, float_stride, int_stride, STREAM: tl.constexpr,
     NUM_CHUNKS_PADDED: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    FEW: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, FILTERED: tl.constexpr, OF_SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -134,7 +169,7 @@ def _pick(
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i).to(tl.int64)
     if row < 0:
-        tl.store(out + i, 0)
+        tl.store(out + i, _TOKEN_0 if OF_SOME else 0)
         return
     if FILTERED:
         heat, k = tl.load(temperature + row * float_stride), tl.load(top_k + row * int_stride)
@@ -152,7 +187,7 @@ def _pick(
 
     chunk = tl.arange(0, NUM_CHUNKS_PADDED)
     packed = tl.load(best + i * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63))
-    tl.store(out + i, unpacked_id(tl.max(packed)))
+    tl.store(out + i, tl.max(packed) if OF_SOME else unpacked_id(tl.max(packed)))
 
 
 def sample_triton(
@@ -170,6 +205,7 @@ def sample_triton(
     any_filtered: bool,
     stream: int = STREAM_SAMPLE,
     out: torch.Tensor | None = None,
+    first_id: int | None = None,
 ) -> torch.Tensor:
     """Filters, noise and argmax: one token per row of logits. The parameters are those of all open requests.
 
@@ -184,10 +220,11 @@ def sample_triton(
         any_filtered: False leaves filters out, be it that no random row has one or, for drafts, that none is meant.
         stream: what the noise is for, see `philox.py`: `STREAM_DRAFT` draws what a drafter proposes.
         out: [R] int64 to write to.
+        first_id: the logits are those of the tokens from this one on, and others have the rest. Without filters.
 
     Returns:
-        [R] int64, the tokens of `apply_filters` and `gumbel_sample_reference`, up to rounding. A row's token does
-        not depend on what the others are, nor on how many.
+        [R] int64, the tokens of `apply_filters` and `gumbel_sample_reference`, up to rounding; with `first_id` what
+        `token_of_best` wants to know. A row's token does not depend on what the others are, nor on how many.
 
     Raises:
         ValueError: parameters of one dtype that do not have the same stride.
@@ -199,6 +236,8 @@ def sample_triton(
         raise ValueError("sampling parameters of one dtype must be columns of one tensor, and logits rows contiguous")
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out is None else out
     filtered = any_random and any_filtered
+    assert first_id is None or not filtered
+    skew = (first_id or 0) % 4
     num_tiles, num_groups = triton.cdiv(vocab_size, _BLOCK), triton.cdiv(vocab_size, _GROUP)
     tiles_per_chunk = triton.cdiv(num_tiles * num_rows, max(_SCAN_PROGRAMS, num_rows))
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
@@ -209,12 +248,13 @@ def sample_triton(
     strides = [logits.stride(0), float_stride, int_stride]
     options = launch_options(logits.device)
     _scan[(num_chunks, num_rows)](
-        *(*inputs, best, group_max, group_mass, vocab_size, num_groups, tiles_per_chunk, *strides),
+        *(*inputs, best, group_max, group_mass, vocab_size, first_id or 0, num_groups, tiles_per_chunk, *strides),
         STREAM=stream,
         BLOCK=_BLOCK,
         GROUP=_GROUP,
         RANDOM=any_random,
         FILTERED=filtered,
+        SKEW=skew,
         num_warps=4,
         **options,
     )
@@ -224,10 +264,16 @@ def sample_triton(
         NUM_CHUNKS_PADDED=triton.next_power_of_2(num_tiles),
         **filter_sizes(vocab_size),
         FILTERED=filtered,
+        OF_SOME=first_id is not None,
         num_warps=_PICK_WARPS if filtered else 1,
         **options,
     )
     return out
+
+
+def token_of_best(best: torch.Tensor) -> torch.Tensor:
+    """[num_ranks, R] int64, what `sample_triton` returns of each rank's logits -> [R] int64 tokens."""
+    return _HIGHEST_ID - (best.amax(dim=0) & _HIGHEST_ID)
 
 
 def filter_scratch(num_rows: int, vocab_size: int, device: torch.device) -> list[torch.Tensor]:

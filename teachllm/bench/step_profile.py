@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 _NUM_STEPS = 16
 # A kernel belongs to the first group that has a word of its name. The libraries' names are theirs to change.
 _GROUPS = {
+    "exchanges of ranks": ("nccl", "_one_shot_sum"),
     "attention": ("paged_", "decode", "prefill", "sdpa", "flash", "fmha", "attention", "_merge_splits"),
     "matrix products": ("gemv", "linear", "gemm", "nvjet", "cutlass", "splitk", "addmm", "matmul", "mm"),
+    "routing to experts": ("_route", "_group", "_combine"),
     "drafts": ("_draft", "_find_matches", "_propose", "_following", "_move_kv"),
     "sampling": ("_scan", "_pick", "_measure", "_cut", "_reject", "_settle", "argmax", "append_tokens"),
 }

@@ -8,7 +8,7 @@ What everything else leaves of the budget is KV cache, and KV cache is how many 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,10 @@ class MemoryPlan:
     def num_blocks(self) -> int:
         """Blocks that fit in what is left."""
         return max(self.budget - self.taken, 0) // self.bytes_per_block
+
+    def of_blocks(self, num_blocks: int) -> MemoryPlan:
+        """The same with so many blocks, no more than these."""
+        return replace(self, budget=self.taken + num_blocks * self.bytes_per_block)
 
     @property
     def num_tokens(self) -> int:

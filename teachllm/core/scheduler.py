@@ -118,7 +118,7 @@ class Scheduler:
         self._schedule_waiting(plan, open_to_join)
         has_blocks = not self._short_of_blocks
         add_drafts(plan, self.requests, self.kv, self._budget, has_blocks)
-        if self.draft_length is not None:
+        if self.draft_length is not None and plan.scheduled:
             ask_for_drafts(plan, self.requests, self.kv, self.draft_length, self.drafter_len, has_blocks)
         if plan.scheduled:
             plan.dropped, self._dropped = self._dropped, []
@@ -130,7 +130,9 @@ class Scheduler:
     def _schedule_running(self, plan: SchedulerOutput) -> None:
         chosen: Chosen = {}
         ready = [request for request in self.running if self._can_compute(request)]
-        for request in sorted(ready, key=lambda request: request.gap > 1):  # decodes first, each kind in its order
+        # Decodes first. A pipeline's plans share them out: all in one would leave nothing for the other stages.
+        share = -(-sum(request.gap <= 1 for request in self.running) // self.config.pipeline_parallel_size)
+        for request in [r for r in ready if r.gap <= 1][:share] + [r for r in ready if r.gap > 1]:
             num_tokens = self._chunk(request.gap)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue  # no budget left for it, or a request before it took its blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from teachllm.sampling_params import SamplingParams
 
@@ -113,7 +114,9 @@ class ModelRunnerOutput:
         draft_token_ids: proposals for the requests' next steps, -1 where they stay on the device; None without a
             drafter.
         seconds: that a device took which works on its own, where that is asked for.
+        expert_load: per layer with experts, how many of the step's tokens each expert got; None: not counted.
         graph_mode: "full", "piecewise" or "eager" on a GPU: how much of the step was replayed from CUDA graphs.
+        ranks: what each rank did, as a trace tells it; None: there is one, or nobody wants to know.
     """
 
     sampled_token_ids: list[list[int]]
@@ -122,4 +125,6 @@ class ModelRunnerOutput:
     num_drafted: list[int] | None = None
     draft_token_ids: list[list[int]] | None = None
     seconds: float | None = field(default=None, compare=False)
+    expert_load: list[list[int]] | None = field(default=None, compare=False)
     graph_mode: str | None = field(default=None, compare=False)
+    ranks: list[dict[str, Any]] | None = field(default=None, compare=False)

@@ -13,19 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from teachllm.config import EngineConfig
-from teachllm.engine.engine import Engine
+from teachllm.engine.engine import Engine, TraceSink
 from teachllm.engine.engine_thread import EngineThread, Order, carry_out, refuse
 from teachllm.engine.input_processor import Prompt
 from teachllm.engine.output_stream import OutputStream, RequestStream
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm.worker.errors import FailedStepError
 
 
 class AsyncLLM(EngineThread):
@@ -51,7 +52,7 @@ class AsyncLLM(EngineThread):
         config: EngineConfig,
         *,
         own_process: bool = True,
-        trace_sink: Callable[[str], None] | None = None,
+        trace_sink: TraceSink | Sequence[TraceSink] | None = None,
         progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> AsyncLLM:
@@ -107,7 +108,7 @@ class AsyncLLM(EngineThread):
         Raises:
             ValueError: as `Engine.add_request`.
             EngineDeadError: the core's process has ended.
-            Exception: a step failed; every request that was unfinished then ends so.
+            Exception: a step failed; every request that was unfinished then, at the same replica, ends so.
         """
         stream = await self.submit(prompt, sampling_params, request_id, **options)
         try:
@@ -179,10 +180,11 @@ class AsyncLLM(EngineThread):
             carry_out(*self._arriving.popleft()[1])
 
     def _fail(self, error: Exception) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(error)
-        for name in streams:
+        ended = error.request_ids if isinstance(error, FailedStepError) else list(self._streams)
+        for name in ended:
+            stream = self._streams.pop(name, None)
+            if stream is not None:
+                stream.fail(error)
             with contextlib.suppress(Exception):  # a recorder's, say: the stream knows already
                 self._engine.abort_request(name)
 

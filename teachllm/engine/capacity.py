@@ -31,6 +31,7 @@ class _NoExecutor:
     """Has blocks and computes nothing."""
 
     max_in_flight = 1
+    sentinel: int | None = None
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

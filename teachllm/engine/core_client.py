@@ -1,4 +1,4 @@
-"""The front's end of a core that has a process of its own: starts it, talks to it, notices when it is gone.
+"""The front's end of a core that has a process of its own, or of several such: replicas, see `data_parallel.py`.
 
 To `Engine` it is a core like any other, but for three things: it steps by itself, so `step` waits for what it tells;
 `interrupt` ends that wait from another thread; and it can die.
@@ -7,17 +7,11 @@ To `Engine` it is a core like any other, but for three things: it steps by itsel
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -25,10 +19,13 @@ import zmq
 from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
-from teachllm.engine.engine import EngineDeadError
+from teachllm.distributed.lockstep import LockstepEnd, close_ends, lockstep_ends
+from teachllm.distributed.rendezvous import Rendezvous, listen_here, rendezvous_at
+from teachllm.engine.core_link import CoreLink
+from teachllm.engine.data_parallel import Balance
 from teachllm.engine.messages import (
     Add,
-    Close,
+    Died,
     Failed,
     Finish,
     FromCore,
@@ -38,26 +35,26 @@ from teachllm.engine.messages import (
     ResetPrefixCache,
     Start,
     Stepped,
-    ToCore,
     Update,
-    decode_from_core,
     encode,
 )
-from teachllm.engine.stats import StepStats
+from teachllm.engine.stats import NOTHING, StepStats, together
 from teachllm.engine.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
+from teachllm.worker.child import uninterrupted
+from teachllm.worker.errors import EngineDeadError, FailedStepError
 
 _SECONDS_TO_END = 4.0
-# PyTorch and oneDNN keep a plan for each number of rows that a matrix product has met: in the end, hundreds of MB.
-_CACHE_SIZES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+_LAST_WORDS = 100  # milliseconds that what a process said before it ended may take to be here
 
 
 class CoreClient:
-    """A core in a process of its own. All but `interrupt` is for one thread.
+    """A core in processes of its own: `data_parallel_size` of them. All but `interrupt` is for one thread.
 
     Args:
-        trace_sink, progress: as of `Engine`; called in the thread that calls `step`.
+        trace_sinks: one for each process, or none; called in this thread, and in that of `step`.
+        progress: as of `Engine`, of all processes together.
 
     Attributes:
         config, model_config: as the core has resolved and read them.
@@ -74,56 +71,79 @@ class CoreClient:
         self,
         config: EngineConfig,
         *,
-        trace_sink: Callable[[str], None] | None = None,
+        trace_sinks: Sequence[Callable[[str], None]] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._trace_sink = trace_sink
-        self._requests: dict[int, Request] = {}  # unfinished ones
+        num_replicas, self._in_lockstep = config.data_parallel_size, config.shares_experts
+        self._trace_sinks = trace_sinks
+        self._requests: dict[int, tuple[Request, int]] = {}  # unfinished ones, and the replica that has them
         self._numbers: dict[str, int] = {}
         self._num_requests = 0
-        self._stats: StepStats | None = None
-        self._unsent: list[msgspec.Raw] = []
-        self._is_dead = self._is_closed = False
+        self._balance = Balance(num_replicas)
+        self._stats = [NOTHING] * num_replicas
+        self._has_news = self._is_closed = False
+        self._death: str | None = None
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
-        self._folder = tempfile.mkdtemp(prefix="teachllm-")  # nobody else may look into it
-        address = f"ipc://{self._folder}/core"
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.reconnect_ivl = 10  # milliseconds, until the process listens
-        self._socket.connect(address)
         self._poller = zmq.Poller()
-        for source in (self._socket, self._woken):
-            self._poller.register(source, zmq.POLLIN)
-        self._process = _start_process(address)
-        threading.Thread(target=self._watch, name="engine process", daemon=True).start()
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._links: list[CoreLink] = []
+        self._turn = 0  # whose message is taken first
         try:
-            self._say(Start(config, trace_sink is not None))
-            self._send()  # it loads while the tokenizer does here
-            self.tokenizer = load_tokenizer(
+            self._start(config)
+            self.tokenizer = load_tokenizer(  # while they load
                 config,
                 str(find_folder(config.model, config.revision, config.load_format, config.trust_remote_code)),
             )
             ready = self._wait_until_ready(progress)
         except BaseException:
+            for link in self._links:  # who loads hears nothing
+                link.process.kill()
             self.close()
             raise
-        shutil.rmtree(self._folder, ignore_errors=True)  # both ends have it open: nobody needs its name any more
-        self.config, self.model_config, self._num_blocks = ready.config, ready.model_config, ready.num_blocks
+        for link in self._links:
+            link.connected()
+        self.config = replace(ready[0].config, trace_path=config.trace_path)
+        self.model_config = ready[0].model_config
+        self._num_blocks = min(each.num_blocks for each in ready)  # who fits into one replica fits into any
 
-    def _wait_until_ready(self, progress: Callable[[int, int], None] | None) -> Ready:
-        while True:
-            message = self._receive()
+    def _start(self, config: EngineConfig) -> None:
+        """Starts the processes. What those that share experts need to meet and to keep step goes with that."""
+        num_replicas = config.data_parallel_size
+        with contextlib.ExitStack() as stack:
+            ends: list[LockstepEnd | None] = [None] * num_replicas
+            meeting: list[Rendezvous | None] = [None] * num_replicas
+            if config.shares_experts:
+                listener, made = stack.enter_context(listen_here()), lockstep_ends(num_replicas)
+                stack.callback(close_ends, made)
+                ends = [*made]
+                first = rendezvous_at(listener)
+                meeting = [first, *[first._replace(listener=None)] * (num_replicas - 1)]
+            for replica in range(num_replicas):
+                name = "the engine's process" if num_replicas == 1 else f"the process of replica {replica}"
+                start = Start(config, bool(self._trace_sinks), replica, meeting[replica], ends[replica])
+                with uninterrupted():
+                    self._links.append(CoreLink(self._context, start, name, self.interrupt))
+                self._poller.register(self._links[-1].socket, zmq.POLLIN)
+
+    def _wait_until_ready(self, progress: Callable[[int, int], None] | None) -> list[Ready]:
+        ready: dict[int, Ready] = {}
+        loaded = [0] * len(self._links)
+        while len(ready) < len(self._links):
+            replica, message = self._receive() or (0, None)
             match message:
                 case Ready():
-                    return message
+                    ready[replica] = message
                 case Loading():
+                    loaded[replica] = message.num_bytes
                     if progress is not None:
-                        progress(message.num_bytes, message.total)
+                        progress(sum(loaded), len(loaded) * message.total)
                 case Refused():
                     raise RuntimeError(message.error) if message.is_fault else ValueError(message.error)
+                case Stepped():  # of a replica that is ready before another
+                    self._take(replica, message)
+        return [ready[replica] for replica in range(len(ready))]
 
     # -- as a core -----------------------------------------------------------------------------------------
 
@@ -152,10 +172,12 @@ class CoreClient:
         )
         try:
             msgspec.msgpack.decode(encode(params), type=SamplingParams)  # of the types that the core will insist on
-            self._say(message)
+            packed = msgspec.Raw(encode(message))
         except (TypeError, OverflowError, msgspec.ValidationError) as error:
             raise ValueError(f"a parameter cannot be passed on: {error}") from error
-        self._requests[message.number] = request
+        replica = self._balance.choose(request.group)
+        self._links[replica].say(packed)
+        self._requests[message.number] = request, replica
         self._numbers[request.request_id] = message.number
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool:
@@ -163,47 +185,60 @@ class CoreClient:
         number = self._numbers.pop(request_id, None)
         if number is None:
             return False
-        request = self._requests.pop(number)
+        request, replica = self._requests.pop(number)
         request.finish_reason, request.stop_reason = reason, stop_reason
-        self._say(Finish(number, reason.value, stop_reason))
+        self._balance.ended(replica)
+        self._links[replica].say(Finish(number, reason.value, stop_reason))
         return True
 
     def step(self) -> list[RequestUpdate]:
-        """What one step of the core changed; empty if something else, or `interrupt`, ended the wait.
+        """What one step of one replica changed; empty if something else, or `interrupt`, ended the wait.
 
         Raises:
-            RuntimeError: the step failed, and was taken back.
-            EngineDeadError: the process has ended.
+            FailedStepError: the step failed, and the requests that the replica had have ended.
+            EngineDeadError: a process has ended, and with it the core.
         """
-        message = self._receive()
+        replica, message = self._receive() or (0, None)
+        if isinstance(message, Died):
+            self._end_all(message.error)
         if isinstance(message, Failed):
-            raise RuntimeError(message.error)
-        if not isinstance(message, Stepped):
-            return []
-        self._stats = message.stats if self._stats is None else self._stats.then(message.stats)
-        if self._trace_sink is not None:
+            ended = [self._requests[number][0] for number in message.numbers if number in self._requests]
+            raise FailedStepError(message.error, [request.request_id for request in ended])
+        return self._take(replica, message) if isinstance(message, Stepped) else []
+
+    def _take(self, replica: int, message: Stepped) -> list[RequestUpdate]:
+        self._stats[replica] = self._stats[replica].then(message.stats)
+        self._has_news = True
+        self._balance.stepped(replica, message.stats.num_running)
+        if self._trace_sinks:
             for line in message.lines:
-                self._trace_sink(line)
+                self._trace_sinks[replica](line)
         return [self._update(update) for update in message.updates if update.number in self._requests]
 
     def _update(self, update: Update) -> RequestUpdate:
-        request = self._requests[update.number]
+        request, replica = self._requests[update.number]
         request.num_cached_tokens, request.first_scheduled_time = update.num_cached_tokens, update.first_scheduled_time
         if update.finish_reason is not None:
             request.finish_reason, request.stop_reason = FinishReason(update.finish_reason), update.stop_reason
             del self._requests[update.number], self._numbers[request.request_id]
+            self._balance.ended(replica)
         drafts, logprobs = (update.num_drafted, update.num_accepted), (update.logprobs, update.prompt_logprobs)
         return RequestUpdate(request, update.new_token_ids, *drafts, *logprobs, update.start)
 
     def reset_prefix_cache(self) -> None:
-        self._say(ResetPrefixCache())
+        for link in self._links:
+            link.say(ResetPrefixCache())
 
     def count(self) -> None:
         """It always does."""
 
     def stats(self) -> StepStats | None:
-        stats, self._stats = self._stats, None
-        return stats
+        if not self._has_news:
+            return None
+        self._has_news = False
+        told = together(self._stats)
+        self._stats = [stats.without_counts() for stats in self._stats]
+        return told
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -218,65 +253,51 @@ class CoreClient:
             self._waker.send(b"!")
 
     def close(self) -> None:
-        """Ends the process, and waits for that."""
+        """Ends the processes, and waits for that."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._say(Close())
-        self._send()
-        try:
-            self._process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._socket.close()
+        for link in self._links:
+            link.tell_to_end()
+        deadline = time.monotonic() + _SECONDS_TO_END
+        for link in self._links:
+            link.close(deadline)
         self._context.term()
         for end in (self._woken, self._waker):
             end.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
-    # -- the process ---------------------------------------------------------------------------------------
+    # -- the processes -------------------------------------------------------------------------------------
 
-    def _say(self, message: ToCore) -> None:
-        """Puts a message to those that go out together; with one send for each, this thread would wait for its turn
-        in this process as often."""
-        self._unsent.append(msgspec.Raw(encode(message)))
+    def _receive(self) -> tuple[int, FromCore] | None:
+        """Sends what is to be said, and waits for the next message; None if `interrupt` ended the wait.
 
-    def _send(self) -> None:
-        if self._unsent and not self._is_dead:  # who waits for an answer will hear of it
-            self._socket.send(encode(self._unsent))
-        self._unsent.clear()
-
-    def _receive(self) -> FromCore | None:
-        """Sends what is to be said, and waits for the next message; None if `interrupt` ended the wait."""
-        self._send()
+        Raises:
+            EngineDeadError: a process has ended.
+        """
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        for link in self._links:
+            link.send()
         ready: Mapping[object, int] = dict(self._poller.poll())
-        if self._socket in ready:
-            return decode_from_core(self._socket.recv())
-        self._woken.recv(4096)
-        if self._is_dead:
-            raise EngineDeadError(f"the engine's process has ended with {_how_it_ended(self._process.returncode)}")
+        if self._woken.fileno() in ready:
+            self._woken.recv(4096)
+        for replica, link in enumerate(self._links):
+            if link.is_dead:
+                if link.socket.poll(_LAST_WORDS):
+                    return replica, link.receive()
+                self._end_all(link.how_it_ended())
+        for replica in (*range(self._turn, len(self._links)), *range(self._turn)):
+            if self._links[replica].socket in ready:
+                self._turn = (replica + 1) % len(self._links)
+                return replica, self._links[replica].receive()
         return None
 
-    def _watch(self) -> None:
-        self._process.wait()
-        self._is_dead = True
-        self.interrupt()
-
-
-def _start_process(address: str) -> subprocess.Popen[bytes]:
-    """A fresh interpreter, which sees the packages that this one sees. A new session: Ctrl-C does not reach it."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "teachllm.engine.core_process", address],  # -P: nothing of the current folder
-        stdin=subprocess.PIPE,  # closes when this process ends
-        stdout=sys.stderr.fileno(),
-        env=_CACHE_SIZES | os.environ | {"PYTHONPATH": path},
-        start_new_session=True,
-    )
-
-
-def _how_it_ended(returncode: int) -> str:
-    return signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"
+    def _end_all(self, why: str) -> NoReturn:
+        """With one replica all end: whoever restarts the engine starts all of them."""
+        self._death = why
+        for other in self._links:
+            if self._in_lockstep:  # it may wait in a step for the one that is gone
+                other.process.kill()
+            else:
+                other.tell_to_end()
+        raise EngineDeadError(self._death)

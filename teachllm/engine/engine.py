@@ -13,7 +13,7 @@ Text stays on this side. What schedules and computes is the core: in this proces
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from teachllm.config import EngineConfig
@@ -28,6 +28,9 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.trace.recorder import Recorder
+from teachllm.worker.errors import EngineDeadError as EngineDeadError
+from teachllm.worker.errors import FailedStepError
+from teachllm.worker.torchrun import works_for_process_0
 
 if TYPE_CHECKING:
     from teachllm.engine.engine_core import EngineCore
@@ -35,8 +38,8 @@ if TYPE_CHECKING:
     from teachllm.worker.executor import Executor
 
 
-class EngineDeadError(RuntimeError):
-    """The process of the engine's core has ended and nobody told it to."""
+TraceSink = Callable[[str], None]
+_HERE = "own_process=False and data_parallel_size=1"
 
 
 class Core(Protocol):
@@ -73,9 +76,10 @@ class Engine:
 
     Args:
         config: what to run and how.
-        own_process: the core gets one; needs the extra "serve".
+        own_process: the core gets one; needs the extra "serve". With `data_parallel_size` above 1 each replica does.
         recorder: writes a trace, in place of the engine's own.
-        trace_sink: takes the lines of the engine's own trace, beside the file in `config.trace_path` if there is one.
+        trace_sink: takes the lines of the engine's own trace, beside the file in `config.trace_path` if there is one;
+            with replicas, one for each.
         progress: called with (bytes loaded, bytes in all) while weights load.
         make_executor: replaces the in-process executor; given the resolved configuration and the executor it
             would have used.
@@ -88,6 +92,7 @@ class Engine:
 
     Raises:
         ValueError: the checkpoint or the settings are refused; one line says why and what to change.
+        SystemExit: torchrun has started this process to have a rank of another one's engine, and that has ended.
     """
 
     def __init__(
@@ -96,26 +101,37 @@ class Engine:
         *,
         own_process: bool = False,
         recorder: Recorder | None = None,
-        trace_sink: Callable[[str], None] | None = None,
+        trace_sink: TraceSink | Sequence[TraceSink] | None = None,
         progress: Callable[[int, int], None] | None = None,
         make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        self.is_elsewhere = own_process
+        sinks = [trace_sink] if callable(trace_sink) else list(trace_sink or ())
+        if len(sinks) not in (0, config.data_parallel_size):
+            raise ValueError(
+                f"each of data_parallel_size={config.data_parallel_size} replicas has a trace of its own, and there is "
+                f"a trace_sink for {len(sinks)}: give a list with one for each, or set data_parallel_size={len(sinks)}"
+            )
+        if works_for_process_0(config):
+            raise SystemExit(0)
+        self.is_elsewhere = own_process or config.data_parallel_size > 1
         self._core: Core
         self.model_config: ModelConfig
         self.tokenizer: Tokenizer | None
-        if own_process:
+        if self.is_elsewhere:
             if recorder is not None or make_executor is not None or drafter is not None:
                 raise ValueError(
-                    "recorder, make_executor and drafter are objects of this process: set own_process=False"
+                    "recorder, make_executor and drafter are objects of this process, and the core would be elsewhere: "
+                    f"set {_HERE}"
                 )
             try:
                 from teachllm.engine.core_client import CoreClient
             except ModuleNotFoundError as error:
-                raise ImportError("a core's own process talks over zmq: pip install 'teachllm[serve]'") from error
+                raise ImportError(
+                    f"a core in a process of its own talks over zmq: pip install 'teachllm[serve]', or set {_HERE}"
+                ) from error
 
-            client = CoreClient(config, trace_sink=trace_sink, progress=progress)
+            client = CoreClient(config, trace_sinks=sinks, progress=progress)
             self._core, self.model_config, self.tokenizer = client, client.model_config, client.tokenizer
         else:
             from teachllm.engine.make_core import make_core
@@ -123,7 +139,7 @@ class Engine:
             self._core, self.model_config, self.tokenizer = make_core(
                 config,
                 recorder=recorder,
-                trace_sink=trace_sink,
+                trace_sink=sinks[0] if sinks else None,
                 progress=progress,
                 make_executor=make_executor,
                 drafter=drafter,
@@ -137,7 +153,9 @@ class Engine:
     def core(self) -> EngineCore:
         """Scheduler and executor, to look at; there only if they are in this process."""
         if self.is_elsewhere:
-            raise RuntimeError("the engine's core is in a process of its own: nothing of it can be looked at from here")
+            raise RuntimeError(
+                f"the engine's core is in a process of its own and cannot be looked at from here: set {_HERE}"
+            )
         return cast("EngineCore", self._core)
 
     def add_request(
@@ -203,11 +221,16 @@ class Engine:
             scheduling it is one step behind.
 
         Raises:
-            EngineDeadError: the core's process has ended.
+            EngineDeadError: the core's process has ended, or one that computes for it.
+            FailedStepError: a core's elsewhere; the requests that it names are to be aborted, others go on.
             Exception: the step failed and was taken back; its requests may be aborted, or tried again.
         """
         changed: dict[str, RequestOutput] = {}
-        updates = self._core.step()
+        try:
+            updates = self._core.step()
+        except FailedStepError as error:
+            error.request_ids = self._outputs.owners(error.request_ids)
+            raise
         now = time.perf_counter()
         for update in updates:
             if not update.new_token_ids and update.prompt_logprobs is None:

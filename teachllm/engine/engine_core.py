@@ -27,6 +27,7 @@ from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.stats import StepCounter, StepStats
 from teachllm.engine.step_roofline import StepRoofline
+from teachllm.engine.step_traffic import StepTraffic
 from teachllm.roofline import Work
 from teachllm.spec_decode.draft_length import AdaptiveLength, FixedLength, StepCost
 from teachllm.trace.recorder import Recorder, StepTimes
@@ -41,6 +42,7 @@ class EngineCore:
         cache_root: digest of what decides all KV, see `core.prefix_cache.hash_root`.
         recorder: writes a trace; None costs nothing.
         roofline: what a trace says of each step's work.
+        traffic: what it says that ranks have to send; None: there is one.
         clock: seconds; arrival times are on it. None is the recorder's, or `time.perf_counter`.
         scheduler: in place of one of its own.
         drafter: one that reads token ids here; requests wait for theirs, then.
@@ -60,6 +62,7 @@ class EngineCore:
         on_close: Callable[[], None] | None = None,
         drafter: HostDrafting | None = None,
         draft_length: FixedLength | AdaptiveLength | None = None,
+        traffic: StepTraffic | None = None,
     ) -> None:
         self.config = config
         self._drafter, self._draft_length = drafter, draft_length
@@ -67,7 +70,7 @@ class EngineCore:
         self.executor = executor
         self.recorder = recorder
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
-        self._roofline = roofline
+        self._roofline, self._traffic = roofline, traffic
         self._on_close = on_close or (lambda: None)
         self._counter: StepCounter | None = None
         self._last_arrived = 0.0
@@ -154,6 +157,18 @@ class EngineCore:
             return self._update_oldest()
         return []
 
+    def serve(self) -> None:
+        """An empty step, which other replicas take: they share experts with this one, which has nothing to compute.
+
+        Raises:
+            EngineDeadError: a process has ended, or the step failed.
+        """
+        began = self.clock()
+        result = self.executor.sample(self.executor.execute(SchedulerOutput(self.scheduler.num_steps))).result()
+        if self.recorder is not None:
+            self._place_in_time(result.ranks or [])
+            self.recorder.write("serve", time=began, end=self.clock(), ranks=result.ranks)
+
     def _update_oldest(self) -> list[RequestUpdate]:
         plan, output, times, work = self._pending[0]
         asked = self.clock()
@@ -164,6 +179,10 @@ class EngineCore:
             raise
         arrived = self.clock()
         self._pending.popleft()
+        if self._traffic is not None and result.ranks is not None:
+            self._place_in_time(result.ranks)
+            for told, expected in zip(result.ranks, self._traffic.expected(plan, self.scheduler.requests), strict=True):
+                told["expected"] = expected
         updates = self.scheduler.update(plan, result)
         if self._drafter is not None:
             self._drafter.propose(updates)
@@ -177,12 +196,21 @@ class EngineCore:
         if self.recorder is not None:
             end = self.clock()
             times = times._replace(wait=arrived - asked, update=end - arrived, end=end)
-            more: dict[str, Any] = {"graph_mode": result.graph_mode}
+            of_worker = ("graph_mode", "expert_load", "ranks")
+            more: dict[str, Any] = {name: getattr(result, name) for name in of_worker}
             if self._roofline is not None and work is not None:
                 # A device that does not time itself is done when the calls return.
                 more["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)
             self.recorder.step(plan, updates, self.scheduler, times, **more)
         return updates
+
+    def _place_in_time(self, ranks: list[dict[str, Any]]) -> None:
+        """Ranks go by `time.perf_counter`, as all engines do but a fork, which goes on from another one's time."""
+        if self.clock is not time.perf_counter:
+            ahead = self.clock() - time.perf_counter()
+            for told in ranks:
+                told["begin"] += ahead
+                told["end"] += ahead
 
     def _admit(self, plan: SchedulerOutput, now: float) -> None:
         """Marks those whom a plan names for the first time."""
@@ -204,13 +232,15 @@ class EngineCore:
     def _take_back(self, plan: SchedulerOutput, error: BaseException) -> None:
         """A step failed: with it go all whose results have not been taken, since any may rest on another."""
         oldest = self._pending[0][0] if self._pending else plan
-        for _, output, _, _ in self._pending:  # a device may still read what the next plan would write over
-            with contextlib.suppress(Exception):
-                output.result()
-        self._pending.clear()
-        self.scheduler.fail(oldest)
-        if self.recorder is not None:
-            self.recorder.error(error, self.scheduler)
+        try:
+            for _, output, _, _ in self._pending:  # a device may still read what the next plan would write over
+                with contextlib.suppress(Exception):
+                    output.result()
+        finally:  # Ctrl-C may come twice
+            self._pending.clear()
+            self.scheduler.fail(oldest)
+            if self.recorder is not None:
+                self.recorder.error(error, self.scheduler)
 
     def close(self) -> None:
         self.executor.close()

@@ -238,4 +238,7 @@ def refuse(done: Future[Any], error: BaseException) -> None:
 
 def _check_it_can_wait(engine: Engine) -> None:
     if engine.is_elsewhere:
-        raise ValueError("the engine's core has a process of its own and keeps its own pace: use own_process=False")
+        raise ValueError(
+            "the engine's core has a process of its own and keeps its own pace: set own_process=False and "
+            "data_parallel_size=1"
+        )

@@ -49,6 +49,9 @@ def fork_config(header: Mapping[str, Any], **changes: Any) -> EngineConfig:
     num_slots = header["num_blocks"] * settings["block_size"]
     block_size = changes.get("block_size", settings["block_size"])
     settings |= {"num_gpu_blocks_override": max(num_slots // block_size, 1), "trace_path": None}
+    settings["data_parallel_size"] = 1  # a trace is one replica's
+    if settings.get("tensor_parallel_size", 1) == 1:
+        settings["enable_expert_parallel"] = False  # they were spread over replicas
     speculation = settings.get("speculative_config")
     if isinstance(speculation, dict) and "load_format" in changes:
         settings["speculative_config"] = speculation | {"load_format": None}

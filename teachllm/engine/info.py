@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from teachllm.config import EngineConfig
-from teachllm.core.memory import format_bytes
+from teachllm.core.memory import MemoryPlan, format_bytes
+from teachllm.distributed.layout import Place, layout_of
 from teachllm.engine.capacity import num_undisturbed
+from teachllm.engine.make_core import check_ranks
+from teachllm.engine.replica import replica_devices, share_of_threads
+from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.registry import WITH_EXPERTS
+from teachllm.models.sharing import model_of_rank, of_rank, stage_layers
 from teachllm.quantization.quantization import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.executor import select_device
@@ -22,6 +30,8 @@ _IN_ALL_MODELS = "model.layers.0.mlp.down_proj"
 def describe_model(config: EngineConfig, input_len: int | None = None, output_len: int | None = None) -> list[Row]:
     """The model's shape, then its memory table, then how many equal requests run at once.
 
+    Of several ranks each is told, and the table is that of the one with room for the fewest blocks, as many as all get.
+
     Args:
         input_len, output_len: tokens of such a request; None is 1024 and 128, or less where the model's context is.
 
@@ -31,27 +41,66 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
     """
     device = select_device(config.device)
     model = load_model_config(config, device.type)
-    resolved = config.resolve(model.max_model_len)
+    resolved = replace(config, device=str(device)).resolve(model.max_model_len)
     windowed = sum(window is not None for window in model.windows)
     layers = f"hidden size {model.hidden_size}" + (f", {windowed} with a sliding window" if windowed else "")
     heads = f"{model.num_attention_heads} query and {model.num_kv_heads} KV heads of {model.head_size}"
     code = "this project's code" if model.implementation == "teachllm" else "transformers' code, our paged attention"
-    plan = plan_memory(resolved, model, device, load_drafter_config(resolved, model, device.type))
+    drafter, layout = load_drafter_config(resolved, model, device.type), layout_of(resolved)
+    check_ranks(resolved, model, drafter)
+    places = [layout.place(rank) for rank in range(layout.num_ranks)]
+    plans = [plan_memory(resolved, model_of_rank(model, place), device, drafter) for place in places]
+    plan = min(plans, key=lambda each: each.num_blocks)
     input_len = input_len or min(1024, max(model.max_model_len - (output_len or 128), 1))
     output_len = output_len or min(128, max(model.max_model_len - input_len, 1))
     count = num_undisturbed(resolved, plan.num_blocks, input_len, output_len)
     limit = "all that max_num_seqs allows" if count == resolved.max_num_seqs else "none waits for blocks or loses them"
     return [
+        *_replicas(resolved, device),
         ("architecture", model.architecture, code),
-        ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}"),
+        ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}{_met(model)}"),
         *_codes(model, device),
         ("layers", str(model.num_layers), layers),
         ("heads", str(model.num_attention_heads), heads),
         ("context", f"{model.max_model_len} tokens", f"vocabulary of {model.vocab_size}"),
         *_in_use(device),
+        *_ranks(model, places, [each.of_blocks(plan.num_blocks) for each in plans], plans.index(plan)),
         *plan.rows(),
         ("requests at once", str(count), f"of {input_len} tokens in and {output_len} out: {limit}"),
     ]
+
+
+def _ranks(model: ModelConfig, places: Sequence[Place], plans: Sequence[MemoryPlan], tightest: int) -> list[Row]:
+    """What each of several has."""
+    if len(places) == 1:
+        return []
+    rows, whole = [], parse(model.raw)
+    for place, plan in zip(places, plans, strict=True):
+        own, layers = of_rank(whole, place), stage_layers(whole, place.layout.pipeline)[place.stage]
+        parts = [
+            f"layers {layers.start} to {layers.stop - 1}",
+            *(["embedding"] if place.is_first_stage else []),
+            *(["output head"] if place.is_last_stage else []),
+        ]
+        heads = f"{own.num_heads} query and {own.num_kv_heads} KV heads"
+        experts = ""
+        if own.moe is not None and place.layout.spreads_experts:
+            experts = f", {own.moe.num_held} of {own.moe.num_experts} experts"
+        kv = f"KV {format_bytes(plan.bytes_per_token)} per token, {plan.num_blocks} blocks"
+        why = f"weights of {', '.join(parts)}: {heads}{experts}; {kv}"
+        rows.append((f"rank {place.rank}", format_bytes(plan.weights), why))
+    return [*rows, ("what follows", f"rank {tightest}", "which has room for the fewest blocks, and so all have")]
+
+
+def _replicas(config: EngineConfig, device: torch.device) -> list[Row]:
+    """Where each has what the other rows say."""
+    if config.data_parallel_size == 1:
+        return []
+    if device.type == "cpu":
+        share = f"{share_of_threads(config)} of the CPU's {torch.get_num_threads()} threads"
+    else:
+        share = "; ".join(" to ".join(dict.fromkeys((each[0], each[-1]))) for each in replica_devices(config))
+    return [("replicas", str(config.data_parallel_size), f"each has all that follows, and {share}")]
 
 
 def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
@@ -65,6 +114,13 @@ def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
     if device.type == "cpu":
         takes += f": a CPU multiplies numbers, in {model.dtype}"
     return [("quantization", what, takes)]
+
+
+def _met(model: ModelConfig) -> str:
+    """Of a mixture of experts, how much of it one token meets."""
+    if model.architecture not in WITH_EXPERTS:
+        return ""
+    return f"; between embedding and output head a token meets {model.num_active_parameters / 1e6:,.1f} M"
 
 
 def _in_use(device: torch.device) -> list[Row]:

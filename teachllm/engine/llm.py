@@ -153,7 +153,8 @@ class LLM:
         stats = None if config is None else self.engine.stats()
         if config is None or stats is None:
             return None
-        return Speculation(stats, self.engine.core.draft_step_cost, config.synthetic_rate is not None)
+        cost = None if self.engine.is_elsewhere else self.engine.core.draft_step_cost
+        return Speculation(stats, cost, config.synthetic_rate is not None)
 
     def close(self) -> None:
         """Gives the model's memory back."""

@@ -10,14 +10,17 @@ from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.core.prefix_cache import hash_root
+from teachllm.distributed.layout import layout_of
 from teachllm.engine.ceilings import device_name, known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.step_roofline import StepRoofline
+from teachllm.engine.step_traffic import StepTraffic
 from teachllm.engine.token_texts import TokenTexts, load_tokenizer
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.engine.trace_file import TraceFile
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.sharing import model_of_rank
 from teachllm.spec_decode.draft_length import make_draft_length
 from teachllm.spec_decode.drafter import Drafter, check_drafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
@@ -27,6 +30,7 @@ from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
+from teachllm.worker.multiprocess import MultiprocessExecutor, Peers
 
 
 def make_core(
@@ -38,12 +42,14 @@ def make_core(
     progress: Callable[[int, int], None] | None = None,
     make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
     drafter: Drafter | None = None,
+    peers: Peers | None = None,
 ) -> tuple[EngineCore, ModelConfig, Tokenizer | None]:
     """Loads a model and joins it with a scheduler.
 
     Args:
         needs_tokenizer: False loads it only if a trace needs it.
         drafter: of method "custom".
+        peers: replicas that have the other experts.
 
     Other arguments as of `Engine`.
 
@@ -61,45 +67,97 @@ def make_core(
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
         recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
     weighty = load_drafter_config(config, model, device.type)
-    make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+    check_ranks(config, model, weighty)
+    executor: Executor
+    record: Callable[[Sequence[int], bool], Prior | None] | None
     try:
-        runner = make_runner(config, model, device, progress, weighty)
+        if config.num_ranks > 1 or peers is not None or config.distributed_executor_backend is not None:
+            ranks = MultiprocessExecutor(config, progress, times_steps=recorder is not None, peers=peers)
+            executor, record = ranks, ranks.record_ahead if device.type == "cuda" else None
+        else:
+            make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+            runner = make_runner(config, model, device, progress, weighty)
+            if isinstance(runner, GPUModelRunner):
+                runner.times_steps = recorder is not None
+            elif recorder is not None:
+                runner.count_load()
+            executor, record = InProcessExecutor(runner), getattr(runner, "record_ahead", None)
     except BaseException:
         if file is not None:
             file.close()
         raise
-    executor: Executor = InProcessExecutor(runner)
-    if make_executor is not None:
-        executor = make_executor(config, executor)
-    kinds = (model.dtype, model.quantization, model.kv_dtype)
-    root = hash_root(model.path, config.revision, *kinds, config.block_size)
-    roofline: StepRoofline | None = None
-    if recorder is not None:
-        roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
-        if isinstance(runner, GPUModelRunner):
-            runner.times_steps = True
-    core = EngineCore(
-        config,
-        executor,
-        root,
-        recorder,
-        roofline=roofline,
-        on_close=None if file is None else file.close,
-        **_speculation(config, model, drafter, weighty, getattr(runner, "record_ahead", None)),
-    )
-    if weighty is not None and weighty.max_len < model.max_model_len:
-        core.scheduler.drafter_len = weighty.max_len
-        warnings.warn(
-            f"the context of speculative model={weighty.speculation.model!r} is {weighty.max_len} tokens of the "
-            f"model's {model.max_model_len}: beyond them requests go on without drafts",
-            stacklevel=2,
+    try:
+        if make_executor is not None:
+            executor = make_executor(config, executor)
+        kinds = (model.dtype, model.quantization, model.kv_dtype)
+        root = hash_root(model.path, config.revision, *kinds, config.block_size)
+        roofline: StepRoofline | None = None
+        traffic: StepTraffic | None = None
+        if recorder is not None:
+            roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
+            traffic = StepTraffic(config, model) if layout_of(config).num_connected > 1 else None
+        core = EngineCore(
+            config,
+            executor,
+            root,
+            recorder,
+            roofline=roofline,
+            traffic=traffic,
+            on_close=None if file is None else file.close,
+            **_speculation(config, model, drafter, weighty, record),
         )
-    if recorder is not None and roofline is not None:
-        shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
-        ceilings = None if roofline.ceilings is None else asdict(roofline.ceilings)
-        machine = {"device": device_name(str(device)), "ceilings": ceilings}
-        recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
+        if weighty is not None and weighty.max_len < model.max_model_len:
+            core.scheduler.drafter_len = weighty.max_len
+            warnings.warn(
+                f"the context of speculative model={weighty.speculation.model!r} is {weighty.max_len} tokens of the "
+                f"model's {model.max_model_len}: beyond them requests go on without drafts",
+                stacklevel=2,
+            )
+        if recorder is not None and roofline is not None:
+            shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
+            ceilings = None if roofline.ceilings is None else asdict(roofline.ceilings)
+            machine = {"device": device_name(str(device)), "ceilings": ceilings}
+            recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
+    except BaseException:
+        executor.close()
+        if file is not None:
+            file.close()
+        raise
     return core, model, tokenizer
+
+
+def check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None) -> None:
+    """Before any process is started.
+
+    Raises:
+        ValueError: the ranks cannot share this model, or what is asked for besides.
+    """
+    layout = layout_of(config)
+    if config.enable_expert_parallel and (layout.num_expert_ranks == 1 or not model.has_experts):
+        why = "there is one rank" if model.has_experts else f"{model.architecture} has none"
+        raise ValueError(
+            f"enable_expert_parallel=True spreads experts over ranks, and {why}: set it to False"
+            + (", or tensor_parallel_size=2, or data_parallel_size=2" if model.has_experts else "")
+        )
+    if layout.num_connected == 1:
+        return
+    if config.device.startswith("cuda") and layout.replicas > 1:
+        raise ValueError(
+            "enable_expert_parallel=True: replicas share experts only on CPUs yet; set device=cpu, or "
+            "enable_expert_parallel=False"
+        )
+    if config.device.startswith("cuda") and config.pipeline_parallel_size > 1 and config.speculative_config is not None:
+        raise ValueError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: stages on GPUs verify no drafts; leave "
+            "speculative_config out, or share layers by tensor_parallel_size"
+        )
+    for stage in range(layout.pipeline):
+        model_of_rank(model, layout.place(layout.stage(stage)[0]))
+    if drafter is not None and config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: a drafter with weights reads what other stages "
+            'compute; set it to 1, or speculative_config={"method": "ngram"}'
+        )
 
 
 def _speculation(

@@ -14,6 +14,8 @@ import msgspec
 
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import TokenLogprobs
+from teachllm.distributed.lockstep import LockstepEnd
+from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.engine.stats import StepStats
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling_params import SamplingParams
@@ -27,10 +29,21 @@ class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Load the model. With `traces`, every line of the trace is told."""
+    """Load the model, as replica number `replica`. With `traces`, every line of the trace is told. Replicas that share
+    experts are told where their ranks meet, as `Rendezvous` says it, and have an end of the lockstep each."""
 
     config: EngineConfig
     traces: bool
+    replica: int
+    rendezvous: Rendezvous | None = None
+    lockstep: LockstepEnd | None = None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """That the process inherits."""
+        listener = None if self.rendezvous is None else self.rendezvous.listener
+        steps = () if self.lockstep is None else self.lockstep.descriptors
+        return steps if listener is None else (listener, *steps)
 
 
 class Add(Message, frozen=True):
@@ -115,13 +128,20 @@ class Stepped(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A step failed and was taken back."""
+    """A step failed, and with it ended the requests that it has."""
+
+    error: str
+    numbers: list[int]
+
+
+class Died(Message, frozen=True):
+    """What computes has died; the process ends."""
 
     error: str
 
 
 ToCore = Start | Add | Finish | ResetPrefixCache | Close
-FromCore = Loading | Ready | Refused | Stepped | Failed
+FromCore = Loading | Ready | Refused | Stepped | Failed | Died
 
 
 def _plain(value: Any) -> Any:

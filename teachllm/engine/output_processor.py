@@ -105,6 +105,10 @@ class OutputProcessor:
             self._end(child_id, "abort", None)
         return running
 
+    def owners(self, child_ids: list[str]) -> list[str]:
+        """The user's ids of the requests that have these children, each once."""
+        return list(dict.fromkeys(self._children[child_id].output.request_id for child_id in child_ids))
+
     def _end(self, child_id: str, reason: str, stop_reason: str | int | None) -> None:
         child = self._children.pop(child_id)
         if child.detokenizer is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
+from typing import Any
 
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import Request
@@ -28,6 +30,7 @@ class StepStats:
         num_drafts: how often drafts of a request were verified, one or more at a time.
         num_draft_tokens, num_accepted_tokens: drafted tokens that were verified, and those of them that held.
         num_accepted_tokens_per_pos: how often the first draft held, the first two, and so on.
+        replicas: requests that run and that wait, for each replica where there are several.
     """
 
     num_running: int
@@ -44,12 +47,31 @@ class StepStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    replicas: tuple[tuple[int, int], ...] = ()
 
     def then(self, later: StepStats) -> StepStats:
         """Both as one."""
-        per_pos = zip_longest(self.num_accepted_tokens_per_pos, later.num_accepted_tokens_per_pos, fillvalue=0)
-        counts = {name: getattr(self, name) + getattr(later, name) for name in _COUNTS}
-        return replace(later, **counts, num_accepted_tokens_per_pos=tuple(map(sum, per_pos)))
+        return replace(later, **_sums([self, later]))
+
+    def without_counts(self) -> StepStats:
+        """How things stand alone."""
+        return replace(self, **_sums([]))
+
+
+NOTHING = StepStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+
+
+def together(replicas: Sequence[StepStats]) -> StepStats:
+    """Those of replicas as one engine's: usage is their mean, since each has blocks of its own; all else the sum."""
+    if len(replicas) == 1:
+        return replicas[0]
+    return StepStats(
+        num_running=sum(each.num_running for each in replicas),
+        num_waiting=sum(each.num_waiting for each in replicas),
+        kv_cache_usage=sum(each.kv_cache_usage for each in replicas) / len(replicas),
+        replicas=tuple((each.num_running, each.num_waiting) for each in replicas),
+        **_sums(replicas),
+    )
 
 
 _COUNTS = (
@@ -57,6 +79,13 @@ _COUNTS = (
     *("num_tokens", "num_prompt_tokens", "num_generation_tokens", "num_samplings"),
     *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
 )
+
+
+def _sums(parts: Sequence[StepStats]) -> dict[str, Any]:
+    """All that is counted, by its name."""
+    per_pos = zip_longest(*(each.num_accepted_tokens_per_pos for each in parts), fillvalue=0)
+    counts = {name: sum(getattr(each, name) for each in parts) for name in _COUNTS}
+    return counts | {"num_accepted_tokens_per_pos": tuple(map(sum, per_pos))}
 
 
 class StepCounter:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from teachllm.distributed.slices import ALL, Slice
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.borrowed import borrowed
@@ -155,9 +156,15 @@ class Attention(nn.Module):
         for name in ("k_scale", "v_scale"):
             self.register_buffer(name, None)
 
-    def checkpoint_tensors(self, num_kv_heads: int) -> Iterator[tuple[str, Slot]]:
-        """(name, destination) of every tensor that a checkpoint may hold for this module, and may lack."""
-        yield from kv_scale_slots(num_kv_heads, partial(setattr, self, "k_scale"), partial(setattr, self, "v_scale"))
+    def checkpoint_tensors(self, num_kv_heads: int, share: Slice = ALL) -> Iterator[tuple[str, Slot]]:
+        """(name, destination) of every tensor that a checkpoint may hold for this module, and may lack.
+
+        Args:
+            num_kv_heads: of this rank, which has the part `share` of them.
+        """
+        yield from kv_scale_slots(
+            num_kv_heads, share, partial(setattr, self, "k_scale"), partial(setattr, self, "v_scale")
+        )
 
     def hold_codes(self, scales: KVScales) -> None:
         """From now on this layer's cache holds codes. The tensors stay; what is in them may change."""

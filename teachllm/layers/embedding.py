@@ -3,6 +3,10 @@
 Going in, a token id picks a row. Going out, the dot product of a hidden state with every row is that token's logit.
 Small models tie the two, since for them the vocabulary is most of the parameters.
 
+In a group each rank has some tokens' rows: a token's row comes from the one that has it, the others add zeros; of the
+logits each computes some columns. All have room for as many, and where the vocabulary cannot be shared equally the last
+ranks have rows of no token, which nobody can sample.
+
 Source: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017.
 """
 
@@ -12,33 +16,75 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from teachllm.distributed.group import ALONE, Group
+from teachllm.distributed.slices import ALL, Cut, Slice
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
 from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
 
 
 class Embedding(nn.Module):
-    """One row of weights for every token of the vocabulary; `is_fixed` as in `Linear`."""
+    """One row of weights for every token of the vocabulary; `is_fixed` as in `Linear`.
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    Args:
+        vocab_size: of all tokens.
+        rows: which part of them is here.
+        group: whose ranks have the others.
+
+    Attributes:
+        own: the tokens that are here.
+        num_rows: room for so many.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, rows: Slice = ALL, group: Group = ALONE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self._vocab_size, self._group = vocab_size, group
+        self.own, self.num_rows = rows.of_any(vocab_size), rows.width(vocab_size)
+        self._num_own = self.own.stop - self.own.start
+        self.weight = nn.Parameter(torch.empty(self.num_rows, hidden_size))
+        self.weight.data[self._num_own :] = 0.0
         self.packed: torch.Tensor | None = None
         self.is_fixed = False
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
-        return F.embedding(token_ids, self.weight)
+        if self._group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        is_own = (token_ids >= self.own.start) & (token_ids < self.own.stop)
+        found = F.embedding(torch.where(is_own, token_ids - self.own.start, 0), self.weight)
+        return self._group.all_reduce(found.masked_fill_(~is_own[:, None], 0.0))
+
+    @property
+    def own_weight(self) -> torch.Tensor:
+        """[own tokens, hidden_size]: the rows that are some token's."""
+        return self.weight.data[: self._num_own]
+
+    @property
+    def destination(self) -> torch.Tensor | Cut:
+        """Of the checkpoint's tensor."""
+        if self._group.size == 1:
+            return self.weight.data
+        hidden_size = self.weight.shape[1]
+        return Cut(self.own_weight, (self.own, slice(0, hidden_size)), (self._vocab_size, hidden_size))
+
+    def gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, num_rows] of this rank's tokens -> [R, vocab_size], those of all ranks' side by side."""
+        if self._group.size == 1:
+            return logits
+        return self._group.all_gather(logits).transpose(0, 1).flatten(1)[:, : self._vocab_size]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32 (float64 stays float64)."""
+        """[R, hidden_size] -> [R, num_rows] float32 (float64 stays float64), of its own tokens; of none, -inf."""
         if self.packed is not None:
             logits = packed_linear(hidden, self.packed)
         elif self.is_fixed:
             logits = fixed_linear_triton(hidden, self.weight)
         else:
             logits = linear_reference(hidden, self.weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._num_own < self.num_rows:
+            logits[:, self._num_own :] = -torch.inf
+        return logits
 
     def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `logits`, on a GPU and in the model's dtype: what samples from them reads that as well."""

@@ -3,26 +3,33 @@
 Q, K and V read one input, and so do gate and up: as one matrix each they cost one product instead of three or two,
 and larger products run nearer to the hardware's limit. A checkpoint stores the projections apart: each of plain numbers
 fills its rows of the merged matrix; quantized ones are collected, and merged when all have come.
+
+In a group of ranks a layer holds some outputs of each projection, or some of the inputs: what the ranks then have are
+parts of a sum, and they add them up. See `distributed/slices.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from teachllm.distributed.group import ALONE, Group
+from teachllm.distributed.slices import ALL, Cut, Slice, cut
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.norm import RMSNorm, RowCodes
 from teachllm.layers.weight import SeveralWeights, Weight
 from teachllm.quantization.codes import merged
 from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes, Slot
 from teachllm.quantization.weights import weight_of
+from teachllm_kernels.one_shot_sum import Unsummed
 from teachllm_kernels.quantize_rows import QuantizedRows
 
-Destination: TypeAlias = torch.Tensor | Slot  # of a checkpoint's tensor
+Destination: TypeAlias = torch.Tensor | Cut | Slot  # of a checkpoint's tensor
 Rows: TypeAlias = torch.Tensor | QuantizedRows
+Addend: TypeAlias = torch.Tensor | Unsummed | None  # what `RMSNorm` adds to a stream
 
 
 class Linear(nn.Module):
@@ -34,6 +41,8 @@ class Linear(nn.Module):
             `{"q_proj": 2048, "k_proj": 512, "v_proj": 512}` is a merged projection.
         schemes: how each of them is quantized.
         is_gated: they are gate and up, for `gated`.
+        rows, columns: which outputs of each projection, and which inputs of all, these sizes are.
+        group: whose ranks have the others.
 
     Attributes:
         weight: W; of a quantized layer not before all of it was read.
@@ -48,9 +57,14 @@ class Linear(nn.Module):
         bias: bool = False,
         schemes: Schemes = UNQUANTIZED,
         is_gated: bool = False,
+        rows: Mapping[str, Slice] | None = None,
+        columns: Slice = ALL,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.is_gated = in_features, out_features, is_gated
+        self._rows, self._columns, self._group = rows or {}, columns, group
+        self._sums = columns.count > 1
         size = sum(out_features.values())
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
         by_name = {name: schemes(name) for name in out_features}
@@ -61,12 +75,14 @@ class Linear(nn.Module):
             self.weight = DenseWeight(torch.empty(size, in_features))
             return
         for name, scheme in by_name.items():
-            shape = (out_features[name], in_features)
-            self._reading[name] = (
-                torch.empty(shape)
-                if scheme is None
-                else PartCodes(scheme, schemes.full_name(name), *shape, here, self._merge_when_read)
-            )
+            shape, cuts = (out_features[name], in_features), self._cut(name)
+            if scheme is None:
+                self._reading[name] = torch.empty(shape)
+                continue
+            num_out, num_in = (size * each.count for size, each in zip(shape, cuts, strict=True))
+            ranges = {"rows": cuts[0].of(num_out), "columns": cuts[1].of(num_in)}
+            full_name = schemes.full_name(name)
+            self._reading[name] = PartCodes(scheme, full_name, num_out, num_in, here, self._merge_when_read, **ranges)
 
     @property
     def row_codes(self) -> RowCodes | None:
@@ -80,9 +96,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Rows) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of out_features]."""
-        return self.weight.product(x, self.bias)
+        y = self.weight.product(x, self._own_bias)
+        return self._group.all_reduce(y) if self._sums else y
 
-    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
         """What `RMSNorm` adds up to stream + x W^T + b, in the form that is the fastest for so many tokens.
 
         Args:
@@ -90,12 +107,15 @@ class Linear(nn.Module):
 
         Returns:
             (y, stream), [num_tokens, sum of out_features]. y may be in parts to be added up, [num_parts, num_tokens,
-            sum of out_features] float32, or None: added already.
+            sum of out_features] float32, or at several ranks; or None: added already.
         """
-        return self.weight.onto(stream, x, self.bias)
+        if not self._sums:
+            return self.weight.onto(stream, x, self.bias)
+        return self._group.unsummed(self.weight.product(x, self._own_bias)), stream
 
     def gated(self, x: Rows) -> torch.Tensor:
         """silu(gate) * up of a layer whose parts are gate and up: [num_tokens, in_features] -> [num_tokens, size]."""
+        assert not self._sums
         return self.weight.gated(x, self.bias)
 
     def one_row(
@@ -106,7 +126,19 @@ class Linear(nn.Module):
         Args:
             x: [1, in_features].
         """
-        return self.weight.one_row(x, self.bias, norm, residual, gated)
+        if not self._sums:
+            return self.weight.one_row(x, self.bias, norm, residual, gated)
+        assert norm is None and not gated
+        residual = residual if self._group.rank == 0 else None
+        return self._group.all_reduce(self.weight.one_row(x, self._own_bias, None, residual))
+
+    @property
+    def _own_bias(self) -> torch.Tensor | None:
+        """What this rank adds: of a sum one rank does."""
+        return None if self._sums and self._group.rank > 0 else self.bias
+
+    def _cut(self, name: str) -> tuple[Slice, Slice]:
+        return self._rows.get(name, ALL), self._columns
 
     def parts(self) -> Iterator[tuple[str, Destination]]:
         """("q_proj.weight", the rows it fills), and so on for every tensor that the checkpoint holds."""
@@ -117,12 +149,12 @@ class Linear(nn.Module):
                 for tensor_name, slot in reading.slots.items():
                     yield f"{name}.{tensor_name}", slot
             elif reading is not None:
-                yield f"{name}.weight", reading
+                yield f"{name}.weight", cut(reading, *self._cut(name))
             else:
                 assert isinstance(self.weight, DenseWeight)
-                yield f"{name}.weight", self.weight.weight.data[first : first + rows]
+                yield f"{name}.weight", cut(self.weight.weight.data[first : first + rows], *self._cut(name))
             if self.bias is not None:
-                yield f"{name}.bias", self.bias.data[first : first + rows]
+                yield f"{name}.bias", cut(self.bias.data[first : first + rows], self._cut(name)[0])
             first += rows
 
     def finish(self) -> None:

@@ -1,8 +1,9 @@
-"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3.
+"""The Llama family: Llama 2 and 3, Mistral and Mixtral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE.
 
 They share one block (norm, attention, norm, gated MLP, both added to a residual stream) and differ in details that
 `llama_config.py` lists: Qwen2 has biases on Q, K and V, Qwen3 normalises every head of Q and K, Mistral and some Qwen2
-look back only so far. The forward pass works on a step's flat batch of tokens, see `layers/attention.py`.
+look back only so far, mixtures have experts in the MLP's place (`moe.py`). The forward pass works on a step's flat
+batch of tokens, see `layers/attention.py`.
 
 Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and the families' reports.
 """
@@ -15,14 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from teachllm.distributed.ranks import ALONE, WHOLE, Ranks, Share
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Destination, Linear
-from teachllm.layers.norm import RMSNorm
+from teachllm.layers.linear import Addend, Destination, Linear, Rows
+from teachllm.layers.norm import RMSNorm, RowCodes
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.moe import SparseMLP
+from teachllm.models.moe_config import MoeConfig
+from teachllm.models.peak_width import peak_width
 from teachllm.models.shape import Shape
+from teachllm.models.sharing import of_rank, stage_layers
 from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes
+from teachllm_kernels.one_shot_sum import Unsummed
 from teachllm_kernels.paged_decode import fused_paged_decode
 from teachllm_kernels.rope_kv_write import rope_kv_write_triton
 
@@ -37,6 +44,7 @@ class LlamaAttention(nn.Module):
     Args:
         input_size: of what is projected, if not the model's hidden size.
         schemes: how its projections are quantized.
+        share: which of the heads `config` counts.
     """
 
     def __init__(
@@ -45,14 +53,18 @@ class LlamaAttention(nn.Module):
         window: int | None,
         input_size: int | None = None,
         schemes: Schemes = UNQUANTIZED,
+        share: Share = WHOLE,
     ) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(input_size or config.hidden_size, parts, config.qkv_bias, schemes)
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias, schemes)
+        rows = {"q_proj": share.part, "k_proj": share.kv_heads, "v_proj": share.kv_heads}
+        self._kv_share = share.kv_heads
+        self.qkv_proj = Linear(input_size or config.hidden_size, parts, config.qkv_bias, schemes, rows=rows)
+        out = {"o_proj": config.hidden_size}
+        self.o_proj = Linear(q_size, out, config.o_bias, schemes, columns=share.part, group=share.group)
         # One weight for all heads of Q and one for those of K, repeated per head so that one call does both.
         heads = (config.num_heads + config.num_kv_heads, config.head_size)
         self.qk_norm = RMSNorm(*heads, eps=config.norm_eps) if config.qk_norm else None
@@ -117,7 +129,7 @@ class LlamaAttention(nn.Module):
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         yield from self.qkv_proj.parts()
         yield from self.o_proj.parts()
-        yield from self.attention.checkpoint_tensors(self.num_kv_heads)
+        yield from self.attention.checkpoint_tensors(self.num_kv_heads, self._kv_share)
         if self.qk_norm is not None:
             q_weight, k_weight = self.qk_norm.weight.data.split([self.num_heads, self.num_kv_heads])
             yield "q_norm.weight", q_weight
@@ -127,16 +139,31 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)); the block applies down, onto its stream."""
 
-    def __init__(self, config: LlamaConfig, schemes: Schemes = UNQUANTIZED) -> None:
+    def __init__(self, config: LlamaConfig, schemes: Schemes = UNQUANTIZED, share: Share = WHOLE) -> None:
         super().__init__()
         size = config.intermediate_size
         parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias, schemes, is_gated=True)
-        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias, schemes)
+        rows, out = dict.fromkeys(parts, share.part), {"down_proj": config.hidden_size}
+        self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias, schemes, is_gated=True, rows=rows)
+        self.down_proj = Linear(size, out, config.mlp_bias, schemes, columns=share.part, group=share.group)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Rows) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, intermediate_size]: all but the last projection."""
         return self.gate_up_proj.gated(x)
+
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
+        """What `RMSNorm` adds up to stream + MLP of x, as `Linear.onto`."""
+        return self.down_proj.onto(stream, self(x))
+
+    @property
+    def row_codes(self) -> RowCodes | None:
+        """As of `Linear`."""
+        return self.gate_up_proj.row_codes
+
+    @property
+    def fuses_one_row(self) -> bool:
+        """As of `Linear`."""
+        return self.gate_up_proj.fuses_one_row and self.down_proj.fuses_one_row
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -145,25 +172,40 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """One block. The residual stream travels beside the activations, so that norms can add to it."""
+    """One block. The residual stream travels beside the activations, so that norms can add to it.
 
-    def __init__(self, config: LlamaConfig, window: int | None, schemes: Schemes = UNQUANTIZED) -> None:
+    Args:
+        experts: in place of one MLP.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        window: int | None,
+        schemes: Schemes = UNQUANTIZED,
+        share: Share = WHOLE,
+        experts: MoeConfig | None = None,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = LlamaAttention(config, window, schemes=schemes.within("self_attn"))
+        self.self_attn = LlamaAttention(config, window, schemes=schemes.within("self_attn"), share=share)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = LlamaMLP(config, schemes.within("mlp"))
+        self.mlp: LlamaMLP | SparseMLP
+        if experts is None:
+            self.mlp, self._mlp_name = LlamaMLP(config, schemes.within("mlp"), share), "mlp"
+        else:
+            self.mlp, self._mlp_name = SparseMLP(config.hidden_size, experts, share), experts.names.block
 
     def forward(
         self,
-        x: torch.Tensor | None,
+        x: Addend,
         stream: torch.Tensor | None,
         angles: Angles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
         is_last: bool = False,
         tap: Tap | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Addend, torch.Tensor | None]:
         """(x, stream), whose sum is the residual stream -> the same after this block.
 
         Args:
@@ -172,7 +214,7 @@ class LlamaLayer(nn.Module):
             tap: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
         """
         if metadata.is_fused and metadata.slot_mapping.shape[0] == 1 and stream is None and self.fuses_one_row:
-            assert x is not None
+            assert isinstance(x, torch.Tensor)  # what is unsummed has a stream
             if tap is not None:
                 tap(x)
             return self._decode_one(x, angles, kv_cache, metadata), None
@@ -185,20 +227,20 @@ class LlamaLayer(nn.Module):
         if wanted is not None:
             h, stream = h if ending is not None else h.index_select(0, wanted), stream.index_select(0, wanted)
         x, stream = self.self_attn.o_proj.onto(stream, h)
-        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.gate_up_proj.row_codes)
-        return self.mlp.down_proj.onto(stream, self.mlp(h))
+        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.row_codes)
+        return self.mlp.onto(stream, h)
 
     @property
     def fuses_one_row(self) -> bool:
         """Whether its products of one row do what is around them, too."""
-        attention, mlp = self.self_attn, self.mlp
-        layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        layers = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp)
         return all(layer.fuses_one_row for layer in layers)
 
     def _decode_one(
         self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """The block for one decode on a GPU, in five kernels."""
+        assert isinstance(self.mlp, LlamaMLP)
         x = self.self_attn.decode_one(x, self.input_layernorm, angles, kv_cache, metadata)
         h = self.mlp.gate_up_proj.one_row(x, self.post_attention_layernorm, gated=True)
         return self.mlp.down_proj.one_row(h, residual=x)
@@ -207,38 +249,56 @@ class LlamaLayer(nn.Module):
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         yield "input_layernorm.weight", self.input_layernorm.weight.data
         yield "post_attention_layernorm.weight", self.post_attention_layernorm.weight.data
-        for prefix, module in (("self_attn", self.self_attn), ("mlp", self.mlp)):
+        for prefix, module in (("self_attn", self.self_attn), (self._mlp_name, self.mlp)):
             for name, destination in module.checkpoint_tensors():
                 yield f"{prefix}.{name}", destination
 
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor of this layer is another rank's."""
+        kind, _, rest = name.partition(".")
+        return kind == self._mlp_name and isinstance(self.mlp, SparseMLP) and self.mlp.is_elsewhere(rest)
+
 
 class LlamaForCausalLM(nn.Module):
-    """The model from token ids to logits.
+    """The model from token ids to logits; of several ranks, the part of one.
 
     Args:
         max_len: positions to prepare, at most the model's context.
         schemes: how its projections are quantized.
+        ranks: that share it. The first stage embeds, the last one has the output head; what lies between two is the
+            residual stream.
 
     Attributes:
         fuses_decodes: on a GPU, attention does what comes before it too, where `AttentionMetadata.is_fused` says so.
+        hidden_size: of the residual stream.
+        experts: those that some of its layers have.
     """
 
     implementation = "teachllm"
     fuses_decodes = True
 
-    def __init__(self, config: LlamaConfig, max_len: int, schemes: Schemes = UNQUANTIZED) -> None:
+    def __init__(self, config: LlamaConfig, max_len: int, schemes: Schemes = UNQUANTIZED, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.rotary, max_len)
+        place, share = ranks.place, ranks.share(config.num_kv_heads)
+        own, self._indices = of_rank(config, place), stage_layers(config, place.layout.pipeline)[place.stage]
+        self.hidden_size, self._num_all_layers, self._is_tied = own.hidden_size, config.num_layers, config.tied
+        vocabulary = (config.vocab_size, own.hidden_size, share.part, share.group)
+        self.embed_tokens = Embedding(*vocabulary) if place.is_first_stage else None
+        self.rotary = Rotary(own.rotary, max_len)
+        self.experts = config.moe
         self.layers = nn.ModuleList(
-            LlamaLayer(config, window, schemes.within(f"model.layers.{index}"))
-            for index, window in enumerate(config.windows)
+            LlamaLayer(own, window, schemes.within(f"model.layers.{index}"), share, config.experts_of(index))
+            for index, window in zip(self._indices, own.windows, strict=True)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.lm_head = self.embed_tokens if config.tied else Embedding(config.vocab_size, config.hidden_size)
-        head = None if config.tied else schemes("lm_head")
-        size = (config.vocab_size, config.hidden_size)
-        self._head_codes = None if head is None else PartCodes(head, "lm_head", *size, self.lm_head.weight)
+        self.norm = RMSNorm(own.hidden_size, eps=own.norm_eps) if place.is_last_stage else None
+        self.lm_head = None
+        self._head_codes = None
+        if place.is_last_stage:
+            self.lm_head = self.embed_tokens if config.tied and self.embed_tokens else Embedding(*vocabulary)
+            head = None if config.tied else schemes("lm_head")
+            if head is not None:
+                size, like = (config.vocab_size, own.hidden_size), self.lm_head.weight
+                self._head_codes = PartCodes(head, "lm_head", *size, like, rows=self.lm_head.own)
 
     def forward(
         self,
@@ -247,6 +307,7 @@ class LlamaForCausalLM(nn.Module):
         kv_caches: list[KVCache],
         metadata: AttentionMetadata,
         taps: Mapping[int, Tap] | None = None,
+        receive: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """One step: writes K and V of its tokens and returns their hidden states.
 
@@ -254,46 +315,120 @@ class LlamaForCausalLM(nn.Module):
             input_ids, positions: [num_tokens] int64.
             kv_caches: per layer (K, V), each [num_blocks, block_size, num_kv_heads, head_size].
             taps: what is given the residual stream before some layers, by their index.
+            receive: waits for what the stage before returned, [num_tokens, hidden_size]; None: this is the first.
 
         Returns:
             [num_tokens, hidden_size], or [num_wanted, hidden_size] of the tokens that the metadata asks for: the last
-            layer computes no more than K and V of the others.
+            layer computes no more than K and V of the others. Of a stage that is not the last, the residual stream of
+            all tokens.
         """
         angles = self.rotary(positions)
-        x, stream = self.embed_tokens(input_ids), None
+        x: Addend
+        stream: torch.Tensor | None
+        if receive is not None:
+            x, stream = receive(), None
+        else:
+            assert self.embed_tokens is not None
+            x, stream = self.embed_tokens(input_ids), None
         taps = taps or {}
-        for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
-            is_last = index == len(self.layers) - 1
+        for index, layer, kv_cache in zip(self._indices, self.layers, kv_caches, strict=True):
+            is_last = index == self._num_all_layers - 1
             x, stream = layer(x, stream, angles, kv_cache, metadata, is_last, taps.get(index))
-        x, _ = self.norm(x, stream)
-        return x
+        if self.norm is None:
+            return added_up(x, stream)
+        hidden, _ = self.norm(x, stream)
+        return hidden
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, own part of the vocabulary] float32."""
+        assert self.lm_head is not None
+        return self.lm_head.logits(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
-        return self.lm_head.logits(hidden)
+        assert self.lm_head is not None
+        return self.lm_head.gathered(self.lm_head.logits(hidden))
+
+    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `own_logits`, on a GPU and in the model's dtype; columns of no token are nothing."""
+        assert self.lm_head is not None
+        return self.lm_head.lm_logits(hidden)
 
     def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `compute_logits`, on a GPU and in the model's dtype."""
-        return self.lm_head.lm_logits(hidden)
+        assert self.lm_head is not None
+        return self.lm_head.gathered(self.lm_head.lm_logits(hidden))
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor of the checkpoint; a destination may be a slice of a merged one."""
-        yield "model.embed_tokens.weight", self.embed_tokens.weight.data
-        for index, layer in enumerate(self.layers):
+        if self.embed_tokens is not None:
+            yield "model.embed_tokens.weight", self.embed_tokens.destination
+        for index, layer in zip(self._indices, self.layers, strict=True):
             assert isinstance(layer, LlamaLayer)
             for name, destination in layer.checkpoint_tensors():
                 yield f"model.layers.{index}.{name}", destination
+        if self.norm is None or self.lm_head is None:
+            return
         yield "model.norm.weight", self.norm.weight.data
         if self._head_codes is not None:
             yield from ((f"lm_head.{name}", slot) for name, slot in self._head_codes.slots.items())
         elif self.lm_head is not self.embed_tokens:
-            yield "lm_head.weight", self.lm_head.weight.data
+            yield "model.embed_tokens.weight" if self._is_tied else "lm_head.weight", self.lm_head.destination
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is another stage's, or said twice."""
+        kind, _, rest = name.removeprefix("model.").partition(".")
+        if kind == "layers":
+            index, _, rest = rest.partition(".")
+            if not index.isdigit() or int(index) >= self._num_all_layers:
+                return False
+            return int(index) not in self._indices or self._layer(int(index)).is_elsewhere(rest)
+        if kind == "lm_head":
+            return self._is_tied or self.lm_head is None
+        if kind == "embed_tokens":
+            return self.embed_tokens is None and not (self._is_tied and self.lm_head is not None)
+        return kind == "norm" and self.norm is None
+
+    def serve(self) -> None:
+        """An empty step: what its experts have to do for replicas that have tokens."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, SparseMLP):
+                layer.mlp.serve()
+
+    def count_load(self) -> torch.Tensor:
+        """[layers with experts, num_experts] int64, of the whole model: from now on it counts the tokens that each of
+        its experts gets; rows of other stages' layers stay zero."""
+        assert self.experts is not None
+        device = self.rotary.cos.device
+        load = torch.zeros((self.experts.num_layers, self.experts.num_experts), dtype=torch.int64, device=device)
+        for index, layer in zip(self._indices, self.layers, strict=True):
+            if isinstance(layer.mlp, SparseMLP):
+                layer.mlp.load = load[sum(self.experts.layers[:index])]
+        return load
+
+    def _layer(self, index: int) -> LlamaLayer:
+        """By its number in the whole model."""
+        layer = self.layers[index - self._indices.start]
+        assert isinstance(layer, LlamaLayer)
+        return layer
 
     def finish(self) -> None:
         """Makes plain numbers of a quantized output head that was read."""
         if self._head_codes is not None and self._head_codes.is_begun:  # of load_format="dummy" it is random already
-            self.lm_head.weight.data.copy_(self._head_codes.codes().dequantize(self.lm_head.weight.dtype))
+            assert self.lm_head is not None
+            self.lm_head.own_weight.copy_(self._head_codes.codes().dequantize(self.lm_head.weight.dtype))
             self._head_codes = None
+
+
+def added_up(x: Addend, stream: torch.Tensor | None) -> torch.Tensor:
+    """The residual stream of what a layer returns, see `LlamaLayer.forward`."""
+    x = x.sum() if isinstance(x, Unsummed) else x
+    if x is None or stream is None:
+        left = stream if x is None else x
+        assert left is not None
+        return left
+    whole = x.sum(0) if x.dim() > stream.dim() else x
+    return (stream + whole).to(stream.dtype)
 
 
 def shape(raw: dict[str, Any]) -> Shape:
@@ -315,19 +450,3 @@ def shape(raw: dict[str, Any]) -> Shape:
         gated_peak_width=peak_width(config, is_gated=not config.mlp_bias and config.intermediate_size % 8 == 0),
         fixed_peak_width=peak_width(config, is_fixed=True),
     )
-
-
-def peak_width(config: LlamaConfig, is_gated: bool = False, is_fixed: bool = False) -> int:
-    """Numbers a token keeps alive at the widest point of the forward pass on a GPU, in steps of thousands of tokens.
-
-    Alive all the way are cosine, sine, the residual stream and what the last norm made of it. Beside them either QKV
-    and what attention makes of it, or gate, up and their product; of these the product alone if it `is_gated` before it
-    is written. A projection with a bias, or one that `is_fixed`, does not add to the stream itself: its result is there
-    as well, and inside a block the one it was given.
-    """
-    heads_size = config.num_heads * config.head_size
-    qkv_size = heads_size + 2 * config.num_kv_heads * config.head_size
-    apart = (config.o_bias or is_fixed) + (config.mlp_bias or is_fixed)
-    own_results = apart + 1 if apart else 0
-    wide = max(qkv_size + heads_size, (1 if is_gated else 3) * config.intermediate_size)
-    return 2 * config.head_size + (2 + own_results) * config.hidden_size + wide

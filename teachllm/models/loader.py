@@ -8,7 +8,7 @@ with its shape, and no other: a silent gap would be a model that talks nonsense.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,14 +16,20 @@ import torch
 from torch import nn
 
 from teachllm.config import EngineConfig
+from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.slices import Cut
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
+from teachllm.layers.moe import Experts
 from teachllm.layers.norm import RMSNorm
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
+from teachllm.models.moe import unstacked
+from teachllm.models.moe_config import ExpertNames
+from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.models.registry import ModelError
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 from teachllm.quantization.quantization import quantization_of
@@ -33,18 +39,33 @@ from teachllm.quantization.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, fo
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
+Wants = Callable[[str], bool]
+PartOf = Callable[[str], Cut | None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Old checkpoints carry this table, which is computed here.
 _DERIVED = "rotary_emb.inv_freq"
 
 
+def _everything(name: str) -> bool:
+    return True
+
+
+def _all(name: str) -> None:
+    """Nothing is cut."""
+
+
 def load_model(
-    model_config: ModelConfig, config: EngineConfig, device: torch.device, progress: Progress | None = None
+    model_config: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> nn.Module:
     """Builds the model on `device` and fills it; in eval mode, without gradients.
 
     Args:
         progress: called with (bytes read, bytes in all).
+        ranks: that share it; the part of one is loaded.
 
     Raises:
         ModelError: the checkpoint is broken, names the tensor and the file; or holds pickles that were not asked for;
@@ -68,19 +89,19 @@ def load_model(
         quantization = quantization_of(model_config.raw, folder, config.quantization, names)
         schemes = UNQUANTIZED if quantization is None else quantization.schemes
     shape = parse(model_config.raw)
-    own = new_module(lambda: LlamaForCausalLM(shape, model_config.max_model_len, schemes), device, dtype)
+    own = new_module(lambda: LlamaForCausalLM(shape, model_config.max_model_len, schemes, ranks), device, dtype)
     _warn_of_batch_scales(own, model_config)
     if config.load_format == "dummy":
-        fill_randomly(own, config.seed)
+        fill_parts_randomly(own.checkpoint_tensors(), config.seed)
     else:
         fill_from_checkpoint(own, folder, config.load_format, progress)
     own.finish()
     finish(own, device)
     _warn_of_fp8(own, model_config)
-    if device.type == "cpu":
+    if device.type == "cpu" and own.lm_head is not None:
         own.lm_head.pack(is_tied=own.lm_head is own.embed_tokens)
     for module in own.modules():
-        if isinstance(module, DenseWeight | Embedding):
+        if isinstance(module, DenseWeight | Embedding | Experts):
             module.is_fixed = config.batch_invariant
     return own.eval().requires_grad_(False)
 
@@ -130,12 +151,12 @@ def fill_from_checkpoint(
     model: LlamaForCausalLM, folder: Path, load_format: str, progress: Progress | None = None
 ) -> None:
     """Copies every tensor of a checkpoint to its place in the model. Errors as in `fill`."""
-    is_tied = model.lm_head is model.embed_tokens
 
     def name_of(name: str) -> str | None:
-        return None if name.endswith(_DERIVED) or (name == "lm_head.weight" and is_tied) else name
+        return None if name.endswith(_DERIVED) or model.is_elsewhere(name) else name
 
-    fill(model.checkpoint_tensors(), folder, load_format, progress, name_of)
+    names = None if model.experts is None else model.experts.names
+    fill(model.checkpoint_tensors(), folder, load_format, progress, name_of, names)
 
 
 def fill(
@@ -144,11 +165,13 @@ def fill(
     load_format: str,
     progress: Progress | None = None,
     name_of: Callable[[str], str | None] = str,
+    experts: ExpertNames | None = None,
 ) -> None:
     """Copies every tensor of a checkpoint to its destination.
 
     Args:
         name_of: the name of its destination, given a tensor's; None: it is not read.
+        experts: of the destinations, which may be stored in one piece.
 
     Raises:
         ModelError: a tensor is missing, unknown, or of another shape.
@@ -156,11 +179,22 @@ def fill(
     missing = dict(destinations)
     is_quantized = any(isinstance(each, Slot) for each in missing.values())
     formats = formats_of(missing)
-    for stored_name, tensor, file in (read_pickles if load_format == "pt" else _read_safetensors)(folder, progress):
+
+    def part(stored_name: str) -> Cut | None:
+        destination = missing.get(name_of(stored_name) or "")
+        return destination if isinstance(destination, Cut) else None
+
+    read = read_pickles if load_format == "pt" else _read_safetensors
+    tensors = read(folder, progress, lambda name: name_of(name) is not None, part)
+    for stored_name, tensor, file in tensors if experts is None else unstacked(tensors, experts):
         name = name_of(stored_name)
         if name is None:
             continue
         destination = missing.pop(name, None)
+        if isinstance(destination, Cut):
+            if tuple(tensor.shape) == destination.shape:  # it was read in one piece with others
+                tensor = tensor[destination.ranges]
+            destination = destination.place
         if destination is None:
             if is_quantized and stored_name.endswith(".bias") and not bool(tensor.any()):
                 continue  # GPTQ's tools write one for every layer
@@ -180,8 +214,7 @@ def fill(
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(f"{file}: tensor {stored_name} is of {dtype}, {NOT_READ}")
         if tensor.shape != expected:
-            shapes = f"{list(tensor.shape)}, config.json means {list(expected)}"
-            raise ModelError(f"{file}: tensor {stored_name} has shape {shapes}")
+            raise ModelError(_wrong_shape(stored_name, file, tensor.shape, expected))
         destination.copy_(tensor)
     missing = {name: each for name, each in missing.items() if not (isinstance(each, Slot) and each.stored.is_optional)}
     if missing:
@@ -189,23 +222,6 @@ def fill(
         what = f"{name} of {place.format}" if isinstance(place, Slot) else name
         fix = f"take a complete checkpoint{', or correct quantization_config' if isinstance(place, Slot) else ''}"
         raise ModelError(f"{folder} lacks tensor {what} ({len(missing)} missing in all): {fix}")
-
-
-def fill_randomly(model: nn.Module, seed: int) -> None:
-    """Random weights that keep activations at unit size; equal for equal seeds on equal devices."""
-    parameters = dict(model.named_parameters())
-    generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if "norm" in name or (parameter.dim() == 1 and name.endswith("weight")):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.fill_randomly(generator)
 
 
 def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
@@ -240,7 +256,10 @@ def new_module(build: Callable[[], T], device: torch.device, dtype: torch.dtype)
         torch.set_default_dtype(before)
 
 
-def _read_safetensors(folder: Path, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor, Path]]:
+def _read_safetensors(
+    folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
+) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    """As `read_pickles`; of a tensor that is cut no more than the part is read."""
     from safetensors import SafetensorError, safe_open
 
     stored = stored_tensors(folder)
@@ -250,9 +269,17 @@ def _read_safetensors(folder: Path, progress: Progress | None) -> Iterator[tuple
         try:
             with safe_open(file, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)
-                    tensor = reader.get_tensor(name)
-                    yield name, tensor, file
-                    done += tensor.nbytes
+                    size = 0
+                    if wants(name):
+                        cut = part(name)
+                        if cut is None:
+                            tensor = reader.get_tensor(name)
+                        else:
+                            lazy = reader.get_slice(name)
+                            tensor = lazy[_ranges(cut, tuple(lazy.get_shape()), name, file)]
+                        yield name, tensor, file
+                        size = tensor.nbytes
+                    done += size
                     if progress is not None:
                         progress(done, total)
         except SafetensorError as error:
@@ -261,15 +288,36 @@ def _read_safetensors(folder: Path, progress: Progress | None) -> Iterator[tuple
         progress(total, total)
 
 
+def _ranges(cut: Cut, shape: tuple[int, ...], name: str, file: Path) -> tuple[slice, ...]:
+    """What to read of a tensor.
+
+    Raises:
+        ModelError: it has another shape.
+    """
+    if shape != cut.shape:
+        raise ModelError(_wrong_shape(name, file, shape, cut.shape))
+    return cut.ranges
+
+
+def _wrong_shape(name: str, file: Path, shape: Sequence[int], expected: Sequence[int]) -> str:
+    return f"{file}: tensor {name} has shape {list(shape)}, config.json means {list(expected)}"
+
+
 def _pickles(folder: Path) -> list[Path]:
     return sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("medusa_lm_head.pt")])
 
 
-def read_pickles(folder: Path, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    """(name, tensor, file) of every tensor of a checkpoint in pickles, of which only plain tensors are read.
+def read_pickles(
+    folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
+) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    """(name, tensor, file) of the tensors of a checkpoint in pickles, of which only plain tensors are read.
+
+    Args:
+        wants: whether to read a tensor, by its name.
+        part: what of it.
 
     Raises:
-        ModelError: a file holds anything else.
+        ModelError: a file holds anything else, or what is to be cut has another shape.
     """
     files = _pickles(folder)
     total, done = sum(file.stat().st_size for file in files), 0
@@ -279,7 +327,9 @@ def read_pickles(folder: Path, progress: Progress | None) -> Iterator[tuple[str,
         except Exception as error:
             raise ModelError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from None
         for name, tensor in tensors.items():
-            yield name, tensor, file
+            if wants(name):
+                cut = part(name)
+                yield name, tensor if cut is None else tensor[_ranges(cut, tuple(tensor.shape), name, file)], file
         done += file.stat().st_size
         if progress is not None:
             progress(done, total)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from teachllm.config import EngineConfig
 from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
-from teachllm.models.registry import OWN, ModelError, architecture_of, check_supported
+from teachllm.models.registry import OWN, WITH_EXPERTS, ModelError, architecture_of, check_supported
 from teachllm.models.shape import Shape
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class ModelConfig(Shape):
 
     Attributes:
         path: local folder.
+        device_type: "cpu" or "cuda", where it is to run: sizes depend on it.
         architecture: as config.json names it, for example "Qwen3ForCausalLM".
         implementation: "teachllm" or "transformers".
         dtype: "float32", "bfloat16" or "float16".
@@ -45,6 +46,7 @@ class ModelConfig(Shape):
     """
 
     path: str
+    device_type: str
     architecture: str
     implementation: str
     dtype: str
@@ -58,6 +60,11 @@ class ModelConfig(Shape):
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
     kv_cache_dtype: str = "auto"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some of its layers are mixtures of experts."""
+        return self.architecture in WITH_EXPERTS
 
     @property
     def kv_dtype(self) -> str:
@@ -113,10 +120,15 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         from teachllm.models.quantized_needs import needs_of  # loads torch
 
         saved_bytes, widths, dequantized, num_as_codes = needs_of(raw, quantization, size)
-    num_kept = num_parameters + _num_beside(raw, implementation, device_type, max_model_len)
+    num_kept = num_parameters
+    if implementation == "teachllm":
+        from teachllm.models.llama_config import parse
+
+        num_kept += parse(raw).num_beside(max_model_len, shape.tied and device_type == "cpu")
     return ModelConfig(
         **(asdict(shape) | {"num_parameters": num_parameters} | widths),
         path=str(folder),
+        device_type=device_type,
         architecture=architecture,
         implementation=implementation,
         dtype=dtype,
@@ -150,6 +162,11 @@ def _quantization(
     is_quantized = quantization_config(raw, folder) is not None
     if not is_quantized and config.quantization is None:
         return None
+    if architecture_of(raw) in WITH_EXPERTS:
+        raise ModelError(
+            f"{architecture_of(raw)} takes no quantized weights, as experts have no kernel for them: take its "
+            "unquantized checkpoint, and leave quantization out"
+        )
     from teachllm.quantization.quantization import quantization_of  # loads torch
 
     try:
@@ -167,22 +184,6 @@ def _quantization(
             f"({found.name}): take its unquantized checkpoint, and leave quantization out"
         )
     return found
-
-
-def _num_beside(raw: dict[str, Any], implementation: str, device_type: str, max_model_len: int) -> int:
-    """Numbers that our own model keeps beside the parameters of a checkpoint.
-
-    A norm that all heads share is held once per head, cosines and sines by position; and a CPU holds a tied embedding
-    twice, by rows for look-ups and packed for logits.
-    """
-    if implementation != "teachllm":
-        return 0
-    from teachllm.models.llama_config import parse
-
-    config = parse(raw)
-    norms = config.qk_norm * len(config.windows) * (config.num_heads + config.num_kv_heads - 2) * config.head_size
-    tied = config.vocab_size * config.hidden_size if config.tied and device_type == "cpu" else 0
-    return norms + 2 * max_model_len * config.head_size + tied
 
 
 def _implementation(architecture: str, model_impl: str) -> str:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from teachllm.layers.linear import Linear
-from teachllm.models.llama import LlamaForCausalLM, peak_width
+from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.peak_width import peak_width
 from teachllm.quantization.codes import Activations
 from teachllm.quantization.quantization import Quantization
 from teachllm.quantization.scaled import Scaled

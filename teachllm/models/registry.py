@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# Architectures of `models/llama.py`.
-OWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Architectures of `models/llama.py`: with one MLP in a layer, and with experts.
+DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
+OWN = (*DENSE, *WITH_EXPERTS)
 
 # What a config.json with any of these keys describes, and why blocks of K and V cannot hold its state.
 _REFUSED_KEYS = {

@@ -166,6 +166,14 @@ class TransformersModel(nn.Module):
         logits = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `compute_logits`: no other rank has a part of them."""
+        return self.compute_logits(hidden)
+
+    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `compute_logits`: no other rank has a part of them."""
+        return self.compute_logits(hidden)
+
     def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `compute_logits`."""
         return self.compute_logits(hidden)

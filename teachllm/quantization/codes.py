@@ -16,7 +16,7 @@ Source: Gholami et al., "A Survey of Quantization Methods for Efficient Neural N
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from teachllm_kernels.packed_weight import E2M1, INPUTS_OF_A_STEP
 
 BLOCK = 128  # rows and columns of a block that has a scale
+_FEWER_RANKS = "set tensor_parallel_size lower"
 _ROWS = 4096  # of which numbers are made at a time: what is in between takes 16 bytes a number; a multiple of `BLOCK`
 
 
@@ -121,6 +122,46 @@ class ScaledWeight:
 
 
 Quantized = GroupedCodes | ScaledWeight
+
+
+def part_of(numbers: Quantized, rows: slice, columns: slice) -> Quantized:
+    """Some outputs and inputs of a weight, with the same numbers.
+
+    Raises:
+        ValueError: blocks would be cut; "why: what would do".
+    """
+    at, inputs = (slice(*each.indices(size)) for each, size in zip((rows, columns), numbers.codes.shape, strict=True))
+    if isinstance(numbers, GroupedCodes):
+        return _part_of_groups(numbers, at, inputs)
+    codes, scales = numbers.codes[at, inputs].clone(), numbers.scales
+    if numbers.block is not None:
+        scales = scales[_blocks(at, numbers.block[0]), _blocks(inputs, numbers.block[1])]
+    elif len(scales) > 1:
+        scales = scales[at]
+    return replace(numbers, codes=codes, scales=scales.clone())
+
+
+def _blocks(part: slice, size: int) -> slice:
+    """Those of a part, which begins with one or lies in one."""
+    first, last = part.start // size, (part.stop - 1) // size
+    if part.start % size and first != last:
+        raise ValueError(f"a part from {part.start} on cuts blocks of {size}, which have a scale: {_FEWER_RANKS}")
+    return slice(first, last + 1)
+
+
+def _part_of_groups(numbers: GroupedCodes, at: slice, inputs: slice) -> GroupedCodes:
+    """Groups that are cut keep their number: each input then says which is its own."""
+    size, num_in = numbers.group_size, numbers.codes.shape[1]
+    groups, index = slice(None), numbers.group_index
+    if index is not None:
+        index = index[inputs]
+    elif inputs.start % size == 0 and (inputs.stop % size == 0 or inputs.stop == num_in):
+        groups = slice(inputs.start // size, -(-inputs.stop // size))
+    elif numbers.scales.shape[1] > 1:
+        index = torch.arange(inputs.start, inputs.stop, dtype=torch.int32, device=numbers.codes.device) // size
+    zeros = None if numbers.zeros is None else numbers.zeros[at, groups].clone()
+    codes, scales = numbers.codes[at, inputs].clone(), numbers.scales[at, groups].clone()
+    return replace(numbers, codes=codes, scales=scales, zeros=zeros, group_index=index)
 
 
 def fits_kernels(num_groups: int, group_size: int) -> bool:

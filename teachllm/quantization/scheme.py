@@ -14,10 +14,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from teachllm.models.registry import ModelError
-from teachllm.quantization.codes import Quantized
+from teachllm.quantization.codes import Quantized, part_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32,)  # words that codes are packed into
+ALL_OF_IT = slice(None)
 NOT_THIS_FILE = (
     "config.json is not this file's: correct its quantization_config (quant_method, bits, group_size) or its sizes, or "
     "get both anew"
@@ -114,13 +115,15 @@ class Slot:
     """Where a tensor of a quantized projection goes.
 
     Attributes:
-        format: what it is a part of, for errors; empty: of no projection's codes.
+        part: what it is a part of; None: of no projection's codes.
+        format: of that, for errors.
     """
 
+    part: PartCodes | None = None
     format = ""
 
     def __init__(self, part: PartCodes, name: str, stored: Stored) -> None:
-        self._part, self._name, self.stored = part, name, stored
+        self.part, self._name, self.stored = part, name, stored
         self.format = str(part.scheme)
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -138,7 +141,8 @@ class Slot:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in stored.dtypes)
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"is of {dtype}, and {names} in {self.format}: {NOT_THIS_FILE}")
-        self._part.put(self._name, tensor)
+        assert self.part is not None
+        self.part.put(self._name, tensor)
 
 
 def formats_of(destinations: Mapping[str, object]) -> dict[str, str]:
@@ -174,8 +178,11 @@ class PartCodes:
 
     Args:
         name: the projection's, for errors.
+        out_features, in_features: of the whole projection.
         like: of the model's dtype, on its device.
         when_read: called when nothing more can come.
+        rows, columns: which outputs and inputs are kept. All of the projection is read, since what is packed and scaled
+            together is not cut where ranks are.
     """
 
     def __init__(
@@ -186,9 +193,13 @@ class PartCodes:
         in_features: int,
         like: torch.Tensor,
         when_read: Callable[[], None] | None = None,
+        rows: slice = ALL_OF_IT,
+        columns: slice = ALL_OF_IT,
     ) -> None:
-        self.scheme, self.name, self.in_features = scheme, name, in_features
-        self._shape, self._like, self._when_read = (out_features, in_features), like, when_read
+        self.scheme, self.name = scheme, name
+        self._shape, self._cut = (out_features, in_features), (rows, columns)
+        num_out, self.in_features = (len(range(size)[each]) for size, each in zip(self._shape, self._cut, strict=True))
+        self._own_shape, self._like, self._when_read = (num_out, self.in_features), like, when_read
         self._tensors: dict[str, torch.Tensor] = {}
         self._codes: Quantized | None = None
         try:
@@ -200,6 +211,11 @@ class PartCodes:
     def slots(self) -> dict[str, Slot]:
         """For each tensor that a file may hold, by the last part of its name."""
         return {key: Slot(self, key, each) for key, each in self._stored.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """That its codes are on."""
+        return self._like.device
 
     @property
     def is_begun(self) -> bool:
@@ -222,24 +238,27 @@ class PartCodes:
     @property
     def num_parameters(self) -> int:
         """Numbers that its codes stand for."""
-        return self._shape[0] * self._shape[1]
+        return self._own_shape[0] * self._own_shape[1]
 
     @property
     def num_bytes(self) -> int:
         """What its codes take on a GPU."""
-        return self.scheme.num_bytes(*self._shape)
+        return self.scheme.num_bytes(*self._own_shape)
 
     def fill_randomly(self, generator: torch.Generator | None) -> None:
-        """Random numbers in place of what a file holds, quantized; products keep the size of what they are given.
+        """Random numbers in place of what a file holds, quantized; products keep the size of what they are given. As of
+        a file, the whole projection is made and this part of it kept.
 
         Raises:
             ModelError: the scheme cannot.
         """
-        numbers = torch.randn(self._shape, dtype=self._like.dtype, device=self._like.device, generator=generator)
+        numbers = torch.randn(self._shape, dtype=self._like.dtype, device=self.device, generator=generator)
         try:
-            self._codes = self.scheme.quantize(numbers * self._shape[1] ** -0.5)
+            self._codes = self._own(self.scheme.quantize(numbers * self._shape[1] ** -0.5))
         except ValueError as error:
             raise ModelError(f"{self.name}: {error}") from None
+        if self._when_read is not None:
+            self._when_read()
 
     def codes(self) -> Quantized:
         """What was read.
@@ -252,10 +271,15 @@ class PartCodes:
                 self._codes = self.scheme.read(self._tensors, *self._shape)
                 if not bool(self._codes.scales.isfinite().all()):
                     raise ValueError("a scale is infinite or NaN: the file is broken, get it anew")
+                self._codes = self._own(self._codes)
             except ValueError as error:
                 raise ModelError(f"{self.name}: {error}") from None
             self._tensors.clear()
         return self._codes
+
+    def _own(self, codes: Quantized) -> Quantized:
+        """The part that is kept of a whole projection's."""
+        return codes if self._own_shape == self._shape else part_of(codes, *self._cut)
 
 
 @dataclass(frozen=True)

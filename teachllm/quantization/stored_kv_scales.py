@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from teachllm.distributed.slices import Slice
 from teachllm.quantization.scheme import FLOATS, Slot, Stored
 
 _NAMES = ("{0}_{1}", "attn.{0}_{1}", "qkv_proj.{0}_{1}", "{0}_proj.{0}_{1}", "{0}_proj.output_{1}", "{0}_cache.{1}")
@@ -33,20 +34,20 @@ Keep = Callable[[torch.Tensor], None]
 
 
 class ScaleSlot(Slot):
-    """Where scales go, of one layer or of each of its KV heads; files may lack them."""
+    """Where scales go, of one layer or of each of its KV heads, of which a rank keeps its own; files may lack them."""
 
-    def __init__(self, num_kv_heads: int, keep: Keep) -> None:
+    def __init__(self, num_kv_heads: int, share: Slice, keep: Keep) -> None:
         self.stored = Stored((1,), FLOATS, is_optional=True)
-        self._num_kv_heads, self._keep = num_kv_heads, keep
+        self._num_all, self._share, self._keep = num_kv_heads * share.count, share, keep
 
     def put(self, tensor: torch.Tensor) -> None:
         """As `Slot`."""
-        if tensor.numel() not in (1, self._num_kv_heads):
+        if tensor.numel() not in (1, self._num_all):
             raise ValueError(
-                f"has shape {list(tensor.shape)}, and a layer has one scale or one for each of {self._num_kv_heads} "
-                "KV heads"
+                f"has shape {list(tensor.shape)}, and a layer has one scale or one for each of {self._num_all} KV heads"
             )
-        self._keep(tensor.float().flatten())
+        scales = tensor.float().flatten()
+        self._keep(scales if len(scales) == 1 else scales[self._share.of(len(scales))])
 
 
 class _Unread(Slot):
@@ -59,10 +60,11 @@ class _Unread(Slot):
         """As `Slot`; takes anything."""
 
 
-def kv_scale_slots(num_kv_heads: int, keep_k: Keep, keep_v: Keep) -> Iterator[tuple[str, Slot]]:
+def kv_scale_slots(num_kv_heads: int, share: Slice, keep_k: Keep, keep_v: Keep) -> Iterator[tuple[str, Slot]]:
     """Under every name that one layer's attention may have them in a checkpoint.
 
     Args:
+        num_kv_heads: of a rank, which has the part `share` of them.
         keep_k, keep_v: take K's and V's, [1] or [num_kv_heads] float32.
     """
 
@@ -70,9 +72,9 @@ def kv_scale_slots(num_kv_heads: int, keep_k: Keep, keep_v: Keep) -> Iterator[tu
         keep_k(scale)
         keep_v(scale)
 
-    yield _OF_BOTH, ScaleSlot(num_kv_heads, keep_both)
+    yield _OF_BOTH, ScaleSlot(num_kv_heads, share, keep_both)
     for which, keep in (("k", keep_k), ("v", keep_v)):
-        yield from ((name.format(which, "scale"), ScaleSlot(num_kv_heads, keep)) for name in _NAMES)
+        yield from ((name.format(which, "scale"), ScaleSlot(num_kv_heads, share, keep)) for name in _NAMES)
     unread = [name.format(which, "zero_point") for name in _NAMES for which in "qkv"]
     unread += [name.format("q", "scale") for name in _NAMES]
     yield from ((name, _Unread()) for name in (*unread, *_OF_WEIGHTS))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_ids
 
@@ -25,10 +26,10 @@ class RowConstraints:
     """One request's constraints, on the host.
 
     Attributes:
-        allowed: the ids that may be sampled; None is all.
-        bad_words: id sequences whose last id is banned when the output ends with the ids before it.
-        bias: {token id: what is added to its logit}.
-        stop_token_ids: banned before `min_tokens` outputs.
+        allowed: columns of the logits whose tokens may be sampled; None is all.
+        bad_words: id sequences, the last as its column, which is banned when the output ends with the ids before it.
+        bias: {column: what is added to its logit}.
+        stop_token_ids: columns that are banned before `min_tokens` outputs.
     """
 
     allowed: tuple[int, ...] | None
@@ -37,13 +38,13 @@ class RowConstraints:
     stop_token_ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, new_row: NewRow, vocab_size: int) -> RowConstraints | None:
-        """What a request constrains, or None if nothing.
+    def of(cls, new_row: NewRow, columns: Columns) -> RowConstraints | None:
+        """What a request constrains of these columns, or None if nothing.
 
         Raises:
             ValueError: an id is outside the vocabulary.
         """
-        params = new_row.sampling_params
+        params, vocab_size, first = new_row.sampling_params, columns.vocab_size, columns.first_id
         allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
         bad_words = tuple(word for word in new_row.bad_word_token_ids if word)
         bias = dict(params.logit_bias or {})
@@ -52,9 +53,19 @@ class RowConstraints:
         check_ids("allowed_token_ids", allowed or (), vocab_size)
         check_ids("bad_words", (token_id for word in bad_words for token_id in word), vocab_size)
         check_ids("logit_bias", bias, vocab_size)
+        if not columns.are_all:
+            allowed = None if allowed is None else tuple(each for each in allowed if columns.has(each))
+            bad_words = tuple(word for word in bad_words if columns.has(word[-1]))
+            bias = {each: value for each, value in bias.items() if columns.has(each)}
+            stops = tuple(filter(columns.has, stops))
         if allowed is None and not (bad_words or bias or stops):
             return None
-        return cls(allowed, bad_words, bias, stops)
+        return cls(
+            None if allowed is None else tuple(each - first for each in allowed),
+            tuple((*word[:-1], word[-1] - first) for word in bad_words),
+            {each - first: value for each, value in bias.items()},
+            tuple(each - first for each in stops),
+        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -35,23 +35,37 @@ def apply_filters(
     Returns:
         [F, vocab_size] float32.
     """
-    scaled = cut_min_p(logits / temperature[:, None], min_p)
-    candidates = torch.topk(scaled, num_candidates, dim=-1, sorted=True).values  # [F, num_candidates]
-    position = torch.arange(num_candidates, device=logits.device)
-    candidates = candidates.masked_fill(position >= top_k[:, None], _MINUS_INFINITY)
-    probabilities = candidates.softmax(dim=-1)
-    # A token stays while those before it have not reached p together. At p = 1 the sum's rounding must not decide.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    in_nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
-    num_kept = (in_nucleus & (candidates > _MINUS_INFINITY)).sum(dim=-1, keepdim=True).clamp(min=1)
+    scaled = logits / temperature[:, None]
+    scaled = cut_min_p(scaled, min_p, scaled.amax(dim=-1, keepdim=True))
+    candidates = best_of(scaled, num_candidates, top_k)
+    num_kept = count_nucleus(candidates, candidates.softmax(dim=-1), top_p)
     return logits.masked_fill(~largest(scaled, candidates.gather(1, num_kept - 1), num_kept), _MINUS_INFINITY)
 
 
-def cut_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Cuts tokens less than `min_p` times as likely as the row's best. Shapes as in `apply_filters`."""
+def cut_min_p(logits: torch.Tensor, min_p: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """Cuts tokens less than `min_p` times as likely as the row's best, [F, 1]. Other shapes as in `apply_filters`."""
     # p(token) / p(best) = exp(logit - best), so no softmax is needed.
-    least = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
-    return logits.masked_fill(logits < least, _MINUS_INFINITY)
+    return logits.masked_fill(logits < best + min_p.log()[:, None], _MINUS_INFINITY)
+
+
+def best_of(logits: torch.Tensor, count: int, top_k: torch.Tensor) -> torch.Tensor:
+    """[F, count], the best logits of each row in order; minus infinity behind the first `top_k`, [F] int64."""
+    candidates = torch.topk(logits, count, dim=-1, sorted=True).values
+    position = torch.arange(count, device=logits.device)
+    return candidates.masked_fill(position >= top_k[:, None], _MINUS_INFINITY)
+
+
+def count_nucleus(candidates: torch.Tensor, probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[F, 1] int64: how many of the candidates, best first, top-p keeps; one at least.
+
+    Args:
+        candidates, probabilities: [F, count]; candidates that are minus infinity are cut.
+        top_p: [F].
+    """
+    # A token stays while those before it have not reached p together. At p = 1 the sum's rounding must not decide.
+    before = probabilities.cumsum(dim=-1) - probabilities
+    in_nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    return (in_nucleus & (candidates > _MINUS_INFINITY)).sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def largest(logits: torch.Tensor, smallest_kept: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,8 @@ def apply_penalties(
 
     Args:
         logits: [P, vocab_size] float32.
-        histories: [P, width] token ids of each sequence, valid before `lengths`.
+        histories: [P, width] token ids of each sequence, valid before `lengths`; those outside of the vocabulary, as
+            the tokens of other ranks are, count for nothing.
         lengths: [P] int64, tokens before the one being sampled.
         num_prompt_tokens: [P] int64.
         repetition_penalty, presence_penalty, frequency_penalty: [P] float32; 1, 0 and 0 change nothing.
@@ -49,6 +50,7 @@ def apply_penalties(
 def _count(histories: torch.Tensor, included: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """[P, vocab_size] float32: how often each id occurs among the included positions."""
     # Excluded positions are counted in one more column, which is cut off: no shape depends on the data.
+    included = included & (histories >= 0) & (histories < vocab_size)
     ids = torch.where(included, histories.long(), vocab_size)
     counts = torch.zeros((histories.shape[0], vocab_size + 1), device=histories.device)
     return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))[:, :vocab_size]

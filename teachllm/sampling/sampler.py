@@ -11,7 +11,8 @@ The order is vLLM's, so that the same parameters mean the same:
     Gumbel noise, argmax              teachllm_kernels/sampling.py
 
 Each stage gathers only the rows that ask for it: a plain request pays one argmax, whatever runs beside it. On a GPU one
-kernel does what comes after the penalties, for all rows.
+kernel does what comes after the penalties, for all rows. Where ranks have some columns of the logits each, all of them
+sample the same rows, each its columns, and tell each other what `shared_vocabulary.py` and `shared_filters.py` say.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from dataclasses import dataclass
 import torch
 
 from teachllm.core.scheduler_output import NewRow, TokenLogprobs
+from teachllm.distributed.group import ALONE, Group
 from teachllm.sampling.filters import apply_filters
 from teachllm.sampling.logprobs import PendingLogprobs, token_logprobs
 from teachllm.sampling.penalties import apply_penalties
+from teachllm.sampling.shared_filters import apply_shared_filters
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.state import Parameters, SamplingState, Selection
 from teachllm.sampling.verify import Proposals
 from teachllm_kernels.philox import STREAM_DRAFT
 from teachllm_kernels.rejection_reference import draft_sample_reference, rejection_sample_reference
-from teachllm_kernels.sampling import gumbel_sample_reference
+from teachllm_kernels.sampling import gumbel_scores_reference
 
 
 @dataclass(slots=True)
@@ -60,12 +64,14 @@ class Sampler:
 
     Args:
         max_num_rows: requests that can be open at once.
-        vocab_size: width of the logits.
+        vocab_size: width of the logits, those of all ranks together.
         device: where the logits are.
+        group: ranks of which each has some columns of them, on a CPU.
     """
 
-    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._state = SamplingState(max_num_rows, vocab_size, device)
+    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
+        self._columns = Columns(vocab_size, group)
+        self._state = SamplingState(max_num_rows, self._columns, device)
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
         """Takes over the parameters of requests, each into its row.
@@ -91,7 +97,7 @@ class Sampler:
         """Samples the next token of each logits row. Nobody waits for the device.
 
         Args:
-            logits: [R, vocab_size] float32; overwritten.
+            logits: [R, vocab_size] float32; overwritten. The columns that this rank has.
             rows: [R] the request row of each logits row; a request verifying drafts has several in a row.
             lengths: [R] int64, on the device: tokens of the sequence before the one being sampled.
             token_ids: [max_num_rows, max_model_len] on the device: each request row's sequence, valid before
@@ -100,8 +106,8 @@ class Sampler:
             histories: [R, longest], what each logits row's own sequence is, where they differ: in a tree. Only rows
                 with penalties or bad words are read.
         """
-        if self._state.is_plain_greedy(rows):
-            return SamplerOutput(logits.argmax(dim=-1))
+        if self.is_plain_greedy(rows):
+            return SamplerOutput(self._columns.argmax(logits))
         selection = self._state.select(rows)
         asked = selection.asked
         raw = None if asked is None else logits.index_select(0, asked)  # a copy: what follows writes into the logits
@@ -114,15 +120,25 @@ class Sampler:
         sampled = self._draw(logits, selection, parameters, lengths, proposals)
         if raw is None or asked is None:
             return SamplerOutput(sampled)
-        pending = PendingLogprobs(raw, sampled.index_select(0, asked), [num_top for _, num_top in selection.logprobs])
+        num_top = [each for _, each in selection.logprobs]
+        pending = PendingLogprobs(raw, sampled.index_select(0, asked), num_top, self._columns)
         return SamplerOutput(sampled, [i for i, _ in selection.logprobs], pending)
+
+    def is_plain_greedy(self, rows: list[int]) -> bool:
+        """Whether all of these rows ask for the most likely token and nothing else."""
+        return self._state.is_plain_greedy(rows)
 
     def plain_variant(self, rows: list[int]) -> tuple[bool, bool] | None:
         """(any row is random, any is filtered) if `sample_plain` can sample these rows, else None."""
         return self._state.plain_variant(rows)
 
     def sample_plain(
-        self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, variant: tuple[bool, bool]
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        num_known: torch.Tensor,
+        variant: tuple[bool, bool],
+        columns: Columns | None = None,
     ) -> torch.Tensor:
         """As `sample`, for rows that ask for no more than temperature and filters; on a GPU, and in a CUDA graph.
 
@@ -131,12 +147,13 @@ class Sampler:
             rows: [R] int32 request rows, on the device; -1 is padding.
             num_known: [max_num_rows] int32, on the device: tokens of each row's sequence.
             variant: of `plain_variant`; a wider one gives the same tokens, slower.
+            columns: which the logits are, where other ranks have the others, and no row is filtered; None: all.
 
         Returns:
             [R] int64 token ids.
         """
         any_random, any_filtered = variant
-        return self._state.sample_plain(logits, rows, num_known, any_random, any_filtered)
+        return self._state.sample_plain(logits, rows, num_known, any_random, any_filtered, columns)
 
     def sample_positions(
         self,
@@ -168,9 +185,10 @@ class Sampler:
         return self._state.draw(logits, rows, output_index, any_random, any_filtered=False, stream=STREAM_DRAFT)
 
     def prompt_logprobs(self, logits: torch.Tensor, target_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-        """Log-probabilities of given tokens: row i of `logits` [R, vocab_size] predicts `target_ids[i]`."""
+        """Log-probabilities of given tokens: row i of `logits` [R, vocab_size], the columns that this rank has,
+        predicts `target_ids[i]`."""
         targets = torch.tensor(target_ids, dtype=torch.int64, device=logits.device)
-        return token_logprobs(logits, targets, [num_top] * len(target_ids))
+        return token_logprobs(logits, targets, [num_top] * len(target_ids), self._columns)
 
     def _constrain_and_penalize(
         self,
@@ -196,7 +214,7 @@ class Sampler:
                 histories = histories[:, : int(lengths.max())]
             logits[chosen] = apply_penalties(
                 logits[chosen],
-                histories,
+                histories - self._columns.first_id,
                 lengths[chosen],
                 num_prompt_tokens[chosen],
                 parameters.repetition_penalty[chosen],
@@ -245,14 +263,16 @@ class Sampler:
             if proposals is None:
                 return self._state.draw(logits, rows, output_indices, any_random=True, any_filtered=True)
             return self._state.verify(logits, rows, output_indices, True, proposals)
-        chosen = selection.random
+        chosen, columns = selection.random, self._columns
         if chosen is None:
-            return logits.argmax(dim=-1)
-        drawn = logits[chosen]  # [num_random, vocab_size]
+            return columns.argmax(logits)
+        if proposals is not None and not columns.are_all:  # what a rejection leaves to draw from is no rank's own
+            logits, columns = columns.gathered(logits), Columns(columns.vocab_size)
+        drawn = logits[chosen]  # [num_random, width]
         filtered = selection.filtered
         if filtered is not None:
             among = chosen[filtered]
-            drawn[filtered] = apply_filters(
+            settings = (
                 drawn[filtered],
                 parameters.temperature[among],
                 parameters.top_k[among],
@@ -260,13 +280,13 @@ class Sampler:
                 parameters.min_p[among],
                 selection.num_candidates,
             )
+            alone = columns.are_all
+            drawn[filtered] = apply_filters(*settings) if alone else apply_shared_filters(*settings, columns)
         temperature = parameters.temperature[chosen]
         noise = parameters.seed[chosen], output_indices[chosen], parameters.child_index[chosen]
         if proposals is None:
-            ids = gumbel_sample_reference(drawn, temperature, *noise)
-        else:
-            proposed = proposals.draft_logits, proposals.draft_rows[chosen], proposals.siblings[chosen]
-            ids = rejection_sample_reference(drawn, temperature, *proposed, *noise)
-        if chosen.numel() == logits.shape[0]:
-            return ids
-        return logits.argmax(dim=-1).index_copy_(0, chosen, ids)
+            logits[chosen] = gumbel_scores_reference(drawn, temperature, *noise, first_id=columns.first_id)
+            return columns.argmax(logits)
+        proposed = proposals.draft_logits, proposals.draft_rows[chosen], proposals.siblings[chosen]
+        ids = rejection_sample_reference(drawn, temperature, *proposed, *noise)
+        return ids if len(ids) == len(logits) else logits.argmax(dim=-1).index_copy_(0, chosen, ids)

@@ -19,6 +19,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.constraints import BatchConstraints, RowConstraints, join_constraints
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_some_token_allowed
 from teachllm.sampling.verify import Proposals
@@ -75,8 +76,8 @@ class Selection:
 class SamplingState:
     """Parameters by row. A row belongs to one request from `open_rows` to `close_row`."""
 
-    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, max_num_rows: int, columns: Columns, device: torch.device) -> None:
+        self.columns = columns
         self.device = device
         self._host_floats = torch.zeros((max_num_rows, 6), dtype=torch.float32)
         self._host_ints = torch.zeros((max_num_rows, 5), dtype=torch.int64)
@@ -102,7 +103,7 @@ class SamplingState:
 
     def _open(self, row: int, new_row: NewRow) -> None:
         self.close_row(row)
-        params, vocab_size = new_row.sampling_params, self.vocab_size
+        params, vocab_size = new_row.sampling_params, self.columns.vocab_size
         check_some_token_allowed(params, vocab_size, new_row.stop_token_ids, new_row.bad_word_token_ids)
         top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -117,7 +118,7 @@ class SamplingState:
                 self._top_k[row] = top_k
         if penalties != (1.0, 0.0, 0.0):
             self._penalized.add(row)
-        constraints = RowConstraints.of(new_row, vocab_size)
+        constraints = RowConstraints.of(new_row, self.columns)
         if constraints is not None:
             self._constraints[row] = constraints
         if params.logprobs is not None:
@@ -148,13 +149,19 @@ class SamplingState:
         return not self._random.isdisjoint(rows), not self._top_k.keys().isdisjoint(rows)
 
     def sample_plain(
-        self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, any_random: bool, any_filtered: bool
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        num_known: torch.Tensor,
+        any_random: bool,
+        any_filtered: bool,
+        columns: Columns | None = None,
     ) -> torch.Tensor:
         """As `Sampler.sample_plain`."""
         output_index = rows  # nothing reads it where nothing is random
         if any_random:
             output_index = (num_known - self._ints[:, 2]).index_select(0, rows.clamp(min=0))
-        return self.draw(logits, rows, output_index, any_random, any_filtered)
+        return self.draw(logits, rows, output_index, any_random, any_filtered, columns=columns)
 
     def output_index(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """[R] int64, how many tokens requests have sampled, of which `lengths` are known."""
@@ -184,6 +191,7 @@ class SamplingState:
         any_random: bool,
         any_filtered: bool,
         stream: int = STREAM_SAMPLE,
+        columns: Columns | None = None,
     ) -> torch.Tensor:
         """[R] int64, by the kernel, from logits that nothing but temperature and filters is still to change.
 
@@ -193,8 +201,8 @@ class SamplingState:
             The others as in `Sampler.sample_plain`.
         """
         every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
-        return sample_triton(
-            logits,
+        sampled = sample_triton(
+            logits if columns is None else logits[:, : columns.num_own],
             rows,
             temperature=every.temperature,
             top_k=every.top_k,
@@ -206,7 +214,9 @@ class SamplingState:
             any_random=any_random,
             any_filtered=any_filtered,
             stream=stream,
+            first_id=None if columns is None else columns.first_id,
         )
+        return sampled if columns is None else columns.best(sampled)
 
     def select(self, rows: list[int]) -> Selection:
         """Which logits rows need what, given the request row of each."""

@@ -58,7 +58,7 @@ def create_app(service: Service) -> ASGIApp:
     _add_adapters(router, service)
     if options.dev_endpoints:
         _add_development(router, service)
-    if service.trace is not None:
+    if service.traces:
         _add_trace(router, service)
     app.include_router(router)
     errors.install(app)
@@ -135,14 +135,17 @@ def _add_development(router: APIRouter, service: Service) -> None:
 
 
 def _add_trace(router: APIRouter, service: Service) -> None:
-    hub = service.trace
-    assert hub is not None
-    documented = {200: {"content": responses.EVENTS}, **openapi.errors(401)}
+    documented = {200: {"content": responses.EVENTS}, **openapi.errors(400, 401)}
 
     @router.get("/trace", response_class=Response, responses=documented)
-    async def trace() -> Response:
-        """The engine's trace: its header, then an event for every line."""
-        watcher = hub.watch()
+    async def trace(replica: int = 0) -> Response:
+        """The trace of the engine, or of one of its replicas: its header, then an event for every line."""
+        if not 0 <= replica < len(service.traces):
+            last = len(service.traces) - 1
+            raise ApiError(
+                400, f"there is no replica {replica}: each has a trace of its own, from 0 to {last}", "replica"
+            )
+        watcher = service.traces[replica].watch()
         return EventStream(watcher.events(), on_hangup=watcher.leave, on_end=watcher.leave)
 
 

@@ -65,7 +65,7 @@ class LocalServer:
         service = Service(door.config.model, options)
         service.started(door)
         self._app = create_app(service)
-        self.max_num_seqs = door.config.max_num_seqs or 1
+        self.max_num_seqs = (door.config.max_num_seqs or 1) * door.config.data_parallel_size
 
     @classmethod
     def start(

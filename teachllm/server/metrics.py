@@ -127,6 +127,11 @@ class Metrics:
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
             gauge.add_metric(values, float(getattr(self._last, field, 0)))
             yield gauge
+        for index, (name, text) in enumerate(_OF_REPLICAS.items()):
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=[*labels, "replica"])
+            for replica, counts in enumerate(() if self._last is None else self._last.replicas):
+                gauge.add_metric([*values, str(replica)], float(counts[index]))
+            yield gauge
         for name, text in _COUNTERS.items():
             counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
             counter.add_metric(values, float(self._of_steps[name]))
@@ -153,6 +158,10 @@ _GAUGES = {
     "num_requests_running": ("Requests that take part in steps.", "num_running"),
     "num_requests_waiting": ("Requests that wait to be admitted.", "num_waiting"),
     "kv_cache_usage_perc": ("Share of the KV blocks in use; 1 is all.", "kv_cache_usage"),
+}
+_OF_REPLICAS = {  # in the order of StepStats.replicas
+    "replica_requests_running": "Requests that take part in steps, of each replica where there are several.",
+    "replica_requests_waiting": "Requests that wait to be admitted, of each replica where there are several.",
 }
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",

@@ -18,7 +18,7 @@ class ServerOptions:
         chat_template: Jinja in place of the checkpoint's template.
         trust_request_chat_template: a request may bring its own.
         enable_auto_tool_choice, tool_call_parser: calls of tools are found in the model's text.
-        max_queued_requests: completions that may be open beyond `max_num_seqs`.
+        max_queued_requests: completions that may be open beyond `max_num_seqs` of each replica.
         max_request_bytes: of a request's body.
         shutdown_timeout: seconds that open requests get when the server is told to end.
         allowed_origins, ...: CORS, off without origins.

@@ -73,8 +73,8 @@ class _Life:
 
     def __init__(self, config: EngineConfig, options: ServerOptions) -> None:
         self._config, self._options = config, options
-        self._trace = TraceHub() if options.trace_endpoint else None
-        self._service = Service(config.model, options, self._trace)
+        self._traces = [TraceHub() for _ in range(config.data_parallel_size if options.trace_endpoint else 0)]
+        self._service = Service(config.model, options, self._traces)
         self.server = _Server(
             uvicorn.Config(
                 create_app(self._service),
@@ -110,8 +110,8 @@ class _Life:
                 await _first_of(self._told_to_end, self._died)
             return await self._end()
         finally:
-            if self._trace is not None:
-                self._trace.close()
+            for hub in self._traces:
+                hub.close()
             self.server.should_exit = True
             await serving
             if self._service.door is not None:
@@ -134,7 +134,7 @@ class _Life:
                 self._config,
                 on_stats=self._service.metrics.on_step,
                 on_end=on_end,
-                trace_sink=None if self._trace is None else self._trace.sink,
+                trace_sinks=[hub.sink for hub in self._traces],
             )
         )
         told = asyncio.create_task(self._told_to_end.wait())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Sequence
 from hashlib import sha256
 from itertools import count
 from typing import TYPE_CHECKING, Literal
@@ -40,11 +41,11 @@ class Service:
         created: seconds since 1970.
         open: requests that have been admitted and have not ended.
         num_open: their completions.
-        trace: subscribers of the trace; None without that endpoint.
+        traces: subscribers of each replica's trace; none without that endpoint.
     """
 
-    def __init__(self, model: str, options: ServerOptions, trace: TraceHub | None = None) -> None:
-        self.model, self.options, self.trace = model, options, trace
+    def __init__(self, model: str, options: ServerOptions, traces: Sequence[TraceHub] = ()) -> None:
+        self.model, self.options, self.traces = model, options, traces
         self.names = options.served_model_names or (model,)
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
@@ -122,7 +123,9 @@ class Service:
     @property
     def max_open(self) -> int:
         """Completions that may be open at once."""
-        return (self.engine.config.max_num_seqs or 1) + self.options.max_queued_requests
+        return (self.engine.config.max_num_seqs or 1) * self.engine.config.data_parallel_size + (
+            self.options.max_queued_requests
+        )
 
     def check_fits(self, num_completions: int) -> None:
         """Refuses a request that would not fit into an empty queue, before anything is done for it.

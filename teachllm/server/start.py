@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from teachllm.config import EngineConfig
@@ -38,21 +38,21 @@ def start_engine(
     *,
     on_stats: Callable[[StepStats], None],
     on_end: Callable[[Exception | None], None],
-    trace_sink: Callable[[str], None] | None = None,
+    trace_sinks: Sequence[Callable[[str], None]] = (),
 ) -> Door:
     """Loads the model; takes as long as that takes.
 
     Args:
         on_stats: called in a thread of the engine's after every step.
         on_end: called in a thread of the engine's when it ends, with the error if nobody closed it.
-        trace_sink: takes the lines of the trace.
+        trace_sinks: one for each replica takes the lines of its trace; none: nothing is traced.
 
     Raises:
         ValueError: the checkpoint or the settings are refused.
     """
     from teachllm.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.start(config, own_process=True, on_stats=on_stats, on_end=on_end, trace_sink=trace_sink)
+    return AsyncLLM.start(config, own_process=True, on_stats=on_stats, on_end=on_end, trace_sink=trace_sinks)
 
 
 def has_died(error: Exception) -> bool:

@@ -76,6 +76,7 @@ class SimulatedExecutor:
     """
 
     max_in_flight = 1
+    sentinel: int | None = None
 
     def __init__(
         self,

@@ -78,6 +78,8 @@ def simulate(
     """
     if config.speculative_config is not None:
         raise ValueError("speculative_config: a simulation has no text that drafts could match: leave it out")
+    if config.data_parallel_size != 1:
+        raise ValueError(f"data_parallel_size={config.data_parallel_size}: a simulation is of one replica: set it to 1")
     if num_blocks is not None and num_blocks < 1:
         raise ValueError(f"num_blocks={num_blocks}: must be at least 1, or None for as many as can be of use")
     model = replace(model or model_shape(), kv_cache_dtype=config.kv_cache_dtype)

@@ -29,7 +29,7 @@ from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
-from teachllm.models.llama import Angles, LlamaAttention, LlamaMLP
+from teachllm.models.llama import Angles, LlamaAttention, LlamaMLP, added_up
 from teachllm.models.registry import ModelError
 from teachllm.spec_decode.drafter import DraftBatch, KVCache, logits_of
 from teachllm.spec_decode.eagle_config import EagleConfig
@@ -67,7 +67,7 @@ class EagleLayer(nn.Module):
         y, stream = self.self_attn.o_proj.onto(stream, h)
         h, stream = self.post_attention_layernorm(y, stream)
         y, stream = self.mlp.down_proj.onto(stream, self.mlp(h))
-        return _added_up(y, stream)
+        return added_up(y, stream)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -214,12 +214,3 @@ class Eagle:
         low_to_high = [batch.features[layer].index_select(0, places) for layer in self.feature_layers]
         hidden = batch.hidden.index_select(0, places) if self.reads_all_hidden else batch.hidden
         return self.head.fused(hidden, low_to_high)
-
-
-def _added_up(y: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
-    """stream + y, of `Linear.onto`."""
-    if y is None:
-        return stream
-    if y.dim() > stream.dim():
-        y = y.sum(dim=0).to(stream.dtype)
-    return stream + y

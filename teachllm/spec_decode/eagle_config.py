@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from teachllm.models.llama_config import LlamaConfig, parse
-from teachllm.models.registry import OWN, ModelError
+from teachllm.models.registry import DENSE, ModelError
 from teachllm.models.shape import Shape
 from teachllm.spec_decode.head_settings import HeadSettings
 
@@ -171,7 +171,7 @@ def _layer_config(settings: HeadSettings, stored: Collection[str]) -> LlamaConfi
     named = settings.raw.get("architectures")
     kind = f"{str(settings.raw.get('model_type')).capitalize()}ForCausalLM"
     names = [*(named if isinstance(named, list) else []), kind]
-    architecture = next((name for name in names if name in OWN), "LlamaForCausalLM")
+    architecture = next((name for name in names if name in DENSE), "LlamaForCausalLM")
     llama = parse({"num_hidden_layers": 1, **settings.raw, "architectures": [architecture]})
 
     def has(tensor: str) -> bool:

@@ -12,8 +12,9 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.models.checkpoint import find_folder, read_json, stored_tensors
-from teachllm.models.loader import check_weights, fill, fill_randomly, finish, load_model, new_module, read_pickles
+from teachllm.models.loader import check_weights, fill, finish, load_model, new_module, read_pickles
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.random_weights import fill_randomly
 from teachllm.models.registry import ModelError
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import KVCache, ModelDrafter

@@ -3,6 +3,7 @@
     engine     the host's parts of each step one after the other; the steps themselves, which overlap when it runs
                ahead; counters of blocks, tokens and requests
     requests   a row each: waiting, with the reason, then a slice for each step it has a share in
+    ranks      if there are several, a row each: its part of each step, the exchanges inside, and bytes sent
 
 Source: "Trace Event Format", the Chromium project.
 """
@@ -13,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from teachllm.trace.ranks import spans_of
 from teachllm.trace.reader import Trace
 from teachllm.trace.replay import Line
 
 Event = dict[str, Any]
 
-_ENGINE, _REQUESTS = 1, 2  # processes, as the format calls them
+_ENGINE, _REQUESTS, _RANKS = 1, 2, 3  # processes, as the format calls them
 _HOST = 1
 
 
@@ -27,9 +29,11 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
     rows = _Requests(trace.header["time"])
     events = [_named("process_name", _ENGINE, 0, "engine"), _named("process_name", _REQUESTS, 0, "requests")]
     events.append(_named("thread_name", _ENGINE, _HOST, "host"))
+    events += _names_of_ranks(trace)
     for line in trace.lines:
         kind = line["event"]
         events += rows.events(line)
+        events += _ranks(line, trace.header["time"])
         if kind == "step":
             events += _step(line, trace.header["time"])
         elif kind == "error":
@@ -58,6 +62,27 @@ def _step(line: Line, began: float) -> Iterator[Event]:
     requests = {"scheduled": len(line["scheduled"]), "waiting": len(line["waiting"])}
     for name, values in (("KV blocks", line["blocks"]), ("tokens", dict(tokens)), ("requests", requests)):
         yield {"ph": "C", "name": name, "pid": _ENGINE, "tid": _HOST, "ts": _us(end), "args": values}
+
+
+def _names_of_ranks(trace: Trace) -> Iterator[Event]:
+    told: list[Line] = next((line["ranks"] for line in trace.lines if line.get("ranks")), [])
+    if told:
+        yield _named("process_name", _RANKS, 0, "ranks")
+    for rank, each in enumerate(told):
+        yield _named("thread_name", _RANKS, rank + 1, f"rank {rank}, stage {each['stage']}")
+
+
+def _ranks(line: Line, began: float) -> Iterator[Event]:
+    """What each rank did in a step; a slice that lies in another one is drawn below it."""
+    name = f"step {line['step']}" if "step" in line else "empty step"
+    for rank, told in enumerate(line.get("ranks", ())):
+        row, begin, end = rank + 1, told["begin"] - began, told["end"] - began
+        sent = {operation: f"{calls} calls, {count} bytes" for operation, (calls, count) in told["sent"].items()}
+        yield _slice(name, _RANKS, row, begin, end, sent)
+        for operation, at, until in spans_of(told):
+            yield _slice(operation, _RANKS, row, at - began, until - began, {})
+        num_bytes = {operation: count for operation, (_, count) in told["sent"].items()}
+        yield {"ph": "C", "name": f"bytes of rank {rank}", "pid": _RANKS, "tid": row, "ts": _us(end), "args": num_bytes}
 
 
 class _Requests:

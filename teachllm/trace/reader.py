@@ -32,6 +32,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "abort": {"time": _NUMBER, "request_id": str, "block_events": list},
     "stop": {"time": _NUMBER, "request_id": str, "block_events": list},
     "error": {"time": _NUMBER, "message": str, "block_events": list},
+    "serve": {"time": _NUMBER, "end": _NUMBER},
     "fork": {"time": _NUMBER, "step": int, "requests": list, "waiting": dict, "block_events": list},
 }
 
@@ -153,6 +154,7 @@ def parse_line(text: str) -> Line:
             raise ReplayError(f"{name!r} of {line['event']} is {line[name]!r}")
     if line["event"] == "step":
         _check_step(line)
+    _check_ranks(line)
     return line
 
 
@@ -160,6 +162,9 @@ def _check_step(line: Line) -> None:
     for name in ("used", "cached", "free"):
         if not isinstance(line["blocks"].get(name), int):
             raise ReplayError(f"blocks without {name!r}")
+    load = line.get("expert_load", [])
+    if not isinstance(load, list) or not all(map(_are_counts, load)):
+        raise ReplayError(f"'expert_load' is {load!r}, not the tokens of each expert by layer")
     for share in line["scheduled"]:
         if not {"request_id", "start", "num_tokens", "phase"} <= share.keys():
             raise ReplayError("a share that does not say whose it is, its start, num_tokens and phase")
@@ -169,3 +174,31 @@ def _check_step(line: Line) -> None:
             case [int(), str()]:
                 continue
         raise ReplayError(f"'next_draft' of a share is {share['next_draft']!r}, not a number and a reason")
+
+
+def _check_ranks(line: Line) -> None:
+    ranks = line.get("ranks", [])
+    if not isinstance(ranks, list):
+        raise ReplayError(f"'ranks' is {ranks!r}, not what each of them did")
+    for told in ranks:
+        match told:
+            case {"stage": int(), "begin": int() | float(), "end": int() | float(), "sent": dict()} if all(
+                map(_are_sent, (told["sent"], told.get("expected", {})))
+            ) and all(map(_is_exchange, told.get("exchanges", []))):
+                continue
+        raise ReplayError(f"a rank without 'stage', 'begin', 'end' or 'sent', or one that is odd: {told!r}")
+
+
+def _are_sent(counts: Any) -> bool:
+    return isinstance(counts, dict) and all(_are_counts(each) and len(each) == 2 for each in counts.values())
+
+
+def _is_exchange(value: Any) -> bool:
+    match value:
+        case [str(), int() | float(), int() | float()]:
+            return True
+    return False
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)

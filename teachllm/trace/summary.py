@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from teachllm.trace.draft_lengths import draft_lengths
 from teachllm.trace.figures import Figures, Spread, figures
+from teachllm.trace.ranks import rank_figures
 from teachllm.trace.reader import Trace
 
 Row = tuple[str, str]  # what, and how much
@@ -67,6 +68,7 @@ def _rows(trace: Trace, found: Figures) -> Iterator[Row]:
                 f"mean length {1 + found.num_accepted_tokens / found.num_drafts:.2f}"
             ),
         )
+    yield from _rank_rows(trace)
     if lengths := draft_lengths(steps):
         times = [f"{each.count:,} time{'s' if each.count > 1 else ''}" for each in lengths]
         told = (f"{each.length} ({count}: {each.why})" for each, count in zip(lengths, times, strict=True))
@@ -86,6 +88,22 @@ def _rows(trace: Trace, found: Figures) -> Iterator[Row]:
     for line in trace.lines:
         if line["event"] == "error":
             yield "error", line["message"]
+
+
+def _rank_rows(trace: Trace) -> Iterator[Row]:
+    ranks = rank_figures(trace.lines)
+    if ranks:
+        num_stages = len({each.stage for each in ranks})
+        stages = "one stage" if num_stages == 1 else f"{num_stages} stages"
+        whole = _seconds(ranks[0].seconds)
+        yield "ranks", f"{len(ranks)} in {stages}; shares are of the {whole} in which any of them had a step"
+    for each in ranks:
+        shares = f"computes {each.computes:.0%}, exchanges {each.exchanges:.0%}, bubble {each.bubble:.0%}"
+        num_bytes = sum(count for _, count in each.sent.values())
+        most_first = sorted(each.operations.items(), key=lambda item: -item[1])
+        took = ", ".join(f"{operation} {share:.0%}" for operation, share in most_first)
+        sends = f"sends {num_bytes / 1000:,.1f} kB a step{'; in ' if took else ''}{took}"
+        yield f"rank {each.rank}", f"stage {each.stage}: {shares}; {sends}"
 
 
 def _spread(values: Spread) -> str:

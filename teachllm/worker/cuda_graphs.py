@@ -9,6 +9,8 @@ number of tokens, reads and writes only tensors that stay where they are, and le
     piecewise   a mixed step: everything between two attentions is a piece, attention itself is launched in between,
                 as it is best for the batch at hand
 
+What ranks exchange inside is counted at each replay, as it was when it was recorded.
+
 Source: Gray, "Getting Started with CUDA Graphs", 2019; the pieces are vLLM's.
 """
 
@@ -20,10 +22,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from teachllm.distributed.group import Counts, Traffic
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.borrowed import borrowed
 
 LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
+_OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
 
 T = TypeVar("T")
 
@@ -31,15 +35,26 @@ AttentionCall = Callable[[AttentionMetadata], None]
 
 
 class Graphs(Generic[T]):
-    """Recordings by key; they share one pool of memory, so a result is there until the next replay of any of them."""
+    """Recordings by key; they share one pool of memory, so a result is there until the next replay of any of them.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        traffic: counts what this process exchanges with other ranks; None: there are none.
+    """
+
+    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
+        self._traffic = traffic or Traffic()
+        self._sent: dict[Hashable, Counts] = {}  # at each replay
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
         self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pieces: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], list[AttentionCall], T]] = {}
+
+    def clear(self) -> None:
+        """Gives all recordings up. A communicator whose operations are in one cannot be closed before."""
+        self._full.clear()
+        self._pieces.clear()
 
     def has(self, key: Hashable) -> bool:
         return key in self._full or key in self._pieces
@@ -60,11 +75,12 @@ class Graphs(Generic[T]):
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer one leaves the stream also if the recording fails; PyTorch's own does not.
-            with torch.cuda.stream(self._stream), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            recording = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=_OTHERS_MAY_CALL)
+            with torch.cuda.stream(self._stream), recording, self._traffic.recorded() as sent:
                 result = run()
         except RuntimeError as error:
             return self._give_up(key, error)
-        self._full[key] = graph, _borrowed(result)
+        self._full[key], self._sent[key] = (graph, _borrowed(result)), sent
         return True
 
     def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> bool:
@@ -78,7 +94,7 @@ class Graphs(Generic[T]):
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool)
+            graphs[-1].capture_begin(self._pool, capture_error_mode=_OTHERS_MAY_CALL)
 
         def outside(call: AttentionCall) -> None:
             graphs[-1].capture_end()
@@ -87,7 +103,7 @@ class Graphs(Generic[T]):
 
         torch.cuda.synchronize()
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), self._traffic.recorded() as sent:
                 begin()
                 try:
                     result = run(outside)
@@ -96,7 +112,7 @@ class Graphs(Generic[T]):
         except RuntimeError as error:
             return self._give_up(key, error)
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._pieces[key] = graphs, calls, _borrowed(result)
+        self._pieces[key], self._sent[key] = (graphs, calls, _borrowed(result)), sent
         return True
 
     def _give_up(self, key: Hashable, error: RuntimeError) -> bool:
@@ -111,6 +127,7 @@ class Graphs(Generic[T]):
         """Launches a full recording; returns the tensors that it writes to, the same ones every time."""
         graph, result = self._full[key]
         graph.replay()
+        self._traffic.replay(self._sent[key])
         return result
 
     def replay_pieces(self, key: Hashable, metadata: AttentionMetadata) -> T:
@@ -120,6 +137,7 @@ class Graphs(Generic[T]):
         for call, graph in zip(calls, graphs[1:], strict=True):
             call(metadata)
             graph.replay()
+        self._traffic.replay(self._sent[key])
         return result
 
     def _warm_up(self, run: Callable[[], T]) -> None:

@@ -23,13 +23,13 @@ from teachllm.sampling.transfers import to_device
 from teachllm.spec_decode.tree import DraftTree, TreeTensors
 from teachllm.speculative_config import MAX_NODES
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
-from teachllm.worker.rows import Rows
+from teachllm.worker.rows import OpenedRow, Rows
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 from teachllm_kernels.verify_drafts import accept
 
 LONGEST_DECODE = 1 + MAX_NODES  # tokens, of which all but one are drafts: what attention takes as one decode
 _LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
-_NUM_STEPS = 4  # whose inputs and outputs are kept on the host: more than are in flight, one under way and one ahead
+NUM_STEPS = 4  # whose inputs and outputs are kept on the host: more than are in flight, one under way and one ahead
 
 
 @dataclass(slots=True, frozen=True)
@@ -158,6 +158,7 @@ class DeviceBatch(Rows):
 
     Args:
         tree: None: nothing speculates.
+        num_steps: whose inputs and outputs are kept on the host: more than are in flight.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class DeviceBatch(Rows):
         max_num_batched_tokens: int,
         device: torch.device,
         tree: DraftTree | None = None,
+        num_steps: int = NUM_STEPS,
     ) -> None:
         super().__init__(max_num_seqs)
         max_drafts = self.max_drafts = 0 if tree is None else len(tree.parents)
@@ -193,10 +195,12 @@ class DeviceBatch(Rows):
         self._header = np.zeros(sum(sizes), dtype=np.int32)  # on the host
         self._header_fields = np.split(self._header, np.cumsum(sizes)[:-1])
         self._added = _Additions()
-        self._sent: deque[torch.Tensor] = deque(maxlen=_NUM_STEPS)
+        self._awaited: dict[int, list[tuple[OpenedRow, int]]] = {}
+        self._learned: list[tuple[OpenedRow, int, int]] = []
+        self._sent: deque[torch.Tensor] = deque(maxlen=num_steps)
         # Of each sequence that samples one id; or what `accept` tells.
         self.num_fields = 1 if tree is None else 3 + 2 * len(tree.levels)
-        self._outputs = self._on_host(_NUM_STEPS * max_num_seqs * self.num_fields).view(_NUM_STEPS, -1)
+        self._outputs = self._on_host(num_steps * max_num_seqs * self.num_fields).view(num_steps, -1)
         self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
@@ -260,6 +264,28 @@ class DeviceBatch(Rows):
                 added.places.append(row * table_width + share.first_new_block)
                 added.lens.append(len(share.new_block_ids))
                 added.values += share.new_block_ids
+        for (row, opening), index, token_id in self._learned:
+            if self.opening(row) == opening:  # or it is another request's by now
+                added.places += [self._tokens_place + row * row_width + index, self._known_place + row]
+                added.lens += [1, 1]
+                added.values += [token_id, index + 1]
+        self._learned.clear()
+
+    def expect(self, number: int, step: DeviceStep) -> None:
+        """A step's tokens will be sampled elsewhere: notes where they belong, for `learn`.
+
+        Args:
+            number: of the step's plan.
+        """
+        ends = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
+        self._awaited[number] = list(zip(self.opened_rows(step.rows), ends, strict=True))
+
+    def learn(self, number: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """What was sampled elsewhere in a step, of each request at most one token. They cross with the next plan."""
+        for failed in [each for each in self._awaited if each < number]:
+            del self._awaited[failed]
+        for (row, end), token_ids in zip(self._awaited.pop(number), sampled_token_ids, strict=True):
+            self._learned += [(row, end, token_id) for token_id in token_ids]
 
     def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
         """Writes a step's header, and what it adds to the rows, to the device.
@@ -308,7 +334,7 @@ class DeviceBatch(Rows):
         else:
             logit_index[:samples] = ends[sampling] - 1
         sample_rows[:samples] = np.asarray(step.rows)[sampling]
-        output_row[0] = (output_row[0] + 1) % _NUM_STEPS
+        output_row[0] = (output_row[0] + 1) % len(self._outputs)
         if self.max_drafts:
             first, num_next = self._header_fields[6:]
             num_sampling = len(step.sampling)
@@ -322,7 +348,7 @@ class DeviceBatch(Rows):
     def output(self) -> torch.Tensor:
         """[max_num_seqs * num_fields] int32 on the host: what the step that was sent last samples, when it has.
 
-        To be read before `_NUM_STEPS` more steps are sent: its place is used again.
+        To be read before `num_steps` more are sent: its place is used again.
         """
         return self._outputs[int(self._header_fields[5][0])]
 

@@ -32,10 +32,12 @@ class Executor(Protocol):
     Attributes:
         num_blocks: KV blocks it has.
         max_in_flight: plans it can work on at once (pipeline stages); 1 for a single device.
+        sentinel: a descriptor that is readable once what computes has died; None: it dies with this process.
     """
 
     num_blocks: int
     max_in_flight: int
+    sentinel: int | None
 
     def execute(self, plan: SchedulerOutput) -> Any:
         """Starts the forward pass of a plan; the handle goes to `sample`."""
@@ -99,7 +101,7 @@ def _what_a_gpu_lacks(device: torch.device) -> str | None:
     return None
 
 
-class _Ready:
+class Ready:
     """An output that is already there."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
@@ -116,13 +118,14 @@ class InProcessExecutor:
         self._runner: Any = runner
         self.num_blocks = runner.memory.num_blocks
         self.max_in_flight = 1
+        self.sentinel: int | None = None
 
     def execute(self, plan: SchedulerOutput) -> Any:
         return self._open().execute(plan)
 
     def sample(self, handle: Any) -> PendingOutput:
         output = self._open().sample(handle)
-        return _Ready(output) if isinstance(output, ModelRunnerOutput) else output
+        return Ready(output) if isinstance(output, ModelRunnerOutput) else output
 
     def close(self) -> None:
         if isinstance(self._runner, GPUModelRunner):

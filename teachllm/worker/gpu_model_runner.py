@@ -22,16 +22,21 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
+from teachllm.distributed.group import agreed_least
+from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.stages import Stage
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
+from teachllm.models.sharing import model_of_rank
 from teachllm.sampling.sampler import Sampler, SamplerOutput
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
-from teachllm.worker.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.device_batch import NUM_STEPS, DeviceBatch, DeviceStep
 from teachllm.worker.draft_progress import Behind
 from teachllm.worker.gpu_attention import FlatBatch, GPUAttention
 from teachllm.worker.gpu_drafting import GPUDrafting
@@ -78,12 +83,17 @@ class GPUModelRunner:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
         drafter: DrafterConfig | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+        self._ranks, layout = ranks, ranks.place.layout
+        whole, model_config = model_config, model_of_rank(model_config, ranks.place)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         self._device = device
+        if not (config.disable_custom_all_reduce or config.batch_invariant):  # long steps' sums are rounded otherwise
+            ranks.tensor.open_mailbox(whole.hidden_size, getattr(torch, whole.dtype), device)
         self.times_steps = False
         self._last: PendingStep | None = None
         needs = attention_needs(config, model_config)
@@ -94,7 +104,7 @@ class GPUModelRunner:
                 f"attention_backend={self._backend.name!r} verifies no drafts: set attention_backend=triton, or leave "
                 "speculative_config out"
             )
-        self._eager = config.enforce_eager or not self._backend.in_graphs
+        self._eager = config.enforce_eager or not (self._backend.in_graphs and ranks.tensor.in_graphs)
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
         free, total = torch.cuda.mem_get_info(device)
@@ -103,7 +113,9 @@ class GPUModelRunner:
             raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
         predicted = plan_memory(config, model_config, device, drafter)  # before any weight is read
         allocated = torch.cuda.memory_allocated(device)
-        self.model: Any = load_model(model_config, config, device, progress)
+        self.model: Any = load_model(whole, config, device, progress, ranks)
+        if layout.pipeline > 1:
+            self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         draft_caches: KVCache = []
         loaded = None if drafter is None else load_drafter(drafter, config, self.model, draft_caches, device)
         if model_config.has_kv_codes:
@@ -114,9 +126,10 @@ class GPUModelRunner:
         self._batch = DeviceBatch(
             *(config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device),
             tree=tree,
+            num_steps=max(NUM_STEPS, 2 + layout.pipeline),
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
-        self._graphs: Graphs[Any] = Graphs(device)
+        self._graphs: Graphs[Any] = Graphs(device, ranks.world.traffic)
         self._graph_mode = "eager"  # of the last step, see `ModelRunnerOutput`
         self._attention = GPUAttention(needs, self._backend, self._batch, 1 + self._batch.max_drafts)
         self._drafting: GPUDrafting | None = None
@@ -126,13 +139,15 @@ class GPUModelRunner:
             workers = (self._batch, self._sampler, attention)
             self._drafting = GPUDrafting(speculation, loaded, tree, model_config, *workers)
         rate = None if speculation is None else speculation.synthetic_rate
-        self._sampling = GPUSampling(self._batch, self._sampler, self._drafting, rate)
+        self._columns = Columns(whole.vocab_size, ranks.tensor)
+        self._sampling = GPUSampling(self._batch, self._sampler, self._drafting, rate, self._columns)
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
-        self.memory = self._measured(predicted, config, weights, free, total)
+        memory = self._measured(predicted, config, weights, free, total)
+        self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
         if model_config.has_kv_codes:
-            calibrate(self.model, model_config, self._kv_caches, loaded)
-        self._prompt_scores = PromptScores(self.model, self._sampler)
+            calibrate(self.model, whole, self._kv_caches, loaded, ranks)
+        self._prompt_scores = PromptScores(lambda hidden: self.model.compute_logits(hidden), self._sampler)
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
         gc.collect()
         gc.freeze()
@@ -152,6 +167,10 @@ class GPUModelRunner:
         with torch.cuda.device(self._device):
             self._last = self._sample(launched)
             return self._last
+
+    def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        self._batch.learn(step, sampled_token_ids)
 
     def _start_clock(self) -> torch.cuda.Event:
         """When the step in front is done, if nobody has asked for its result yet; else now.
@@ -179,7 +198,8 @@ class GPUModelRunner:
             self._sampling.mover = KVMover([*self._kv_caches, *draft_caches])
 
     def close(self) -> None:
-        """Lets collections look at everything again."""
+        """Gives its graphs up, and lets collections look at everything again."""
+        self._graphs.clear()
         gc.unfreeze()
 
     def _measured(self, predicted: MemoryPlan, config: EngineConfig, weights: int, free: int, total: int) -> MemoryPlan:
@@ -201,12 +221,13 @@ class GPUModelRunner:
         """Compiles what an engine meets first, side by side: the largest step, sampling, a decode, short prompts."""
         batch = self._batch
         with compiling_ahead(self._device):
-            logits = self._largest_step(self._kv_caches, num_sampling_bytes)[1]
+            _, *logits, _ = self._largest_step(self._kv_caches, num_sampling_bytes)
             rows, known = batch.sample_rows[:1], batch.num_known
-            for variant in ((True, True), (True, False)):  # the first takes the longest of all
-                self._sampler.sample_plain(logits[:1], rows, known, variant)
-            # What a request's penalties or bias have changed is in float32, and its rows are gathered.
-            self._sampler.sample_plain(logits[:1].float(), rows.clone(), known, (True, True))
+            if logits:  # of the last stage: its own, and all
+                for variant in ((True, True), (True, False)):  # the first takes the longest of all
+                    self._sampling.tokens(logits[0][:1], rows, variant)
+                # What a request's penalties or bias have changed is in float32, and its rows are gathered.
+                self._sampler.sample_plain(logits[-1][:1].float(), rows.clone(), known, (True, True))
             for num_tokens, num_decodes in ((1, 1), *((n, 0) for n in _PROMPTS)):
                 step = DeviceStep([0], [num_tokens], [0], num_decodes, sampling=[0])
                 shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
@@ -224,13 +245,19 @@ class GPUModelRunner:
         hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
         if self._drafting is not None:
             self._drafting.largest_step(hidden)
-        logits = self.model.lm_logits(hidden.index_select(0, batch.logit_index[:-1]))  # none of padding
-        return hidden, logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
+        logits: list[torch.Tensor] = []
+        if self._ranks.place.is_last_stage:
+            logits.append(self.model.own_lm_logits(hidden.index_select(0, batch.logit_index[:-1])))  # none of padding
+            if not self._columns.are_all:
+                logits.append(self._columns.gathered(logits[0]))
+        return hidden, *logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
         drafting, kept = self._drafting, (self._sampler, self._prompt_scores)
         self._batch.update(plan, kept if drafting is None else (*kept, drafting))
         step = self._batch.prepare(plan)
+        if not self._ranks.place.is_last_stage:
+            self._batch.expect(plan.step, step)
         behind = [] if drafting is None else drafting.note(plan.scheduled, step.rows)
         rows = step.sampled_rows
         variant = self._sampler.plain_variant(rows)
@@ -252,6 +279,8 @@ class GPUModelRunner:
         wanted = self._batch.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
         hidden = self._mixed(step, None if scores or reads_all else wanted)
+        if not self._ranks.place.is_last_stage:
+            return self._launched(step, rows, variant, None, None, None)
         scores_all, prompt_logprobs = scores or reads_all, None
         if scores:
             where = (plan.scheduled, step.rows, step.starts, hidden, self._batch.token_ids)
@@ -259,7 +288,7 @@ class GPUModelRunner:
         logits = None
         if wanted is not None:
             chosen = hidden.index_select(0, wanted) if scores_all else hidden
-            logits = self.model.lm_logits(chosen)
+            logits = self.model.own_lm_logits(chosen)
             hidden = hidden if reads_all else chosen
         to_draft = None
         if drafting is not None:
@@ -395,9 +424,11 @@ class GPUModelRunner:
         batch.build(num_seqs, num_seqs if decode_len else 0)
         tokens = FlatBatch.of(batch, num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
         hidden = self._forward(num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
+        if not self._ranks.place.is_last_stage:
+            return None
         if not decode_len:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
-        logits = self.model.lm_logits(hidden)
+        logits = self.model.own_lm_logits(hidden)
         if variant is None:
             return logits
         self._sampling.plain(logits, num_seqs, variant, verifies=decode_len > 1)

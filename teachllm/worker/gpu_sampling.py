@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from teachllm.sampling.sampler import Sampler, SamplerOutput
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.verify import Proposals
 from teachllm.worker.device_batch import DeviceBatch
 from teachllm.worker.gpu_drafting import GPUDrafting
@@ -26,33 +27,52 @@ class GPUSampling:
     Args:
         drafting: knows what drafts were drawn from; None: nothing drafts here.
         synthetic_rate: see `SpeculativeConfig`.
+        columns: which of the logits this rank has.
 
     Attributes:
         mover: moves K and V of what holds of a tree; None: drafts are chains, or there are none.
     """
 
     def __init__(
-        self, batch: DeviceBatch, sampler: Sampler, drafting: GPUDrafting | None, synthetic_rate: float | None
+        self,
+        batch: DeviceBatch,
+        sampler: Sampler,
+        drafting: GPUDrafting | None,
+        synthetic_rate: float | None,
+        columns: Columns,
     ) -> None:
         self._batch, self._sampler, self._drafting = batch, sampler, drafting
-        self._synthetic_rate = synthetic_rate
+        self._synthetic_rate, self._columns = synthetic_rate, columns
         self.mover: KVMover | None = None
 
     def plain(self, logits: torch.Tensor, num_seqs: int, variant: tuple[bool, bool], verifies: bool) -> None:
-        """Samples positions of `num_seqs` sequences, [num_logits, vocab_size], that ask for no more than filters."""
+        """Samples positions of `num_seqs` sequences, [num_logits, own columns], that ask for no more than filters."""
         batch, count = self._batch, logits.shape[0]
         rows = batch.sample_rows[:count]
         if batch.tree is None:
-            batch.append(self._sampler.sample_plain(logits, rows, batch.num_known, variant))
+            batch.append(self.tokens(logits, rows, variant))
             return
+        logits = self._columns.gathered(logits)
         positions = batch.positions.index_select(0, batch.logit_index[:count])
         proposals = self._proposals(num_seqs, count, verifies and variant[0])
         self._take(self._sampler.sample_positions(logits, rows, positions, variant, proposals), num_seqs)
+
+    def tokens(self, logits: torch.Tensor, rows: torch.Tensor, variant: tuple[bool, bool]) -> torch.Tensor:
+        """[R] int64, of positions of as many request rows, [R, own columns], that ask for no more than filters.
+
+        Where ranks have some columns each, logits are brought together for filters alone.
+        """
+        columns, (_, any_filtered) = self._columns, variant
+        is_shared = not columns.are_all and columns.each_has_some and not any_filtered
+        whole = logits if is_shared else columns.gathered(logits)
+        known = self._batch.num_known
+        return self._sampler.sample_plain(whole, rows, known, variant, columns if is_shared else None)
 
     def any(self, logits: torch.Tensor, rows: list[int], num_seqs: int, places: Sequence[int]) -> list[SamplerOutput]:
         """Samples positions whatever they ask for, a few at a time, which bounds the memory that it takes.
 
         Args:
+            logits: [num_logits, own columns].
             rows: the request row of each.
             places: see `DeviceBatch.histories`.
 
@@ -68,7 +88,7 @@ class GPUSampling:
             theirs = proposals
             if proposals is not None:
                 theirs = replace(proposals, siblings=proposals.siblings[some], draft_rows=proposals.draft_rows[some])
-            what = (logits[some].float(), rows[some], lengths[some], batch.token_ids, theirs)
+            what = (self._columns.gathered(logits[some]).float(), rows[some], lengths[some], batch.token_ids, theirs)
             outputs.append(self._sampler.sample(*what, batch.histories(some, places) if verifies else None))
         self._take(torch.cat([output.token_ids for output in outputs]), num_seqs)
         return outputs

@@ -67,6 +67,7 @@ def plan_memory(
 
     Args:
         config: resolved for this model.
+        model: of several ranks, what one has.
         drafter: with weights, and layers under the same block ids.
 
     Raises:
@@ -74,7 +75,9 @@ def plan_memory(
             table and the largest setting that does.
     """
     assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_ram()
+    on_gpu = device.type == "cuda"
+    processes = config.num_local_ranks * config.data_parallel_size  # which all take their share of the main memory
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_ram() // processes
     specs, weights = kv_cache_specs(model), model.weight_bytes
     if drafter is not None:
         specs, weights = [*specs, *drafter.specs], weights + drafter.weight_bytes
@@ -113,7 +116,7 @@ def _with_budget(plan: MemoryPlan, config: EngineConfig, free: int, device_type:
     plan = replace(plan, budget=budget)
     _check_given(config, plan, free)
     if config.num_gpu_blocks_override is None:
-        _check_longest(plan)
+        _check_longest(config, plan)
     return plan
 
 
@@ -132,7 +135,7 @@ def _check_given(config: EngineConfig, plan: MemoryPlan, free: int) -> None:
     raise NotEnoughMemoryError(message, memory_table(plan))
 
 
-def _check_longest(plan: MemoryPlan) -> None:
+def _check_longest(config: EngineConfig, plan: MemoryPlan) -> None:
     """Refuses a budget that cannot hold one sequence of `max_model_len`.
 
     Names the largest length that fits, or what leaves no room for a KV cache at all.
@@ -148,7 +151,10 @@ def _check_longest(plan: MemoryPlan) -> None:
         raise NotEnoughMemoryError(message, memory_table(plan))
     fits = f"set max_model_len={plan.num_tokens} or less, or " if plan.num_tokens > 1 else ""
     holds = f"the KV cache would hold {plan.num_tokens} tokens, less than one sequence of max_model_len="
-    raise NotEnoughMemoryError(f"{holds}{plan.max_model_len}: {fits}give it more memory", memory_table(plan))
+    grow = "raise gpu_memory_utilization, or free some memory"
+    if config.kv_cache_memory_bytes is not None:
+        grow = f"set kv_cache_memory_bytes={-(-plan.max_model_len // plan.block_size) * plan.bytes_per_block} or more"
+    raise NotEnoughMemoryError(f"{holds}{plan.max_model_len}: {fits}{grow}", memory_table(plan))
 
 
 def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, device: torch.device) -> KVCache:

@@ -8,6 +8,9 @@ larger still is clamped.
 Steps of e4m3 grow with the number, so room costs it nothing: its scales are powers of two, by which a division is
 exact. Steps of integers are all equal, and twice the room is half the precision.
 
+Of several ranks each has the scales of its own heads. Whether a layer's are measured is agreed by those that share it,
+and whether the text goes through the model by all: nobody waits for who does not come.
+
 Source: Wu et al., "Integer Quantization for Deep Learning Inference: Principles and Empirical Evaluation", 2020.
 """
 
@@ -22,6 +25,9 @@ import torch
 from torch import nn
 
 from teachllm.core.memory import KVCacheSpec
+from teachllm.distributed.group import Group, agreed_least
+from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.slices import ALL, Slice
 from teachllm.layers.attention import Attention, AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
 from teachllm.models.model_config import ModelConfig
@@ -78,34 +84,43 @@ def layers_of(drafter: ModelDrafter) -> nn.Module:
 
 @torch.inference_mode()
 def calibrate(
-    model: nn.Module, config: ModelConfig, kv_caches: Sequence[KVCache], drafter: ModelDrafter | None = None
+    model: nn.Module,
+    config: ModelConfig,
+    kv_caches: Sequence[KVCache],
+    drafter: ModelDrafter | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Fills the scales of a model's layers, and of its drafter's; all hold codes.
 
     Args:
+        config: of the whole model.
         kv_caches: of the model, per layer. What they hold is lost, as is what the drafter's hold.
         drafter: with weights.
+        ranks: that share the model, all of which call this. A drafter each has whole.
     """
     device, dtype = kv_caches[0][0].device, kv_caches[0][0].dtype
     stored = dtype_of_codes(quantization.config_of(config.raw, Path(config.path)))
     drafts = drafter is not None and drafter.has_layers
     attentions = list(_attentions(model))
     given = [_given(each) if stored == dtype else (None, None) for each in attentions]
-    if drafts or any(scale is None for scales in given for scale in scales):
+    given = _agreed(given, ranks.tensor, device)
+    lacks_some = any(scale is None for scales in given for scale in scales)
+    kv_heads = ranks.share(config.num_kv_heads).kv_heads
+    if drafts or agreed_least(ranks.world, not lacks_some, device) == 0:
         ids = calibration_ids(Path(config.path), config.vocab_size, config.max_model_len)
         tokens, seen = _tokens(ids, kv_caches[0][0], device), _Seen()
         tokens[2].backend = seen
         features: dict[int, torch.Tensor] = {}
         taps = {i: partial(_keep, features, i) for i in drafter.feature_layers} if drafter is not None else {}
         hidden = model(*tokens[:2], kv_caches, tokens[2], **({"taps": taps} if taps else {}))
+        _fill(attentions, given, seen.agreed(ranks.tensor, kv_heads), dtype)
     else:
-        seen = _Seen()
-    _fill(attentions, given, seen, dtype)
+        _fill(attentions, given, None, dtype)
     if drafter is not None and drafts:
         seen = tokens[2].backend = _Seen()
         drafter.propose(_FirstStep(tokens, hidden, features))
         attentions = list(_attentions(layers_of(drafter)))
-        _fill(attentions, [(None, None)] * len(attentions), seen, dtype)
+        _fill(attentions, [(None, None)] * len(attentions), seen.agreed(ranks.tensor, ALL), dtype)
 
 
 def calibration_ids(folder: Path, vocab_size: int, max_model_len: int) -> list[int]:
@@ -148,12 +163,28 @@ def _given(attention: Attention) -> Given:
     return k_scale, v_scale
 
 
-def _fill(attentions: Sequence[Attention], given: Sequence[Given], seen: _Seen, dtype: torch.dtype) -> None:
+def _agreed(given: Sequence[Given], group: Group, device: torch.device) -> list[Given]:
+    """Of each layer those that all ranks have: heads of one layer are measured together, or not."""
+    has = torch.tensor([[scale is not None for scale in scales] for scales in given], dtype=torch.int32, device=device)
+    all_have = group.all_gather(has).amin(0).bool().tolist()
+    return [
+        (k_scale if k_known else None, v_scale if v_known else None)
+        for (k_scale, v_scale), (k_known, v_known) in zip(given, all_have, strict=True)
+    ]
+
+
+def _fill(
+    attentions: Sequence[Attention], given: Sequence[Given], largest: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    """`largest`: as of `_Seen.agreed`; None: all are given."""
     for i, attention in enumerate(attentions):
         assert attention.settings.kv_scales is not None
         for j, scale in enumerate(attention.settings.kv_scales):
             known = given[i][j]
-            scale.copy_(scale_of(seen.largest[i][j], dtype) if known is None else known)
+            if known is None:
+                assert largest is not None
+                known = scale_of(largest[i, j], dtype)
+            scale.copy_(known)
 
 
 def _tokens(ids: list[int], k_cache: torch.Tensor, device: torch.device) -> FlatTokens:
@@ -189,6 +220,15 @@ class _Seen:
 
     def __init__(self) -> None:
         self.largest: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def agreed(self, group: Group, kv_heads: Slice) -> torch.Tensor:
+        """[num_layers, 2 (K and V), num_kv_heads]: the largest of all ranks that have the same heads.
+
+        Args:
+            kv_heads: which of them are this rank's.
+        """
+        own = torch.stack([torch.stack(of_layer) for of_layer in self.largest])
+        return group.all_gather(own).unflatten(0, (kv_heads.count, -1)).amax(1)[kv_heads.index]
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:

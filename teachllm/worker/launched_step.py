@@ -64,12 +64,21 @@ class PendingStep:
         self.arrived = torch.cuda.Event(enable_timing=launched.began is not None)
         self.arrived.record()
 
-    def result(self) -> ModelRunnerOutput:
-        """Waits for the device. To be asked for before `launched.output` is used again."""
+    def seconds(self) -> float | None:
+        """Waits for the device, which took so long; None: it was not timed."""
         self.is_taken = True
         self.arrived.synchronize()
-        step, began = self._launched.step, self._launched.began
-        seconds = None if began is None else began.elapsed_time(self.arrived) / 1000
+        began = self._launched.began
+        return None if began is None else began.elapsed_time(self.arrived) / 1000
+
+    def seconds_until(self, moment: torch.cuda.Event) -> float:
+        """From the beginning of the step, which has been waited for and is timed."""
+        assert self._launched.began is not None
+        return self._launched.began.elapsed_time(moment) / 1000
+
+    def result(self) -> ModelRunnerOutput:
+        """Waits for the device. To be asked for before `launched.output` is used again."""
+        seconds, step = self.seconds(), self._launched.step
         sampled: list[list[int]] = [[] for _ in step.rows]
         logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
         num_fields = self._launched.num_fields

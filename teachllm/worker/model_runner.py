@@ -18,10 +18,14 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from teachllm.distributed.group import agreed_least
+from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.stages import Stage
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.llama import Tap
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
+from teachllm.models.sharing import model_of_rank
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.verify import synthetic_tokens
 from teachllm.spec_decode.drafter import ModelDrafter
@@ -41,6 +45,7 @@ from teachllm.worker.kv_cache import (
 )
 from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
 from teachllm.worker.prompt_scores import PromptScores
+from teachllm.worker.rows import OpenedRow
 from teachllm_kernels.kv_codes import as_bytes
 from teachllm_kernels.philox import philox_uniform_reference
 
@@ -50,13 +55,15 @@ class ExecutedStep:
     """A step between forward and sampling.
 
     Attributes:
-        logits: [num_logits, vocab_size] float32, of the positions that are sampled from, in plan order.
+        logits: [num_logits, own part of the vocabulary] float32, of the positions that are sampled from, in plan
+            order; none on a stage that is not the last.
         logits_rows: request row of each of them.
         lengths: [num_logits] int64, tokens before the one to sample.
         prompt_logprobs: per scheduled request, for those that asked.
         drafts: per scheduled request, what it verifies.
         hidden: [num_tokens, hidden_size], of all tokens.
         features: what the drafter reads besides, see `DraftBatch`.
+        expert_load: as of `ModelRunnerOutput`.
     """
 
     plan: SchedulerOutput
@@ -68,6 +75,7 @@ class ExecutedStep:
     drafts: list[Sequence[int]]
     hidden: torch.Tensor
     features: dict[int, torch.Tensor]
+    expert_load: list[list[int]] | None = None
 
 
 class ModelRunner:
@@ -77,6 +85,7 @@ class ModelRunner:
         config: resolved for the model.
         progress: called with (bytes loaded, bytes in all) while weights load.
         drafter: with weights; None: there is none, or one on the host.
+        ranks: that share the model; this runner has the part of one. All are given the same plans.
     """
 
     def __init__(
@@ -86,24 +95,33 @@ class ModelRunner:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
         drafter: DrafterConfig | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs
+        self._ranks, whole = ranks, model_config
+        model_config = model_of_rank(whole, ranks.place)
         if device.type == "cpu":
             select_backend(config.attention_backend, attention_needs(config, model_config), device)  # or refuses
             keep_freed_memory()
         self.memory = plan_memory(config, model_config, device, drafter)  # before any weight is read
-        num_blocks = self.memory.num_blocks
-        self.model: Any = load_model(model_config, config, device, progress)
+        num_blocks = agreed_least(ranks.world, self.memory.num_blocks, device)
+        self.memory = self.memory.of_blocks(num_blocks)
+        self.model: Any = load_model(whole, config, device, progress, ranks)
+        self._has_experts = getattr(self.model, "experts", None) is not None
+        if ranks.place.layout.pipeline > 1:
+            self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         self._batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size, device)
-        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
-        self._prompt_scores = PromptScores(self.model, self._sampler)
+        self._sampler = Sampler(config.max_num_seqs, whole.vocab_size, device, ranks.tensor)
+        self._prompt_scores = PromptScores(self.model.own_logits, self._sampler)
         self._device = device
         self._drafting: Drafting | None = None
         self._tree = DraftTree.chain(MAX_SPECULATIVE_TOKENS)
         speculation = config.speculative_config
         self._synthetic_rate = None if speculation is None else speculation.synthetic_rate
         self._moved: KVCache = []  # where drafts of a tree may lie apart
+        self._awaited: dict[int, list[OpenedRow]] = {}  # whose tokens another stage samples, by step
+        self._load: torch.Tensor | None = None  # of experts, in the step under way
         loaded: ModelDrafter | None = None
         if drafter is not None:
             own_caches = allocate_layers(drafter.specs, drafter.kv_dtype, num_blocks, config.block_size, device)
@@ -115,7 +133,17 @@ class ModelRunner:
             hold_codes(self.model, kv_cache_specs(model_config), device)
             if drafter is not None and loaded is not None and drafter.specs:
                 hold_codes(layers_of(loaded), drafter.specs, device)
-            calibrate(self.model, model_config, self._kv_caches, loaded)
+            calibrate(self.model, whole, self._kv_caches, loaded, ranks)
+
+    def count_load(self) -> None:
+        """From now on outputs say what load experts had, if there are any."""
+        if self._has_experts:
+            self._load = self.model.count_load()
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """An empty step: this rank's experts are there for replicas that have tokens."""
+        self.model.serve()
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ExecutedStep:
@@ -134,7 +162,12 @@ class ModelRunner:
             taps = {layer: partial(features.__setitem__, layer) for layer in drafting.drafter.feature_layers}
         tapped = {"taps": taps} if taps else {}
         hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, **tapped)
+        expert_load = self._taken_load()
 
+        if not self._ranks.place.is_last_stage:
+            self._awaited[plan.step] = self._batch.opened_rows(inputs.rows)
+            nothing = hidden.new_empty((0, 0))
+            return ExecutedStep(plan, inputs, nothing, [], nothing, None, drafts, hidden, features)
         wanted: list[int] = []  # flat token indices whose logits are sampled from
         logits_rows: list[int] = []
         for share, row, end in zip(plan.scheduled, inputs.rows, inputs.query_ends, strict=True):
@@ -152,13 +185,14 @@ class ModelRunner:
         return ExecutedStep(
             plan=plan,
             inputs=inputs,
-            logits=self.model.compute_logits(chosen),
+            logits=self.model.own_logits(chosen),
             logits_rows=logits_rows,
             lengths=inputs.positions[indices] + 1,
             prompt_logprobs=prompt_logprobs,
             drafts=drafts,
             hidden=hidden,
             features=features,
+            expert_load=expert_load,
         )
 
     @torch.inference_mode()
@@ -166,13 +200,15 @@ class ModelRunner:
         """Samples a token at every position that is verified, keeps those up to the first draft that does not hold,
         and has the drafter propose."""
         shares, rows = step.plan.scheduled, step.inputs.rows
+        if not self._ranks.place.is_last_stage:
+            return ModelRunnerOutput([[] for _ in shares])
         proposals = histories = None
         if self._drafting is not None:
             proposals = self._drafting.proposals(step.inputs, step.drafts, [share.samples for share in shares])
             histories = self._drafting.histories(step.inputs, step.drafts, [share.samples for share in shares])
-        token_ids = self._batch.token_ids.to(self._device)
-        what = (step.logits, step.logits_rows, step.lengths, token_ids)
-        sampled = self._sampler.sample(*what, proposals, histories)
+        known_ids = self._batch.token_ids.to(self._device)
+        where = (step.logits_rows, step.lengths, known_ids, proposals, histories)
+        sampled = self._sampler.sample(step.logits, *where)
         token_ids = sampled.token_ids
         if self._synthetic_rate is not None:
             token_ids = self._synthetic_tokens(token_ids, step)
@@ -195,7 +231,33 @@ class ModelRunner:
         next_drafts = None
         if self._drafting is not None:
             next_drafts = self._drafting.propose(shares, step.inputs, paths, step.hidden, step.features)
-        return ModelRunnerOutput(kept, logprobs or None, step.prompt_logprobs, draft_token_ids=next_drafts)
+        return ModelRunnerOutput(
+            kept,
+            logprobs or None,
+            step.prompt_logprobs,
+            draft_token_ids=next_drafts,
+            expert_load=step.expert_load,
+        )
+
+    def _taken_load(self) -> list[list[int]] | None:
+        """What was counted in this step, in the layers of this stage and of those before it."""
+        if self._load is None:
+            return None
+        load, place = self._load.clone(), self._ranks.place
+        self._load.zero_()
+        if not place.is_first_stage:
+            load += self._ranks.world.recv(torch.empty_like(load), place.before)
+        if not place.is_last_stage:
+            self._ranks.world.send(load, place.behind)
+        return load.tolist()
+
+    def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        for failed in [each for each in self._awaited if each < step]:
+            del self._awaited[failed]
+        for (row, opening), token_ids in zip(self._awaited.pop(step), sampled_token_ids, strict=True):
+            if self._batch.opening(row) == opening:  # or it is another request's by now
+                self._batch.append(row, token_ids)
 
     def _synthetic_tokens(self, sampled: torch.Tensor, step: ExecutedStep) -> torch.Tensor:
         """What each position is said to give in a benchmark: the first draft after it, or not, by a seeded coin."""

@@ -6,8 +6,7 @@ have to be computed for every position instead of the last, a few rows at a time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,10 +16,14 @@ from teachllm.worker.memory_needs import SAMPLED_AT_ONCE
 
 
 class PromptScores:
-    """Which rows ask, and what they get."""
+    """Which rows ask, and what they get.
 
-    def __init__(self, model: Any, sampler: Sampler) -> None:
-        self._model = model
+    Args:
+        logits_of: the model's output head, [num_rows, hidden_size] -> the columns of the logits that `sampler` has.
+    """
+
+    def __init__(self, logits_of: Callable[[torch.Tensor], torch.Tensor], sampler: Sampler) -> None:
+        self._logits_of = logits_of
         self._sampler = sampler
         self._asked: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many top entries)
 
@@ -65,7 +68,7 @@ class PromptScores:
             if count > 0:
                 targets = token_ids[row, start + 1 : start + 1 + count].tolist()
                 for i in range(0, count, SAMPLED_AT_ONCE):
-                    logits = self._model.compute_logits(hidden[first + i : first + min(i + SAMPLED_AT_ONCE, count)])
+                    logits = self._logits_of(hidden[first + i : first + min(i + SAMPLED_AT_ONCE, count)])
                     entries += self._sampler.prompt_logprobs(logits, targets[i : i + SAMPLED_AT_ONCE], num_top)
             scored.append(entries or None)
             first += share.num_tokens

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from teachllm.core.scheduler_output import NewRow, SchedulerOutput
+
+OpenedRow: TypeAlias = tuple[int, int]  # and how many times it was opened
 
 
 class KeptByRow(Protocol):
@@ -24,10 +26,12 @@ class Rows:
     def __init__(self, max_num_seqs: int) -> None:
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._openings = [0] * max_num_seqs
 
     def open(self, request_id: str, new_row: NewRow) -> int:
         """Takes a row for a request and returns it."""
         row = self._row_of[request_id] = self._free_rows.pop()
+        self._openings[row] += 1
         return row
 
     def close(self, request_id: str) -> int | None:
@@ -36,6 +40,14 @@ class Rows:
         if row is not None:
             self._free_rows.append(row)
         return row
+
+    def opening(self, row: int) -> int:
+        """How many requests a row has had: which of them it is."""
+        return self._openings[row]
+
+    def opened_rows(self, rows: Sequence[int]) -> list[OpenedRow]:
+        """Rows as they are now, to tell later whether they are still whose they were."""
+        return [(row, self._openings[row]) for row in rows]
 
     def update(self, plan: SchedulerOutput, kept: Sequence[KeptByRow]) -> None:
         """Closes the rows that a plan drops, then opens those of who starts, here and in all that is kept by row."""

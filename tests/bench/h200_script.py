@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/, which is no package, as modules."""
+"""The scripts of benchmarks/ and training/, which are no packages, as modules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 
-def load_script(name: str) -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
+def load_script(name: str, folder: str = "benchmarks") -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

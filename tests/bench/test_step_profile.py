@@ -59,7 +59,10 @@ KERNELS = {
         *("_few_rows_linear", "_fixed_linear", "_gemv", "_hopper_gated_linear", "_hopper_linear"),
         *("_hopper_packed_linear", "_packed_gemv", "_packed_linear"),
         *("_hopper_scaled_mm", "_scaled_gemv", "_scaled_linear"),
+        "_grouped_linear",
     ],
+    "routing to experts": ["_combine", "_group", "_route"],
+    "exchanges of ranks": ["_one_shot_sum"],
     "drafts": [
         *("_accept_drafts", "_draft_inputs", "_draft_proposals", "_find_matches", "_following", "_propose"),
         *("_move_kv", "_push_drafts", "_synthetic_drafts"),

@@ -9,6 +9,8 @@ import pytest
 
 from teachllm.core.memory import NotEnoughMemoryError
 from teachllm_cli import engine as engine_door
+from teachllm_cli.__main__ import main
+from teachllm_cli.errors import INTERRUPTED
 
 
 def unframed(text: str) -> str:
@@ -95,6 +97,16 @@ def test_ctrl_c_while_loading_ends_with_130_and_no_word(teachllm, engine_raises)
     engine_raises(KeyboardInterrupt())
     result = teachllm("chat", stdin="Hi")
     assert (result.exit_code, result.output) == (130, "")
+
+
+def test_ctrl_c_before_a_command_has_begun_ends_so_too(monkeypatch, capsys) -> None:
+    def interrupted(prog_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("teachllm_cli.app.app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == INTERRUPTED and capsys.readouterr().err == ""
 
 
 def test_a_warning_is_one_line_too(teachllm, monkeypatch, llm) -> None:

@@ -73,3 +73,11 @@ def test_debug_prints_the_traceback() -> None:
     assert result.returncode == 1
     assert "Traceback (most recent call last)" in result.stderr
     assert result.stderr.endswith("ValueError: block_size=0: must be at least 1\n")
+
+
+def test_replicas_complete_prompts_as_one_engine_does() -> None:
+    prompts = [word for text in ("Once upon a time", "The", "What is a KV cache?") for word in ("--prompt", text)]
+    options = ("--json", "--max-tokens", "8", "--device", "cpu", *prompts)
+    one, two = start("generate", *options), start("generate", *options, "--data-parallel-size", "2")
+    assert one.returncode == 0 and one.stdout == two.stdout, two.stderr
+    assert len(one.stdout.splitlines()) == 3

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trace import staged
 from tests.trace.traced import busy, traced_engine
 from tests.worker.doors import drain
 
@@ -111,3 +112,11 @@ def test_export_writes_a_page(teachllm, trace: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0 and str(path) in result.stderr
     page = path.read_text(encoding="utf-8")
     assert "<title>run.jsonl</title>" in page and "Qwen3ForCausalLM" in page
+
+
+def test_show_tells_of_ranks_if_there_are_several(teachllm, tmp_path: Path) -> None:
+    path = tmp_path / "ranks.jsonl"
+    path.write_text("".join(staged.lines()))
+    found = json.loads(teachllm("trace", "show", str(path), "--json").stdout)
+    assert [each["bubble"] for each in found["ranks"]] == [0.5, 0.45]
+    assert "stage 1: computes 52%" in teachllm("trace", "show", str(path)).stdout

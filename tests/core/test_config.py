@@ -39,6 +39,28 @@ from teachllm.speculative_config import SpeculativeConfig
             {"async_scheduling": True, "enable_kv_cache": False},
             "async_scheduling=True needs blocks that outlive a step: set it to False, or enable_kv_cache=True",
         ),
+        (
+            {"batch_invariant": True, "tensor_parallel_size": 4},
+            "batch_invariant=True with tensor_parallel_size=4: in which order more than two ranks are added up depends",
+        ),
+        ({"nnodes": 0}, "nnodes=0: must be at least 1"),
+        ({"master_port": 1 << 16}, "master_port=65536: must be in 0..65535"),
+        (
+            {"nnodes": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "nnodes=3 machines cannot have as many ranks each: tensor_parallel_size=2 x pipeline_parallel_size=2 are 4",
+        ),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2},
+            "nnodes=2 is for the ranks of one engine, and data_parallel_size=2 are several engines: set it to 1",
+        ),
+        (
+            {"distributed_executor_backend": "torchrun", "tensor_parallel_size": 2, "data_parallel_size": 2},
+            "distributed_executor_backend=torchrun is for the ranks of one engine, and data_parallel_size=2 are",
+        ),
+        (
+            {"distributed_executor_backend": "torchrun", "tensor_parallel_size": 2, "nnodes": 2},
+            "nnodes=2 is for ranks that join, and torchrun starts all: leave nnodes out",
+        ),
         ({"max_logprobs": -1}, "max_logprobs=-1: must be 0 or more"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: must be in (0, 1]"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization=0.0: must be in (0, 1]"),

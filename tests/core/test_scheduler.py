@@ -36,6 +36,19 @@ def test_a_decode_is_never_skipped_for_a_prompt() -> None:
     assert shares(step(scheduler)) == {"a": 1, "long": 2}
 
 
+def test_plans_of_a_pipeline_share_out_the_decodes() -> None:
+    scheduler = make_scheduler(pipeline_parallel_size=2)
+    for name in "abcde":
+        add(scheduler, name)
+    update(scheduler, schedule(scheduler))  # all prompts in one plan
+    flying = [schedule(scheduler), schedule(scheduler)]
+    assert [set(shares(plan)) for plan in flying] == [set("abc"), set("de")]
+    for _ in range(4):
+        update(scheduler, flying.pop(0))
+        flying.append(schedule(scheduler))
+    assert [set(shares(plan)) for plan in flying] == [set("abc"), set("de")]
+
+
 def test_running_prompts_come_after_decodes_whoever_arrived_first() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=6, long_prefill_token_threshold=4)
     add(scheduler, "long", 12)

@@ -36,6 +36,7 @@ class Reference:
             path,
             dtype=torch.float64,
             attn_implementation="eager",  # the other ways leave a soft cap out
+            experts_implementation="eager",  # the other ways have no float64
         ).eval()
         self._judged: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}  # prompt -> longest output, logits
 

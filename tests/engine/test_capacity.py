@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.info import describe_model
+from teachllm.worker.multiprocess import MultiprocessExecutor
+from tests.checkpoints import make_checkpoint
 from tests.spec_decode.drafters import speculation
 from tests.worker.doors import drain, make_engine, random_ids, tiny
 
@@ -57,6 +60,14 @@ def test_a_request_that_never_fits_runs_no_times_and_the_limit_is_the_limit() ->
     assert num_undisturbed(resolved(), 10_000, 40, 20) == 50
 
 
+def test_of_a_mixture_of_experts_it_is_said_how_much_a_token_meets(tmp_path: Path) -> None:
+    moe = describe_model(resolved(model=make_checkpoint("mixtral", tmp_path)))
+    dense = describe_model(resolved())
+    found = {what: explanation for what, _, explanation in moe}["parameters"]
+    assert found == "in float32 on cpu; between embedding and output head a token meets 0.1 M"
+    assert {what: explanation for what, _, explanation in dense}["parameters"] == "in float32 on cpu"
+
+
 def test_requests_longer_than_the_context_are_refused() -> None:
     with pytest.raises(ValueError, match=r"input_len=90 and output_len=7 make 97 tokens, and max_model_len is 96"):
         num_undisturbed(resolved(), 100, 90, 7)
@@ -81,3 +92,25 @@ def test_info_counts_a_draft_models_weights_and_its_layers_of_kv() -> None:
     # The draft model is as large as the model.
     assert all(twice == pytest.approx(2 * once, rel=0.01) for once, twice in amounts)
     assert plain["layers"] == drafting["layers"]
+
+
+def test_info_says_what_each_rank_has_and_the_table_is_of_the_tightest(tmp_path: Path) -> None:
+    config = EngineConfig(model=make_checkpoint("llama_yarn", tmp_path), device="cpu", max_num_seqs=4)
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    executor = MultiprocessExecutor(replace(config, **sizes).resolve(512))  # type: ignore[arg-type]
+    executor.close()
+    rows = {what: (amount, why) for what, amount, why in describe_model(replace(config, **sizes))}  # type: ignore[arg-type]
+    for rank, layers in enumerate(["0 to 1, embedding", "0 to 1, embedding", "2 to 2, output head"]):
+        assert f"of layers {layers}: 4 query and 1 KV heads; KV " in rows[f"rank {rank}"][1]
+    assert rows["rank 0"][1].endswith(f"KV 512 B per token, {executor.num_blocks} blocks")
+    assert rows["rank 2"][1].endswith(f"KV 256 B per token, {executor.num_blocks} blocks")
+    assert rows["what follows"][0] == "rank 0" and rows["KV per token"][0] == "512 B"
+    assert rows["weights"][0] == rows["rank 0"][0] and rows["KV cache"][1].startswith(f"{executor.num_blocks} blocks")
+    alone = {what: amount for what, amount, _ in describe_model(config)}
+    assert "rank 0" not in alone and alone["KV per token"] == "1.5 KiB"
+
+
+def test_info_refuses_what_ranks_cannot_share(tmp_path: Path) -> None:
+    config = EngineConfig(model=make_checkpoint("llama2", tmp_path), device="cpu", tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="does not divide the model's attention heads"):
+        describe_model(config)

@@ -38,7 +38,7 @@ def remote() -> Iterator[Engine]:
 
 
 def process_of(engine: Engine) -> subprocess.Popen[bytes]:
-    process: subprocess.Popen[bytes] = engine._core._process  # type: ignore[attr-defined]
+    process: subprocess.Popen[bytes] = engine._core._links[0].process  # type: ignore[attr-defined]
     return process
 
 
@@ -204,7 +204,7 @@ def test_a_process_that_dies_while_nobody_asks_for_anything_is_noticed() -> None
 
 def test_closing_ends_the_process_and_leaves_nothing_behind() -> None:
     engine = make_remote()
-    folder = Path(engine._core._folder)  # type: ignore[attr-defined]
+    folder = Path(engine._core._links[0]._folder)  # type: ignore[attr-defined]
     assert not folder.exists()  # once both ends are connected
     engine.add_request("a", random_ids(4), LONG)
     engine.close()
@@ -216,7 +216,7 @@ def test_the_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from teachllm import EngineConfig; from teachllm.engine.engine import Engine\n"
         f"engine = Engine(EngineConfig(**{tiny()!r}), own_process=True)\n"
-        "print(engine._core._process.pid, flush=True); time.sleep(600)"
+        "print(engine._core._links[0].process.pid, flush=True); time.sleep(600)"
     )
     path = os.pathsep.join(entry for entry in sys.path if entry)
     env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}

@@ -12,7 +12,8 @@ from teachllm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
 
-FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "llama_yarn", "gemma2", "phi3", "olmo2", "gptneox"]
+FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "llama_yarn", "qwen3_moe", "mixtral"]
+FAMILIES += ["gemma2", "phi3", "olmo2", "gptneox"]
 MAX_MODEL_LEN = 192
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=0)
 MIN_DISTINCT = 16
@@ -47,7 +48,7 @@ CASES = [
     *((family, rung, "cpu") for family in FAMILIES for rung in RUNGS),
     ("qwen3", THROUGH_TRANSFORMERS, "cpu"),
     on_gpu("qwen3", THROUGH_TRANSFORMERS),
-    *(on_gpu(family, "paged, chunked") for family in ("llama3", "mistral", "qwen3", "gemma2")),
+    *(on_gpu(family, "paged, chunked") for family in ("llama3", "mistral", "qwen3", "qwen3_moe", "mixtral", "gemma2")),
     *(on_gpu("qwen3", rung) for rung in ("preempted", "no KV cache", "contiguous")),
 ]
 

@@ -45,10 +45,10 @@ def plain() -> list[list[list[int]]]:
     return [tokens(output) for output in LLM(**tiny()).generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def run(does: Propose, **settings: Any) -> tuple[list[list[list[int]]], list[str], int]:
+def run(does: Propose, adaptive: bool = False, **settings: Any) -> tuple[list[list[list[int]]], list[str], int]:
     """The tokens with a drafter, the warnings, and how often it was asked."""
     drafter = Drafter(does)
-    llm = LLM(**tiny(speculative_config=CUSTOM, **settings), drafter=drafter)
+    llm = LLM(**tiny(speculative_config=CUSTOM | {"adaptive": adaptive}, **settings), drafter=drafter)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -115,6 +115,12 @@ def test_ids_in_any_form_and_number_are_taken_without_a_word(does: Propose, asyn
     found, warned, num_calls = run(does, async_scheduling=async_scheduling)
     assert found == plain()
     assert num_calls > 10 and warned == []
+
+
+def test_requests_that_wait_for_their_ids_while_plans_are_in_flight_are_not_taken_for_new_ones() -> None:
+    """Between their steps nothing can be planned. Of a batch that grows an adaptive length tries nothing."""
+    found, _, num_calls = run(lambda ids, n: [5], adaptive=True, async_scheduling=True)
+    assert found == plain() and num_calls > 0
 
 
 def test_one_that_fails_now_and_then_is_asked_again() -> None:
@@ -270,5 +276,5 @@ def test_a_drafter_cannot_cross_into_a_process_of_its_own() -> None:
     from teachllm import EngineConfig
     from teachllm.engine.engine import Engine
 
-    with pytest.raises(ValueError, match="objects of this process: set own_process=False"):
+    with pytest.raises(ValueError, match=r"objects of this process.*: set own_process=False and data_parallel_size=1"):
         Engine(EngineConfig(**tiny(speculative_config=CUSTOM)), own_process=True, drafter=Drafter(lambda ids, n: []))

@@ -25,6 +25,7 @@ from teachllm_kernels.draft_rows import draft_inputs, following_ids, push
 from teachllm_kernels.few_rows_linear import few_rows_linear_triton
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
+from teachllm_kernels.grouped_linear import grouped_gated_triton, grouped_onto_triton
 from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.hopper_linear import hopper_linear, hopper_scaled_linear
@@ -33,6 +34,8 @@ from teachllm_kernels.hopper_prefill import hopper_prefill, plan_prefill
 from teachllm_kernels.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.kv_move import KVMover
 from teachllm_kernels.kv_write import kv_write_triton
+from teachllm_kernels.moe_routing import combine_triton, group_triton, route_triton
+from teachllm_kernels.one_shot_sum import NUM_SLOTS, Mailbox, Unsummed, one_shot_sum
 from teachllm_kernels.packed_gemv import packed_gemv_triton
 from teachllm_kernels.packed_linear import packed_linear_triton
 from teachllm_kernels.packed_weight import pack
@@ -115,11 +118,26 @@ def compile_small(dtype: torch.dtype) -> None:
     fixed_linear_triton(x, weight, bias)
     fixed_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype))
     rms_norm_triton(torch.zeros(8, 2, 4096), x, x[0], 1e-6)
+    for num_ranks in (2, 4):
+        mailbox = Mailbox(1, [torch.zeros(NUM_SLOTS, num_ranks, 8, x.shape[1], dtype=dtype)] * num_ranks)
+        rms_norm_triton(Unsummed(x, mailbox), x, x[0], 1e-6)
+        one_shot_sum(x, mailbox)
     cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
     kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))
     qkv, angle = torch.zeros(2, 32, 128, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
     for weight_of_norm in (torch.zeros(24, 128, dtype=dtype), None):
         rope_kv_write_triton(qkv, angle, angle, weight_of_norm, 1e-6, cache, cache, ints(2, dtype=torch.int64))
+
+
+def compile_experts(dtype: torch.dtype) -> None:
+    """Of steps in which an expert gets a few rows, some, and many."""
+    gate_up, down = torch.zeros(16, 256, 512, dtype=dtype), torch.zeros(16, 512, 128, dtype=dtype)
+    for num_tokens in (1, 100, 400):
+        x = torch.zeros(num_tokens, 512, dtype=dtype)
+        routes = route_triton(torch.zeros(num_tokens, 16, dtype=dtype), 4, True)
+        groups = group_triton(routes.experts, range(16))
+        h = grouped_gated_triton(x, gate_up, groups)
+        combine_triton(grouped_onto_triton(h, down, groups, routes), routes.experts, range(16))
 
 
 def compile_hopper_products(dtype: torch.dtype) -> None:
@@ -329,6 +347,7 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         compile_small(dtype)
         compile_packed(dtype)
+        compile_experts(dtype)
         if dtype != torch.float32:
             compile_hopper_products(dtype)
             compile_packed_on_hopper(dtype)

@@ -16,9 +16,11 @@ from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.linear import Linear
 from teachllm_kernels import (
     decode_plan,
+    grouped_linear,
     hopper_decode,
     kv_write,
     linear,
+    moe_routing,
     paged_attention,
     rms_norm,
     rope_kv_write,
@@ -166,6 +168,10 @@ def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
 def test_costs_count_each_number_once() -> None:
     assert linear.cost(2, 3, 5, 4) == ((2 * 3 + 2 * 5 + 15) * 4, 2 * 2 * 15)
     assert linear.cost(2, 3, 5, 4, gated=True) == ((2 * 3 + 2 * 5 + 30) * 4, 2 * 2 * 30)
+    # Six rows in and out of three experts' weights; ten tokens' sums of two parts each.
+    assert grouped_linear.cost(6, 3, 5, 3, 4) == ((6 * 3 + 6 * 5 + 3 * 15) * 4, 2 * 6 * 15)
+    assert grouped_linear.cost(6, 3, 5, 3, 4, gated=True) == ((6 * 3 + 6 * 5 + 3 * 30) * 4, 2 * 6 * 30)
+    assert moe_routing.cost(10, 64, 2, 4) == ((2 * 640 + 640) * 4, 2 * 640)
     assert rms_norm.cost(10, 64, 4) == ((4 * 640 + 64) * 4, 3200)  # y and residual in, both out, the weight
     assert silu_and_mul.cost(10, 64, 4) == (3 * 640 * 4, 3200)  # gate and up in, the product out
     assert kv_write.cost(10, 2, 8, 4) == (4 * 160 * 4 + 80, 0)  # k and v in and out, the slots

@@ -11,7 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teachllm_kernels.sampling import cost, gumbel_sample_reference, philox_reference, philox_uniform_reference
+from teachllm_kernels.sampling import (
+    cost,
+    gumbel_noise_reference,
+    gumbel_sample_reference,
+    philox_reference,
+    philox_uniform_reference,
+)
 
 WORD = 0xFFFFFFFF
 # Random123's known answers for philox4x32 with 10 rounds: counter, key, result.
@@ -75,6 +81,14 @@ def test_uniform_numbers_never_reach_0_or_1_and_the_noise_is_finite(monkeypatch:
         uniform = philox_uniform_reference(zero, zero, zero, 8)
         assert (uniform > 0).all() and (uniform < 1).all()
         assert (-torch.log(-torch.log1p(-uniform))).isfinite().all()
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 7])
+def test_the_noise_of_some_tokens_is_to_the_bit_that_of_all(num_parts: int) -> None:
+    names, vocab_size = [torch.tensor([3, 5]), torch.tensor([0, 9]), torch.tensor([1, 0])], 30_030
+    whole, width = gumbel_noise_reference(*names, vocab_size, stream=0), vocab_size // num_parts
+    parts = [gumbel_noise_reference(*names, width, 0, part * width) for part in range(num_parts)]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

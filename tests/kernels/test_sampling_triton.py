@@ -18,6 +18,7 @@ from teachllm_kernels.sampling import (
     philox_reference,
     philox_uniform_reference,
     sample_triton,
+    token_of_best,
 )
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
@@ -125,6 +126,37 @@ def test_tokens_equal_the_references_for_every_mixture_of_rows(batch: dict) -> N
         for name, size in batch["sizes"].items():
             patch.setattr(sampling, name, size)
         assert sample(logits, rows, table, output_index) == expected
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(
+    vocab_size=st.sampled_from([50, 61, 513]),
+    num_ranks=st.integers(1, 4),
+    rows=st.lists(st.integers(-1, 2), min_size=1, max_size=4),
+    quantum=st.sampled_from([0.0, 0.75]),
+    block=st.sampled_from([32, 128]),
+    seed=st.integers(0, 10**6),
+)
+def test_the_best_of_each_rank_s_columns_is_the_token_of_all(
+    vocab_size: int, num_ranks: int, rows: list[int], quantum: float, block: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rows), vocab_size, generator=generator)
+    if quantum:
+        logits = (logits / quantum).round() * quantum
+    logits[torch.rand(logits.shape, generator=generator) < 0.2] = float("-inf")
+    logits = logits.to(DEVICE)
+    output_index = torch.randint(0, 5000, (len(rows),), generator=generator).to(DEVICE)
+    table = make_table(vocab_size, [{}, {"temperature": 0.7, "seed": seed}, {"temperature": 2.0, "child_index": 3}])
+    on_device, width = torch.tensor(rows, dtype=torch.int32, device=DEVICE), -(-vocab_size // num_ranks)
+    what = {"any_random": True, "any_filtered": False, "output_index": output_index}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_BLOCK", block)
+        best = [
+            sample_triton(logits[:, first : first + width], on_device, **table, **what, first_id=first)
+            for first in range(0, vocab_size, width)
+        ]
+    assert token_of_best(torch.stack(best)).tolist() == expected_tokens(logits, rows, table, output_index)
 
 
 def test_an_unfiltered_batch_may_say_so_and_a_greedy_one_too() -> None:

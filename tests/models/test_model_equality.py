@@ -21,6 +21,7 @@ from tests.models.flat_batch import logits_by_schedule, random_schedule
 
 LENGTHS = [70, 33, 5, 48]
 CPU = torch.device("cpu")
+PLAINLY: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 class _KeepFloat64(TorchFunctionMode):
@@ -50,7 +51,7 @@ def sequences() -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected(family: str, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
     """transformers' logits in float64; per sequence [length, vocab_size]."""
-    model = AutoModelForCausalLM.from_pretrained(family, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(family, dtype=torch.float32, **PLAINLY)
     _double(model)
     with torch.inference_mode(), _KeepFloat64():
         return [_one_by_one(model, s) if "dynamic" in family else model(s[None]).logits[0] for s in sequences]
@@ -121,7 +122,7 @@ def test_half_precision_stays_as_near_as_transformers_does(
     model_config, model = _load(family, dtype=dtype)
     torch_dtype = getattr(torch, dtype)
     got = logits_by_schedule(model, model_config, sequences, random_schedule(LENGTHS, seed=3), torch_dtype, 16)
-    theirs = AutoModelForCausalLM.from_pretrained(family, dtype=torch_dtype, attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(family, dtype=torch_dtype, **PLAINLY)
     with torch.inference_mode():
         # Up to 60 tokens: beyond, dynamic rope depends on how transformers is called.
         baseline = [theirs(s[None, :60]).logits[0] for s in sequences]
@@ -129,7 +130,7 @@ def test_half_precision_stays_as_near_as_transformers_does(
     assert _largest_difference([g[:60] for g in got], [e[:60] for e in expected]) <= allowed
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_our_families_give_the_same_through_the_transformers_backend(
     name: str, tmp_path: Path, sequences: list[torch.Tensor]
 ) -> None:

@@ -42,8 +42,8 @@ def test_one_layers_codes_at_most_lie_in_memory_as_they_were_read(
     num_alive: list[int] = []
     make = PartCodes.__init__
 
-    def remember(part: PartCodes, *arguments: Any) -> None:
-        make(part, *arguments)
+    def remember(part: PartCodes, *arguments: Any, **more: Any) -> None:
+        make(part, *arguments, **more)
         parts.append(weakref.ref(part))
 
     quantize = OnTheFly.quantize

@@ -123,7 +123,7 @@ class Server:
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
         name = self.door.config.model if self.door is not None else "fake"
-        self.service = Service(name, self.options, self.trace)
+        self.service = Service(name, self.options, () if self.trace is None else [self.trace])
         if self.door is not None:
             self.service.started(self.door)
         config = uvicorn.Config(create_app(self.service), port=0, log_config=None, access_log=False, lifespan="off")

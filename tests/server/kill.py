@@ -1,29 +1,32 @@
-"""An engine process that is killed in the middle of its work: everybody hears of it, and nothing stays behind."""
+"""A process of the engine that is killed in the middle of its work: everybody hears of it, and nothing stays behind."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 
+from tests.processes import descendants, is_gone, named_memory
 from tests.server.client import DONE, Violation, check_error, connect, events, hold
 from tests.server.door import PATIENCE
 from tests.server.process import engine_processes, started
 
-SECONDS_TO_END = 10.0  # for streams, and then for the processes
+SECONDS_OF_STREAMS = 5.0  # from the kill to the end of the last one, with an error
+SECONDS_TO_END = 10.0  # for the processes, after that
 _SETTINGS = ("--max-model-len", "2048", "--max-num-seqs", "12", "--num-gpu-blocks-override", "512")
 _ENDLESS: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True}
+Victims: TypeAlias = Callable[[int], list[int]]
 _CHAT = [{"role": "user", "content": "Tell me a story."}]
 
 
@@ -42,18 +45,25 @@ class Death:
     exit_code: int
 
 
-def kill_once(rng: Random, num_streams: int = 16) -> Death:
+def kill_once(
+    rng: Random, num_streams: int = 16, settings: Sequence[str] = (), victims: Victims = engine_processes
+) -> Death:
     """Starts a server, gives it work, kills its engine process and watches the rest.
+
+    Args:
+        settings: of the server, behind those of all.
+        victims: who is killed, given the server's process.
 
     Raises:
         Violation: something hangs, stays, or does not say that it failed.
     """
-    with tempfile.TemporaryDirectory() as folder, started(*_SETTINGS, TMPDIR=folder) as process:
+    with tempfile.TemporaryDirectory() as folder, started(*_SETTINGS, *settings, TMPDIR=folder) as process:
         process.event("ready")
-        family = _descendants(process.child.pid)
-        engines = engine_processes(process.child.pid)
+        family = descendants(process.child.pid)
+        memory = named_memory([process.child.pid, *family])
         try:
-            seconds, killed_at, health = asyncio.run(_watch(process.url, engines, rng, num_streams))
+            pids = victims(process.child.pid)
+            seconds, killed_at, health = asyncio.run(_watch(process.url, pids, rng, num_streams))
             code = process.child.wait(SECONDS_TO_END)
         except (aiohttp.ClientError, subprocess.TimeoutExpired) as error:
             raise Violation(f"{type(error).__name__}: {error}") from error
@@ -62,15 +72,45 @@ def kill_once(rng: Random, num_streams: int = 16) -> Death:
         hold(code != 0, "the server's exit code is 0")
         _wait_until_gone([process.child.pid, *family])
         left = [path.name for path in Path(folder).iterdir()]
-        hold(not left, f"temporary files stay: {left}")
+        left += [path.name for path in memory if path.exists()]
+        hold(not left, f"temporary files, or memory with a name, stay: {left}")
         hold(not process.other, f"beside the log, the server wrote {process.other}")
         died = process.event("the engine died")
         hold(bool(died["error"]), "the log does not say why the engine died")
         return Death(seconds, ended_after, health, code)
 
 
-async def _watch(url: str, engines: list[int], rng: Random, num_streams: int) -> tuple[float, float, int | None]:
-    """Seconds until the last request ended, when the engine was killed, and the health after that."""
+def rank_of_server(rank: int) -> Victims:
+    """Of a server whose engine has ranks in processes of their own, one of these."""
+
+    def victims(pid: int) -> list[int]:
+        [engine] = engine_processes(pid)
+        return [engine_processes(engine)[rank]]
+
+    return victims
+
+
+def replica_of_server(replica: int) -> Victims:
+    """Of a server that has replicas of its engine, one of these."""
+    return lambda pid: [engine_processes(pid)[replica]]
+
+
+def kill_the_server(settings: Sequence[str]) -> None:
+    """Whoever kills the server itself, with no word to anybody, leaves none of its processes behind.
+
+    Raises:
+        Violation: one stays.
+    """
+    with started(*_SETTINGS, *settings) as process:
+        process.event("ready")
+        family = descendants(process.child.pid)
+        process.child.kill()
+        _wait_until_gone(family)
+        hold(len(family) > 1, f"the server had no processes but {family}")
+
+
+async def _watch(url: str, pids: list[int], rng: Random, num_streams: int) -> tuple[float, float, int | None]:
+    """Seconds until the last request ended, when the processes were killed, and the health after that."""
     async with connect(url) as session:
         begun = asyncio.Event()
         work = [_follow_stream(session, number, begun) for number in range(num_streams)]
@@ -79,11 +119,11 @@ async def _watch(url: str, engines: list[int], rng: Random, num_streams: int) ->
         async with asyncio.timeout(PATIENCE):
             await begun.wait()
         await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 1.0)]))  # mid-load means any moment of it
-        for engine in engines:
-            os.kill(engine, signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         killed_at = time.monotonic()
-        _, open_ones = await asyncio.wait(tasks, timeout=SECONDS_TO_END)
-        hold(not open_ones, f"{len(open_ones)} of {len(tasks)} requests are open {SECONDS_TO_END} seconds after")
+        _, open_ones = await asyncio.wait(tasks, timeout=SECONDS_OF_STREAMS)
+        hold(not open_ones, f"{len(open_ones)} of {len(tasks)} requests are open {SECONDS_OF_STREAMS} seconds after")
         seconds = time.monotonic() - killed_at
         for task in tasks:
             task.result()
@@ -141,24 +181,9 @@ async def _health(session: aiohttp.ClientSession) -> int | None:
         return None
 
 
-def _descendants(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *_descendants(child)]
-    return found
-
-
 def _wait_until_gone(pids: list[int]) -> None:
-    """Raises Violation if one is left after a while. One that has ended, and that nobody has asked about, is gone."""
+    """Raises Violation if one is left after a while."""
     deadline = time.monotonic() + SECONDS_TO_END
-    while left := [pid for pid in pids if _is_running(pid)]:
+    while left := [pid for pid in pids if not is_gone(pid)]:
         hold(time.monotonic() < deadline, f"processes {left} stay behind")
         time.sleep(0.02)
-
-
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in ("Z", "X")
-    return False

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from tests.processes import children
 from tests.server.door import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +88,6 @@ def started(*arguments: str, **environment: str) -> Iterator[Process]:
 
 def engine_processes(pid: int) -> list[int]:
     """The processes of a server's engine: its children."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found = children(pid)
     assert found
     return found

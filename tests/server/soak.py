@@ -1,10 +1,11 @@
-"""Thousands of requests of every kind against a server, and an engine process that is killed again and again.
+"""Thousands of requests of every kind against a server, and processes of every kind that are killed again and again.
 
     PYTHONPATH=.:kernels:cli python tests/server/soak.py --requests 3000 --clients 64
 
 Some clients hang up at a random token, some send what no server should accept. Afterwards no block is held, memory has
-stayed flat, and every request is in the metrics. Prints figures and "no violation"; or what was violated and the seed
-that `--seed` plays again, and exits 1. On loopback, with the embedded model.
+stayed flat, and every request is in the metrics. What is killed, and what must hold then: deaths.py. Prints figures and
+"no violation"; or what was violated and the seed that `--seed` plays again, and exits 1. On loopback, with the embedded
+model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import aiohttp
 
 from tests.server import ledger
 from tests.server.client import Seen, Violation, connect, hold, perform
-from tests.server.kill import kill_once
+from tests.server.deaths import KINDS, die_again_and_again
 from tests.server.process import Process, engine_processes, started
 from tests.server.traffic import SETTINGS, Pool, make_ask, make_pool
 
@@ -205,18 +206,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=20, help="of each kind")
     parser.add_argument("--seed", type=int, default=None, help="send the same requests again")
     arguments = parser.parse_args()
     seed = Random().getrandbits(32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
-    rng = Random(seed)
-    violations = [_try(lambda: _load_and_report(seed, arguments.requests, arguments.clients))]
-    for number in range(arguments.kills):
-        print(f"kill {number + 1}", end=": ", flush=True)
-        violations.append(_try(lambda: print(kill_once(rng), flush=True)))
-    if any(violations):
-        print(f"{sum(violations)} violations with --seed {seed}")
+    num_violations = _try(lambda: _load_and_report(seed, arguments.requests, arguments.clients))
+    num_violations += die_again_and_again(seed, arguments.kills, list(KINDS))
+    if num_violations:
+        print(f"{num_violations} violations with --seed {seed}")
         return 1
     print("no violation")
     return 0

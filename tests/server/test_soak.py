@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.server.kill import kill_once
+from tests.server.kill import Victims, kill_once, kill_the_server, rank_of_server, replica_of_server
 from tests.server.soak import check_memory, soak
 
 
@@ -26,3 +26,23 @@ def test_mixed_traffic_leaves_nothing_behind_and_is_all_in_the_metrics() -> None
 def test_a_killed_engine_process_ends_every_request_with_an_error_and_the_server_with_a_code(seed: int) -> None:
     death = kill_once(Random(seed), num_streams=16)
     assert death.exit_code == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "victims"),
+    [
+        ("--tensor-parallel-size", rank_of_server(1)),
+        ("--pipeline-parallel-size", rank_of_server(0)),
+        ("--data-parallel-size", replica_of_server(1)),
+    ],
+)
+def test_a_killed_rank_or_replica_ends_every_request_within_five_seconds(settings: str, victims: Victims) -> None:
+    """deaths.py does it twenty times in a row."""
+    death = kill_once(Random(2), settings=(settings, "2", "--device", "cpu"), victims=victims)
+    assert death.exit_code == 1 and death.seconds_of_streams < 5
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_no_rank_behind() -> None:
+    kill_the_server(("--tensor-parallel-size", "2", "--device", "cpu"))

@@ -24,6 +24,11 @@ CPU = Ceilings("a CPU", "float32", 2e10, 1e10, 2e11, 2e11)
 BURST = Workload(num_requests=40, prompt_len=(20, 200), output_len=(10, 80))
 
 
+def test_replicas_are_refused_since_a_simulation_is_of_one() -> None:
+    with pytest.raises(ValueError, match="data_parallel_size=2: a simulation is of one replica: set it to 1"):
+        simulate(EngineConfig(data_parallel_size=2), BURST)
+
+
 def test_the_same_seed_gives_the_same_lines() -> None:
     workload = Workload(num_requests=40, rate=200.0, prompt_len=(10, 100), shared_len=32, seed=3)
     first = run(workload, num_blocks=200).lines

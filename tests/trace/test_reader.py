@@ -81,6 +81,15 @@ def test_a_broken_line_is_named_and_ends_what_is_shown(lines: list[str], wrong: 
     assert len(trace.lines) == 11
 
 
+@pytest.mark.parametrize("load", [7, [3, 4], [[3, -1]], [[True]], [["a"]]], ids=str)
+def test_a_load_that_is_no_number_of_tokens_by_layer_and_expert_is_refused(lines: list[str], load: Any) -> None:
+    at = next(index for index, line in enumerate(lines) if json.loads(line)["event"] == "step")
+    sound = parse_trace([*lines[:at], changed(lines[at], expert_load=[[3, 0], [1, 2]])])
+    assert sound.problem is None
+    trace = parse_trace([*lines[:at], changed(lines[at], expert_load=load)])
+    assert trace.problem is not None and trace.problem.startswith(f"line {at + 1}: 'expert_load' is {load!r}, not")
+
+
 def test_a_line_that_is_missing_is_noticed_where_the_pool_no_longer_adds_up(lines: list[str]) -> None:
     first_step = next(i for i, line in enumerate(lines) if '"step"' in line)
     trace = parse_trace(lines[:first_step] + lines[first_step + 1 :])

@@ -502,6 +502,11 @@ def test_nobody_but_the_page_itself_talks_to_the_server(host: str, headers: dict
     assert bool(entered) is may and [m.get("status") for m in sent] == ([] if may else [403, None])
 
 
+def test_replicas_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match="data_parallel_size=2: the page steps one engine: set it to 1"):
+        engine_plan(EngineConfig(data_parallel_size=2)).make_engine(print)
+
+
 def test_a_fork_that_is_refused_says_so_and_leaves_the_original(session: LiveSession) -> None:
     session.start(CONFIG, [ask()], play=False)
     wait_for(lambda: session.sides)
@@ -608,6 +613,14 @@ def test_completions_of_one_prompt_share_its_blocks_and_differ(traces: dict[str,
     assert len(children) == 4 and len({tuple(child.output_ids) for child in children}) > 1
     shared = max(max(len(block.users) for block in trace.state_after(n).blocks) for n in range(5, 12))
     assert shared == 4
+
+
+def test_stages_wait_for_each_other_until_there_are_requests_for_both(traces: dict[str, list[Trace]]) -> None:
+    (trace,) = traces["pipeline"]
+    pairs = list(pairwise(trace.steps))
+    overlap = [one["ranks"][1]["end"] > next_one["ranks"][0]["begin"] for one, next_one in pairs]
+    assert not any(overlap[:11])
+    assert sum(overlap[12:40]) > 14
 
 
 # -- what if, and figures

@@ -66,8 +66,8 @@ class _Sampler(Sampler):
 
 
 class InterpretedRunner(GPUModelRunner):
-    def __init__(self, config: Any, model: Any, device: torch.device, *more: Any) -> None:
-        super().__init__(config, model, torch.device("cpu", 0), *more)
+    def __init__(self, config: Any, model: Any, device: torch.device, *more: Any, **by_name: Any) -> None:
+        super().__init__(config, model, torch.device("cpu", 0), *more, **by_name)
 
     def _measured(self, predicted: MemoryPlan, *measured: Any) -> MemoryPlan:
         return predicted

@@ -144,6 +144,19 @@ def test_graphs_and_running_ahead_equal_eager_bit_for_bit(async_scheduling: bool
     assert replayed(plans, 1, dtype="bfloat16") == eager
 
 
+def test_a_worker_in_a_process_of_its_own_gives_the_same_bits() -> None:
+    plans, made = recorded(workload(), dtype="bfloat16", distributed_executor_backend="mp")
+    assert made == replayed(plans, 0, enforce_eager=True, dtype="bfloat16")
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    count = 1 + torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"need {2 * count} GPUs .* lower tensor_parallel_size"):
+        Engine(
+            EngineConfig(**SETTINGS | {"device": "cuda", "tensor_parallel_size": 2, "pipeline_parallel_size": count})
+        )
+
+
 def test_large_graphs_equal_eager_bit_for_bit() -> None:
     """Of more rows than Hopper's own products take, and of batches that leave no row to spare."""
     large = {"dtype": "bfloat16", "max_num_seqs": 28, "max_num_batched_tokens": 400, "num_gpu_blocks_override": 105}

@@ -93,6 +93,20 @@ def test_the_share_of_free_memory_is_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     assert less.budget == int(free * 0.999) and less.num_blocks < 50
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}]
+)
+def test_main_memory_is_divided_among_all_processes(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
+    config, model = load(max_num_seqs=64)
+    whole = plan_memory(config, model, CPU)
+    free = whole.taken + 50 * whole.bytes_per_block
+    monkeypatch.setattr(kv_cache, "_free_ram", lambda: 2 * free)
+    several = replace(config, gpu_memory_utilization=1.0, **sizes)  # type: ignore[arg-type]
+    assert plan_memory(several, model, CPU).num_blocks == 50
+    with pytest.raises(ValueError, match="num_gpu_blocks_override=50 or less"):
+        plan_memory(replace(several, num_gpu_blocks_override=51), model, CPU)
+
+
 def test_free_memory_is_read_from_this_machine() -> None:
     assert 1 << 26 < kv_cache._free_ram() < 1 << 50
 
@@ -119,7 +133,7 @@ def test_the_length_that_the_message_names_fits_also_when_the_machine_is_the_lim
     whole = plan_memory(config, model, CPU)
     free = whole.weights + whole.activations + 3 * whole.bytes_per_block + 5
     monkeypatch.setattr(kv_cache, "_free_ram", lambda: free)
-    with pytest.raises(ValueError, match="set max_model_len=48 or less"):
+    with pytest.raises(ValueError, match="set max_model_len=48 or less, or raise gpu_memory_utilization, or free"):
         plan(gpu_memory_utilization=1.0)
     assert plan(gpu_memory_utilization=1.0, max_model_len=48).num_tokens == 48
 
@@ -127,7 +141,11 @@ def test_the_length_that_the_message_names_fits_also_when_the_machine_is_the_lim
 def test_memory_that_holds_no_block_at_all_names_no_length() -> None:
     with pytest.raises(ValueError, match="would hold 0 tokens") as refused:
         plan(kv_cache_memory_bytes=100)
-    assert "set max_model_len" not in str(refused.value) and "give it more memory" in str(refused.value)
+    assert "set max_model_len" not in str(refused.value)
+    [fits] = re.findall(r"set kv_cache_memory_bytes=(\d+) or more", str(refused.value))
+    assert plan(kv_cache_memory_bytes=int(fits)).num_tokens == 96
+    with pytest.raises(ValueError, match="would hold 80 tokens"):
+        plan(kv_cache_memory_bytes=int(fits) - 1)
 
 
 def test_weights_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,14 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
 from teachllm.core.scheduler_output import NewRow
+from teachllm.distributed.ranks import ALONE
 from teachllm.layers import attention
 from teachllm.layers.attention_backends import selection
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
+from teachllm.layers.moe import Experts
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.loader import finish, new_module
@@ -30,6 +32,7 @@ from teachllm.quantization import gpu_scaled_weight
 from teachllm.quantization.quantization import on_the_fly
 from teachllm.quantization.scheme import UNQUANTIZED
 from teachllm.sampling.sampler import Sampler
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.eagle import Eagle, EagleHead
 from teachllm.spec_decode.eagle_config import EagleConfig
@@ -66,9 +69,11 @@ from teachllm_kernels import (
     _triton,
     dequantize,
     fixed_linear,
+    grouped_linear,
     hopper_gated_linear,
     hopper_linear,
     hopper_scaled_mm,
+    moe_routing,
     quantize_rows,
     rms_norm,
     rope_kv_write,
@@ -93,8 +98,10 @@ class NoLaunch:
 @pytest.fixture
 def imagined_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that have shapes and no memory, and say that they are on a GPU."""
-    for module in (fixed_linear, rms_norm, rope_kv_write, silu_and_mul):
+    for module in (fixed_linear, rms_norm, rope_kv_write, silu_and_mul, grouped_linear):
         monkeypatch.setattr(module, f"_{module.__name__.rpartition('.')[2]}", NoLaunch())
+    for kernel in ("_route", "_group", "_combine"):
+        monkeypatch.setattr(moe_routing, kernel, NoLaunch())
     monkeypatch.setattr(_triton, "_has_pdl", lambda device: False)
     monkeypatch.setattr(DeviceBatch, "_on_host", lambda self, count: torch.empty(count, dtype=torch.int32))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -113,6 +120,7 @@ def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None
     assert config.max_num_seqs and config.max_model_len and config.max_num_batched_tokens
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
     runner._device, runner._backend = NOWHERE, TritonBackend()
+    runner._ranks, runner._columns = ALONE, Columns(model.vocab_size)
     sizes = (config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens)
     runner._batch = DeviceBatch(*sizes, NOWHERE, tree)
     runner._attention = GPUAttention(attention_needs(config, model), runner._backend, runner._batch, 1)
@@ -126,7 +134,7 @@ def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None
 def fix_products(model: torch.nn.Module, config: EngineConfig) -> None:
     """As the loader does, if they are to be."""
     for module in model.modules():
-        if isinstance(module, DenseWeight | Embedding):
+        if isinstance(module, DenseWeight | Embedding | Experts):
             module.is_fixed = config.batch_invariant
 
 
@@ -169,6 +177,48 @@ def test_a_model_whose_attention_is_wider_than_its_mlp_is_counted_too(tmp_path: 
     assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
 
 
+# Of Qwen3-30B-A3B and Mixtral 8x7B, with fewer layers.
+EXPERTS = {
+    "many": {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128},
+        **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "hidden_size": 2048, "num_attention_heads": 32},
+        **{"num_key_value_heads": 4, "num_hidden_layers": 3},
+    },
+    "large": {
+        **{
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": 8,
+            "hidden_size": 4096,
+        },
+        **{"num_experts_per_tok": 2, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+        **{"num_hidden_layers": 2},
+    },
+    "some layers": {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": [1], "num_hidden_layers": 3},
+        **{"intermediate_size": 6144},
+    },
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}], ids=["fastest", "batch invariant"])
+@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.usefixtures("imagined_gpu")
+def test_experts_weights_and_activations_are_counted_too(
+    name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(h200.SHAPES, name, h200.SHAPES["qwen3-0.6b"] | EXPERTS[name])
+    config, model = describe(name, tmp_path, max_num_seqs=8, **settings)
+    runner = make_runner(config, model)
+    fix_products(runner.model, config)
+    tensors = [*runner.model.parameters(), *runner.model.buffers()]
+    assert sum(tensor.nbytes for tensor in tensors) == model.weight_bytes
+    with LiveBytes() as live:
+        runner._largest_step(allocate_kv_cache(model, 1, 16, NOWHERE), sampling_bytes(config, model))
+    assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
+
+
 @pytest.fixture
 def imagined_hopper(imagined_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (hopper_linear, memory_needs, gpu_scaled_weight):
@@ -176,6 +226,17 @@ def imagined_hopper(imagined_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in (hopper_gated_linear, hopper_scaled_mm, quantize_rows, dequantize):
         monkeypatch.setattr(module, f"_{module.__name__.rpartition('.')[2]}", NoLaunch())
+
+
+@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.usefixtures("imagined_hopper")
+def test_experts_are_counted_on_hopper_as_elsewhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(h200.SHAPES, name, h200.SHAPES["qwen3-0.6b"] | EXPERTS[name])
+    config, model = describe(name, tmp_path, max_num_seqs=8)
+    runner = make_runner(config, model)
+    with LiveBytes() as live:
+        runner._largest_step(allocate_kv_cache(model, 1, 16, NOWHERE), sampling_bytes(config, model))
+    assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
@@ -257,8 +318,7 @@ def test_scoring_a_prompt_stays_within_the_bound_of_sampling_even_for_one_reques
     vocab_size, num_tokens = 20000, 2 * SAMPLED_AT_ONCE
     config, model_config = EngineConfig(device="cuda", max_num_seqs=1).resolve(300), SimpleNamespace(vocab_size=20000)
     head = torch.randn(vocab_size, 8)
-    model = SimpleNamespace(compute_logits=lambda hidden: (hidden @ head.T).float())
-    scores = PromptScores(model, Sampler(1, vocab_size, torch.device("cpu")))
+    scores = PromptScores(lambda hidden: (hidden @ head.T).float(), Sampler(1, vocab_size, torch.device("cpu")))
     token_ids = torch.zeros(1, 300, dtype=torch.int32)
     row = NewRow([1] * num_tokens, num_tokens, SamplingParams(prompt_logprobs=5), 0, 0, frozenset(), ())
     scores.open_rows([(0, row)])
@@ -376,7 +436,9 @@ def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_wo
     batch.sample_rows[:num_rows] = torch.arange(num_rows - 1, -1, -1)
     rows, logits = list(range(num_rows - 1, -1, -1)), torch.randn(num_rows, vocab_size)
     together = sampler.sample(logits.clone(), rows, torch.full((num_rows,), 2), batch.token_ids)
-    outputs = GPUSampling(batch, sampler, None, None).any(logits.clone(), rows, num_rows, [0] * num_rows)
+    outputs = GPUSampling(batch, sampler, None, None, Columns(vocab_size)).any(
+        logits.clone(), rows, num_rows, [0] * num_rows
+    )
     ids = torch.cat([output.token_ids for output in outputs])
     logprobs = logprobs_of(outputs)
     assert logprobs is not None and ids.equal(together.token_ids) and logprobs == together.logprobs

@@ -76,6 +76,11 @@ def engine_plan(config: EngineConfig, requests: Sequence[PlannedRequest] = ()) -
     def make(sink: Callable[[str], None]) -> Engine:
         from teachllm.engine.engine import Engine
 
+        if config.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={config.data_parallel_size}: the page steps one engine: set it to 1, or watch the "
+                "replicas of a server (teachllm serve --trace-endpoint, teachllm viz --attach)"
+            )
         return Engine(config, trace_sink=sink)
 
     return Plan(make_engine=make, requests=requests)

@@ -152,6 +152,20 @@ PRESETS = (
         ),
         settings={"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 48},
     ),
+    Preset(
+        name="pipeline",
+        title="Two stages and their bubbles",
+        look_at="Two processes have some of the layers each (Ranks). While one request is alone, either waits for the "
+        "other (hatched); those that come at step 12 make two batches that take turns, and both stages work.",
+        requests=(_ask(QUESTIONS[0]), *(_ask(question, at_step=12) for question in QUESTIONS[1:8])),
+        settings={
+            "pipeline_parallel_size": 2,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 128,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": 48,
+        },
+    ),
 )
 
 

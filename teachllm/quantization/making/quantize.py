@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
-from teachllm.models.registry import OWN, ModelError, architecture_of
+from teachllm.models.registry import DENSE, OWN, ModelError, architecture_of
 from teachllm.quantization.codes import GroupedCodes, Quantized, ScaledWeight
 from teachllm.quantization.making import blocks, folding, methods, write
 from teachllm.quantization.making.blocks import Block
@@ -67,7 +67,7 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
     architecture = architecture_of(read_json(folder / "config.json"))
     reason = f"{architecture} runs through transformers' code here, which takes no quantized weights"
     if architecture not in OWN and will_run:
-        raise ModelError(f"{reason}, so there is nothing to measure: take one of {', '.join(OWN)}")
+        raise ModelError(f"{reason}, so there is nothing to measure: take one of {', '.join(DENSE)}")
     parts = blocks.blocks_of(blocks.without_numbers(folder), stored_tensors(folder))
     for recipe in recipes:
         for block in parts:

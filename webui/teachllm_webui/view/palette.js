@@ -32,6 +32,14 @@
     return (rest >= 0 ? letters(rest) : "") + String.fromCharCode(65 + (index % 26));
   }
 
+  // Plans take turns with a few calm colours: which is which, their numbers say.
+  const PLANS = [[112, 140, 178], [178, 146, 92], [104, 156, 134], [164, 122, 150]];
+
+  function planColor(step) {
+    const rgb = PLANS[step % PLANS.length];
+    return { css: `rgb(${rgb})`, ink: luminance(rgb) > 0.2 ? "#0b0d10" : "#ffffff" };
+  }
+
   class Palette {
     constructor() {
       this._entries = new Map(); // request id -> { label, css, ink, rgb }
@@ -55,5 +63,5 @@
     }
   }
 
-  Object.assign(teachllm, { Palette });
+  Object.assign(teachllm, { Palette, planColor });
 })();

@@ -28,6 +28,10 @@
     }
   }
 
+  function isRank({ stage, begin, end, sent }) {
+    return [stage, begin, end].every(Number.isFinite) && sent instanceof Object;
+  }
+
   class Timeline {
     constructor(lines = []) {
       this.header = null;
@@ -38,6 +42,7 @@
       this.rootHash = null; // the parent of every first block: that of the first commit, which can have no other
       this.problem = null; // what is wrong with the trace, in words; what came before it is shown
       this.notice = null; // what is odd but can be shown
+      this.told = []; // [{ k, line }]: lines that say what each rank did, and the newest step then
       this.forked = []; // of a fork: how far each request had come when it began
       this._outside = new Map(); // k -> [[request id, reason]]: ended by an abort or a stop string
       this._lineOfStep = [];
@@ -117,6 +122,7 @@
         if (line.event !== "header") throw new Error(`a trace begins with a header, this is '${line.event}'`);
         this._begin(line);
       }
+      if (!(line.ranks ?? []).every(isRank)) throw new Error("a rank without 'stage', 'begin', 'end' or 'sent'");
       this._head.apply(line);
       this.lines.push(line);
       const k = line.event === "step" ? this.steps.length : this.last;
@@ -133,6 +139,7 @@
       if (line.event === "fork") this.forked = line.requests;
       if (line.event === "error") this.notice = `A step failed: ${line.message}`;
       if (line.event === "step") this._step(line, k);
+      if (line.ranks?.length) this.told.push({ k, line });
     }
 
     _begin(header) {

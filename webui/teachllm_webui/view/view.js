@@ -55,6 +55,7 @@
       for (const { arrival } of this.timeline.rows.values()) this.timeline.palette.add(arrival);
       const message = this.timeline.problem ?? this.timeline.notice;
       patch(this.banner, { text: message ?? "", hidden: !message });
+      if (this.timeline.told.length && !this.ranks) this._addRanks();
       if (this.following) this.k = this.timeline.last;
       else if (first && this.timeline.last >= 0) this.k = 0;
       this._draw();
@@ -210,6 +211,12 @@
       this._drawCard();
     }
 
+    // A card about something else than a request or a block; null: the pointer has left it.
+    hoverOther(content, at) {
+      if (content) this.card.show(content, at);
+      else this._drawCard();
+    }
+
     leave() {
       if (this.hovered === null && this.hoveredBlock === null) return;
       this.hovered = this.hoveredBlock = null;
@@ -238,6 +245,15 @@
     // For a view whose size or settings have changed.
     redraw(view) {
       if (this.timeline.header) view.draw(this._frame());
+    }
+
+    // Above the others, once a trace has told of ranks.
+    _addRanks() {
+      this.ranks = new teachllm.Ranks(this);
+      this.views.unshift(this.ranks);
+      this.grid.prepend(this.ranks.root);
+      this._observer.observe(this.ranks.root);
+      patch(this.root, { "data-ranks": String(this.timeline.told[0].line.ranks.length) });
     }
 
     // -- drawing

@@ -1,0 +1,167 @@
+"""The sum of what several GPUs have, each of which writes its part straight into the others' memory.
+
+A ring of n GPUs sends the fewest bytes, in 2 (n - 1) steps that wait for each other. A decode's row of 4,096 numbers is
+on its way for 20 ns, and a step takes microseconds: so here everybody sends its whole part to everybody at once, and
+adds up what came. Two GPUs send no more than in a ring.
+
+    rank 0's mailbox   slot 0   from 1 | from 2 | ...        Who sends fills its own place in a slot, and tells nobody:
+                       slot 1   from 1 | from 2 | ...        a place is empty as long as there is a -0.0 in it, which
+                       slot 2   from 1 | from 2 | ...        is never sent (0.0 goes instead), and the reader waits.
+
+A sum takes the next slot, and empties the one before. Two slots would be too few: when this rank still reads its slot,
+another, which has all that it needs, may already send for the next sum. It cannot send for the one after that: for this
+it needs what this rank sends in the next sum, and by then the slot is empty again. Each row counts its slots by itself,
+since a sum may have any number of rows; all ranks make the same sums in the same order.
+
+All add up in the order of ranks, so all get the same bits. Who waits for a rank that never comes waits for ever, as in
+any collective: whoever watches the ranks ends it.
+
+Source: TensorRT-LLM's one-shot all-reduce, which calls this way of waiting Lamport's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+
+NUM_SLOTS = 3
+_SLOTS = tl.constexpr(NUM_SLOTS)
+_WORDS = {2: torch.int16, 4: torch.int32}  # numbers by their bits
+
+
+class Mailbox:
+    """One rank's.
+
+    Args:
+        rank: this one's number.
+        boxes: of all ranks, by rank: [NUM_SLOTS, num_ranks, num_rows, size], of numbers of 2 or 4 bytes, all -0.0.
+            This rank can write to all of them; its own is on its own device. They stay where they are.
+        owner: of the others' memory, if the tensors are not.
+
+    Attributes:
+        rank, num_ranks: as above.
+        num_rows, size: rows that a sum may have, and how long they are.
+        dtype: of the numbers.
+    """
+
+    def __init__(self, rank: int, boxes: Sequence[torch.Tensor], owner: object = None) -> None:
+        own = boxes[rank]
+        _, self.num_ranks, self.num_rows, self.size = own.shape
+        self.rank, self.dtype = rank, own.dtype
+        assert own.shape[0] == NUM_SLOTS and self.num_ranks == len(boxes)
+        assert self.size * own.element_size() % 16 == 0, "rows begin where 16 bytes can be read at once"
+        self._boxes, self._owner = list(boxes), owner  # kept: the kernel has only their addresses
+        self._own = own.view(_WORDS[own.element_size()])
+        self._addresses = torch.tensor([box.data_ptr() for box in boxes], device=own.device)
+        self._slots = torch.zeros(self.num_rows, dtype=torch.int32, device=own.device)  # of each row, the next
+
+    def takes(self, y: torch.Tensor) -> bool:
+        """Whether y can be summed through it."""
+        return y.dim() == 2 and len(y) <= self.num_rows and y.shape[1] == self.size and y.dtype == self.dtype
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Of a kernel, for `sum_over_ranks`: addresses, box, slots, num_box_rows."""
+        return self._addresses, self._own, self._slots, self.num_rows
+
+
+class Unsummed(NamedTuple):
+    """A sum that whoever reads it makes; of which this rank has a part.
+
+    Attributes:
+        part: [num_rows, size], which the mailbox takes.
+    """
+
+    part: torch.Tensor
+    mailbox: Mailbox
+
+    def sum(self) -> torch.Tensor:
+        """[num_rows, size]."""
+        return one_shot_sum(self.part, self.mailbox)
+
+
+@triton.jit
+def sum_over_ranks(
+    own, addresses, box, slots, row, column, inside, num_box_rows, size, RANK: tl.constexpr, NUM_RANKS: tl.constexpr
+):
+    """A row of the sum, in float32.
+
+    Args:
+        own: [BLOCK] of this rank's part.
+        addresses, box, slots, num_box_rows: of a `Mailbox`.
+        row, column, inside: which row, and [BLOCK] which of its columns, if there are so many.
+    """
+    WORD: tl.constexpr = box.dtype.element_ty
+    EMPTY: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))  # the bits of -0.0
+    slot = tl.load(slots + row, volatile=True)  # other rows' lie beside it, and were written elsewhere
+    from_one = num_box_rows.to(tl.int64) * size
+    at = row.to(tl.int64) * size + column
+    sent = own.to(WORD, bitcast=True)
+    sent = tl.where(sent == EMPTY, tl.zeros_like(sent), sent)
+    for step in tl.static_range(1, NUM_RANKS):  # not all to the same one at first
+        other = tl.multiple_of(tl.load(addresses + (RANK + step) % NUM_RANKS).to(tl.pointer_type(WORD)), 16)
+        tl.store(other + (slot * NUM_RANKS + RANK) * from_one + at, sent, mask=inside)
+    total = tl.zeros(own.shape, tl.float32)
+    before = (slot + _SLOTS - 1) % _SLOTS
+    for rank in tl.static_range(NUM_RANKS):
+        got = sent
+        if rank != RANK:
+            place = box + (slot * NUM_RANKS + rank) * from_one + at
+            got = tl.load(place, mask=inside, other=0, volatile=True)
+            while tl.max((got == EMPTY).to(tl.int32)) > 0:
+                got = tl.load(place, mask=inside, other=0, volatile=True)
+            empty = tl.full(own.shape, EMPTY, WORD)
+            tl.store(box + (before * NUM_RANKS + rank) * from_one + at, empty, mask=inside)
+        total += got.to(own.dtype, bitcast=True).to(tl.float32)
+    tl.store(slots + row, (slot + 1) % _SLOTS)
+    return total
+
+
+@triton.jit
+def _one_shot_sum(
+    y, total, addresses, box, slots, num_box_rows, size,
+    BLOCK: tl.constexpr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = column < size
+    at = row.to(tl.int64) * size + column
+    own = tl.load(y + at, mask=inside, other=0.0)
+    whole = sum_over_ranks(
+        own, addresses, box, slots, row, column, inside, num_box_rows, size, RANK=RANK, NUM_RANKS=NUM_RANKS
+    )
+    tl.store(total + at, whole.to(total.dtype.element_ty), mask=inside)
+
+
+def one_shot_sum(y: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
+    """The sum of all ranks' y, which all must call.
+
+    Args:
+        y: [num_rows, size], contiguous, which the mailbox takes.
+
+    Returns:
+        the same shape and dtype, added up in float32.
+    """
+    assert mailbox.takes(y) and y.is_contiguous()
+    total, block = torch.empty_like(y), triton.next_power_of_2(mailbox.size)
+    _one_shot_sum[(len(y),)](
+        *(y, total, *mailbox.arguments, mailbox.size),
+        BLOCK=block,
+        RANK=mailbox.rank,
+        NUM_RANKS=mailbox.num_ranks,
+        num_warps=min(max(block // 256, 1), 16),
+        **launch_options(y.device),
+    )
+    return total
+
+
+def cost(num_rows: int, size: int, num_ranks: int, dtype_bytes: int = 2) -> tuple[int, int]:
+    """(bytes, FLOPs): of one rank, what it sends to the others, and as many additions."""
+    elements = (num_ranks - 1) * num_rows * size
+    return elements * dtype_bytes, elements

@@ -1,0 +1,314 @@
+"""Ranks that compute together, and the few operations by which they exchange tensors.
+
+    all_reduce       everybody gets the sum             2 (n - 1) / n of the tensor's bytes, for each of n ranks to send
+    all_gather       everybody gets all parts           (n - 1) parts
+    reduce_scatter   everybody gets a part of the sum   (n - 1) / n
+    all_to_all       a part for everybody               all but one's own
+    send, recv       from one stage to the next         the tensor
+    broadcast        from one to all                    the tensor, of the one
+
+Every call is counted by what a rank sends in a ring, which is the least that any algorithm without help of the network
+has to; a small sum that goes through memory which GPUs have for each other, by what is written there. Who waits in vain
+hears of it: which rank, in which operation, among whom. A group of one computes without any of this, so layers need not
+know whether they are alone.
+
+Where somebody watches, calls are timed, too, waiting included.
+
+Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from teachllm.distributed.peer_memory import Whereabouts, open_mailbox, reaches, whereabouts
+from teachllm_kernels.one_shot_sum import Mailbox, Unsummed
+
+log = logging.getLogger(__name__)
+
+
+class CollectiveError(RuntimeError):
+    """An exchange between ranks failed, or took too long."""
+
+
+Counts = dict[str, tuple[int, int]]  # (calls, bytes sent) by operation
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a rank has exchanged since the last `take`.
+
+    Attributes:
+        counts: what it has sent.
+        spans: (operation, begin, end) of each call; None: nobody wants to know.
+        moment: what begin and end are: seconds, unless a device has moments of its own.
+    """
+
+    counts: Counts = field(default_factory=dict)
+    spans: list[tuple[str, Any, Any]] | None = None
+    moment: Callable[[], Any] = time.perf_counter
+
+    def add(self, operation: str, num_bytes: int, num_calls: int = 1) -> None:
+        """Counts a call, or several."""
+        calls, total = self.counts.get(operation, (0, 0))
+        self.counts[operation] = calls + num_calls, total + num_bytes
+
+    def take(self) -> Counts:
+        """What there was, from now on nothing."""
+        counts, self.counts = self.counts, {}
+        return counts
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[Counts]:
+        """What is called inside is only recorded: not timed, and counted in what this gives, for `replay`."""
+        counts, spans = self.counts, self.spans
+        self.counts, self.spans = {}, None
+        try:
+            yield self.counts
+        finally:
+            self.counts, self.spans = counts, spans
+
+    def replay(self, recorded: Counts) -> None:
+        """What was recorded is sent."""
+        for operation, (calls, num_bytes) in recorded.items():
+            self.add(operation, num_bytes, calls)
+
+
+class Group(Protocol):
+    """Some ranks, of which this process is one.
+
+    Attributes:
+        rank: this one's place among them.
+        size: how many there are.
+        traffic: of all groups of this process.
+        in_graphs: whether a CUDA graph can hold its operations.
+    """
+
+    rank: int
+    size: int
+    traffic: Traffic
+    in_graphs: bool
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, of any shape; it may be written over x."""
+        ...
+
+    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+        """What stands for the same sum, for a reader that can make it while it reads; where none can, the sum."""
+        ...
+
+    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """On GPUs that can write to each other's memory: sums of a few rows of this size go through it from now on."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] -> [size, ...], by rank."""
+        ...
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...] -> [...], of all ranks' x the sum of this rank's row."""
+        ...
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """[sum(sends), ...] -> [sum(receives), ...].
+
+        Args:
+            sends: rows for each rank.
+            receives: rows from each.
+        """
+        ...
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """x of the rank `source`; in place."""
+        ...
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """x, contiguous, to a rank that receives it."""
+        ...
+
+    def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """Fills x with what a rank sends."""
+        ...
+
+
+class Alone:
+    """A group of one: nothing to exchange."""
+
+    rank = 0
+    size = 1
+    in_graphs = True
+
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self.traffic = traffic or Traffic()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        return x
+
+    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+        """As `Group`."""
+        return x
+
+    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """As `Group`."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        return x[None]
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        return x[0]
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """As `Group`."""
+        return x
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """As `Group`."""
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """As `Group`."""
+        raise AssertionError("there is nobody else")
+
+    def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """As `Group`."""
+        raise AssertionError("there is nobody else")
+
+
+ALONE = Alone()
+
+
+class ProcessGroup:
+    """Ranks that are processes, over torch.distributed: NCCL between GPUs, gloo between CPUs.
+
+    Args:
+        ranks: of the world, in order; this process is one of them.
+        timeout_s: how long an operation may take.
+
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float, traffic: Traffic) -> None:
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._ranks, self._timeout_s, self.traffic = list(ranks), timeout_s, traffic
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(ranks)
+        self.in_graphs = dist.get_backend() == "nccl"
+        self._mailbox: Mailbox | None = None
+        # Made by its own ranks alone: the others need not know of it.
+        self._group: Any = dist.new_group(
+            self._ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        if (unsummed := self._in_mailbox(x)) is not None:
+            return unsummed.sum()
+        with self._named("all_reduce", 2 * (self.size - 1) * _num_bytes(x) // self.size):
+            self._dist.all_reduce(x, group=self._group)
+        return x
+
+    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+        """As `Group`."""
+        return self._in_mailbox(x) or self.all_reduce(x)
+
+    def _in_mailbox(self, x: torch.Tensor) -> Unsummed | None:
+        """Counts a sum that goes through the mailbox; None: it does not."""
+        if self._mailbox is None or not self._mailbox.takes(x):
+            return None
+        self.traffic.add("all_reduce", (self.size - 1) * _num_bytes(x))
+        return Unsummed(x, self._mailbox)
+
+    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """As `Group`. All ranks must call it."""
+        if device.type != "cuda" or size * dtype.itemsize % 16:
+            return
+        own = whereabouts(device)
+        said = self.all_gather(torch.tensor(own, device=device)).tolist()
+        all_can = self.all_gather(torch.tensor([reaches(own, [Whereabouts(*each) for each in said])], device=device))
+        if all_can.all():
+            with self._named("open_mailbox", 0):
+                mailbox = open_mailbox(self._group, self.rank, self.size, size, dtype, device)
+            self.all_gather(torch.zeros(1, device=device)).tolist()  # nobody sends before all are empty
+            self._mailbox = mailbox
+        else:
+            log.info("all sums of ranks go through NCCL: not every GPU can write to the others' memory")
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        parts = x.new_empty((self.size, *x.shape))
+        with self._named("all_gather", (self.size - 1) * _num_bytes(x)):
+            if self.in_graphs:  # NCCL fills one tensor at once
+                self._dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+            else:
+                self._dist.all_gather(list(parts.unbind(0)), x.contiguous(), group=self._group)
+        return parts
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        part = x.new_empty(x.shape[1:])
+        with self._named("reduce_scatter", (self.size - 1) * _num_bytes(x) // self.size):
+            self._dist.reduce_scatter(part, list(x.contiguous().unbind(0)), group=self._group)
+        return part
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """As `Group`."""
+        got = x.new_empty((sum(receives), *x.shape[1:]))
+        others = len(x) - sends[self.rank]
+        with self._named("all_to_all", others * _num_bytes(x) // max(len(x), 1)):
+            self._dist.all_to_all_single(got, x.contiguous(), list(receives), list(sends), group=self._group)
+        return got
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """As `Group`."""
+        with self._named("broadcast", _num_bytes(x) if self.rank == source else 0):
+            self._dist.broadcast(x, self._ranks[source], group=self._group)
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """As `Group`."""
+        with self._named(f"send to rank {self._ranks[to]}", _num_bytes(x), "send"):
+            self._dist.send(x.contiguous(), self._ranks[to], group=self._group)
+
+    def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """As `Group`."""
+        with self._named(f"recv from rank {self._ranks[source]}", 0, "recv"):
+            self._dist.recv(x, self._ranks[source], group=self._group)
+        return x
+
+    @contextlib.contextmanager
+    def _named(self, what: str, num_bytes: int, operation: str | None = None) -> Iterator[None]:
+        """Counts an operation, times it if somebody watches, and names it where it fails."""
+        operation, spans = operation or what, self.traffic.spans
+        self.traffic.add(operation, num_bytes)
+        began = None if spans is None else self.traffic.moment()
+        try:
+            yield
+            if spans is not None:
+                spans.append((operation, began, self.traffic.moment()))
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, self._ranks))
+            reason = str(error).splitlines()[0]
+            raise CollectiveError(
+                f"rank {self._ranks[self.rank]}: {what} among ranks {ranks} failed (limit {self._timeout_s:g} s): "
+                f"{reason}"
+            ) from error
+
+
+def agreed_least(group: Group, number: int, device: torch.device) -> int:
+    """The least of all ranks' numbers, who exchange tensors of this device."""
+    return int(group.all_gather(torch.tensor([number], device=device)).min())
+
+
+def _num_bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,60 @@
+"""This process among the ranks of its engine: its place, and the groups that it computes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from teachllm.distributed import group, layout
+from teachllm.distributed.group import Group
+from teachllm.distributed.layout import Place
+from teachllm.distributed.slices import ALL, Slice, of_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One rank's view.
+
+    Attributes:
+        place: where it stands.
+        tensor: the ranks that share its stage's layers.
+        world: all ranks of the engine.
+        experts: the ranks that have its stage's experts, of all replicas that share them.
+    """
+
+    place: Place = layout.ALONE
+    tensor: Group = group.ALONE
+    world: Group = group.ALONE
+    experts: Group = group.ALONE
+
+    def share(self, num_kv_heads: int) -> Share:
+        """This rank's part of each layer of a model with so many KV heads."""
+        rank, size = self.place.tensor_rank, self.place.layout.tensor
+        kv_heads = of_kv_heads(rank, size, num_kv_heads)
+        experts = Slice(self.place.expert_rank, self.place.layout.num_expert_ranks)
+        return Share(Slice(rank, size), kv_heads, self.tensor, experts, self.experts)
+
+
+ALONE = Ranks()
+_NO_OTHERS = group.ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What is a rank's own of a layer, and the ranks that have the rest.
+
+    Attributes:
+        part: of heads, widths and the vocabulary.
+        kv_heads: which may be fewer than ranks.
+        group: the ranks that have the other parts, and the same tokens.
+        experts: which of a mixture's, whole; all: a part of each.
+        expert_group: the ranks that have the others; those of `group`, and of other replicas with tokens of their own.
+    """
+
+    part: Slice = ALL
+    kv_heads: Slice = ALL
+    group: Group = group.ALONE
+    experts: Slice = ALL
+    expert_group: Group = _NO_OTHERS
+
+
+WHOLE = Share()

@@ -1,0 +1,77 @@
+"""Which part of a tensor is a rank's own.
+
+Tensor parallelism cuts every weight into equal parts along one dimension: of a projection that widens, outputs, so that
+each rank has some heads or some of the MLP's width; of the one that follows, the inputs that these make. Only the
+vocabulary may leave less for the last ranks. Of plain numbers a rank reads its part alone from a checkpoint.
+
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The `index`-th of `count` equal parts of a dimension."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, size: int) -> slice:
+        """Of a dimension of `size`, which `count` divides."""
+        assert size % self.count == 0
+        width = size // self.count
+        return slice(self.index * width, (self.index + 1) * width)
+
+    def of_any(self, size: int) -> slice:
+        """Of a dimension of any size: parts are rounded up, so the last ones have less, or nothing."""
+        width = self.width(size)
+        return slice(min(self.index * width, size), min((self.index + 1) * width, size))
+
+    def width(self, size: int) -> int:
+        """Of the largest part of such a dimension."""
+        return -(-size // self.count)
+
+
+ALL = Slice()
+
+
+def spread(size: int, count: int) -> list[range]:
+    """`size` things in `count` runs, as equal as can be."""
+    ends = [size * i // count for i in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+class Cut(NamedTuple):
+    """A destination for a part of a checkpoint's tensor.
+
+    Attributes:
+        place: what the part fills.
+        ranges: the part, for each dimension of the tensor.
+        shape: of the whole tensor.
+    """
+
+    place: torch.Tensor
+    ranges: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
+def cut(place: torch.Tensor, *slices: Slice) -> torch.Tensor | Cut:
+    """What a part fills, by the slice of each dimension; the whole, where nothing is cut."""
+    if all(each.count == 1 for each in slices):
+        return place
+    shape = tuple(size * each.count for size, each in zip(place.shape, slices, strict=True))
+    return Cut(place, tuple(each.of(size) for size, each in zip(shape, slices, strict=True)), shape)
+
+
+def of_kv_heads(tensor_rank: int, num_ranks: int, num_kv_heads: int) -> Slice:
+    """A rank's KV heads: an equal share, or, where there are fewer than ranks, one that several ranks have."""
+    if num_ranks <= num_kv_heads:
+        return Slice(tensor_rank, num_ranks)
+    return Slice(tensor_rank * num_kv_heads // num_ranks, num_kv_heads)

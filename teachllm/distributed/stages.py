@@ -1,0 +1,80 @@
+"""A stage of a pipeline as if it were the whole model: it waits for what the one before computed, and hands its own on.
+
+Only hidden states travel, [num_tokens, hidden_size] a step, so a slow network between stages will do where tensor
+parallelism would need a fast one. One step is no faster by it: every token goes through all layers all the same. Stages
+work at the same time on different steps, each on its own.
+
+Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from teachllm.distributed.ranks import Ranks
+
+
+class Stage(nn.Module):
+    """One stage's layers.
+
+    Args:
+        model: them; called as a whole model is, and with `receive`, which waits for what the stage before returned.
+        dtype: of hidden states.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model: Any = model
+        self._ranks, self._hidden_size, self._dtype = ranks, hidden_size, dtype
+
+    @property
+    def fuses_decodes(self) -> bool:
+        """As the model's."""
+        fuses: bool = self.model.fuses_decodes
+        return fuses
+
+    def forward(self, input_ids: torch.Tensor, *where: Any, **more: Any) -> torch.Tensor:
+        """As the model's. What a stage that is not the last returns has been sent."""
+        place = self._ranks.place
+
+        def receive() -> torch.Tensor:
+            shape = (input_ids.shape[0], self._hidden_size)
+            room = torch.empty(shape, dtype=self._dtype, device=input_ids.device)
+            return self._ranks.world.recv(room, place.before)
+
+        hidden: torch.Tensor = self.model(input_ids, *where, receive=None if place.is_first_stage else receive, **more)
+        if not place.is_last_stage:
+            self._ranks.world.send(hidden, place.behind)
+        return hidden
+
+    def serve(self) -> None:
+        """As the model's: an empty step hands on nothing."""
+        self.model.serve()
+
+    def count_load(self) -> torch.Tensor:
+        """As the model's."""
+        load: torch.Tensor = self.model.count_load()
+        return load
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the model's; of the last stage alone."""
+        logits: torch.Tensor = self.model.own_logits(hidden)
+        return logits
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the model's; of the last stage alone."""
+        logits: torch.Tensor = self.model.compute_logits(hidden)
+        return logits
+
+    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the model's; of the last stage alone."""
+        logits: torch.Tensor = self.model.own_lm_logits(hidden)
+        return logits
+
+    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the model's; of the last stage alone."""
+        logits: torch.Tensor = self.model.lm_logits(hidden)
+        return logits

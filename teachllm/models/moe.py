@@ -1,0 +1,120 @@
+"""A mixture of experts in the place of a layer's MLP: Qwen3-MoE's and Mixtral's.
+
+Source: Jiang et al., "Mixtral of Experts", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from teachllm.distributed.ranks import WHOLE, Share
+from teachllm.distributed.slices import ALL, cut, spread
+from teachllm.layers.expert_parallel import AllToAll, SameTokens
+from teachllm.layers.linear import Destination, Linear, Rows
+from teachllm.layers.moe import Experts, route
+from teachllm.models.moe_config import ExpertNames, MoeConfig
+
+_STACKED_GATE_UP, _STACKED_DOWN, _STACKED_ROUTER = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
+
+
+class SparseMLP(nn.Module):
+    """Router and experts: the weighted sum of what a token's experts make of it.
+
+    Ranks that share a layer have some of its experts each, or a part of every expert's width; either way what they make
+    of a token are parts of a sum. Experts may lie with other replicas' ranks, too: see `layers/expert_parallel.py`.
+
+    Args:
+        config: of all experts.
+        share: a rank's.
+
+    Attributes:
+        load: [num_experts] int64, how many of this replica's tokens each expert has got, wherever it is; None: not
+            counted. On a GPU, steps that were recorded before it was set go on without.
+    """
+
+    row_codes = None
+    fuses_one_row = False
+
+    def __init__(self, hidden_size: int, config: MoeConfig, share: Share = WHOLE) -> None:
+        super().__init__()
+        self._config, self._hidden_size = config, hidden_size
+        self.gate = Linear(hidden_size, {"gate": config.num_experts})
+        self._width = ALL if share.experts.count > 1 else share.part
+        holders = spread(config.num_experts, share.experts.count)
+        width = config.intermediate_size // self._width.count
+        self.experts = Experts(hidden_size, holders[share.experts.index], width)
+        self._exchange: SameTokens | AllToAll = SameTokens(share.group)
+        if share.expert_group.size > share.group.size:
+            self._exchange = AllToAll(share.expert_group, holders, twins=share.group)
+        self.load: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        routes = route(self.gate(x), self._config.top_k, self._config.renormalizes)
+        if self.load is not None:
+            chosen = routes.experts.flatten().long()
+            self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
+        return self._exchange(self.experts, x, routes)
+
+    def serve(self) -> None:
+        """Takes part in a step of other replicas, without tokens."""
+        self(self.experts.gate_up.new_empty((0, self._hidden_size)))
+
+    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is to be added to it, stream), as `Linear.onto`."""
+        assert isinstance(x, torch.Tensor)
+        return self(x), stream
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
+        """(name, destination) of every tensor that a checkpoint holds for what is here."""
+        names = self._config.names
+        yield from self.gate.parts()
+        for index, expert in enumerate(self.experts.held):
+            gate, up, down = self.experts.parts(index)
+            yield f"experts.{expert}.{names.gate}.weight", cut(gate, self._width, ALL)
+            yield f"experts.{expert}.{names.up}.weight", cut(up, self._width, ALL)
+            yield f"experts.{expert}.{names.down}.weight", cut(down, ALL, self._width)
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor, by its name within this module, is of an expert that another rank holds."""
+        kind, _, rest = name.partition(".")
+        expert = rest.partition(".")[0]
+        known = expert.isdigit() and int(expert) < self._config.num_experts
+        return kind == "experts" and known and int(expert) not in self.experts.held
+
+
+def unstacked(
+    tensors: Iterator[tuple[str, torch.Tensor, Path]], names: ExpertNames
+) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    """A checkpoint's tensors as they lie on the hub, each expert's apart.
+
+    transformers keeps experts stacked in memory, below "mlp" whatever the family, and can write them so
+    (`save_original_format=False`).
+    """
+    for name, tensor, file in tensors:
+        layer, _, rest = name.partition(".mlp.")
+        block = f"{layer}.{names.block}"
+        if rest == _STACKED_GATE_UP and tensor.dim() == 3:
+            for expert, gate_up in enumerate(tensor):
+                gate, up = gate_up.chunk(2)
+                yield f"{block}.experts.{expert}.{names.gate}.weight", gate, file
+                yield f"{block}.experts.{expert}.{names.up}.weight", up, file
+        elif rest == _STACKED_DOWN and tensor.dim() == 3:
+            for expert, down in enumerate(tensor):
+                yield f"{block}.experts.{expert}.{names.down}.weight", down, file
+        else:
+            yield f"{block}.{rest}" if rest == _STACKED_ROUTER else name, tensor, file
+
+
+def peak_width(config: MoeConfig, hidden_size: int) -> int:
+    """Numbers that a token keeps alive beside the stream and what is given to it, as `peak_width.peak_width`.
+
+    Of each of its experts the activations and then the result, or the results and their sum; and, in numbers of 16
+    bits, the expert's id, its weight and the pair's place.
+    """
+    activations, results = config.top_k * config.intermediate_size, config.top_k * hidden_size
+    return max(activations + results, results + hidden_size) + 6 * config.top_k

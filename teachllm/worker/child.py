@@ -1,0 +1,76 @@
+"""Processes of one's own: a fresh interpreter each, which never outlives the one that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+# PyTorch and oneDNN keep a plan for each number of rows that a matrix product has met: in the end, hundreds of MB.
+_CACHE_SIZES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+_STDERR = 2  # this process's own: `sys.stderr` may be a notebook's, or a test's, which is no file
+
+
+def start_child(
+    module: str, *arguments: str, pass_fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Runs a module in a fresh interpreter, which sees the packages that this one sees.
+
+    A new session: Ctrl-C does not reach it. Its standard input is a pipe that closes when this process ends.
+
+    Args:
+        pass_fds: descriptors that it inherits, under the same numbers.
+        environment: set for it, whatever this process has.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],  # -P: nothing of the current folder
+        stdin=subprocess.PIPE,
+        stdout=_STDERR,
+        env=_CACHE_SIZES | os.environ | {"PYTHONPATH": path} | dict(environment or {}),
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes after this: while a process is started, it would leave one that nobody knows of."""
+    if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
+        yield
+        return
+    has_come = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if has_come:
+        signal.raise_signal(signal.SIGINT)
+
+
+def end_with_the_parent() -> None:
+    """In the child: from now on it ends when the other end of its standard input closes, as it does with the parent,
+    killed or not."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent's end", daemon=True).start()
+
+
+def how_it_ended(returncode: int) -> str:
+    """For people: the signal's name, or the exit code."""
+    return signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"

@@ -1,0 +1,109 @@
+"""The ranks of an engine on several machines, and the lines to and from them.
+
+                         ┌── ring ────▶ ranks of this machine ── pipes ───┐
+    write(message) ──────┤                                                ├──▶ receive() -> frames
+                         └── socket ──▶ another machine ◀────── socket ───┘
+                                        `host.py`: a ring and pipes there
+
+A message crosses the network once for each machine. Every machine joins by itself, so the first thing is to wait for
+all. See `rank_lines.py` for what these words mean, `host_messages.py` for what is said.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import replace
+
+from teachllm.distributed.rendezvous import keep_store
+from teachllm.worker.agreement import ranks_text
+from teachllm.worker.host_lines import HostLines
+from teachllm.worker.host_messages import Order
+from teachllm.worker.host_plan import HostPlan
+from teachllm.worker.host_socket import port_of
+from teachllm.worker.rank_lines import Work, whole
+
+_SECONDS_TO_JOIN = 600.0  # somebody may have to type a command on each machine
+_SECONDS_TO_MEET = 600.0  # a checkpoint may have to be downloaded there
+
+
+class RankHosts:
+    """`RankLines` to ranks on several machines.
+
+    Raises:
+        ValueError: one cannot listen where the settings say.
+    """
+
+    def __init__(self, plan: HostPlan) -> None:
+        self._plan = plan
+        self._hosts = HostLines(plan)
+        self._local = self._hosts.local
+        self.frames = self._local.frames
+        self.sentinel = self._hosts.sentinel
+        # Whoever drops this without closing it leaves nothing behind.
+        self._finalizer = weakref.finalize(self, HostLines.close, self._hosts)
+
+    @property
+    def death(self) -> str | None:
+        """As `RankLines`."""
+        return self._hosts.death
+
+    def start(self, work: Work) -> None:
+        """As `RankLines`; waits until all machines have joined.
+
+        Raises:
+            ValueError: a machine has other versions.
+            TimeoutError: one is missing; names its ranks.
+        """
+        hosts, plan = self._hosts, self._plan
+        address = f"tcp://{plan.host}:{port_of(hosts.router)}"
+        plan.invite(address, hosts.end)
+        deadline = time.monotonic() + _SECONDS_TO_JOIN
+        while missing := hosts.missing:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                absent = "; ".join(map(ranks_text, missing))
+                raise TimeoutError(
+                    f"{len(missing)} of {len(plan.elsewhere)} machines did not join within {_SECONDS_TO_JOIN:g} s, "
+                    f"which should have {absent}: {plan.advice.format(address=address)}"
+                )
+            self.receive(seconds)
+        if work.config.num_ranks > 1:
+            rendezvous, hosts.store = keep_store(plan.host, _SECONDS_TO_MEET)
+            work = replace(work, rendezvous=rendezvous)
+        hosts.begin(work)
+        self._local.start(work)
+
+    def write(self, message: bytes) -> None:
+        """As `RankLines`."""
+        self._check()
+        with whole(self.end):
+            self._hosts.tell(Order(message))
+            self._local.write(message)
+
+    def receive(self, seconds: float | None = None) -> None:
+        """As `RankLines`."""
+        self._check()
+        with whole(self.end):
+            has_news = self._hosts.take()  # the router's descriptor only tells of what comes after one has looked
+        if self._hosts.wait(0 if has_news or self.frames else seconds):
+            self._check()
+            self._local.receive(0)
+            with whole(self.end):
+                self._hosts.take()
+        self._check()
+
+    def end(self, why: str) -> None:
+        """As `RankLines`."""
+        self._hosts.end(why)
+
+    def kill(self) -> None:
+        """As `RankLines`."""
+        self._hosts.kill()
+
+    def close(self) -> None:
+        """As `RankLines`."""
+        self._finalizer()
+
+    def _check(self) -> None:
+        self._hosts.check()

@@ -1,0 +1,94 @@
+"""What a rank did in a step, for a trace: when it computed, what it exchanged, and how long it waited for that.
+
+Times are of `time.perf_counter`, which on Linux is one clock for all processes of a machine, and the trace's own. On a
+CPU a step is over when `end` is called. A GPU works on its own: a step ends when the host learns of it, and what lies
+before is measured on the device, by events. What a CUDA graph does inside has none: of a step with a graph that
+exchanges anything it is known what was sent, and not how long that took.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from teachllm.distributed.group import Counts, Traffic
+from teachllm.distributed.layout import Place
+from teachllm.worker.executor import PendingOutput
+from teachllm.worker.launched_step import PendingStep
+
+
+class RankWatch:
+    """Watches the steps of this process.
+
+    Args:
+        place: the rank's own.
+        traffic: of all its groups.
+        device: that computes.
+    """
+
+    def __init__(self, place: Place, traffic: Traffic, device: torch.device) -> None:
+        self._place, self._traffic = place, traffic
+        self._began = 0.0
+        traffic.spans = []
+        if device.type == "cuda":
+            traffic.moment = _moment_on_device
+
+    def begin(self) -> None:
+        """From now on all is of a step."""
+        self._take()
+        self._began = time.perf_counter()
+
+    def end(self, pending: PendingOutput) -> WatchedStep:
+        """The step has been computed, or on a GPU launched."""
+        end, device = time.perf_counter(), pending if isinstance(pending, PendingStep) else None
+        return WatchedStep(self._place, self._began, end, *self._take(), device)
+
+    def _take(self) -> tuple[Counts, list[tuple[str, Any, Any]]]:
+        """What was exchanged, from now on nothing."""
+        spans, self._traffic.spans = self._traffic.spans or [], []
+        return self._traffic.take(), spans
+
+
+class WatchedStep:
+    """A step that a rank has computed, or that a device still works on.
+
+    Args:
+        device: what waits for it; None: it is over.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        begin: float,
+        end: float,
+        sent: Counts,
+        spans: list[tuple[str, Any, Any]],
+        device: PendingStep | None,
+    ) -> None:
+        self._place, self._begin, self._end = place, begin, end
+        self._sent, self._spans, self._device = sent, spans, device
+
+    def result(self) -> dict[str, Any]:
+        """Waits for the device; then what docs/trace.md says of a rank."""
+        begin, end, device = self._begin, self._end, self._device
+        if device is not None:
+            seconds, end = device.seconds() or 0.0, time.perf_counter()
+            begin = end - seconds
+        told: dict[str, Any] = {"stage": self._place.stage, "begin": begin, "end": end, "sent": self._sent}
+        if self._place.layout.replicas > 1:
+            told["replica"] = self._place.replica
+        if len(self._spans) == sum(calls for calls, _ in self._sent.values()):  # no graph has exchanged anything
+            told["exchanges"] = []
+            for operation, *moments in self._spans:
+                at, until = (each - begin if device is None else device.seconds_until(each) for each in moments)
+                told["exchanges"].append([operation, round(at, 7), round(until - at, 7)])
+        return told
+
+
+def _moment_on_device() -> torch.cuda.Event:
+    """When the device comes to what is launched next."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

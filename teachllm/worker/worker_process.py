@@ -1,0 +1,236 @@
+"""A worker in a process of its own: reads plans from the ring, says what came of them.
+
+    the engine's process                           this one, as many as there are ranks
+
+    plans, calls     ── ring ──▶          execute, execute ...      (this thread)
+    outputs          ◀── pipe ──          wait for a result, tell   (another one, so that a GPU never waits for a plan)
+
+Standard input first holds what to load; after that it is the sign of life of the parent. The other end of all this is
+`multiprocess.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import struct
+import threading
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.memory import NotEnoughMemoryError
+from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.distributed.group import CollectiveError
+from teachllm.distributed.layout import Layout
+from teachllm.distributed.plan_codec import decode_plan, encode_output
+from teachllm.distributed.rendezvous import Rendezvous
+from teachllm.distributed.ring import RingEnd, RingReader
+from teachllm.spec_decode.step_times import Prior
+from teachllm.worker.agreement import facts_of
+from teachllm.worker.answers import Answers, Kind
+from teachllm.worker.child import end_with_the_parent
+from teachllm.worker.executor import PendingOutput
+from teachllm.worker.rank_watch import WatchedStep
+from teachllm.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+LENGTH = struct.Struct("=q")  # of what standard input begins with
+ORDER = struct.Struct("=?q")  # how a message of the ring begins: whether it is a plan (else a call), and its number
+
+
+class Start(NamedTuple):
+    """What a process is told to begin with.
+
+    Attributes:
+        config: settings; `device` is the rank's own.
+        layout: of the ranks, as `Layout`.
+        place: its rank, and its replica where several share experts.
+        answers: descriptor of the pipe back.
+    """
+
+    config: dict[str, Any]
+    layout: tuple[int, int, bool, int]
+    place: tuple[int, int]
+    rendezvous: tuple[str, int, int | None] | None
+    ring: tuple[int, ...]
+    answers: int
+    times_steps: bool
+
+
+class _Raised:
+    """In place of an output."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> Any:
+        raise self._error
+
+
+class WorkerProcess:
+    """A worker, the ring that it reads and the pipe that it answers in."""
+
+    def __init__(self, worker: Worker, config: EngineConfig, ring: RingReader, answers: Answers) -> None:
+        self._worker, self._config, self._ring, self._answers = worker, config, ring, answers
+        self._results: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self._telling = threading.Thread(target=self._tell, name="answers", daemon=True)
+        self._has_failed = False
+
+    def run(self) -> None:
+        """Until the ring ends. What was sampled elsewhere must be learned: a failure in that ends the process."""
+        self._telling.start()
+        while (message := self._ring.read()) is not None:
+            is_plan, number = ORDER.unpack_from(message)
+            content = message[ORDER.size :]
+            result: Any
+            if is_plan:
+                plan, told = decode_plan(content)
+                self._worker.learn(told)
+                result = self._execute(plan)
+            else:
+                result = self._answer(*json.loads(content))
+            if result is not None:  # as it is at ranks that do not speak
+                self._results.put((number, result))
+            if is_plan and (watched := self._worker.take_watched()) is not None:
+                self._results.put((number, watched))
+        self._results.put(None)
+        self._telling.join()
+
+    def _execute(self, plan: SchedulerOutput) -> PendingOutput | None:
+        """What was planned while a step failed rests on it: nothing is computed until all ranks have met again."""
+        if self._has_failed:
+            return _Raised(RuntimeError("not computed, since a step before it failed"))
+        try:
+            return self._worker.execute(plan)
+        except Exception as error:
+            _log("a step failed", error)
+            self._has_failed = True
+            return _Raised(error)
+
+    def _answer(self, name: str, *arguments: Any) -> Any:
+        """To what is asked for beside plans; every rank does."""
+        if name == "meet":
+            self._worker.wait()
+            self._has_failed = False
+            return {}  # that all before it is over is the answer
+        assert name == "record_ahead"
+        try:
+            prior = self._worker.record_ahead(*arguments)
+        except Exception as error:
+            return _Raised(error)
+        return {} if prior is None else table_of(prior, self._config.max_num_seqs or 1, len(arguments[0]))
+
+    def _tell(self) -> None:
+        if self._config.device.startswith("cuda"):
+            torch.cuda.set_device(torch.device(self._config.device))  # which one is current is each thread's own
+        with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+            while (item := self._results.get()) is not None:
+                number, result = item
+                try:
+                    if isinstance(result, dict):
+                        self._answers.say(Kind.RESULT, result, number)
+                    elif isinstance(result, WatchedStep):
+                        self._answers.say(Kind.WATCHED, result.result(), number)
+                    else:
+                        self._answers.say(Kind.OUTPUT, _encoded(result), number)
+                except BrokenPipeError:
+                    raise
+                except Exception as error:
+                    self._answers.say(Kind.FAILED, one_line(error), number)
+
+
+def _encoded(pending: PendingOutput) -> bytes:
+    return encode_output(pending.result())
+
+
+def table_of(prior: Prior, max_num_seqs: int, num_levels: int) -> dict[str, Any]:
+    """A prior as numbers: a function cannot cross."""
+    ratios = [[prior.ratio(count, level) for level in range(num_levels)] for count in range(1, max_num_seqs + 1)]
+    return {"ratios": ratios, "per_token_behind": prior.per_token_behind}
+
+
+def prior_of(table: dict[str, Any]) -> Prior | None:
+    """The prior of a table; None: there was none."""
+    if not table:
+        return None
+    ratios = table["ratios"]
+    return Prior(lambda count, level: ratios[min(max(count, 1), len(ratios)) - 1][level], table["per_token_behind"])
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def main() -> None:
+    """Loads what standard input says, then works until the ring ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    start = Start(*json.loads(_read_start()))
+    end_with_the_parent()
+    config = EngineConfig(**start.config)
+    answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring))
+    with contextlib.suppress(BrokenPipeError):
+        worker = _load(start, config, answers)
+        if worker is None:
+            ring.read()  # to be told to end: the reason must not be taken for the end of a process
+            return
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no collection has to look at it again
+        answers.say(Kind.READY, worker.num_blocks)
+        WorkerProcess(worker, config, ring, answers).run()
+        worker.close()
+
+
+def _load(start: Start, config: EngineConfig, answers: Answers) -> Worker | None:
+    """The worker; None: it was refused, or loading failed, and that was said."""
+    answers.say(Kind.FACTS, facts_of(config))
+    rendezvous = None if start.rendezvous is None else Rendezvous(*start.rendezvous)
+    try:
+        return Worker(
+            config,
+            Layout(*start.layout).place(*start.place),
+            rendezvous,
+            lambda num_bytes, total: answers.say(Kind.LOADING, [num_bytes, total]),
+            times_steps=start.times_steps,
+        )
+    except ValueError as error:
+        table = error.table if isinstance(error, NotEnoughMemoryError) else None
+        answers.say(Kind.REFUSED, [str(error), False, table])
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        _log("loading failed", error)
+        answers.say(Kind.REFUSED, [one_line(error), True, None])
+    return None
+
+
+def _log(what: str, error: Exception) -> None:
+    """With its traceback, unless the ranks could not exchange something: as a rule another one has ended, and the cause
+    is not here. What was to be exchanged is told, as every failure."""
+    log.log(logging.DEBUG if isinstance(error, CollectiveError) else logging.ERROR, what, exc_info=error)
+
+
+def _read_start() -> bytes:
+    (length,) = LENGTH.unpack(_read(LENGTH.size))
+    return _read(length)
+
+
+def _read(num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        more = os.read(0, num_bytes - len(data))
+        if not more:
+            raise SystemExit(1)  # the parent has ended
+        data += more
+    return data
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Runs a function on ranks that are processes, each with a group over gloo; they may compute on one GPU, too. Or each
+has a GPU of its own, and groups are NCCL's."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import TCPStore
+
+from teachllm.distributed.connect import connected
+from teachllm.distributed.group import CollectiveError, Group
+from teachllm.distributed.layout import Layout
+from teachllm.distributed.ranks import Ranks
+from teachllm.distributed.rendezvous import Rendezvous
+from teachllm_kernels.one_shot_sum import NUM_SLOTS
+
+T = TypeVar("T")
+
+
+class ThroughHost:
+    """As a group of CPUs, for tensors of a GPU: NCCL wants one for each rank, this does not."""
+
+    in_graphs = False
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.rank, self.size, self.traffic = group, group.rank, group.size, group.traffic
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._group.all_reduce(x.cpu()))
+
+    def unsummed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x)
+
+    def open_mailbox(self, *of_rows: Any) -> None:
+        pass
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.all_gather(x.cpu()).to(x.device)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.reduce_scatter(x.cpu()).to(x.device)
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        return self._group.all_to_all(x.cpu(), sends, receives).to(x.device)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        return x.copy_(self._group.broadcast(x.cpu(), source))
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        self._group.send(x.cpu(), to)
+
+    def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        return x.copy_(self._group.recv(x.cpu(), source))
+
+
+def through_host(ranks: Ranks) -> Ranks:
+    """With groups that take tensors of a GPU."""
+    groups = (ranks.tensor, ranks.world, ranks.experts)
+    return Ranks(ranks.place, *(ThroughHost(group) if group.size > 1 else group for group in groups))
+
+
+def boxes_in(folder: Path, num_ranks: int, num_rows: int, size: int) -> list[torch.Tensor]:
+    """Of a `Mailbox` of each rank, in files that all map; empty where there were none."""
+    shape = (NUM_SLOTS, num_ranks, num_rows, size)
+    boxes = []
+    for rank in range(num_ranks):
+        file = folder / f"box-{rank}"
+        is_new = not file.exists()
+        boxes.append(torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=torch.float32).view(shape))
+        if is_new:
+            boxes[-1].fill_(-0.0)
+    return boxes
+
+
+def _run(work: Callable[[Ranks], T], layout: Layout, number: int, port: int, timeout_s: float, on_gpus: bool) -> T:
+    torch.set_num_threads(1)
+    rendezvous, device = Rendezvous("127.0.0.1", port), torch.device(f"cuda:{number}" if on_gpus else "cpu")
+    replica, rank = divmod(number, layout.num_ranks)
+    with connected(layout.place(rank, replica), rendezvous, device, timeout_s=timeout_s) as ranks:
+        return work(ranks)
+
+
+def on_processes(layout: Layout, work: Callable[[Ranks], T], timeout_s: float = 60.0, on_gpus: bool = False) -> list[T]:
+    """What `work`, a function of a module, returns for every rank; replica by replica.
+
+    Args:
+        on_gpus: each has a GPU of its own, and groups are NCCL's.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(layout.num_connected, context) as pool:
+        numbers = range(layout.num_connected)
+        done = [pool.submit(_run, work, layout, number, store.port, timeout_s, on_gpus) for number in numbers]
+        failed = [each.exception() for each in done]
+    for error in sorted(filter(None, failed), key=lambda error: isinstance(error, CollectiveError)):
+        raise error  # the first that is not for another's sake
+    return [each.result() for each in done]

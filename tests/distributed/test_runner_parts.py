@@ -1,0 +1,265 @@
+"""Runners of several ranks, given the same plans, sample what one alone does."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from teachllm import SamplingParams
+from teachllm.config import EngineConfig
+from teachllm.core.request import Request
+from teachllm.core.scheduler import Scheduler
+from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
+from teachllm.distributed.group import ProcessGroup
+from teachllm.distributed.layout import Layout
+from teachllm.distributed.ranks import Ranks
+from teachllm.distributed.slices import spread
+from teachllm.distributed.step_bytes import Counts, expected_rows, step_bytes
+from teachllm.models import moe as models_moe
+from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.sharing import model_of_rank
+from teachllm.sampling.shared_filters import num_told
+from teachllm.sampling.shared_vocabulary import Columns
+from teachllm.worker.gpu_model_runner import GPUModelRunner
+from teachllm.worker.launched_step import PendingStep
+from teachllm.worker.model_runner import ModelRunner
+from teachllm_kernels.one_shot_sum import Mailbox
+from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
+from tests.distributed.processes import boxes_in, on_processes, through_host
+from tests.distributed.threads import on_ranks
+from tests.worker.interpreted_gpu import InterpretedRunner, interpret
+
+NUM_BOX_ROWS, HIDDEN_SIZE = 8, 64  # some steps have more tokens
+LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 3), Layout(4, 1)]
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.9, "seed": 3},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 5},
+    "nucleus": {"temperature": 0.8, "top_p": 0.9, "seed": 6},
+    "penalties and logprobs": {"temperature": 0.7, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1},
+}
+
+
+def work(
+    ranks: Ranks,
+    folder: str,
+    params: dict[str, Any],
+    counts_bytes: bool = False,
+    make_runner: Callable[..., Any] = ModelRunner,
+    device: str = "cpu",
+) -> dict[str, list[int]]:
+    """One rank's tokens of some requests, for which there are too few blocks. It has a scheduler of its own: told what
+    the last stage sampled, all make the same plans, as if one had made them for all.
+
+    Args:
+        counts_bytes: what every step sends is looked at.
+        make_runner: for `device`.
+    """
+    limits = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    of_device = {"device": device, "block_size": 4 if device == "cpu" else 16, "async_scheduling": False}
+    config = EngineConfig(model=folder, **of_device, **limits)
+    model = load_model_config(config, device)
+    config, layout = config.resolve(model.max_model_len), ranks.place.layout
+    runner = make_runner(config, model, torch.device(device), ranks=ranks)
+    scheduler = Scheduler(config, runner.memory.num_blocks, b"")
+    draw = random.Random(1)
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(3, 30))],
+            sampling_params=SamplingParams(max_tokens=12, ignore_eos=True, **params),
+            eos_token_ids=frozenset(),
+            arrival_time=0.0,
+        )
+        for i in range(6)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    flying: deque[tuple[SchedulerOutput, Any]] = deque()
+    while scheduler.has_unfinished or flying:
+        plan = scheduler.schedule()
+        if plan.scheduled:
+            ranks.world.traffic.take()
+            output = runner.sample(runner.execute(plan))
+            flying.append((plan, output.result() if isinstance(output, PendingStep) else output))
+            if counts_bytes:
+                counted, expected = ranks.world.traffic.take(), predicted(ranks, model, plan, requests[0])
+                assert counted == expected, f"rank {ranks.place.rank} sent {counted}, predicted were {expected}"
+        if len(flying) >= layout.pipeline or not plan.scheduled:
+            oldest, output = flying.popleft()
+            told = torch.tensor([ids[0] if ids else -1 for ids in output.sampled_token_ids])
+            ranks.world.broadcast(told, layout.stage(layout.pipeline - 1)[0])
+            output.sampled_token_ids = [[i] if i >= 0 else [] for i in told.tolist()]
+            if not ranks.place.is_last_stage:
+                runner.learn(oldest.step, output.sampled_token_ids)
+            scheduler.update(oldest, output)
+    return {request.request_id: list(request.token_ids) for request in requests}
+
+
+def serve_or_run(ranks: Ranks, folder: str, num_tokens: Sequence[int]) -> list[tuple[Counts, Counts]]:
+    """Steps of replicas that share experts, each with tokens of its own, or none.
+
+    Returns:
+        What this rank sent in each step: counted, and predicted by where the router sent rows. How many a rank gets is
+        known to the others, who tell.
+    """
+    config = EngineConfig(model=folder, block_size=4, num_gpu_blocks_override=24, max_num_seqs=4)
+    model = load_model_config(config)
+    config = config.resolve(model.max_model_len)
+    runner = ModelRunner(config, model, torch.device("cpu"), ranks=ranks)
+    moe = runner.model.experts
+    holders = spread(moe.num_experts, ranks.experts.size)
+    num_own = num_tokens[ranks.place.replica]
+    found = []
+    for step in range(3):
+        chosen: list[torch.Tensor] = []
+        routed = models_moe.route
+
+        def route(*args: Any, chosen: list[torch.Tensor] = chosen, routed: Any = routed) -> Any:
+            routes = routed(*args)
+            chosen.append(routes.experts)
+            return routes
+
+        ranks.world.traffic.take()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models_moe, "route", route)
+            if num_own:
+                ids = [(7 * step + 3 * i + ranks.place.replica) % VOCAB_SIZE for i in range(num_own)]
+                row = NewRow(ids, num_own, SamplingParams(temperature=0.0), 0, 1, frozenset())
+                share = ScheduledRequest(str(step), 0, num_own, [], True, 0, [*range(-(-num_own // 4))], row)
+                runner.sample(runner.execute(SchedulerOutput(step, [share], [str(step - 1)] if step else [])))
+            else:
+                runner.serve()
+        counted = ranks.world.traffic.take()
+        twins, each = ranks.tensor, -(-num_own // ranks.tensor.size)
+        rows = []
+        for experts in chosen:
+            dispatched = experts[twins.rank * each : (twins.rank + 1) * each].tolist()
+            goes = [sum(bool(set(token) & set(held)) for token in dispatched) for held in holders]
+            comes = ranks.experts.all_gather(torch.tensor(goes))[:, ranks.experts.rank].tolist()
+            rows.append((sum(goes) - goes[ranks.experts.rank], sum(comes) - comes[ranks.experts.rank]))
+        sizes = (model_of_rank(model, ranks.place).num_layers, model.hidden_size, 4, num_own, int(num_own > 0))
+        found.append((counted, step_bytes(ranks.place, *sizes, top_k=moe.top_k, rows=rows)))
+    return found
+
+
+def predicted(ranks: Ranks, model: ModelConfig, plan: SchedulerOutput, request: Request) -> Counts:
+    """Of a plan for requests that are all like this one."""
+    num_layers = model_of_rank(model, ranks.place).num_layers
+    num_sampled = sum(share.samples for share in plan.scheduled)
+    sampled = [num_sampled]
+    if request.sampling_params.top_k > 0:
+        sampled += [num_sampled, num_told(request.sampling_params.top_k, Columns(model.vocab_size, ranks.tensor))]
+    return step_bytes(ranks.place, num_layers, model.hidden_size, 4, plan.num_tokens, *sampled)
+
+
+def generate(folder: str, layout: Layout, params: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """By every rank."""
+    return on_ranks(layout, partial(work, folder=folder, params=params))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_checkpoint("llama_yarn", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", PARAMS)
+def test_ranks_sample_what_one_alone_does(folder: str, layout: Layout, kind: str) -> None:
+    [expected] = generate(folder, Layout(), PARAMS[kind])
+    assert all(found == expected for found in generate(folder, layout, PARAMS[kind]))
+    assert len(set(expected["0"])) > 8
+
+
+@pytest.mark.parametrize("kind", ["greedy", "random", "filtered"])
+def test_processes_send_the_bytes_that_were_predicted(folder: str, kind: str) -> None:
+    [expected] = generate(folder, Layout(), PARAMS[kind])
+    counted = partial(work, folder=folder, params=PARAMS[kind], counts_bytes=True)
+    assert on_processes(Layout(2, 2), counted) == [expected] * 4
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_nobody_samples_a_row_of_no_token(kind: str, tmp_path: Path) -> None:
+    config = build_config("llama_yarn")
+    config.vocab_size = VOCAB_SIZE + 5
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    [expected] = generate(str(tmp_path), Layout(), PARAMS[kind])
+    assert all(found == expected for found in generate(str(tmp_path), Layout(4, 1), PARAMS[kind]))
+
+
+@pytest.mark.parametrize("num_tokens", [(9, 14), (0, 5)], ids=["both have tokens", "one is idle"])
+@pytest.mark.parametrize("layout", [Layout(1, 1, True, 2), Layout(2, 1, True, 2)], ids=["dp=2", "dp=2 x tp=2"])
+def test_replicas_that_share_experts_send_the_bytes_that_were_predicted(
+    layout: Layout, num_tokens: tuple[int, int], tmp_path: Path
+) -> None:
+    work = partial(serve_or_run, folder=make_checkpoint("qwen3_moe", tmp_path), num_tokens=num_tokens)
+    of_ranks = on_processes(layout, work)
+    for number, steps in enumerate(of_ranks):
+        for counted, expected in steps:
+            assert counted == expected, f"rank {number}"
+    assert any(counted["all_to_all"][1] > 0 for steps in of_ranks for counted, _ in steps)
+
+
+def test_rows_that_travel_are_about_as_many_as_a_fair_router_sends() -> None:
+    draw = random.Random(0)
+    for num_experts, top_k, num_ranks in ((8, 2, 2), (128, 8, 4), (6, 6, 3)):
+        held = spread(num_experts, num_ranks)
+        tokens = [set(draw.sample(range(num_experts), top_k)) for _ in range(4000)]
+        sent = sum(bool(token & set(each)) for token in tokens for each in held[1:])
+        assert expected_rows(4000, num_experts, top_k, num_ranks) == pytest.approx(sent, rel=0.03)
+
+
+def as_on_a_gpu(ranks: Ranks, **more: Any) -> dict[str, list[int]]:
+    """As `work`, by a GPU's runner."""
+    if torch.cuda.is_available():
+        return work(through_host(ranks), make_runner=GPUModelRunner, device="cuda", **more)
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        return work(ranks, make_runner=InterpretedRunner, **more)
+
+
+def through_memory(ranks: Ranks, boxes: Path, **more: Any) -> dict[str, list[int]]:
+    """As `work`, by a GPU's runner, interpreted, whose ranks write small sums' parts into each other's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        assert isinstance(ranks.tensor, ProcessGroup)
+        ranks.tensor._mailbox = Mailbox(ranks.tensor.rank, boxes_in(boxes, 2, NUM_BOX_ROWS, HIDDEN_SIZE))
+        return work(ranks, make_runner=InterpretedRunner, **more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2), Layout(2, 2)], ids=str)
+@pytest.mark.parametrize("kind", PARAMS)
+def test_ranks_on_gpus_sample_what_one_alone_does(folder: str, layout: Layout, kind: str) -> None:
+    assert torch.cuda.is_available()
+    on_a_gpu = partial(as_on_a_gpu, folder=folder, params=PARAMS[kind])
+    [expected] = on_processes(Layout(), on_a_gpu)
+    assert on_processes(layout, on_a_gpu) == [expected] * layout.num_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs there")
+def test_interpreted_stages_sample_what_one_alone_does(folder: str) -> None:
+    [expected] = generate(folder, Layout(), PARAMS["penalties and logprobs"])
+    interpreted = partial(as_on_a_gpu, folder=folder, params=PARAMS["penalties and logprobs"])
+    assert on_processes(Layout(1, 2), interpreted) == [expected] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there, memory is shared by `open_mailbox`")
+def test_interpreted_ranks_that_write_to_each_other_sample_what_one_alone_does(folder: str, tmp_path: Path) -> None:
+    [expected] = generate(folder, Layout(), PARAMS["random"])
+    boxes = boxes_in(tmp_path, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
+    through = partial(through_memory, folder=folder, boxes=tmp_path, params=PARAMS["random"])
+    assert on_processes(Layout(2, 1), through) == [expected] * 2
+    for rank, box in enumerate(boxes):  # the other one's last sums are there
+        assert (box[:, 1 - rank] != 0).any() and (box[:, rank] == 0).all()

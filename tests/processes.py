@@ -1,0 +1,50 @@
+"""Who runs, and what they hold, as /proc tells it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+RING = "memfd:teachllm ring"  # memory that ranks share: it has no file, and lasts as long as anybody maps it
+
+
+def children(pid: int) -> list[int]:
+    """Processes that one has started and not collected yet, in the order in which they came."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that one has started, and those that these have."""
+    found = set(children(pid))
+    return found.union(*map(descendants, found))
+
+
+def is_gone(pid: int) -> bool:
+    """One that has ended, and that nobody has asked about, is."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def named_memory(pids: Iterable[int]) -> set[Path]:
+    """Files of shared memory that any of them has mapped: such a file outlives who forgets it."""
+    return {Path(line[line.index("/dev/shm/") :]) for line in _maps(pids) if "/dev/shm/" in line}
+
+
+def num_rings(*pids: int) -> int:
+    """Rings that they have mapped."""
+    return sum(RING in line for line in _maps(pids))
+
+
+def _maps(pids: Iterable[int]) -> list[str]:
+    lines: list[str] = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines += Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return lines

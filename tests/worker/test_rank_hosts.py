@@ -1,0 +1,119 @@
+"""Ranks on several machines, which here are process trees on one: the same tokens, and every way to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from teachllm import SamplingParams
+from teachllm.distributed.rendezvous import keep_store
+from teachllm.engine.engine import Engine
+from teachllm.worker.errors import EngineDeadError
+from tests.waiting import wait_for
+from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.process_trees import environment, free_port, has_ended, needs_proc, processes_under
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+NAME = socket.gethostname()
+
+
+@contextmanager
+def machine(port: int, *arguments: str, secret: str = "sesame") -> Iterator[subprocess.Popen[str]]:
+    """As a user starts it."""
+    command = [sys.executable, "-m", "teachllm_cli", "worker", "--join", f"tcp://127.0.0.1:{port}", *arguments]
+    known = environment(TEACHLLM_SECRET=secret)
+    with subprocess.Popen(command, env=known, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def run(engine: Engine) -> list[list[list[int]]]:
+    outputs = [engine.add_request(str(i), random_ids(9 + 8 * i, seed=i), GREEDY) for i in range(3)]
+    drain(engine)
+    return [tokens(output) for output in outputs]
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHLLM_SECRET", "sesame")
+
+
+def two_machines(port: int, **settings: Any) -> Engine:
+    return make_engine(nnodes=2, master_port=port, **settings)
+
+
+def test_two_machines_give_what_one_process_gives_and_end_with_the_engine() -> None:
+    keep_store("127.0.0.1", 1.0)  # what PyTorch opens with the first one it keeps open
+    expected, port, before = run(make_engine()), free_port(), len(os.listdir("/dev/fd"))
+    with machine(port) as there:
+        with closing(two_machines(port, pipeline_parallel_size=2)) as engine:
+            assert run(engine) == expected  # which the other machine says
+        assert there.wait(5) == 0 and there.stderr is not None
+        said = there.stderr.read()
+        assert f"joining the engine at tcp://127.0.0.1:{port}\n" in said and "ranks here: 1\n" in said
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@needs_proc
+@pytest.mark.parametrize("whose", ["there", "here"])
+def test_a_rank_that_is_killed_ends_all_on_both_machines_within_seconds(whose: str) -> None:
+    port = free_port()
+    with machine(port) as there, closing(two_machines(port, tensor_parallel_size=2)) as engine:
+        engine.add_request("a", random_ids(9), LONG)
+        for _ in range(5):
+            engine.step()
+        [rank], [own] = processes_under(there.pid), engine.core.executor._ranks._local.processes  # type: ignore[attr-defined]
+        killed = time.monotonic()
+        if whose == "there":
+            os.kill(rank, signal.SIGKILL)
+            why = f"on {NAME} the process of rank 1 has ended with SIGKILL"
+            with pytest.raises(EngineDeadError, match=f"^{why}$"):
+                drain(engine)
+        else:  # nobody steps
+            own.kill()
+            why = "the process of rank 0 has ended with SIGKILL"
+        assert there.wait(5) == 1 and there.stderr is not None
+        wait_for(lambda: has_ended(rank) and has_ended(own.pid), 5)
+        assert time.monotonic() - killed < 5
+        assert there.stderr.read().endswith(f"error: {why.removeprefix(f'on {NAME} ')}\n")
+        with pytest.raises(EngineDeadError, match=f"^{why}$"):
+            engine.step()
+
+
+_PARENT = """
+from teachllm.engine.engine import Engine
+from teachllm.config import EngineConfig
+engine = Engine(EngineConfig(**{settings!r}))
+print("ready", flush=True)
+engine.add_request("a", [1, 2, 3])
+while True:
+    engine.step()
+"""
+
+
+@needs_proc
+def test_a_machine_ends_when_the_engine_is_killed() -> None:
+    port = free_port()
+    settings = tiny(tensor_parallel_size=2, nnodes=2, master_port=port)
+    command = [sys.executable, "-c", _PARENT.replace("{settings!r}", repr(settings))]
+    with machine(port) as there:
+        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as engine:
+            assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
+            pids = [*processes_under(engine.pid), *processes_under(there.pid)]
+            assert len(pids) == 2
+            engine.kill()
+        assert there.wait(5) == 1 and there.stderr is not None
+        assert there.stderr.read().endswith(f"error: the engine at tcp://127.0.0.1:{port} has gone\n")
+    wait_for(lambda: all(map(has_ended, pids)), 5)
