@@ -28,7 +28,7 @@ from h200 import (  # noqa: E402
     script_parser,
     write_shape,
 )
-from h200_table import best_of, is_reached  # noqa: E402
+from h200_table import best_of, is_rate, is_reached  # noqa: E402
 
 from teachllm.bench.workloads import WORKLOADS  # noqa: E402
 from teachllm.engine.ceilings import device_name  # noqa: E402
@@ -42,12 +42,14 @@ class Way:
         workloads: that it is meant for.
         peer: the name of vLLM's figures by the same way in peers.json.
         to_reach: goals of this project, by shapes, workload and figure; None: those of peers.json.
+        allowed: by workload, how many times the tokens/s of the way "one" the bytes to be read allow, where counted.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     workloads: Sequence[str] = ("single", "batch64", "mixed")
     peer: str = ""
     to_reach: Mapping[str, Mapping[str, Mapping[str, float]]] | None = field(default_factory=dict)
+    allowed: Mapping[str, float] = field(default_factory=dict)
 
 
 def run(
@@ -79,7 +81,7 @@ def run(
         for name in options.ways:
             way = ways[name]
             cells[name] = measured(model, way, options.workloads or way.workloads, options.quick)
-            show(model, name, way, cells[name])
+            show(model, name, way, cells[name], cells.get("one"))
             if options.output:
                 options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     every = [figures for way in found["workloads"].values() for cells in way.values() for figures in cells.values()]
@@ -98,7 +100,14 @@ def measured(model: str, way: Way, workloads: Sequence[str], is_quick: bool) -> 
     return results
 
 
-def show(model: str, name: str, way: Way, workloads: dict[str, dict[str, Any]]) -> None:
+def show(
+    model: str,
+    name: str,
+    way: Way,
+    workloads: dict[str, dict[str, Any]],
+    one: dict[str, dict[str, Any]] | None,
+) -> None:
+    """Prints a way's figures, how they compare to those of the way "one" if there are any, and what they are to be."""
     for workload, figures in workloads.items():
         for figure, ours in figures.items():
             line = f"{model} {name:<7} {workload} {figure}: "
@@ -112,6 +121,13 @@ def show(model: str, name: str, way: Way, workloads: dict[str, dict[str, Any]]) 
                 target = way.to_reach.get(model, {}).get(workload, {}).get(figure)
             theirs = best_of(peers.get(way.peer), figure)
             line += f"{ours:,.4g}"
+            of_one = (one or {}).get(workload, {}).get(figure)
+            if of_one is not None and name != "one":
+                ratio = ours / of_one if is_rate(figure) else of_one / ours
+                line += f" ({ratio:.2f} times as good as one"
+                if figure == "tok_s" and workload in way.allowed:
+                    line += f", the bytes allow {way.allowed[workload]}"
+                line += ")"
             if target is not None:
                 line += f", to reach {target:,.4g}: {'yes' if is_reached(ours, target, figure) else 'NO'}"
             print(line + ("" if theirs is None else f", vLLM {theirs:,.4g}"), flush=True)

@@ -61,7 +61,7 @@ FLOORS = {
     "teachllm_kernels": ("teachllm_kernels",),
     "teachllm_cli": (
         *("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making"),
-        *("teachllm.worker.host", "teachllm.worker.torchrun", *FROM_ABOVE),
+        *("teachllm.worker.processes.host", "teachllm.worker.processes.torchrun", *FROM_ABOVE),
     ),
     "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),
 }
@@ -83,7 +83,7 @@ OUTSIDE = {
         for name in ("core_client", "core_link", "core_process", "messages")
     },
     **{
-        f"teachllm.worker.{name}": {"torch", "zmq", "msgspec"}
+        f"teachllm.worker.processes.{name}": {"torch", "zmq", "msgspec"}
         for name in ("host", "host_lines", "host_messages", "host_plan", "host_socket", "rank_hosts", "ray_ranks")
     },
 }

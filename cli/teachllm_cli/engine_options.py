@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from teachllm.config import EngineConfig
-from teachllm.worker.torchrun import works_for_process_0
+from teachllm.worker.processes.torchrun import works_for_process_0
 from teachllm_cli.errors import one_line_errors
 
 # `seed` is a flag of the request, which fixes its noise whatever else runs; commands print text, so they need

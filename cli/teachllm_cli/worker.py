@@ -28,7 +28,7 @@ def worker(
     """
     with one_line_errors(debug):
         try:
-            from teachllm.worker.host import join
+            from teachllm.worker.processes.host import join
         except ModuleNotFoundError as error:
             raise ImportError(f"ranks on other machines need {error.name}: pip install 'teachllm[serve]'") from None
         secret = os.environ.get("TEACHLLM_SECRET")

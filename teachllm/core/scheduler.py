@@ -129,10 +129,12 @@ class Scheduler:
 
     def _schedule_running(self, plan: SchedulerOutput) -> None:
         chosen: Chosen = {}
-        ready = [request for request in self.running if self._can_compute(request)]
+        decodes = [request for request in self.running if request.gap <= 1]
+        prompts = [request for request in self.running if request.gap > 1]
         # Decodes first. A pipeline's plans share them out: all in one would leave nothing for the other stages.
-        share = -(-sum(request.gap <= 1 for request in self.running) // self.config.pipeline_parallel_size)
-        for request in [r for r in ready if r.gap <= 1][:share] + [r for r in ready if r.gap > 1]:
+        share = -(-len(decodes) // self.config.pipeline_parallel_size)
+        ready = list(filter(self._can_compute, decodes))[:share]
+        for request in [*ready, *filter(self._can_compute, prompts)]:
             num_tokens = self._chunk(request.gap)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue  # no budget left for it, or a request before it took its blocks
@@ -150,8 +152,7 @@ class Scheduler:
             if self.kv.pinned or not self.config.enable_kv_cache:
                 return None  # blocks come back when a plan in flight (or, without a cache, this one) retires
             victim = max(self.running, key=self.policy.key)
-            if victim in chosen:
-                self._budget += chosen.pop(victim)[0]
+            self._budget += chosen.pop(victim, (0, []))[0]
             self._preempt(victim)
             if victim is request:
                 return None
@@ -220,8 +221,7 @@ class Scheduler:
         request.num_in_flight_tokens += samples
         request.last_step = plan.step
         self.kv.commit_later(request)
-        first_new = len(request.block_ids) - len(new_blocks)
-        row = request.new_row() if new else None
+        first_new, row = len(request.block_ids) - len(new_blocks), request.new_row() if new else None
         plan.scheduled.append(
             ScheduledRequest(request.request_id, start, num_tokens, [], samples, first_new, new_blocks, row)
         )

@@ -8,6 +8,7 @@ Source: PyTorch, "Distributed communication package", https://docs.pytorch.org/d
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -47,6 +48,8 @@ def connected(
         store = dist.TCPStore(host, port, None, keeps_store, limit, wait_for_workers=False, master_listen_fd=listener)
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
+        # What stages send would wait for other operations of their group: it has none once the ranks are there.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group(
             backend,
             store=store,

@@ -58,8 +58,12 @@ def encode_plan(plan: SchedulerOutput, told: Sequence[Told] = ()) -> bytes:
         rows.append(
             [index, row.num_prompt_tokens, row.child_index, row.seed, *words, _plain_params(row.sampling_params)]
         )
+    ints.append(len(told))
+    for step, sampled_token_ids in told:
+        ints += step, len(sampled_token_ids)
+        _put_lists(ints, sampled_token_ids)
     whys = [share.why for share in scheduled]
-    for name, value in (("rows", rows), ("dropped", plan.dropped), ("preempted", plan.preempted), ("told", told)):
+    for name, value in (("rows", rows), ("dropped", plan.dropped), ("preempted", plan.preempted)):
         if value:
             rest[name] = value
     if whys.count(None) < len(whys):
@@ -90,6 +94,12 @@ def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[Told]]:
             tuple(map(tuple, bad_words)),
         )
         at = end
+    told: list[Told] = []
+    num_told, at = ints[at], at + 1
+    for _ in range(num_told):
+        number, length = ints[at : at + 2]
+        sampled_token_ids, at = _get_lists(ints, at + 2, length)
+        told.append((number, sampled_token_ids))
     whys = rest.get("why") or repeat(None)
     each = (
         rest["ids"],
@@ -105,7 +115,7 @@ def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[Told]]:
     )
     scheduled = list(map(ScheduledRequest, *each))
     plan = SchedulerOutput(step, scheduled, rest.get("dropped", []), rest.get("preempted", []))
-    return plan, [(step, ids) for step, ids in rest.get("told", ())]
+    return plan, told
 
 
 def encode_output(output: ModelRunnerOutput) -> bytes:

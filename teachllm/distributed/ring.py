@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
 import struct
 import tempfile
 from typing import NamedTuple
+
+from teachllm.distributed.awake import wait_awake
 
 _HEAD = struct.Struct("=q")  # bytes of the message that are still to come, those of this slot included
 SLOT_BYTES, NUM_SLOTS = 1 << 18, 8  # a step of hundreds of decodes fills a tenth of a slot
@@ -100,16 +103,23 @@ class RingWriter:
 
 
 class RingReader:
-    """A reader's end."""
+    """A reader's end.
 
-    def __init__(self, end: RingEnd) -> None:
-        self._end = end
+    Args:
+        seconds_awake: for how long it waits for a message before it goes to sleep.
+    """
+
+    def __init__(self, end: RingEnd, seconds_awake: float = 0.0) -> None:
+        self._end, self._seconds_awake = end, seconds_awake
+        self._poll = select.poll()
+        self._poll.register(end.filled, select.POLLIN)
         self._map = mmap.mmap(end.memory, end.slot_bytes * end.num_slots)
         self._slot = 0
 
     def read(self) -> bytes | None:
         """Waits for the next message; None: the writer has gone."""
         pieces: list[bytes] = []
+        wait_awake(lambda: self._poll.poll(0), self._seconds_awake)
         while True:
             if not os.read(self._end.filled, 1):
                 return None

@@ -42,8 +42,8 @@ from teachllm.engine.stats import NOTHING, StepStats, together
 from teachllm.engine.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
-from teachllm.worker.child import uninterrupted
 from teachllm.worker.errors import EngineDeadError, FailedStepError
+from teachllm.worker.processes.child import uninterrupted
 
 _SECONDS_TO_END = 4.0
 _LAST_WORDS = 100  # milliseconds that what a process said before it ended may take to be here

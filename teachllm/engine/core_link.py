@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from teachllm.engine.messages import Close, FromCore, Start, ToCore, decode_from_core, encode
-from teachllm.worker.child import how_it_ended, start_child
+from teachllm.worker.processes.child import how_it_ended, start_child
 
 
 class CoreLink:

@@ -51,9 +51,9 @@ from teachllm.engine.messages import (
 )
 from teachllm.engine.replica import replica_config, take_share_of_threads
 from teachllm.models.model_config import ModelConfig
-from teachllm.worker.child import end_with_the_parent
 from teachllm.worker.errors import EngineDeadError
-from teachllm.worker.multiprocess import Peers
+from teachllm.worker.processes.child import end_with_the_parent
+from teachllm.worker.processes.multiprocess import Peers
 
 log = logging.getLogger(__name__)
 _MAX_FAILURES = 5  # a GPU that has gone wrong stays so

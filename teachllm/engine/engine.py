@@ -30,7 +30,7 @@ from teachllm.sampling_params import SamplingParams
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.errors import EngineDeadError as EngineDeadError
 from teachllm.worker.errors import FailedStepError
-from teachllm.worker.torchrun import works_for_process_0
+from teachllm.worker.processes.torchrun import works_for_process_0
 
 if TYPE_CHECKING:
     from teachllm.engine.engine_core import EngineCore

@@ -30,7 +30,7 @@ from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
 from teachllm.worker.gpu_model_runner import GPUModelRunner
 from teachllm.worker.model_runner import ModelRunner
-from teachllm.worker.multiprocess import MultiprocessExecutor, Peers
+from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers
 
 
 def make_core(

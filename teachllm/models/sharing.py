@@ -1,8 +1,8 @@
 """What each rank has of a model: layers by its stage, and of each layer some heads and a part of the widths.
 
-Stages are made by cost, which for decodes is what they read: the last one has the output head as well, so it has fewer
-layers. The vocabulary may be any, its last part is filled up; what else cannot be shared equally is refused before a
-weight is read.
+Stages are made by cost, which for decodes is what they read: weights, and of many requests about as much KV. The last
+one has the output head as well, so it has fewer layers. The vocabulary may be any, its last part is filled up; what
+else cannot be shared equally is refused before a weight is read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
 
 def stage_layers(config: LlamaConfig, num_stages: int) -> list[range]:
     """The layers of each stage, such that the one with the most to read has the least; then the one with the next most,
-    and so on. A layer's cost is what one token meets of it; the last stage has the head, too.
+    and so on. A layer's cost is twice what one token meets of it: a batch that gives all stages work reads about as
+    much KV as weights. The last stage has the head, too.
 
     Raises:
         ModelError: there are more stages than layers.
@@ -69,7 +70,7 @@ def stage_layers(config: LlamaConfig, num_stages: int) -> list[range]:
             f"pipeline_parallel_size={num_stages} is more than the model's {num_layers} layers: set "
             f"pipeline_parallel_size={num_layers} or less"
         )
-    ends = [0, *accumulate(map(config.num_active_of, range(num_layers)))]
+    ends = [0, *accumulate(2 * config.num_active_of(layer) for layer in range(num_layers))]
     head = config.vocab_size * config.hidden_size
 
     @cache

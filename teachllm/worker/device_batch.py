@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from teachllm.sampling.transfers import to_device
 from teachllm.spec_decode.tree import DraftTree, TreeTensors
 from teachllm.speculative_config import MAX_NODES
 from teachllm.worker.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
-from teachllm.worker.rows import OpenedRow, Rows
+from teachllm.worker.rows import Rows
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 from teachllm_kernels.verify_drafts import accept
 
@@ -131,6 +132,22 @@ class _Additions:
     values: list[int] = field(default_factory=list)
 
 
+class _Sampled(NamedTuple):
+    """Of a step whose tokens are sampled elsewhere, [num_seqs] each: who waits for one, and where it belongs.
+
+    Attributes:
+        openings: which of its row's requests each is, as of `Rows.opening`.
+        indices: in its sequence, of the token.
+    """
+
+    rows: np.ndarray
+    openings: np.ndarray
+    indices: np.ndarray
+
+    def of(self, which: np.ndarray) -> _Sampled:
+        return _Sampled(*(column[which] for column in self))
+
+
 class DeviceBatch(Rows):
     """Rows of the requests a GPU is running.
 
@@ -195,8 +212,8 @@ class DeviceBatch(Rows):
         self._header = np.zeros(sum(sizes), dtype=np.int32)  # on the host
         self._header_fields = np.split(self._header, np.cumsum(sizes)[:-1])
         self._added = _Additions()
-        self._awaited: dict[int, list[tuple[OpenedRow, int]]] = {}
-        self._learned: list[tuple[OpenedRow, int, int]] = []
+        self._awaited: dict[int, _Sampled] = {}  # by step
+        self._learned: list[tuple[_Sampled, np.ndarray]] = []  # and the tokens
         self._sent: deque[torch.Tensor] = deque(maxlen=num_steps)
         # Of each sequence that samples one id; or what `accept` tells.
         self.num_fields = 1 if tree is None else 3 + 2 * len(tree.levels)
@@ -264,12 +281,6 @@ class DeviceBatch(Rows):
                 added.places.append(row * table_width + share.first_new_block)
                 added.lens.append(len(share.new_block_ids))
                 added.values += share.new_block_ids
-        for (row, opening), index, token_id in self._learned:
-            if self.opening(row) == opening:  # or it is another request's by now
-                added.places += [self._tokens_place + row * row_width + index, self._known_place + row]
-                added.lens += [1, 1]
-                added.values += [token_id, index + 1]
-        self._learned.clear()
 
     def expect(self, number: int, step: DeviceStep) -> None:
         """A step's tokens will be sampled elsewhere: notes where they belong, for `learn`.
@@ -277,15 +288,27 @@ class DeviceBatch(Rows):
         Args:
             number: of the step's plan.
         """
-        ends = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
-        self._awaited[number] = list(zip(self.opened_rows(step.rows), ends, strict=True))
+        rows = np.asarray(step.rows)
+        self._awaited[number] = _Sampled(rows, self._openings[rows], np.add(step.starts, step.query_lens))
 
     def learn(self, number: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
         """What was sampled elsewhere in a step, of each request at most one token. They cross with the next plan."""
         for failed in [each for each in self._awaited if each < number]:
             del self._awaited[failed]
-        for (row, end), token_ids in zip(self._awaited.pop(number), sampled_token_ids, strict=True):
-            self._learned += [(row, end, token_id) for token_id in token_ids]
+        samples = np.fromiter(map(len, sampled_token_ids), dtype=bool, count=len(sampled_token_ids))
+        token_ids = np.fromiter(chain.from_iterable(sampled_token_ids), dtype=np.int32)
+        self._learned.append((self._awaited.pop(number).of(samples), token_ids))
+
+    def _take_learned(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Where to write what was learned, number by number, and the numbers: tokens, and how many are known then."""
+        places, values = [], []
+        for sampled, token_ids in self._learned:
+            is_there = self._openings[sampled.rows] == sampled.openings  # or the row is another request's by now
+            rows, _, indices = sampled.of(is_there)
+            places += [self._tokens_place + rows * self.token_ids.shape[1] + indices, self._known_place + rows]
+            values += [token_ids[is_there], indices + 1]
+        self._learned.clear()
+        return places, values
 
     def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
         """Writes a step's header, and what it adds to the rows, to the device.
@@ -298,18 +321,20 @@ class DeviceBatch(Rows):
         self._fill_header(step, num_seqs, num_tokens)
         added, header = self._added, self._header
         self._added = _Additions()
-        lens = [*added.lens, len(header)]
-        count = len(lens)
-        packed = self._on_host(2 * count + 1 + sum(lens))
+        learned_places, learned = self._take_learned()
+        places = np.concatenate([np.asarray(added.places, np.int64), *learned_places, [self._header_place]])
+        lens = np.ones_like(places)
+        lens[: len(added.lens)], lens[-1] = added.lens, len(header)
+        ends, count = np.cumsum(lens), len(places)
+        packed = self._on_host(2 * count + 1 + int(ends[-1]))
         array = packed.numpy()  # places [count], ends [count + 1], values
-        array[: count - 1], array[count - 1], array[count] = added.places, self._header_place, 0
-        np.cumsum(lens, out=array[count + 1 : 2 * count + 1])
+        array[:count], array[count], array[count + 1 : 2 * count + 1] = places, 0, ends
         end = 2 * count + 1
-        for token_ids in added.prompts:
-            start, end = end, end + len(token_ids)
-            array[start:end] = token_ids
-        array[end : -len(header)], array[-len(header) :] = added.values, header
-        write_runs(self._memory, packed, count, max(lens))
+        runs: list[Sequence[int] | np.ndarray] = [*added.prompts, added.values, *learned, header]
+        for values in runs:
+            start, end = end, end + len(values)
+            array[start:end] = values
+        write_runs(self._memory, packed, count, int(lens.max()))
         self._sent.append(packed)  # kept until a kernel has read it: the allocator knows of copies, not of kernels
 
     def _fill_header(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:

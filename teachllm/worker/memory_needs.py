@@ -83,9 +83,15 @@ def activation_bytes(
         num_tokens * _width(config, model, device) * size,
         ungated_bytes(config, model, device),
         _dequantizing_bytes(num_tokens, model, _is_gated(config, model, device)),
-        hidden + num_logits * model.vocab_size * size + sampling_bytes(config, model),
+        hidden + _logits_bytes(config, model, num_logits * size) + sampling_bytes(config, model),
         hidden + num_tokens * _drafter_width(config, drafter, device) * size,
     )
+
+
+def _logits_bytes(config: EngineConfig, model: ModelConfig, num_bytes: int) -> int:
+    """Of so many bytes for each token of the vocabulary; ranks that share it keep their part beside all of them."""
+    num_parts = config.tensor_parallel_size
+    return num_bytes * (model.vocab_size + (-(-model.vocab_size // num_parts) if num_parts > 1 else 0))
 
 
 def _drafter_width(config: EngineConfig, drafter: DrafterConfig | None, device: torch.device) -> int:

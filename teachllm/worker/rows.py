@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 from teachllm.core.scheduler_output import NewRow, SchedulerOutput
 
 OpenedRow: TypeAlias = tuple[int, int]  # and how many times it was opened
@@ -26,7 +28,7 @@ class Rows:
     def __init__(self, max_num_seqs: int) -> None:
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._openings = [0] * max_num_seqs
+        self._openings = np.zeros(max_num_seqs, dtype=np.int64)
 
     def open(self, request_id: str, new_row: NewRow) -> int:
         """Takes a row for a request and returns it."""
@@ -43,11 +45,11 @@ class Rows:
 
     def opening(self, row: int) -> int:
         """How many requests a row has had: which of them it is."""
-        return self._openings[row]
+        return int(self._openings[row])
 
     def opened_rows(self, rows: Sequence[int]) -> list[OpenedRow]:
         """Rows as they are now, to tell later whether they are still whose they were."""
-        return [(row, self._openings[row]) for row in rows]
+        return [(row, self.opening(row)) for row in rows]
 
     def update(self, plan: SchedulerOutput, kept: Sequence[KeptByRow]) -> None:
         """Closes the rows that a plan drops, then opens those of who starts, here and in all that is kept by row."""

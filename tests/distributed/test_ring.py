@@ -12,10 +12,12 @@ from teachllm.distributed.ring import RingReader, RingWriter
 MESSAGES = [bytes([index % 251]) * (index * 37 % 500) for index in range(200)]
 
 
-def ring(num_readers: int = 2, slot_bytes: int = 64, num_slots: int = 4) -> tuple[RingWriter, list[RingReader]]:
+def ring(
+    num_readers: int = 2, slot_bytes: int = 64, num_slots: int = 4, seconds_awake: float = 0.0
+) -> tuple[RingWriter, list[RingReader]]:
     """Both ends in this process: the readers have copies, as those in other processes do."""
     writer = RingWriter(num_readers, slot_bytes, num_slots)
-    readers = [RingReader(end._replace(**_copies(end))) for end in writer.ends]
+    readers = [RingReader(end._replace(**_copies(end)), seconds_awake) for end in writer.ends]
     writer.hand_over()
     return writer, readers
 
@@ -28,9 +30,10 @@ def num_descriptors() -> int:
     return len(os.listdir("/dev/fd"))
 
 
-def test_all_readers_get_all_messages_also_those_larger_than_the_ring() -> None:
+@pytest.mark.parametrize("seconds_awake", [0.0, 0.001, 60.0])
+def test_all_readers_get_all_messages_also_those_larger_than_the_ring(seconds_awake: float) -> None:
     before = num_descriptors()
-    writer, readers = ring()
+    writer, readers = ring(seconds_awake=seconds_awake)
     found: list[list[bytes]] = [[] for _ in readers]
 
     def read(index: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from teachllm import EngineConfig, SamplingParams
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.info import describe_model
-from teachllm.worker.multiprocess import MultiprocessExecutor
+from teachllm.worker.processes.multiprocess import MultiprocessExecutor
 from tests.checkpoints import make_checkpoint
 from tests.spec_decode.drafters import speculation
 from tests.worker.doors import drain, make_engine, random_ids, tiny

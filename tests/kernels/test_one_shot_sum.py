@@ -1,4 +1,4 @@
-"""Sums over ranks, which take turns in Triton's interpreter, and have a stream each where there is a GPU."""
+"""Sums over ranks that share a device and take turns, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -43,19 +43,9 @@ def parts_of(num_ranks: int, num_rows: int, dtype: torch.dtype, seed: int) -> li
 
 
 def by_all(boxes: Sequence[Mailbox], parts: Sequence[torch.Tensor], compute: Callable[[int], Any]) -> list[Any]:
-    """What each rank computes of its part. Interpreted, one comes after the other: what those behind it send is put
-    into its mailbox beforehand, and must be what they send themselves when it is their turn."""
-    if DEVICE.type == "cuda":
-        results = []
-        for rank in range(len(parts)):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                if rank == len(parts) - 1:
-                    torch.cuda._sleep(2_000_000)  # cycles: all others wait for the last one
-                results.append(compute(rank))
-        torch.cuda.synchronize()
-        return results
+    """What each rank computes of its part, one after the other: what those behind it send is put into its mailbox
+    beforehand, and must be what they send themselves when it is their turn. (Side by side on one device one might wait
+    for another whose kernel cannot be loaded before the first one ends.)"""
     results = []
     for rank, mailbox in enumerate(boxes):
         for row in range(len(parts[0])):

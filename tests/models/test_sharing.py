@@ -90,7 +90,7 @@ def test_an_intermediate_size_that_no_layer_has_need_not_be_shared(tmp_path: Pat
 
 
 def slowest(config: LlamaConfig, stages: list[range]) -> int:
-    costs = [sum(map(config.num_active_of, stage)) for stage in stages]
+    costs = [2 * sum(map(config.num_active_of, stage)) for stage in stages]  # weights, and as much of KV
     return max(*costs[:-1], costs[-1] + config.vocab_size * config.hidden_size)
 
 

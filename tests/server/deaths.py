@@ -3,8 +3,8 @@
     PYTHONPATH=.:kernels:cli python tests/server/deaths.py --times 20
 
 Whatever was killed, every request ends with an error within five seconds, the exit code is not 0, and no process, no
-memory with a name and no file is left: see kill.py here, and tests/worker/kill.py for programs. Prints the longest
-times of each kind and "no violation"; or what was violated, and exits 1.
+memory with a name and no file is left: see kill.py here, and tests/worker/processes/kill.py for programs. Prints the
+longest times of each kind and "no violation"; or what was violated, and exits 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from random import Random
 from tests.server.client import Violation
 from tests.server.kill import Victims, kill_once, rank_of_server, replica_of_server
 from tests.server.process import engine_processes
-from tests.worker.kill import Seconds, kill_a_rank
+from tests.worker.processes.kill import Seconds, kill_a_rank
 
 
 def in_program(ways: str) -> Callable[[Random, int], Seconds]:

@@ -16,7 +16,9 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
 from teachllm.core.scheduler_output import NewRow
-from teachllm.distributed.ranks import ALONE
+from teachllm.distributed.group import Alone
+from teachllm.distributed.layout import Layout
+from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers import attention
 from teachllm.layers.attention_backends import selection
 from teachllm.layers.attention_backends.triton import TritonBackend
@@ -28,6 +30,7 @@ from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.loader import finish, new_module
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.sharing import model_of_rank
 from teachllm.quantization import gpu_scaled_weight
 from teachllm.quantization.quantization import on_the_fly
 from teachllm.quantization.scheme import UNQUANTIZED
@@ -115,19 +118,19 @@ def describe(name: str, folder: Path, **settings: Any) -> tuple[EngineConfig, Mo
     return config.resolve(model.max_model_len), model
 
 
-def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None = None) -> Any:
+def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None = None, ranks: Ranks = ALONE) -> Any:
     """A runner as far as its largest step goes."""
     assert config.max_num_seqs and config.max_model_len and config.max_num_batched_tokens
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
     runner._device, runner._backend = NOWHERE, TritonBackend()
-    runner._ranks, runner._columns = ALONE, Columns(model.vocab_size)
+    runner._ranks, runner._columns = ranks, Columns(model.vocab_size, ranks.tensor)
     sizes = (config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens)
     runner._batch = DeviceBatch(*sizes, NOWHERE, tree)
     runner._attention = GPUAttention(attention_needs(config, model), runner._backend, runner._batch, 1)
     runner._drafting = None
     schemes = UNQUANTIZED if config.quantization is None else on_the_fly(config.quantization).schemes
     shape, length = parse(model.raw), model.max_model_len
-    runner.model = new_module(lambda: LlamaForCausalLM(shape, length, schemes), NOWHERE, torch.bfloat16)
+    runner.model = new_module(lambda: LlamaForCausalLM(shape, length, schemes, ranks), NOWHERE, torch.bfloat16)
     return runner
 
 
@@ -250,6 +253,29 @@ def test_on_hopper_gate_and_up_of_many_tokens_are_not_in_memory(name: str, tmp_p
         runner._largest_step(caches, sampling_bytes(config, model))
     assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
     assert live.peak < 0.75 * config.max_num_batched_tokens * model.peak_width * 2
+
+
+class OneOfTwo(Alone):
+    """A group in which nobody waits for the other rank."""
+
+    size = 2
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((2, *x.shape))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 1024, "max_num_seqs": 8}], ids=["many", "few"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
+@pytest.mark.usefixtures("imagined_hopper")
+def test_what_one_of_two_ranks_takes_is_predicted_too(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    config, whole = describe(name, tmp_path, tensor_parallel_size=2, **settings)
+    place, group = Layout(2).place(0), OneOfTwo()
+    model = model_of_rank(whole, place)
+    runner = make_runner(config, whole, ranks=Ranks(place, group, group, group))
+    caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
+    with LiveBytes() as live:
+        runner._largest_step(caches, sampling_bytes(config, model))
+    assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])

@@ -20,7 +20,7 @@ from teachllm.engine.engine import Engine
 from teachllm.worker.errors import EngineDeadError
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
-from tests.worker.process_trees import environment, free_port, has_ended, needs_proc, processes_under
+from tests.worker.processes.process_trees import environment, free_port, has_ended, needs_proc, processes_under
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)

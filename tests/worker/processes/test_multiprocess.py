@@ -27,19 +27,19 @@ from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.engine import Engine
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.step_times import Prior
-from teachllm.worker import multiprocess, worker_process
-from teachllm.worker.answers import Kind
-from teachllm.worker.child import start_child
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.executor import Executor
-from teachllm.worker.multiprocess import MultiprocessExecutor, RemoteStep
-from teachllm.worker.rank_lines import Work
-from teachllm.worker.rank_processes import RankProcesses, devices_of
-from teachllm.worker.worker_process import prior_of, table_of
+from teachllm.worker.processes import multiprocess, worker_process
+from teachllm.worker.processes.answers import Kind
+from teachllm.worker.processes.child import start_child
+from teachllm.worker.processes.multiprocess import MultiprocessExecutor, RemoteStep
+from teachllm.worker.processes.rank_lines import Work
+from teachllm.worker.processes.rank_processes import RankProcesses, devices_of
+from teachllm.worker.processes.worker_process import prior_of, table_of
 from tests.processes import children, is_gone, num_rings
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
-from tests.worker.kill import kill_a_rank, program
+from tests.worker.processes.kill import kill_a_rank, program
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -118,6 +118,14 @@ def test_ranks_give_what_one_process_gives_with_plans_in_flight(two: Engine) -> 
             assert [list(each) for each in mine.logprobs or ()] == [list(each) for each in its.logprobs or ()]
 
 
+def test_an_engine_that_waits_awake_gives_the_same(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = executor_of(two)._ranks
+    assert isinstance(ranks, RankProcesses) and ranks._seconds_awake == 0
+    monkeypatch.setattr(ranks, "_seconds_awake", 0.002)  # some steps take longer
+    for here, there in zip(run(make_engine(), [GREEDY] * 3), run(two, [GREEDY] * 3), strict=True):
+        assert tokens(here) == tokens(there)
+
+
 def test_a_step_that_fails_is_told_with_its_rank_and_the_ranks_go_on(two: Engine) -> None:
     executor = executor_of(two)
     row = next(iter(_first_plan().scheduled))
@@ -165,7 +173,7 @@ def test_the_engine_takes_a_failed_step_back_and_gives_the_same_tokens(ahead: bo
 
 
 def test_a_rank_that_does_not_come_out_of_a_failed_step_is_named_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.multiprocess._SECONDS_TO_MEET", 1.0)
+    monkeypatch.setattr("teachllm.worker.processes.multiprocess._SECONDS_TO_MEET", 1.0)
     with closing(make_engine(**TWO)) as engine:
         executor = executor_of(engine)
         stopped = executor._ranks.processes[1]
@@ -319,7 +327,7 @@ def test_what_was_started_is_ended_if_another_cannot_be(monkeypatch: pytest.Monk
         started.append(start_child(*arguments, **more))
         return started[0]
 
-    monkeypatch.setattr("teachllm.worker.rank_processes.start_child", start)
+    monkeypatch.setattr("teachllm.worker.processes.rank_processes.start_child", start)
     with pytest.raises(OSError, match=r"^no more processes$"):
         MultiprocessExecutor(resolved(**TWO))
     assert started[0].returncode == -signal.SIGKILL and num_descriptors() == before
@@ -333,7 +341,7 @@ def test_ctrl_c_while_a_process_is_started_leaves_none(monkeypatch: pytest.Monke
         signal.raise_signal(signal.SIGINT)  # it runs, and nobody has been told of it yet
         return started[-1]
 
-    monkeypatch.setattr("teachllm.worker.rank_processes.start_child", start)
+    monkeypatch.setattr("teachllm.worker.processes.rank_processes.start_child", start)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in background, it is ignored
     try:
         with pytest.raises(KeyboardInterrupt):

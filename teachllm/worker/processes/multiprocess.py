@@ -23,11 +23,11 @@ from teachllm.distributed.lockstep import Lockstep
 from teachllm.distributed.plan_codec import Told, decode_output, encode_plan
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.spec_decode.step_times import Prior
-from teachllm.worker.agreement import check_agreement
-from teachllm.worker.answers import Kind
-from teachllm.worker.rank_lines import RankLines, Work
-from teachllm.worker.rank_processes import RankProcesses
-from teachllm.worker.worker_process import ORDER, prior_of
+from teachllm.worker.processes.agreement import check_agreement
+from teachllm.worker.processes.answers import Kind
+from teachllm.worker.processes.rank_lines import RankLines, Work
+from teachllm.worker.processes.rank_processes import RankProcesses
+from teachllm.worker.processes.worker_process import ORDER, prior_of
 
 _SECONDS_TO_MEET = 20.0  # after a failed step: the time in which all come to the next message, or twice a step's
 _REMEMBERED = 64  # steps; a rank says that it has failed long before
@@ -275,8 +275,8 @@ def lines_to_ranks(config: EngineConfig) -> RankLines:
     if config.nnodes == 1 and config.distributed_executor_backend in (None, "mp"):
         return RankProcesses(range(config.num_ranks))
     try:
-        from teachllm.worker.host_plan import plan_of
-        from teachllm.worker.rank_hosts import RankHosts
+        from teachllm.worker.processes.host_plan import plan_of
+        from teachllm.worker.processes.rank_hosts import RankHosts
     except ModuleNotFoundError as error:
         raise ImportError(f"ranks on other machines need {error.name}: pip install 'teachllm[serve]'") from None
     return RankHosts(plan_of(config))

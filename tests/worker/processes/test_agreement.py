@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from teachllm import EngineConfig
-from teachllm.worker.agreement import check_agreement, facts_of
+from teachllm.worker.processes.agreement import check_agreement, facts_of
 
 
 def test_equal_ranks_agree_whatever_their_device() -> None:

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import zmq
 
-from teachllm.worker.agreement import versions
-from teachllm.worker.answers import Kind
 from teachllm.worker.errors import EngineDeadError
-from teachllm.worker.host_messages import (
+from teachllm.worker.processes.agreement import versions
+from teachllm.worker.processes.answers import Kind
+from teachllm.worker.processes.host_messages import (
     Begin,
     Died,
     End,
@@ -33,8 +33,8 @@ from teachllm.worker.host_messages import (
     decode_to_host,
     encode,
 )
-from teachllm.worker.host_socket import SECRET, Watch, connect
-from teachllm.worker.rank_processes import RankProcesses
+from teachllm.worker.processes.host_socket import SECRET, Watch, connect
+from teachllm.worker.processes.rank_processes import RankProcesses
 
 _SECONDS_TO_JOIN = 600.0  # for the engine to listen, and for all other machines to join
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from teachllm.worker.rank_lines import Work
+from teachllm.worker.processes.rank_lines import Work
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from teachllm.config import EngineConfig
-from teachllm.worker.host_plan import HostPlan
+from teachllm.worker.processes.host_plan import HostPlan
 
 _SECONDS_TO_PLACE = 60.0  # for what others have of the cluster
 
@@ -31,7 +31,7 @@ class RankActor:
 
     def work(self, address: str, secret: str, rank: int) -> None:
         """Until the engine ends."""
-        from teachllm.worker.host import join
+        from teachllm.worker.processes.host import join
 
         join(address, secret, place=rank + 1)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from teachllm.config import EngineConfig
-from teachllm.worker.host_socket import SECRET
-from teachllm.worker.torchrun import plan_of_torchrun
+from teachllm.worker.processes.host_socket import SECRET
+from teachllm.worker.processes.torchrun import plan_of_torchrun
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def plan_of(config: EngineConfig) -> HostPlan:
     if config.distributed_executor_backend == "torchrun":
         return plan_of_torchrun(config)
     if config.distributed_executor_backend == "ray":
-        from teachllm.worker.ray_ranks import plan_of_ray
+        from teachllm.worker.processes.ray_ranks import plan_of_ray
 
         return plan_of_ray(config)
     return _plan_of_nodes(config)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from teachllm import LLM, EngineConfig, SamplingParams
-from teachllm.worker.ray_ranks import by_machine
+from teachllm.worker.processes.ray_ranks import by_machine
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
-from tests.worker.process_trees import environment, has_ended, needs_proc, processes_under
+from tests.worker.processes.process_trees import environment, has_ended, needs_proc, processes_under
 
 RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.ray
 def test_a_cluster_that_is_too_small_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed")
-    from teachllm.worker.ray_ranks import plan_of_ray
+    from teachllm.worker.processes.ray_ranks import plan_of_ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": 1.0})

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from teachllm.config import EngineConfig
 
 if TYPE_CHECKING:
-    from teachllm.worker.host_plan import HostPlan
+    from teachllm.worker.processes.host_plan import HostPlan
 
 _SECONDS = 600.0  # for process 0 to listen
 _WHERE, _SETTINGS = "teachllm/where", "teachllm/settings"  # keys of the store
@@ -43,7 +43,7 @@ def works_for_process_0(config: EngineConfig) -> bool:
         _check_that_nobody_else_computes_the_same(config)
         return False
     _check_size(config)
-    from teachllm.worker.agreement import check_agreement, facts_of
+    from teachllm.worker.processes.agreement import check_agreement, facts_of
 
     rank, store, mine = _number("RANK"), _store(), json.dumps(facts_of(config))
     if rank == 0:
@@ -51,7 +51,7 @@ def works_for_process_0(config: EngineConfig) -> bool:
         return False
     check_agreement({0: json.loads(store.get(_SETTINGS)), rank: json.loads(mine)})
     try:
-        from teachllm.worker.host import join
+        from teachllm.worker.processes.host import join
     except ModuleNotFoundError as error:
         raise ImportError(f"ranks of torchrun need {error.name}: pip install 'teachllm[serve]'") from None
     address, secret = json.loads(store.get(_WHERE))
@@ -61,7 +61,7 @@ def works_for_process_0(config: EngineConfig) -> bool:
 
 def plan_of_torchrun(config: EngineConfig) -> HostPlan:
     """Each process is a machine with one rank, and this one the first."""
-    from teachllm.worker.host_plan import HostPlan
+    from teachllm.worker.processes.host_plan import HostPlan
 
     _check_size(config)
     store, secret = _store(), secrets.token_urlsafe(32)

@@ -14,14 +14,24 @@ from typing import Any
 import msgspec
 import zmq
 
-from teachllm.worker.agreement import check_agreement, ranks_text, versions
-from teachllm.worker.answers import Kind
 from teachllm.worker.errors import EngineDeadError
-from teachllm.worker.host_messages import Begin, Died, End, Hello, Refused, Said, ToHost, decode_from_host, encode
-from teachllm.worker.host_plan import HostPlan
-from teachllm.worker.host_socket import Watch, listen
-from teachllm.worker.rank_lines import Work
-from teachllm.worker.rank_processes import RankProcesses
+from teachllm.worker.processes.agreement import check_agreement, ranks_text, versions
+from teachllm.worker.processes.answers import Kind
+from teachllm.worker.processes.host_messages import (
+    Begin,
+    Died,
+    End,
+    Hello,
+    Refused,
+    Said,
+    ToHost,
+    decode_from_host,
+    encode,
+)
+from teachllm.worker.processes.host_plan import HostPlan
+from teachllm.worker.processes.host_socket import Watch, listen
+from teachllm.worker.processes.rank_lines import Work
+from teachllm.worker.processes.rank_processes import RankProcesses
 
 log = logging.getLogger(__name__)
 _SECONDS_TO_END = 6.0  # a little more than a machine takes for its processes

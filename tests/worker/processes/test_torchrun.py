@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from teachllm import LLM, EngineConfig, SamplingParams
-from teachllm.worker.torchrun import works_for_process_0
+from teachllm.worker.processes.torchrun import works_for_process_0
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
-from tests.worker.process_trees import environment, free_port, has_ended, needs_proc, processes_under
+from tests.worker.processes.process_trees import environment, free_port, has_ended, needs_proc, processes_under
 
 TORCHRUN: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "torchrun"}
 

@@ -21,18 +21,18 @@ import pytest
 import zmq
 
 from teachllm import EngineConfig
-from teachllm.worker.agreement import versions
-from teachllm.worker.answers import Kind
 from teachllm.worker.errors import EngineDeadError
-from teachllm.worker.host import join
-from teachllm.worker.host_messages import Refused, decode_to_host
-from teachllm.worker.host_plan import HostPlan
-from teachllm.worker.host_socket import connect
-from teachllm.worker.rank_hosts import RankHosts
-from teachllm.worker.rank_lines import Work
+from teachllm.worker.processes.agreement import versions
+from teachllm.worker.processes.answers import Kind
+from teachllm.worker.processes.host import join
+from teachllm.worker.processes.host_messages import Refused, decode_to_host
+from teachllm.worker.processes.host_plan import HostPlan
+from teachllm.worker.processes.host_socket import connect
+from teachllm.worker.processes.rank_hosts import RankHosts
+from teachllm.worker.processes.rank_lines import Work
 from tests.waiting import wait_for
 from tests.worker.doors import make_engine
-from tests.worker.process_trees import environment
+from tests.worker.processes.process_trees import environment
 
 NAME = socket.gethostname()
 
@@ -75,8 +75,8 @@ def plan(machines: list[Any], start: Callable[[str], Any], *others: Callable[[st
 WORK = Work(EngineConfig(device="cpu", tensor_parallel_size=2, nnodes=2))
 _SILENT = """
 import sys, time, zmq
-from teachllm.worker.host_messages import Hello, encode
-from teachllm.worker.host_socket import connect
+from teachllm.worker.processes.host_messages import Hello, encode
+from teachllm.worker.processes.host_socket import connect
 line = connect(zmq.Context(), sys.argv[1], "sesame")
 line.send(encode(Hello("silent", {versions!r})))
 time.sleep(60)
@@ -100,7 +100,7 @@ def killed_in_the_end(machines: list[subprocess.Popen[bytes]]) -> Iterator[None]
 
 
 def test_who_has_joined_before_the_engine_looks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 10.0)
+    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 10.0)
     machines = list[subprocess.Popen[bytes]]()
     begun = list[float]()
 
@@ -131,7 +131,7 @@ def test_a_machine_that_no_longer_answers_is_noticed_within_seconds_by_whoever_w
 def test_who_does_not_know_the_secret_is_refused_and_told_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 1.0)
+    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 1.0)
     machines = list[Joining]()
     with (
         closing(RankHosts(plan(machines, lambda address: Joining(address, "open")))) as hosts,
@@ -148,7 +148,7 @@ def test_who_does_not_know_the_secret_is_refused_and_told_so(
 
 
 def test_a_machine_with_another_version_is_named_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.host.versions", lambda: versions() | {"torch": "1.0"})
+    monkeypatch.setattr("teachllm.worker.processes.host.versions", lambda: versions() | {"torch": "1.0"})
     machines = list[Joining]()
     said = rf"{NAME}: the ranks disagree about torch: '.*' at the engine; '1.0' at rank 1: install the same everywhere$"
     with closing(RankHosts(plan(machines, Joining))) as hosts, pytest.raises(ValueError, match=f"^{said}"):
@@ -159,7 +159,7 @@ def test_a_machine_with_another_version_is_named_at_both_ends(monkeypatch: pytes
 
 
 def test_who_speaks_another_language_is_refused_and_nobody_else_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 1.0)
+    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 1.0)
     with zmq.Context() as context, closing(RankHosts(plan([], lambda address: lines.append(address)))) as hosts:
         lines = list[str]()
         with pytest.raises(TimeoutError):
@@ -178,7 +178,7 @@ def test_what_a_machine_refuses_is_heard_before_it_leaves(monkeypatch: pytest.Mo
             raise ValueError("there is 1 CUDA device: lower it")
         return []
 
-    monkeypatch.setattr("teachllm.worker.rank_processes.devices_of", devices)
+    monkeypatch.setattr("teachllm.worker.processes.rank_processes.devices_of", devices)
     machines = list[Joining]()
     with closing(RankHosts(plan(machines, Joining))) as hosts:
         hosts.start(WORK)
@@ -193,7 +193,7 @@ def test_what_a_machine_refuses_is_heard_before_it_leaves(monkeypatch: pytest.Mo
 
 
 def test_a_place_that_is_taken_or_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.rank_hosts._SECONDS_TO_JOIN", 2.0)
+    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 2.0)
     machines = list[Joining]()
     places = [partial(Joining, place=place) for place in (2, 2, 7)]
     missing = pytest.raises(TimeoutError, match=r"^1 of 2 machines .* which should have rank 1: ")
@@ -227,7 +227,7 @@ def test_where_an_engine_cannot_listen_is_said_before_anything_starts(where: dic
 
 def test_without_the_extra_both_ends_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("host_plan", "host_socket", "rank_hosts", "host_messages", "host"):
-        monkeypatch.delitem(sys.modules, f"teachllm.worker.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"teachllm.worker.processes.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ImportError, match=r"^ranks on other machines need zmq: pip install 'teachllm\[serve\]'$"):
         make_engine(tensor_parallel_size=2, nnodes=2)

@@ -16,12 +16,12 @@ import weakref
 from dataclasses import replace
 
 from teachllm.distributed.rendezvous import keep_store
-from teachllm.worker.agreement import ranks_text
-from teachllm.worker.host_lines import HostLines
-from teachllm.worker.host_messages import Order
-from teachllm.worker.host_plan import HostPlan
-from teachllm.worker.host_socket import port_of
-from teachllm.worker.rank_lines import Work, whole
+from teachllm.worker.processes.agreement import ranks_text
+from teachllm.worker.processes.host_lines import HostLines
+from teachllm.worker.processes.host_messages import Order
+from teachllm.worker.processes.host_plan import HostPlan
+from teachllm.worker.processes.host_socket import port_of
+from teachllm.worker.processes.rank_lines import Work, whole
 
 _SECONDS_TO_JOIN = 600.0  # somebody may have to type a command on each machine
 _SECONDS_TO_MEET = 600.0  # a checkpoint may have to be downloaded there

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.rendezvous import Rendezvous
-from teachllm.worker.answers import Kind
+from teachllm.worker.processes.answers import Kind
 
 Frame: TypeAlias = tuple[int, Kind, int, bytes]  # a rank, and what it says, see `answers.py`
 

@@ -24,14 +24,15 @@ from dataclasses import asdict, astuple, replace
 import torch
 
 from teachllm.config import EngineConfig
+from teachllm.distributed.awake import seconds_awake, wait_awake
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.rendezvous import Rendezvous, listen_here, rendezvous_at
 from teachllm.distributed.ring import RingWriter
-from teachllm.worker.answers import Listener
-from teachllm.worker.child import how_it_ended, start_child, uninterrupted
 from teachllm.worker.errors import EngineDeadError
-from teachllm.worker.rank_lines import Frame, Work, whole
-from teachllm.worker.worker_process import LENGTH, Start
+from teachllm.worker.processes.answers import Listener
+from teachllm.worker.processes.child import how_it_ended, start_child, uninterrupted
+from teachllm.worker.processes.rank_lines import Frame, Work, whole
+from teachllm.worker.processes.worker_process import LENGTH, Start
 
 _SECONDS_TO_END = 4.0
 _SECONDS_TO_DIE = 5.0  # from a closed pipe to the end of its process
@@ -51,6 +52,7 @@ class RankProcesses:
         self._lines = _Lines(len(self.ranks), on_end)
         self._listeners = {rank: Listener() for rank in self.ranks}
         self.sentinel = self._lines.sentinel
+        self._seconds_awake = 0.0
         # Whoever drops this without closing it leaves no process.
         self._finalizer = weakref.finalize(self, _Lines.close, self._lines)
 
@@ -66,6 +68,7 @@ class RankProcesses:
 
     def start(self, work: Work) -> None:
         """As `RankLines`; each gets a device of its own, or a share of PyTorch's threads."""
+        self._seconds_awake = seconds_awake(work.config)
         with contextlib.ExitStack() as stack:
             meeting = _meeting(work, stack)
             devices = devices_of(work.config, len(self.ranks))
@@ -87,7 +90,7 @@ class RankProcesses:
         try:
             with uninterrupted():
                 process = start_child(
-                    "teachllm.worker.worker_process",
+                    "teachllm.worker.processes.worker_process",
                     pass_fds=[*end.descriptors, answers_end, *([] if listener is None else [listener])],
                     environment={"OMP_NUM_THREADS": str(num_threads)},
                 )
@@ -119,7 +122,10 @@ class RankProcesses:
     def receive(self, seconds: float | None = None) -> None:
         """As `RankLines`."""
         self._check()
-        ready = self._lines.selector.select(seconds)
+        select = self._lines.selector.select
+        if seconds != 0:
+            wait_awake(lambda: select(0), self._seconds_awake)
+        ready = select(seconds)
         self._check()
         with whole(self.end):
             for key, _ in ready:

@@ -27,16 +27,17 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.distributed.awake import seconds_awake
 from teachllm.distributed.group import CollectiveError
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.plan_codec import decode_plan, encode_output
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.distributed.ring import RingEnd, RingReader
 from teachllm.spec_decode.step_times import Prior
-from teachllm.worker.agreement import facts_of
-from teachllm.worker.answers import Answers, Kind
-from teachllm.worker.child import end_with_the_parent
 from teachllm.worker.executor import PendingOutput
+from teachllm.worker.processes.agreement import facts_of
+from teachllm.worker.processes.answers import Answers, Kind
+from teachllm.worker.processes.child import end_with_the_parent
 from teachllm.worker.rank_watch import WatchedStep
 from teachllm.worker.worker import Worker
 
@@ -175,7 +176,7 @@ def main() -> None:
     start = Start(*json.loads(_read_start()))
     end_with_the_parent()
     config = EngineConfig(**start.config)
-    answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring))
+    answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring), seconds_awake(config))
     with contextlib.suppress(BrokenPipeError):
         worker = _load(start, config, answers)
         if worker is None:
