@@ -16,8 +16,9 @@ from teachllm.engine.make_core import check_ranks
 from teachllm.engine.replica import replica_devices, share_of_threads
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.registry import WITH_EXPERTS
-from teachllm.models.sharing import model_of_rank, of_rank, stage_layers
+from teachllm.models.sharing import of_rank, stage_layers
 from teachllm.quantization.quantization import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.executor import select_device
@@ -110,7 +111,8 @@ def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
     takes = f"layers take {format_bytes(model.active_bytes)}"
     found = quantization_of(model.raw, Path(model.path), None, None)
     scheme = None if found is None else found.schemes(_IN_ALL_MODELS)
-    what = model.quantization if scheme is None else f"{model.quantization}: {scheme}"
+    name = model.quantization.name
+    what = name if scheme is None else f"{name}: {scheme}"
     if device.type == "cpu":
         takes += f": a CPU multiplies numbers, in {model.dtype}"
     return [("quantization", what, takes)]

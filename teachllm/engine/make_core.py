@@ -20,7 +20,7 @@ from teachllm.engine.token_texts import TokenTexts, load_tokenizer
 from teachllm.engine.tokenizer import Tokenizer
 from teachllm.engine.trace_file import TraceFile
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.sharing import model_of_rank
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.spec_decode.draft_length import make_draft_length
 from teachllm.spec_decode.drafter import Drafter, check_drafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
@@ -89,7 +89,8 @@ def make_core(
     try:
         if make_executor is not None:
             executor = make_executor(config, executor)
-        kinds = (model.dtype, model.quantization, model.kv_dtype)
+        quantization = None if model.quantization is None else model.quantization.name
+        kinds = (model.dtype, quantization, model.kv_dtype)
         root = hash_root(model.path, config.revision, *kinds, config.block_size)
         roofline: StepRoofline | None = None
         traffic: StepTraffic | None = None

@@ -32,7 +32,6 @@ from teachllm.models.moe_config import ExpertNames
 from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.models.registry import ModelError
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.quantization import quantization_of
 from teachllm.quantization.scaled import Scaled
 from teachllm.quantization.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
 
@@ -83,11 +82,8 @@ def load_model(
         if config.load_format == "dummy":
             fill_randomly(model, config.seed)
         return model.eval().requires_grad_(False)
-    schemes = UNQUANTIZED
-    if model_config.quantization is not None:
-        names = frozenset(stored_tensors(folder)) if config.load_format not in ("dummy", "pt") else None
-        quantization = quantization_of(model_config.raw, folder, config.quantization, names)
-        schemes = UNQUANTIZED if quantization is None else quantization.schemes
+    quantization = model_config.quantization
+    schemes = UNQUANTIZED if quantization is None else quantization.schemes
     shape = parse(model_config.raw)
     own = new_module(lambda: LlamaForCausalLM(shape, model_config.max_model_len, schemes, ranks), device, dtype)
     _warn_of_batch_scales(own, model_config)

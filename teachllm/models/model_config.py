@@ -16,6 +16,7 @@ from teachllm.models.registry import OWN, WITH_EXPERTS, ModelError, architecture
 from teachllm.models.shape import Shape
 
 if TYPE_CHECKING:
+    from teachllm.models.quantized_needs import Dequantized
     from teachllm.quantization.quantization import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,7 +38,7 @@ class ModelConfig(Shape):
         eos_token_ids: generation_config.json's, else config.json's.
         weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
         active_bytes: of the parameters that `num_active_parameters` counts.
-        quantization: how its weights are quantized, for people; None: they are not. See `quantization_of`.
+        quantization: how its weights are quantized; None: they are not.
         num_multiplied_as_codes: of the parameters that `num_active_parameters` counts, those multiplied as 8-bit codes.
         dequantized: what a step of many tokens on a GPU makes of codes, see `Dequantized`.
         generation_defaults: sampling settings that generation_config.json recommends.
@@ -54,9 +55,9 @@ class ModelConfig(Shape):
     eos_token_ids: frozenset[int]
     weight_bytes: int
     active_bytes: int
-    quantization: str | None
+    quantization: Quantization | None
     num_multiplied_as_codes: int
-    dequantized: tuple[int, int, int]
+    dequantized: tuple[Dequantized, ...]
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
     kv_cache_dtype: str = "auto"
@@ -115,11 +116,12 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         num_parameters = sum(t.num_elements for t in stored.values())
         if shape.tied and "lm_head.weight" in stored:
             num_parameters -= stored["lm_head.weight"].num_elements
-    saved_bytes, widths, dequantized, num_as_codes = 0, dict[str, int](), (0, 0, 0), 0
+    saved_bytes, widths, num_as_codes = 0, dict[str, int](), 0
+    dequantized: tuple[Dequantized, ...] = ()
     if quantization is not None and device_type != "cpu":
         from teachllm.models.quantized_needs import needs_of  # loads torch
 
-        saved_bytes, widths, dequantized, num_as_codes = needs_of(raw, quantization, size)
+        saved_bytes, widths, dequantized, num_as_codes = needs_of(raw, quantization.schemes, size)
     num_kept = num_parameters
     if implementation == "teachllm":
         from teachllm.models.llama_config import parse
@@ -136,7 +138,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         eos_token_ids=_eos_token_ids(defaults, raw),
         weight_bytes=num_kept * size - saved_bytes,
         active_bytes=shape.num_active_parameters * size - saved_bytes,
-        quantization=None if quantization is None else quantization.name,
+        quantization=quantization,
         num_multiplied_as_codes=num_as_codes,
         dequantized=dequantized,
         generation_defaults=_generation_defaults(defaults),

@@ -10,32 +10,35 @@ Counted as the code allocates: a test holds it against that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from teachllm.distributed.layout import ALONE, Place
+from teachllm.distributed.ranks import Ranks
 from teachllm.layers.linear import Linear
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.peak_width import peak_width
+from teachllm.models.sharing import of_rank
 from teachllm.quantization.codes import Activations
-from teachllm.quantization.quantization import Quantization
 from teachllm.quantization.scaled import Scaled
-from teachllm.quantization.scheme import OnTheFly, PartCodes
+from teachllm.quantization.scheme import OnTheFly, PartCodes, Schemes
 
 
 class Dequantized(NamedTuple):
-    """What is there while numbers are made of the codes of a projection.
+    """What is there while numbers are made of the codes of one kind of projection.
 
     Attributes:
-        size: numbers of the largest.
+        size: numbers of the largest one.
         width: numbers that a token keeps alive beside them.
         gated_width: the same where the product gates its result before it is written.
     """
 
-    size: int = 0
-    width: int = 0
-    gated_width: int = 0
+    size: int
+    width: int
+    gated_width: int
 
 
 class Needs(NamedTuple):
@@ -50,32 +53,45 @@ class Needs(NamedTuple):
 
     saved_bytes: int
     widths: dict[str, int]
-    dequantized: Dequantized
+    dequantized: tuple[Dequantized, ...]
     num_multiplied_as_codes: int
 
 
-def needs_of(raw: dict[str, Any], quantization: Quantization, dtype_bytes: int) -> Needs:
-    """Of a config.json of our own model's family."""
-    config = parse(raw)
+def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, place: Place = ALONE) -> Needs:
+    """Of one rank's part of a model of our own family.
+
+    Args:
+        raw: config.json.
+    """
+    whole, sums = parse(raw), place.layout.tensor > 1  # which are not added to the stream on the way
+    config = of_rank(whole, place)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config, 1, quantization.schemes)
+        model = LlamaForCausalLM(whole, 1, schemes, Ranks(place))
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     plain = sum(sum(each.out_features.values()) * (each.in_features + (each.bias is not None)) for each in linears)
     saved = plain * dtype_bytes - sum(each.num_bytes(dtype_bytes) for each in linears)
-    weight_only = [
-        sum(each.out_features.values()) * each.in_features
-        for each in linears
-        if any(not quantizes_rows(part) for part in each.unread())
-    ]
+    weight_only = [each for each in linears if any(not quantizes_rows(part) for part in each.unread())]
     as_codes = sum(part.num_parameters for each in linears for part in each.unread() if quantizes_rows(part))
-    widths, dequantized = {}, Dequantized()
+    widths, dequantized = {}, tuple[Dequantized, ...]()
     if as_codes:
-        width = max(_width_with_codes(config), peak_width(config) if weight_only else 0)
+        width = max(_width_with_codes(config), peak_width(config, is_fixed=sums) if weight_only else 0)
         widths = dict.fromkeys(("peak_width", "gated_peak_width"), width)
     if weight_only:
-        beside = peak_width(config, is_gated=True) - max(_attended(config) - config.intermediate_size, 0)
-        dequantized = Dequantized(max(weight_only), beside + config.intermediate_size, beside)
+        dequantized = _dequantized(config, weight_only, sums)
     return Needs(saved, widths, dequantized, as_codes)
+
+
+def _dequantized(config: LlamaConfig, linears: Sequence[Linear], sums: bool) -> tuple[Dequantized, ...]:
+    """At the products that need most: of gate and up, and of the last one, whose result may stay apart."""
+    size = config.intermediate_size
+    result = config.hidden_size if config.mlp_bias or sums else 0
+    beside = peak_width(config, is_gated=True, is_fixed=sums) - max(_attended(config), size + result)
+    largest: dict[bool, int] = {}
+    for each in linears:
+        is_last = "down_proj" in each.out_features
+        largest[is_last] = max(largest.get(is_last, 0), sum(each.out_features.values()) * each.in_features)
+    widths = {False: (beside + 2 * size, beside + size), True: (beside + size + result,) * 2}
+    return tuple(Dequantized(largest[is_last], *widths[is_last]) for is_last in largest)
 
 
 def quantizes_rows(part: PartCodes) -> bool:

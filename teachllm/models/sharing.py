@@ -15,9 +15,7 @@ from itertools import accumulate
 
 from teachllm.distributed.layout import Place
 from teachllm.distributed.slices import spread
-from teachllm.models.llama_config import LlamaConfig, parse
-from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
-from teachllm.models.peak_width import peak_width
+from teachllm.models.llama_config import LlamaConfig
 from teachllm.models.registry import ModelError
 
 
@@ -111,45 +109,3 @@ def _sizes_that_do(config: LlamaConfig, shared: Iterable[int]) -> str:
     sizes = [n for n in range(1, widths + 1) if widths % n == 0]
     sizes = [n for n in sizes if config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0]
     return f"set tensor_parallel_size to one of {', '.join(map(str, sizes))}"
-
-
-def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
-    """What memory arithmetic must know of one rank's part: its own layers, heads, widths and bytes.
-
-    Raises:
-        ModelError: it cannot be shared equally.
-    """
-    if place.layout.num_connected == 1:
-        return model
-    if model.implementation != "teachllm":
-        raise ModelError(
-            f"{model.architecture} runs through transformers' code, of which no rank can have a part: set "
-            "tensor_parallel_size=1 and pipeline_parallel_size=1; data_parallel_size shares its requests"
-        )
-    whole = parse(model.raw)
-    own, size = of_rank(whole, place), DTYPE_BYTES[model.dtype]
-    layers, of_all = (each.num_active_parameters - each.hidden_size for each in (own, whole))
-    sums = place.layout.tensor > 1  # are not added to the stream on the way
-    is_both_ends = place.is_first_stage and place.is_last_stage
-    ends = (place.is_first_stage + place.is_last_stage) * own.vocab_size * own.hidden_size
-    if whole.tied and is_both_ends:
-        ends //= 2
-    norm, idle = own.hidden_size * place.is_last_stage, own.num_idle_parameters
-    beside = own.num_beside(model.max_model_len, whole.tied and is_both_ends and model.device_type == "cpu")
-    saved = whole.num_active_parameters * size - model.active_bytes  # by codes, in proportion
-    active_bytes = (layers + norm) * size - saved * layers // of_all
-    return replace(
-        model,
-        num_layers=own.num_layers,
-        windows=own.windows,
-        num_attention_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        num_parameters=layers + norm + idle + ends,
-        num_active_parameters=layers + norm,
-        peak_width=peak_width(own, is_fixed=sums),
-        gated_peak_width=peak_width(own, not own.mlp_bias and own.intermediate_size % 8 == 0, is_fixed=sums),
-        fixed_peak_width=peak_width(own, is_fixed=True),
-        active_bytes=active_bytes,
-        weight_bytes=active_bytes + (idle + ends + beside) * size,
-        num_multiplied_as_codes=model.num_multiplied_as_codes * layers // of_all,
-    )

@@ -29,7 +29,7 @@ from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
-from teachllm.models.sharing import model_of_rank
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.load import DrafterConfig, load_drafter

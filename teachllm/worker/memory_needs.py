@@ -114,8 +114,8 @@ def _peak_width(config: EngineConfig, model: ModelConfig) -> int:
 
 def _dequantizing_bytes(num_tokens: int, model: ModelConfig, is_gated: bool) -> int:
     """What a step of many tokens takes while numbers are made of codes."""
-    size, width, gated_width = model.dequantized
-    return (size + num_tokens * (gated_width if is_gated else width)) * dtype_bytes(model.dtype)
+    peaks = (each.size + num_tokens * (each.gated_width if is_gated else each.width) for each in model.dequantized)
+    return max(peaks, default=0) * dtype_bytes(model.dtype)
 
 
 def ungated_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:

@@ -25,7 +25,7 @@ from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.llama import Tap
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
-from teachllm.models.sharing import model_of_rank
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.verify import synthetic_tokens
 from teachllm.spec_decode.drafter import ModelDrafter

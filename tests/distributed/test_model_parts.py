@@ -18,8 +18,8 @@ from teachllm.distributed.stages import Stage
 from teachllm.layers.embedding import Embedding
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.registry import ModelError
-from teachllm.models.sharing import model_of_rank
 from teachllm.sampling.shared_vocabulary import Columns
 from tests.checkpoints import OWN, VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.threads import on_ranks

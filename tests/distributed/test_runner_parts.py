@@ -25,7 +25,7 @@ from teachllm.distributed.slices import spread
 from teachllm.distributed.step_bytes import Counts, expected_rows, step_bytes
 from teachllm.models import moe as models_moe
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.sharing import model_of_rank
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.shared_filters import num_told
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.worker.gpu_model_runner import GPUModelRunner

@@ -20,7 +20,7 @@ from teachllm.distributed.step_bytes import step_bytes
 from teachllm.engine.engine import Engine
 from teachllm.engine.fork import fork, fork_config
 from teachllm.models.model_config import load_model_config
-from teachllm.models.sharing import model_of_rank
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.trace.ranks import rank_figures, spans_of
 from teachllm.trace.reader import Trace, parse_trace
 from teachllm.trace.recorder import Recorder

@@ -17,9 +17,10 @@ from teachllm.distributed.ranks import Ranks
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.peak_width import peak_width
 from teachllm.models.registry import ModelError
-from teachllm.models.sharing import model_of_rank, of_rank, stage_layers
+from teachllm.models.sharing import of_rank, stage_layers
 from tests.checkpoints import OWN, build_config
 
 LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(2, 1, spreads_experts=True)]

@@ -30,7 +30,7 @@ from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.loader import finish, new_module
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.sharing import model_of_rank
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.quantization import gpu_scaled_weight
 from teachllm.quantization.quantization import on_the_fly
 from teachllm.quantization.scheme import UNQUANTIZED
@@ -132,6 +132,14 @@ def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None
     shape, length = parse(model.raw), model.max_model_len
     runner.model = new_module(lambda: LlamaForCausalLM(shape, length, schemes, ranks), NOWHERE, torch.bfloat16)
     return runner
+
+
+def make_codes(model: torch.nn.Module) -> None:
+    """As the loader does of what it has read."""
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.fill_randomly(None)
+    finish(model, NOWHERE)
 
 
 def fix_products(model: torch.nn.Module, config: EngineConfig) -> None:
@@ -265,13 +273,18 @@ class OneOfTwo(Alone):
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 1024, "max_num_seqs": 8}], ids=["many", "few"])
+@pytest.mark.parametrize("method", [None, "fp8", "int8", "int4"])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
 @pytest.mark.usefixtures("imagined_hopper")
-def test_what_one_of_two_ranks_takes_is_predicted_too(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    config, whole = describe(name, tmp_path, tensor_parallel_size=2, **settings)
+def test_what_one_of_two_ranks_takes_is_predicted_too(
+    name: str, method: str | None, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config, whole = describe(name, tmp_path, tensor_parallel_size=2, quantization=method, **settings)
     place, group = Layout(2).place(0), OneOfTwo()
     model = model_of_rank(whole, place)
     runner = make_runner(config, whole, ranks=Ranks(place, group, group, group))
+    if method is not None:
+        make_codes(runner.model)
     caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
     with LiveBytes() as live:
         runner._largest_step(caches, sampling_bytes(config, model))
@@ -287,10 +300,7 @@ def test_what_a_quantized_model_takes_is_predicted_too(
 ) -> None:
     config, model = describe(name, tmp_path, quantization=method, **settings)
     runner = make_runner(config, model)
-    for layer in runner.model.modules():
-        if isinstance(layer, Linear):
-            layer.fill_randomly(None)
-    finish(runner.model, NOWHERE)
+    make_codes(runner.model)
     caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
     with LiveBytes() as live:
         runner._largest_step(caches, sampling_bytes(config, model))
