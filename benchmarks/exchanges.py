@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from h200 import provenance, script_parser  # noqa: E402
 
 from teachllm.distributed.connect import connected  # noqa: E402
-from teachllm.distributed.group import ProcessGroup  # noqa: E402
+from teachllm.distributed.group import ProcessGroup, agreed_least  # noqa: E402
 from teachllm.distributed.layout import Layout  # noqa: E402
 from teachllm.distributed.rendezvous import Rendezvous  # noqa: E402
 from teachllm.engine.ceilings import device_name  # noqa: E402
@@ -92,7 +92,7 @@ def measured(exchange: Callable[[], Any], group: ProcessGroup, device: torch.dev
         for _ in range(NUM_EXCHANGES):
             exchange()
 
-    if not graphs.capture("chain", chain):
+    if not agreed_least(group, graphs.capture("chain", chain), device):  # or who can waits for who cannot
         return float("nan")
     times = []
     for _ in range(_REPLAYS):

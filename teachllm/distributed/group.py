@@ -194,7 +194,6 @@ class ProcessGroup:
     Args:
         ranks: of the world, in order; this process is one of them.
         timeout_s: how long an operation may take.
-
     """
 
     def __init__(self, ranks: Sequence[int], timeout_s: float, traffic: Traffic) -> None:
@@ -237,7 +236,7 @@ class ProcessGroup:
         said = self.all_gather(torch.tensor(own, device=device)).tolist()
         all_can = self.all_gather(torch.tensor([reaches(own, [Whereabouts(*each) for each in said])], device=device))
         if all_can.all():
-            with self._named("open_mailbox", 0):
+            with self._named("open_mailbox (disable_custom_all_reduce=True does without)", 0, "open_mailbox"):
                 mailbox = open_mailbox(self._group, self.rank, self.size, size, dtype, device)
             self.all_gather(torch.zeros(1, device=device)).tolist()  # nobody sends before all are empty
             self._mailbox = mailbox

@@ -111,8 +111,7 @@ def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
     takes = f"layers take {format_bytes(model.active_bytes)}"
     found = quantization_of(model.raw, Path(model.path), None, None)
     scheme = None if found is None else found.schemes(_IN_ALL_MODELS)
-    name = model.quantization.name
-    what = name if scheme is None else f"{name}: {scheme}"
+    what = model.quantization if scheme is None else f"{model.quantization}: {scheme}"
     if device.type == "cpu":
         takes += f": a CPU multiplies numbers, in {model.dtype}"
     return [("quantization", what, takes)]

@@ -89,8 +89,7 @@ def make_core(
     try:
         if make_executor is not None:
             executor = make_executor(config, executor)
-        quantization = None if model.quantization is None else model.quantization.name
-        kinds = (model.dtype, quantization, model.kv_dtype)
+        kinds = (model.dtype, model.quantization, model.kv_dtype)
         root = hash_root(model.path, config.revision, *kinds, config.block_size)
         roofline: StepRoofline | None = None
         traffic: StepTraffic | None = None

@@ -87,7 +87,10 @@ class Embedding(nn.Module):
         return logits
 
     def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`, on a GPU and in the model's dtype: what samples from them reads that as well."""
+        """As `logits`, on a GPU and in the model's dtype: what samples from them reads that as well.
+
+        Columns of no token are 0.0: the kernel that samples is not shown them.
+        """
         if self.is_fixed:
             return fixed_linear_triton(hidden, self.weight)
         if hidden.shape[0] == 1:

@@ -32,6 +32,7 @@ from teachllm.models.moe_config import ExpertNames
 from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.models.registry import ModelError
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
+from teachllm.quantization.quantization import of_model
 from teachllm.quantization.scaled import Scaled
 from teachllm.quantization.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
 
@@ -82,7 +83,7 @@ def load_model(
         if config.load_format == "dummy":
             fill_randomly(model, config.seed)
         return model.eval().requires_grad_(False)
-    quantization = model_config.quantization
+    quantization = of_model(model_config)
     schemes = UNQUANTIZED if quantization is None else quantization.schemes
     shape = parse(model_config.raw)
     own = new_module(lambda: LlamaForCausalLM(shape, model_config.max_model_len, schemes, ranks), device, dtype)

@@ -38,7 +38,9 @@ class ModelConfig(Shape):
         eos_token_ids: generation_config.json's, else config.json's.
         weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
         active_bytes: of the parameters that `num_active_parameters` counts.
-        quantization: how its weights are quantized; None: they are not.
+        quantization: how its weights are quantized, for people; None: they are not. See `of_model`.
+        quantized_as_read: by which method plain numbers are, as they are read.
+        load_format: as `EngineConfig.load_format`.
         num_multiplied_as_codes: of the parameters that `num_active_parameters` counts, those multiplied as 8-bit codes.
         dequantized: what a step of many tokens on a GPU makes of codes, see `Dequantized`.
         generation_defaults: sampling settings that generation_config.json recommends.
@@ -55,9 +57,11 @@ class ModelConfig(Shape):
     eos_token_ids: frozenset[int]
     weight_bytes: int
     active_bytes: int
-    quantization: Quantization | None
+    quantization: str | None
+    quantized_as_read: str | None
+    load_format: str
     num_multiplied_as_codes: int
-    dequantized: tuple[Dequantized, ...]
+    dequantized: tuple[tuple[int, int, int], ...]
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
     kv_cache_dtype: str = "auto"
@@ -138,7 +142,9 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         eos_token_ids=_eos_token_ids(defaults, raw),
         weight_bytes=num_kept * size - saved_bytes,
         active_bytes=shape.num_active_parameters * size - saved_bytes,
-        quantization=quantization,
+        quantization=None if quantization is None else quantization.name,
+        quantized_as_read=config.quantization,
+        load_format=config.load_format,
         num_multiplied_as_codes=num_as_codes,
         dequantized=dequantized,
         generation_defaults=_generation_defaults(defaults),

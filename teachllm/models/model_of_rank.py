@@ -12,6 +12,7 @@ from teachllm.models.peak_width import peak_width
 from teachllm.models.quantized_needs import Dequantized, needs_of
 from teachllm.models.registry import ModelError
 from teachllm.models.sharing import of_rank
+from teachllm.quantization.quantization import of_model
 
 
 def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
@@ -44,8 +45,9 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
     }
     saved_bytes, num_as_codes = 0, 0
     dequantized: tuple[Dequantized, ...] = ()
-    if model.quantization is not None and model.device_type != "cpu":
-        needs = needs_of(model.raw, model.quantization.schemes, size, place)
+    quantization = of_model(model)
+    if quantization is not None and model.device_type != "cpu":
+        needs = needs_of(model.raw, quantization.schemes, size, place)
         saved_bytes, dequantized, num_as_codes = needs.saved_bytes, needs.dequantized, needs.num_multiplied_as_codes
         widths |= needs.widths
     active_bytes = (layers + norm) * size - saved_bytes

@@ -35,7 +35,8 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """How many: as many as any other rank has. Those of no token, behind the last one's, are -inf."""
+        """How many: as many as any other rank has. Those of no token, behind the last one's, are -inf, or
+        on a GPU 0.0, where `num_own` is what is drawn from."""
         return -(-self.vocab_size // self.group.size)
 
     @property

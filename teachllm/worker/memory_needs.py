@@ -114,7 +114,8 @@ def _peak_width(config: EngineConfig, model: ModelConfig) -> int:
 
 def _dequantizing_bytes(num_tokens: int, model: ModelConfig, is_gated: bool) -> int:
     """What a step of many tokens takes while numbers are made of codes."""
-    peaks = (each.size + num_tokens * (each.gated_width if is_gated else each.width) for each in model.dequantized)
+    kinds = model.dequantized  # as `Dequantized`
+    peaks = (size + num_tokens * (gated_width if is_gated else width) for size, width, gated_width in kinds)
     return max(peaks, default=0) * dtype_bytes(model.dtype)
 
 
@@ -189,7 +190,8 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig
         rounds = sum(tree.num_levels(step.most_next) for step in steps)  # a drafter runs once for each level
         num_drafter_layers = 0 if drafter is None else len(drafter.specs)
         num_layers += len(VARIANTS) * (len(steps) * model.num_layers + rounds * num_drafter_layers)
-    logits = most * (model.hidden_size + model.vocab_size) * size + workspace_bytes(most, model.vocab_size)
+    logits = most * model.hidden_size * size + _logits_bytes(config, model, most * size)
+    logits += workspace_bytes(most, model.vocab_size)
     num_kernels = num_layers * _KERNELS_A_LAYER
     return max(largest, most) * _peak_width(config, model) * size + logits + num_kernels * _BYTES_A_KERNEL
 

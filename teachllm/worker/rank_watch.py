@@ -2,8 +2,8 @@
 
 Times are of `time.perf_counter`, which on Linux is one clock for all processes of a machine, and the trace's own. On a
 CPU a step is over when `end` is called. A GPU works on its own: a step ends when the host learns of it, and what lies
-before is measured on the device, by events. What a CUDA graph does inside has none: of a step with a graph that
-exchanges anything it is known what was sent, and not how long that took.
+before is measured on the device, by events. What a CUDA graph does inside has none, nor has a sum that a norm
+makes while it reads: of a step with either it is known what was sent, and not how long that took.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class WatchedStep:
         told: dict[str, Any] = {"stage": self._place.stage, "begin": begin, "end": end, "sent": self._sent}
         if self._place.layout.replicas > 1:
             told["replica"] = self._place.replica
-        if len(self._spans) == sum(calls for calls, _ in self._sent.values()):  # no graph has exchanged anything
+        num_calls = sum(calls for calls, _ in self._sent.values())
+        if len(self._spans) == num_calls:  # neither a graph nor a norm has exchanged anything
             told["exchanges"] = []
             for operation, *moments in self._spans:
                 at, until = (each - begin if device is None else device.seconds_until(each) for each in moments)

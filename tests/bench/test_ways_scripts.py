@@ -71,7 +71,7 @@ def test_figures_stand_beside_what_is_to_be_reached_and_the_peer(run: Callable[.
 
 
 def test_ways_of_sharing_have_goals_of_their_own(run: Callable[..., Result]) -> None:
-    arguments = ("--ways", "one,tp2,tp2pp2,dp2", "--workloads", "single,mixed")
+    arguments = ("--ways", "one,tp2,tp2pp2,pp2,dp2", "--workloads", "single,mixed")
     code, found, shown = run(*arguments, script=parallel)
     assert code == 0 and [
         {name: value for name, value in each.items() if name != "with_cold"} for each in found["asked"]
@@ -79,9 +79,13 @@ def test_ways_of_sharing_have_goals_of_their_own(run: Callable[..., Result]) -> 
         {},
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
         {"data_parallel_size": 2},
     ]
     assert "qwen3-8b one     single tpot_ms: 2.4, to reach 4.2: yes, vLLM 5.22" in shown
-    assert "qwen3-8b tp2     single tpot_ms: 2.4, to reach 2.9: yes, vLLM 3.77" in shown
-    assert "qwen3-8b tp2     mixed tok_s: 1.2e+04, to reach 1.75e+04: NO, vLLM 1.52e+04" in shown
-    assert "qwen3-8b dp2     mixed tok_s: 1.2e+04\n" in shown
+    assert "qwen3-8b tp2     single tpot_ms: 2.4 (1.00 times as good as one), to reach 2.9: yes, vLLM 3.77" in shown
+    assert "tp2     mixed tok_s: 1.2e+04 (1.00 times as good as one), to reach 1.75e+04: NO, vLLM 1.52e+04" in shown
+    assert (
+        "pp2     mixed tok_s: 1.2e+04 (1.00 times as good as one, the bytes allow 1.55), to reach 1.4e+04: NO" in shown
+    )
+    assert "dp2     mixed tok_s: 1.2e+04 (1.00 times as good as one)\n" in shown

@@ -11,20 +11,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.slices import ALL, Slice
+from teachllm.models.llama_config import parse
+from teachllm.models.model_config import load_model_config
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.registry import ModelError
+from teachllm.models.sharing import stage_layers
 from teachllm.quantization.codes import Activations, part_of
 from tests.checkpoints import build_config, make_checkpoint
 from tests.distributed.test_model_parts import run
-from tests.quantization.formats import FORMATS, write_checkpoint
+from tests.quantization.formats import FORMATS, write_checkpoint, write_dequantized
 
+SEQUENCES: Any = [torch.arange(5, 45), torch.arange(100, 109), torch.arange(300, 323)]
 PARTS = [ALL, Slice(0, 2), Slice(1, 2), Slice(2, 4), Slice(3, 4)]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(make_checkpoint("llama2", tmp_path_factory.mktemp("plain") / "model"))
+
+
+def assert_no_worse(found: Any, alone: Any, exact: Any) -> None:
+    """Logits of sequences, of one rank and of one that computes alone. Where activations become codes, a part of a row
+    has a scale of its own: its numbers are rounded otherwise, so what counts is how far either is from plain ones."""
+    errors = [torch.cat(each) - torch.cat(exact) for each in (found, alone)]
+    ours, theirs = (error.square().mean().sqrt().item() for error in errors)
+    assert ours < 1.1 * theirs
+
+
+def assert_same(found: Any, alone: Any) -> None:
+    for ours, theirs in zip(found, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @given(st.sampled_from(list(FORMATS)), st.sampled_from(PARTS), st.sampled_from(PARTS), st.sampled_from([1, 2]))
@@ -48,25 +67,39 @@ def test_blocks_that_would_be_cut_are_named() -> None:
 
 @pytest.mark.parametrize("name", [name for name, how in FORMATS.items() if "by other" not in name])
 def test_ranks_compute_with_codes_what_one_does(name: str, plain: Path, tmp_path: Path) -> None:
-    write_checkpoint(name, plain, tmp_path / "quantized")
-    sequences: Any = [torch.arange(5, 45), torch.arange(100, 109), torch.arange(300, 323)]
-    [expected] = run(str(tmp_path / "quantized"), Layout(), sequences)
-    # Codes of x: a part of a row has a scale of its own, so its numbers are other ones, and nearer.
-    is_plain = FORMATS[name].activations is Activations.PLAIN
-    within: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4} if is_plain else {"rtol": 0.0, "atol": 0.5}
-    for logits in run(str(tmp_path / "quantized"), Layout(2, 1), sequences):
-        for ours, theirs in zip(logits, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, **within)
+    codes = write_checkpoint(name, plain, tmp_path / "quantized")
+    [alone] = run(str(tmp_path / "quantized"), Layout(), SEQUENCES)
+    found = run(str(tmp_path / "quantized"), Layout(2, 1), SEQUENCES)
+    if FORMATS[name].activations is Activations.PLAIN:
+        for logits in found:
+            assert_same(logits, alone)
+        return
+    write_dequantized(codes, plain, tmp_path / "exact")
+    [exact] = run(str(tmp_path / "exact"), Layout(), SEQUENCES)
+    for logits in found:
+        assert_no_worse(logits, alone, exact)
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
 def test_plain_numbers_are_quantized_whole_before_they_are_shared(method: str, plain: Path) -> None:
-    sequences: Any = [torch.arange(5, 45), torch.arange(100, 109), torch.arange(300, 323)]
-    [expected] = run(str(plain), Layout(), sequences, quantization=method)
-    within: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4} if method == "int4" else {"rtol": 0.0, "atol": 0.5}
-    for logits in run(str(plain), Layout(2, 2), sequences, quantization=method)[2:]:
-        for ours, theirs in zip(logits, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, **within)
+    [alone] = run(str(plain), Layout(), SEQUENCES, quantization=method)
+    [exact] = run(str(plain), Layout(), SEQUENCES)
+    for logits in run(str(plain), Layout(2, 2), SEQUENCES, quantization=method)[2:]:
+        if method == "int4":
+            assert_same(logits, alone)
+        else:
+            assert_no_worse(logits, alone, exact)
+
+
+def test_what_codes_save_is_counted_at_the_stage_that_has_them(plain: Path, tmp_path: Path) -> None:
+    write_checkpoint("fp8", plain, tmp_path / "quantized", without="layers.2.")
+    config = EngineConfig(model=str(tmp_path / "quantized"), dtype="bfloat16")
+    layout, whole = Layout(1, 2), load_model_config(config, "cuda")
+    first, last = (model_of_rank(whole, layout.place(rank)) for rank in range(2))
+    assert stage_layers(parse(whole.raw), 2)[1] == range(2, 3)
+    assert last.active_bytes == 2 * last.num_active_parameters and last.num_multiplied_as_codes == 0
+    assert first.active_bytes + last.active_bytes == whole.active_bytes < 2 * whole.num_active_parameters
+    assert first.num_multiplied_as_codes == whole.num_multiplied_as_codes > 0
 
 
 def test_a_checkpoint_whose_blocks_ranks_would_cut_is_refused_with_the_layer(tmp_path: Path) -> None:

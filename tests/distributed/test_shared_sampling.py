@@ -16,6 +16,7 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.sampling import shared_filters
 from teachllm.sampling.sampler import Sampler, SamplerOutput
+from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.verify import Proposals
 from teachllm.sampling_params import SamplingParams
 from tests.distributed.threads import on_ranks
@@ -170,3 +171,12 @@ def test_given_tokens_have_the_log_probabilities_and_ranks_that_one_finds(num_to
 
     for found in on_ranks(Layout(tensor=8), lambda ranks: scored(ranks.tensor)):
         assert_same_logprobs(found, scored(ALONE))
+
+
+def test_some_rank_may_have_no_token() -> None:
+    def has_some(ranks: Ranks) -> tuple[bool, int]:
+        columns = Columns(9, ranks.tensor)
+        return columns.each_has_some, columns.num_own
+
+    assert on_ranks(Layout(tensor=8), has_some) == [(False, count) for count in (2, 2, 2, 2, 1, 0, 0, 0)]
+    assert on_ranks(Layout(tensor=3), has_some) == [(True, 3)] * 3

@@ -101,6 +101,17 @@ def test_a_norm_adds_up_what_ranks_have(dtype: torch.dtype, num_rows: int, seed:
         assert torch.equal(each[0], expected[0]) and torch.equal(each[1], expected[1])
 
 
+def test_who_is_ahead_has_room_until_the_others_have_read() -> None:
+    _, own = mailboxes(2, torch.float16)
+    for turn in range(2 * NUM_SLOTS):
+        now, ahead = parts_of(2, 2, torch.float16, turn), parts_of(2, 2, torch.float16, turn + 1)
+        for slot, parts in ((turn, now), (turn + 1, ahead)):  # the other rank has sent its part of the next sum, too
+            box_of(own)[slot % NUM_SLOTS, 0, :2] = parts[0] + 0.0
+        got = one_shot_sum(now[1], own)
+        assert torch.equal(got, (now[0].float() + now[1].float()).half())
+        assert torch.equal(box_of(own)[(turn + 1) % NUM_SLOTS, 0, :2], ahead[0])
+
+
 def test_a_norm_that_quantizes_does_so_too() -> None:
     dtype = torch.float16
     boxes, parts = mailboxes(2, dtype), parts_of(2, 3, dtype, 0)

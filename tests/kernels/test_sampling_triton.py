@@ -9,7 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm import SamplingParams
+from teachllm.core.scheduler_output import NewRow
+from teachllm.distributed.group import Alone
 from teachllm.sampling.filters import apply_filters
+from teachllm.sampling.shared_vocabulary import Columns
+from teachllm.sampling.state import SamplingState
 from teachllm_kernels import sampling
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.philox import gumbel_noise, philox_words
@@ -157,6 +162,41 @@ def test_the_best_of_each_rank_s_columns_is_the_token_of_all(
             for first in range(0, vocab_size, width)
         ]
     assert token_of_best(torch.stack(best)).tolist() == expected_tokens(logits, rows, table, output_index)
+
+
+class OneOfTwo(Alone):
+    """A group in which nobody waits for the other rank."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.told = rank, list[torch.Tensor]()
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.told.append(x)
+        return x[None]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_columns_of_no_token_are_not_drawn_from(temperature: float) -> None:
+    # As on a GPU, where nobody fills them: 0.0, which is more than any logit here.
+    logits = torch.nn.functional.pad(-50 - torch.rand(3, 9, generator=torch.Generator().manual_seed(0)), (0, 1))
+    rows, indices = torch.arange(3, dtype=torch.int32, device=DEVICE), torch.tensor([0, 3, 8], device=DEVICE)
+    params = SamplingParams(temperature=temperature)
+    new_rows = [(row, NewRow([1], 1, params, seed, 0, frozenset())) for row, seed in enumerate((5, 6, 7))]
+
+    def draw(columns: Columns, logits: torch.Tensor) -> torch.Tensor:
+        state = SamplingState(3, columns, torch.device(DEVICE))
+        state.open_rows(new_rows)
+        return state.draw(logits.to(DEVICE), rows, indices, temperature > 0, any_filtered=False, columns=columns)
+
+    groups = [OneOfTwo(0), OneOfTwo(1)]
+    for group, part in zip(groups, logits.split(5, dim=1), strict=True):
+        draw(Columns(9, group), part)
+    best = token_of_best(torch.cat([group.told[0][None] for group in groups]))
+    assert torch.equal(best, draw(Columns(9), logits[:, :9]))
+    assert best.max() < 9
 
 
 def test_an_unfiltered_batch_may_say_so_and_a_greedy_one_too() -> None:

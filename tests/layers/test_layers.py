@@ -9,6 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from teachllm.distributed.group import Alone
+from teachllm.distributed.slices import Slice
 from teachllm.layers import dense_weight
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
 from teachllm.layers.attention_backends.base import AttentionSettings
@@ -147,3 +149,33 @@ def test_a_product_gates_itself_only_where_its_kernel_can(
     assert layer.gated(torch.empty(num_rows, num_in, dtype=dtype, device="meta")) == (
         "hopper_gated_linear" if is_gated else "silu_and_mul"
     )
+
+
+class OneOfTwo(Alone):
+    """A group in which nobody waits for the other rank."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is not in use")
+@pytest.mark.parametrize("bias", [False, True])
+def test_of_one_row_ranks_add_bias_and_residual_once(bias: bool) -> None:
+    x, residual = torch.randn(1, 64), torch.randn(1, 24)
+    whole = Linear(64, {"o_proj": 24}, bias)
+    torch.nn.init.normal_(whole.weight.weight)
+    if bias:
+        torch.nn.init.normal_(whole.bias)
+    expected = whole.one_row(x, residual=residual)
+    parts = []
+    for rank in range(2):
+        part, columns = Slice(rank, 2), slice(32 * rank, 32 * rank + 32)
+        layer = Linear(32, {"o_proj": 24}, bias, columns=part, group=OneOfTwo(rank))
+        layer.weight.weight.data = whole.weight.weight.data[:, columns].contiguous()
+        if bias:
+            layer.bias.data = whole.bias.data
+        parts.append(layer.one_row(x[:, columns].contiguous(), residual=residual))
+    torch.testing.assert_close(parts[0] + parts[1], expected, rtol=1e-5, atol=1e-5)

@@ -132,3 +132,25 @@ def test_new_blocks_go_to_their_rows_and_a_closed_row_is_used_again() -> None:
     assert batch.block_tables[:3, :2].tolist() == [[3, 8], [2, 5], [0, 0]]
     before[0, :2], before[2, :7] = torch.tensor([100, 101]), torch.arange(100, 107)
     assert torch.equal(batch.token_ids, before)
+
+
+def test_what_was_sampled_elsewhere_goes_into_the_rows_of_those_who_still_have_them() -> None:
+    batch = make_batch(max_num_seqs=2)
+    prompts = launch(batch, share("a", 0, 3, True, [1], prompt=3), share("b", 0, 2, True, [2], prompt=2))
+    batch.expect(0, prompts)
+    batch.send(prompts, 2, 5)
+    row_a, row_b = prompts.rows
+    batch.close("b")  # it has ended, and another has its row
+    batch.expect(1, decode := launch(batch, share("a", 3, 1, False), share("c", 0, 4, True, [3], prompt=4)))
+    assert decode.rows == [row_a, row_b]
+    batch.learn(0, [[55], [66]])
+    batch.send(decode, 2, 5)
+    assert batch.token_ids[:, :6].tolist()[row_a] == [100, 101, 102, 55, 0, 0]
+    assert batch.token_ids[:, :6].tolist()[row_b] == [100, 101, 102, 103, 0, 0]
+    assert (batch.num_known[row_a], batch.num_known[row_b]) == (4, 4)
+    batch.expect(2, third := launch(batch, share("a", 3, 1, True)))
+    batch.learn(2, [[77]])  # of the step before nothing came: it failed, and was tried again
+    batch.send(third, 1, 1)
+    assert batch.token_ids[row_a, 3:6].tolist() == [55, 77, 0]
+    with pytest.raises(KeyError):
+        batch.learn(1, [[], [88]])
