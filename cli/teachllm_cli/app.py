@@ -12,6 +12,7 @@ from teachllm_cli.chat import chat
 from teachllm_cli.complete import complete
 from teachllm_cli.generate import generate
 from teachllm_cli.info import info
+from teachllm_cli.ladder import ladder
 from teachllm_cli.quantize import quantize
 from teachllm_cli.run_batch import run_batch
 from teachllm_cli.serve import serve
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, generate, info, serve, worker, complete, run_batch, quantize, viz):
+for command in (chat, generate, info, serve, worker, complete, run_batch, quantize, ladder, viz):
     app.command()(command)
 for group in (bench, spec, trace):
     app.add_typer(group)

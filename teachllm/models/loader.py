@@ -29,10 +29,10 @@ from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.moe import unstacked
 from teachllm.models.moe_config import ExpertNames
+from teachllm.models.quantized_needs import of_model
 from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.models.registry import ModelError
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.quantization import of_model
 from teachllm.quantization.scaled import Scaled
 from teachllm.quantization.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
 

@@ -9,10 +9,9 @@ from teachllm.distributed.layout import Place
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
 from teachllm.models.peak_width import peak_width
-from teachllm.models.quantized_needs import Dequantized, needs_of
+from teachllm.models.quantized_needs import Dequantized, needs_of, of_model
 from teachllm.models.registry import ModelError
 from teachllm.models.sharing import of_rank
-from teachllm.quantization.quantization import of_model
 
 
 def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:

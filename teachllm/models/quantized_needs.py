@@ -11,6 +11,7 @@ Counted as the code allocates: a test holds it against that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,14 @@ import torch
 from teachllm.distributed.layout import ALONE, Place
 from teachllm.distributed.ranks import Ranks
 from teachllm.layers.linear import Linear
+from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.model_config import ModelConfig
 from teachllm.models.peak_width import peak_width
 from teachllm.models.sharing import of_rank
 from teachllm.quantization.codes import Activations
+from teachllm.quantization.quantization import Quantization, quantization_of
 from teachllm.quantization.scaled import Scaled
 from teachllm.quantization.scheme import OnTheFly, PartCodes, Schemes
 
@@ -55,6 +59,15 @@ class Needs(NamedTuple):
     widths: dict[str, int]
     dequantized: tuple[Dequantized, ...]
     num_multiplied_as_codes: int
+
+
+def of_model(model: ModelConfig) -> Quantization | None:
+    """What the layers of a model that was described are; None: plain numbers."""
+    if model.quantization is None:
+        return None
+    folder, is_known = Path(model.path), model.load_format not in ("dummy", "pt")
+    names = frozenset(stored_tensors(folder)) if is_known else None
+    return quantization_of(model.raw, folder, model.quantized_as_read, names)
 
 
 def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, place: Place = ALONE) -> Needs:

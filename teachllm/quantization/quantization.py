@@ -10,20 +10,17 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from teachllm.models.checkpoint import quantization_config, stored_tensors
+from teachllm.models.checkpoint import quantization_config
 from teachllm.models.registry import ModelError
 from teachllm.quantization import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from teachllm.quantization.codes import Activations
 from teachllm.quantization.compressed_tensors import Packed
 from teachllm.quantization.scaled import Scaled
 from teachllm.quantization.scheme import UNQUANTIZED, OnTheFly, Scheme, Schemes
-
-if TYPE_CHECKING:
-    from teachllm.models.model_config import ModelConfig
 
 Parse = Callable[[Mapping[str, Any], Container[str] | None], Callable[[str], Scheme | None]]
 
@@ -97,15 +94,6 @@ def quantization_of(
     if found is not None:
         return of_config(found, names)
     return None if method is None else on_the_fly(method)
-
-
-def of_model(model: ModelConfig) -> Quantization | None:
-    """What the layers of a model that was described are; None: plain numbers."""
-    if model.quantization is None:
-        return None
-    folder, is_known = Path(model.path), model.load_format not in ("dummy", "pt")
-    names = frozenset(stored_tensors(folder)) if is_known else None
-    return quantization_of(model.raw, folder, model.quantized_as_read, names)
 
 
 def of_config(config: Mapping[str, Any], names: Container[str] | None) -> Quantization:
