@@ -82,6 +82,7 @@ class HostLines:
         self.sentinel, self._sentinel_end = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
         for source in (self.router, self.local, self.sentinel, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
         self._watch = Watch(self.router, self._lost, self._refused)
@@ -215,14 +216,18 @@ class HostLines:
     # -- in the thread that watches ------------------------------------------------------------------------
 
     def _lost(self, descriptor: int) -> None:
+        """Of a stranger, too: there may be any number, and nobody who reads what wakes whoever waits."""
         with self._changed:
-            self.take()  # its last words
+            has_news = self.take()  # its last words
             for host in [host for host in self._hosts.values() if host.descriptor == descriptor]:
+                has_news = True
                 del self._hosts[host.identity]
                 self._changed.notify_all()
                 if self._has_begun:
                     self.end(f"{host} has gone")
-        self._waker.send(b"!")  # what was taken here, the other one does not wait for
+        if has_news:  # what was taken here, the other one does not wait for
+            with contextlib.suppress(BlockingIOError):  # a full pipe will do it
+                self._waker.send(b"!")
 
     def _refused(self) -> None:
         log.warning("somebody who wanted to join has been refused, with another secret or none")

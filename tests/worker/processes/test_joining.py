@@ -27,7 +27,7 @@ from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.host import join
 from teachllm.worker.processes.host_messages import Refused, decode_to_host
 from teachllm.worker.processes.host_plan import HostPlan
-from teachllm.worker.processes.host_socket import connect
+from teachllm.worker.processes.host_socket import connect, port_of
 from teachllm.worker.processes.rank_hosts import RankHosts
 from teachllm.worker.processes.rank_lines import Work
 from tests.waiting import wait_for
@@ -126,6 +126,29 @@ def test_a_machine_that_no_longer_answers_is_noticed_within_seconds_by_whoever_w
         with pytest.raises(EngineDeadError, match=r"^silent with rank 1 has gone$"):
             hosts.receive()
         assert time.monotonic() - began < 5
+
+
+def test_strangers_that_come_and_go_keep_nobody_from_noticing_that_a_machine_has_gone() -> None:
+    machines = list[subprocess.Popen[bytes]]()
+    with closing(RankHosts(plan(machines, silent))) as hosts, killed_in_the_end(machines):
+        hosts.start(WORK)
+        watch, num_lost = hosts._hosts._watch, 0
+        notice = watch._on_lost
+
+        def count(descriptor: int) -> None:
+            nonlocal num_lost
+            notice(descriptor)
+            num_lost += 1
+
+        watch._on_lost = count
+        try:
+            for number in range(1, 501):  # more than a pipe has room for; nobody reads or writes meanwhile
+                socket.create_connection(("127.0.0.1", port_of(hosts._hosts.router))).close()
+                wait_for(lambda number=number: num_lost >= number - 20, 5)  # no faster than they are noticed
+            machines[0].kill()
+            assert select.select([hosts.sentinel], [], [], 5)[0]
+        finally:
+            hosts._hosts.wait(0)  # whoever is stuck goes on, and this test ends
 
 
 def test_who_does_not_know_the_secret_is_refused_and_told_so(
