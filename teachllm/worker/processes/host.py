@@ -68,6 +68,8 @@ def join(
                 _work(line, begin, first_gpu)
             case Refused(why):
                 raise ValueError(f"the engine at {address} refuses this machine: {why}")
+            case End(_, death) if death is not None:
+                raise EngineDeadError(death)
 
 
 def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
@@ -84,7 +86,8 @@ def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
         line.first()  # to be told to end: the reason must not be taken for the end of a machine
         raise
     except BaseException as error:
-        line.say(Died(str(error) or type(error).__name__))
+        interrupted = isinstance(error, KeyboardInterrupt)
+        line.say(Died("the worker was interrupted" if interrupted else str(error) or type(error).__name__))
         ranks.kill()
         raise
     finally:

@@ -34,6 +34,7 @@ from teachllm.worker.processes.rank_lines import Work
 from teachllm.worker.processes.rank_processes import RankProcesses
 
 log = logging.getLogger(__name__)
+_NOT_STARTED = "the engine could not start, and says why where it runs"
 _SECONDS_TO_END = 6.0  # a little more than a machine takes for its processes
 
 
@@ -111,7 +112,15 @@ class HostLines:
         return bool(ready)
 
     def begin(self, work: Work) -> None:
+        """When all have joined.
+
+        Raises:
+            EngineDeadError: one has gone since.
+        """
         with self._changed:
+            if missing := self.missing:
+                self.end(f"the machine with {ranks_text(missing[0])} has gone")
+            self.check()
             self._has_begun = True
             for host in list(self._hosts.values()):
                 self._send(host.identity, Begin(host.ranks, work))
@@ -148,7 +157,7 @@ class HostLines:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            self.tell(End(self._in_haste))
+            self.tell(End(True, _NOT_STARTED) if self._in_haste else End(False))
         self.local.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._hosts, _SECONDS_TO_END)

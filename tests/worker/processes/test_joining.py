@@ -21,6 +21,7 @@ import pytest
 import zmq
 
 from teachllm import EngineConfig
+from teachllm.distributed.rendezvous import Rendezvous, keep_store
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import versions
 from teachllm.worker.processes.answers import Kind
@@ -126,6 +127,62 @@ def test_a_machine_that_no_longer_answers_is_noticed_within_seconds_by_whoever_w
         with pytest.raises(EngineDeadError, match=r"^silent with rank 1 has gone$"):
             hosts.receive()
         assert time.monotonic() - began < 5
+
+
+def test_a_machine_that_goes_before_the_ranks_are_told_to_begin_is_missed_and_nobody_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = list[Any]()
+    with closing(RankHosts(plan(machines, silent, Joining, count=2))) as hosts:
+
+        def keep(host: str, seconds: float) -> tuple[Rendezvous, Any]:
+            machines[0].kill()
+            machines[0].wait()
+            wait_for(lambda: hosts._hosts.missing)
+            return keep_store(host, seconds)
+
+        monkeypatch.setattr("teachllm.worker.processes.rank_hosts.keep_store", keep)
+        with pytest.raises(EngineDeadError, match=r"^the machine with rank [12] has gone$"):
+            hosts.start(WORK)
+        machines[1].join(5)
+        assert isinstance(machines[1].error, EngineDeadError) and "has gone" in str(machines[1].error)
+
+
+def test_a_machine_that_has_joined_ends_with_an_error_if_the_engine_does_not_start() -> None:
+    machines = list[Joining]()
+    with closing(RankHosts(plan(machines, Joining, count=2))) as hosts:
+        threading.Timer(1.0, hosts.end, ["nobody else comes"]).start()
+        with pytest.raises(EngineDeadError, match=r"^nobody else comes$"):
+            hosts.start(WORK)
+    with closing(RankHosts(plan(machines, Joining))) as hosts:
+        hosts._plan.invite(f"tcp://127.0.0.1:{port_of(hosts._hosts.router)}", hosts.end)
+        wait_for(lambda: hosts.receive(0.1) or not hosts._hosts.missing)
+        hosts.kill()  # as whoever starts it does if it fails
+    for machine, why in zip(machines, ("nobody else comes", "the engine could not start"), strict=True):
+        machine.join(5)
+        assert isinstance(machine.error, EngineDeadError) and str(machine.error).startswith(why)
+
+
+def test_a_worker_that_is_interrupted_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(config: EngineConfig, count: int) -> list[str]:
+        if count:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr("teachllm.worker.processes.rank_processes.devices_of", devices)
+    with closing(RankHosts(plan([], Joining))) as hosts:
+        hosts.start(WORK)
+        with pytest.raises(EngineDeadError, match=f"^on {NAME} the worker was interrupted$"):
+            hosts.receive()
+
+
+def test_too_few_gpus_here_are_found_before_anybody_is_waited_for() -> None:
+    config = EngineConfig(device="cuda:64", pipeline_parallel_size=2, nnodes=2)
+    machines = list[Joining]()
+    refused = pytest.raises(ValueError, match=r"^.* need 1 GPUs from cuda:64 on ")
+    with closing(RankHosts(replace(plan(machines, Joining), here=[0]))) as hosts, refused:
+        hosts.start(Work(config))
+    assert not machines
 
 
 def test_strangers_that_come_and_go_keep_nobody_from_noticing_that_a_machine_has_gone() -> None:
