@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import selectors
@@ -29,7 +30,7 @@ from teachllm.worker.processes.host_messages import (
     encode,
 )
 from teachllm.worker.processes.host_plan import HostPlan
-from teachllm.worker.processes.host_socket import Watch, listen
+from teachllm.worker.processes.host_socket import Watch, frames_of, listen
 from teachllm.worker.processes.rank_lines import Work
 from teachllm.worker.processes.rank_processes import RankProcesses
 
@@ -136,9 +137,9 @@ class HostLines:
         has_news = False
         with self._changed, contextlib.suppress(zmq.Again):
             while True:
-                identity, message = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
                 has_news = True
-                self._hear(identity.bytes, message)
+                self._hear(identity.bytes, frames)
         return has_news
 
     def end(self, why: str) -> None:
@@ -176,10 +177,10 @@ class HostLines:
 
     # -- with the lock -------------------------------------------------------------------------------------
 
-    def _hear(self, identity: bytes, message: zmq.Frame) -> None:
+    def _hear(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         host = self._hosts.get(identity)
         try:
-            said = decode_from_host(message.bytes)
+            said = decode_from_host(b"".join(frame.bytes for frame in frames))
         except msgspec.DecodeError:
             self._send(identity, Refused("nobody here understands it: install the same teachllm everywhere"))
             return
@@ -190,9 +191,13 @@ class HostLines:
                 except ValueError as error:
                     self._send(identity, Refused(str(error)))
                     return
-                self._hosts[identity] = _Host(identity, int(message.get(zmq.SRCFD)), said.name, ranks)
+                self._hosts[identity] = _Host(identity, int(frames[0].get(zmq.SRCFD)), said.name, ranks)
             case Said() if host is not None:
-                self.local.frames.append((said.rank, Kind(said.kind), said.number, said.content))
+                kind, content = Kind(said.kind), said.content
+                if kind is Kind.REFUSED:  # of which a number says too little: somebody has to go there
+                    why, *rest = json.loads(content)
+                    content = json.dumps([f"{host.name}: {why}", *rest]).encode()
+                self.local.frames.append((said.rank, kind, said.number, content))
             case Died() if host is not None:
                 self.end(f"on {host.name} {said.why}")
 
@@ -220,7 +225,7 @@ class HostLines:
     def _send(self, identity: bytes, message: ToHost) -> None:
         """Who has gone since is noticed by the other thread."""
         with contextlib.suppress(zmq.ZMQError):
-            self.router.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+            self.router.send_multipart([identity, *frames_of(encode(message))], zmq.NOBLOCK)
 
     # -- in the thread that watches ------------------------------------------------------------------------
 
@@ -239,4 +244,4 @@ class HostLines:
                 self._waker.send(b"!")
 
     def _refused(self) -> None:
-        log.warning("somebody who wanted to join has been refused, with another secret or none")
+        log.warning("somebody has been refused who is no worker, or has another secret")
