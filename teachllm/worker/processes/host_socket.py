@@ -25,7 +25,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 SECRET = "TEACHLLM_SECRET"  # the environment variable that has it
-_HEARTBEAT_MS, _SILENCE_MS = 1000, 3000  # between heartbeats; without an answer to one
+_HEARTBEAT_MS, _SILENCE_MS = 1000, 3000  # between heartbeats; without an answer to one: up to 4 s in all
 _FRAME_BYTES = 1 << 18  # a step of hundreds of decodes fills a tenth of that
 _OVERHEAD_BYTES = 64  # CURVE's of a frame are 33
 _SALT = b"teachllm: ranks on several machines"
