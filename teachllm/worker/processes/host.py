@@ -33,7 +33,7 @@ from teachllm.worker.processes.host_messages import (
     decode_to_host,
     encode,
 )
-from teachllm.worker.processes.host_socket import SECRET, Watch, connect
+from teachllm.worker.processes.host_socket import SECRET, Watch, connect, frames_of
 from teachllm.worker.processes.rank_processes import RankProcesses
 
 _SECONDS_TO_JOIN = 600.0  # for the engine to listen, and for all other machines to join
@@ -68,6 +68,8 @@ def join(
                 _work(line, begin, first_gpu)
             case Refused(why):
                 raise ValueError(f"the engine at {address} refuses this machine: {why}")
+            case End(_, death) if death is not None:
+                raise EngineDeadError(death)
 
 
 def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
@@ -79,12 +81,13 @@ def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
         ranks.start(replace(begin.work, config=replace(config, device=device)))
         _pass_on(line, ranks)
     except ValueError as error:
-        refusal = json.dumps([f"{socket.gethostname()}: {error}", False, None]).encode()
+        refusal = json.dumps([str(error), False, None]).encode()
         line.say(Said(begin.ranks[0], Kind.REFUSED, 0, refusal))
         line.first()  # to be told to end: the reason must not be taken for the end of a machine
         raise
     except BaseException as error:
-        line.say(Died(str(error) or type(error).__name__))
+        interrupted = isinstance(error, KeyboardInterrupt)
+        line.say(Died("the worker was interrupted" if interrupted else str(error) or type(error).__name__))
         ranks.kill()
         raise
     finally:
@@ -137,10 +140,10 @@ class _Line:
             end(self._why)
 
     def say(self, message: FromHost) -> None:
-        self.socket.send(encode(message))
+        self.socket.send_multipart(frames_of(encode(message)))
 
     def receive(self) -> ToHost:
-        return decode_to_host(self.socket.recv())
+        return decode_to_host(b"".join(self.socket.recv_multipart()))
 
     def first(self) -> ToHost:
         """Waits for a message while there are no ranks.
@@ -168,7 +171,7 @@ class _Line:
 
     def _refused(self) -> None:
         self._is_refused = True
-        self._end(f"whoever listens at {self._address} has another secret: set {SECRET} to the engine's")
+        self._end(f"who listens at {self._address} is no engine, or has another secret: set {SECRET} to the engine's")
 
     def _end(self, why: str) -> None:
         if not self._why:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import selectors
@@ -29,11 +30,12 @@ from teachllm.worker.processes.host_messages import (
     encode,
 )
 from teachllm.worker.processes.host_plan import HostPlan
-from teachllm.worker.processes.host_socket import Watch, listen
+from teachllm.worker.processes.host_socket import Watch, frames_of, listen
 from teachllm.worker.processes.rank_lines import Work
 from teachllm.worker.processes.rank_processes import RankProcesses
 
 log = logging.getLogger(__name__)
+_NOT_STARTED = "the engine could not start, and says why where it runs"
 _SECONDS_TO_END = 6.0  # a little more than a machine takes for its processes
 
 
@@ -82,6 +84,7 @@ class HostLines:
         self.sentinel, self._sentinel_end = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
         for source in (self.router, self.local, self.sentinel, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
         self._watch = Watch(self.router, self._lost, self._refused)
@@ -110,7 +113,15 @@ class HostLines:
         return bool(ready)
 
     def begin(self, work: Work) -> None:
+        """When all have joined.
+
+        Raises:
+            EngineDeadError: one has gone since.
+        """
         with self._changed:
+            if missing := self.missing:
+                self.end(f"the machine with {ranks_text(missing[0])} has gone")
+            self.check()
             self._has_begun = True
             for host in list(self._hosts.values()):
                 self._send(host.identity, Begin(host.ranks, work))
@@ -126,9 +137,9 @@ class HostLines:
         has_news = False
         with self._changed, contextlib.suppress(zmq.Again):
             while True:
-                identity, message = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
                 has_news = True
-                self._hear(identity.bytes, message)
+                self._hear(identity.bytes, frames)
         return has_news
 
     def end(self, why: str) -> None:
@@ -147,7 +158,7 @@ class HostLines:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            self.tell(End(self._in_haste))
+            self.tell(End(True, _NOT_STARTED) if self._in_haste else End(False))
         self.local.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._hosts, _SECONDS_TO_END)
@@ -166,10 +177,10 @@ class HostLines:
 
     # -- with the lock -------------------------------------------------------------------------------------
 
-    def _hear(self, identity: bytes, message: zmq.Frame) -> None:
+    def _hear(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         host = self._hosts.get(identity)
         try:
-            said = decode_from_host(message.bytes)
+            said = decode_from_host(b"".join(frame.bytes for frame in frames))
         except msgspec.DecodeError:
             self._send(identity, Refused("nobody here understands it: install the same teachllm everywhere"))
             return
@@ -180,9 +191,13 @@ class HostLines:
                 except ValueError as error:
                     self._send(identity, Refused(str(error)))
                     return
-                self._hosts[identity] = _Host(identity, int(message.get(zmq.SRCFD)), said.name, ranks)
+                self._hosts[identity] = _Host(identity, int(frames[0].get(zmq.SRCFD)), said.name, ranks)
             case Said() if host is not None:
-                self.local.frames.append((said.rank, Kind(said.kind), said.number, said.content))
+                kind, content = Kind(said.kind), said.content
+                if kind is Kind.REFUSED:  # of which a number says too little: somebody has to go there
+                    why, *rest = json.loads(content)
+                    content = json.dumps([f"{host.name}: {why}", *rest]).encode()
+                self.local.frames.append((said.rank, kind, said.number, content))
             case Died() if host is not None:
                 self.end(f"on {host.name} {said.why}")
 
@@ -210,19 +225,23 @@ class HostLines:
     def _send(self, identity: bytes, message: ToHost) -> None:
         """Who has gone since is noticed by the other thread."""
         with contextlib.suppress(zmq.ZMQError):
-            self.router.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+            self.router.send_multipart([identity, *frames_of(encode(message))], zmq.NOBLOCK)
 
     # -- in the thread that watches ------------------------------------------------------------------------
 
     def _lost(self, descriptor: int) -> None:
+        """Of a stranger, too: there may be any number, and nobody who reads what wakes whoever waits."""
         with self._changed:
-            self.take()  # its last words
+            has_news = self.take()  # its last words
             for host in [host for host in self._hosts.values() if host.descriptor == descriptor]:
+                has_news = True
                 del self._hosts[host.identity]
                 self._changed.notify_all()
                 if self._has_begun:
                     self.end(f"{host} has gone")
-        self._waker.send(b"!")  # what was taken here, the other one does not wait for
+        if has_news:  # what was taken here, the other one does not wait for
+            with contextlib.suppress(BlockingIOError):  # a full pipe will do it
+                self._waker.send(b"!")
 
     def _refused(self) -> None:
-        log.warning("somebody who wanted to join has been refused, with another secret or none")
+        log.warning("somebody has been refused who is no worker, or has another secret")

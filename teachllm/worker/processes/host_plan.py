@@ -54,10 +54,10 @@ def _plan_of_nodes(config: EngineConfig) -> HostPlan:
     """`nnodes` machines with as many ranks each; users start a worker on all but this one."""
     size = config.num_local_ranks
     here, *elsewhere = [range(first, first + size) for first in range(0, config.num_ranks, size)]
-    secret = os.environ.get(SECRET) or secrets.token_urlsafe(32)
+    known = os.environ.get(SECRET)
+    secret = known or secrets.token_urlsafe(32)
 
     def invite(address: str, _: Callable[[str], None]) -> None:
-        known = SECRET in os.environ
         log.warning(
             "waiting for %d more: on each machine run  %steachllm worker --join %s",
             len(elsewhere),

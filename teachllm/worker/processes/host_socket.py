@@ -5,6 +5,10 @@ comes through the handshake: a stranger can neither join nor read along. Heartbe
 whatever Python does meanwhile. A monitor tells of every connection that has ended, be it that a process has, or that a
 machine no longer answers.
 
+A frame is read whole before ZeroMQ looks at it, be it a stranger's who has not come through the handshake: whoever
+announces one that is too large is cut off. A message may have any size, as an output does with log-probabilities for
+every token of a prompt: it goes in as many frames as it needs.
+
 Source: CurveZMQ, https://rfc.zeromq.org/spec/26; ZMTP 3.1 for heartbeats, https://rfc.zeromq.org/spec/37
 """
 
@@ -12,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -22,8 +25,11 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 SECRET = "TEACHLLM_SECRET"  # the environment variable that has it
-_HEARTBEAT_MS, _SILENCE_MS = 1000, 3000  # between heartbeats; without an answer to one
+_HEARTBEAT_MS, _SILENCE_MS = 1000, 3000  # between heartbeats; without an answer to one: up to 4 s in all
+_FRAME_BYTES = 1 << 18  # a step of hundreds of decodes fills a tenth of that
+_OVERHEAD_BYTES = 64  # CURVE's of a frame are 33
 _SALT = b"teachllm: ranks on several machines"
+_PORT_ERRORS = {errno.EADDRINUSE: "is taken on", errno.EACCES: "needs rights that this process lacks on"}
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
@@ -48,9 +54,10 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, secret
         router.bind(f"tcp://{address}:{port or '*'}")
     except (OSError, zmq.ZMQError) as error:
         router.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"master_port={port} is taken on {host}: choose another, or 0 for a free one") from None
-        raise ValueError(f"master_addr={host} is no address of this machine: {os.strerror(error.errno or 0)}") from None
+        if error.errno in _PORT_ERRORS:
+            why = _PORT_ERRORS[error.errno]
+            raise ValueError(f"master_port={port} {why} {host}: choose another, or 0 for a free one") from None
+        raise ValueError(f"master_addr={host} is no address of this machine: {error.strerror or error}") from None
     except BaseException:
         router.close()
         raise
@@ -78,6 +85,11 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], address: str, secret: str) 
 def port_of(router: zmq.Socket[bytes]) -> int:
     """Where it listens."""
     return int(router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def frames_of(message: bytes) -> list[bytes]:
+    """In which a message goes; joined, they are the message."""
+    return [message[first : first + _FRAME_BYTES] for first in range(0, max(len(message), 1), _FRAME_BYTES)]
 
 
 class Watch:
@@ -114,6 +126,7 @@ class Watch:
 
 def _set_up(either: zmq.Socket[bytes]) -> None:
     either.set_hwm(0)  # what is under way is bounded by the plans
+    either.maxmsgsize = _FRAME_BYTES + _OVERHEAD_BYTES  # of a frame, whatever its name says
     either.linger = 1000  # milliseconds, for last words
     either.heartbeat_ivl, either.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
 

@@ -22,6 +22,7 @@ from teachllm.worker.processes.host_messages import Order
 from teachllm.worker.processes.host_plan import HostPlan
 from teachllm.worker.processes.host_socket import port_of
 from teachllm.worker.processes.rank_lines import Work, whole
+from teachllm.worker.processes.rank_processes import devices_of
 
 _SECONDS_TO_JOIN = 600.0  # somebody may have to type a command on each machine
 _SECONDS_TO_MEET = 600.0  # a checkpoint may have to be downloaded there
@@ -52,10 +53,12 @@ class RankHosts:
         """As `RankLines`; waits until all machines have joined.
 
         Raises:
-            ValueError: a machine has other versions.
+            ValueError: a machine has other versions, or this one has too few GPUs.
             TimeoutError: one is missing; names its ranks.
+            EngineDeadError: one has gone since it joined, or whoever should start it has given up.
         """
         hosts, plan = self._hosts, self._plan
+        devices_of(work.config, len(plan.here))  # before others are waited for
         address = f"tcp://{plan.host}:{port_of(hosts.router)}"
         plan.invite(address, hosts.end)
         deadline = time.monotonic() + _SECONDS_TO_JOIN

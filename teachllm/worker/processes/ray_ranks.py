@@ -138,5 +138,6 @@ def _tell(rank: int, give_up: Callable[[str], None], ended: Future[None]) -> Non
 
     error = ended.exception()
     if error is not None:
-        *_, last = str(error.cause if isinstance(error, RayTaskError) else error).strip().splitlines()
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        *_, last = str(cause).strip().splitlines() or [type(cause).__name__]
         give_up(f"the Ray actor of rank {rank} has ended: {last.split('. ')[0].strip()}")

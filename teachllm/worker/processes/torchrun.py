@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from teachllm.worker.processes.host_plan import HostPlan
 
 _SECONDS = 600.0  # for process 0 to listen
-_WHERE, _SETTINGS = "teachllm/where", "teachllm/settings"  # keys of the store
+_WHERE, _SETTINGS = "where", "settings"  # keys of the store
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that are read
 
 
 def works_for_process_0(config: EngineConfig) -> bool:
@@ -36,7 +37,8 @@ def works_for_process_0(config: EngineConfig) -> bool:
         Whether this is one of those, and is through with it.
 
     Raises:
-        ValueError: torchrun and the settings do not go together, or those of two processes differ.
+        ValueError: torchrun and the settings do not go together, or those of two processes differ; or the others work
+            for another engine already.
         EngineDeadError: the engine has gone, or a rank.
     """
     if config.distributed_executor_backend != "torchrun":
@@ -47,27 +49,39 @@ def works_for_process_0(config: EngineConfig) -> bool:
 
     rank, store, mine = _number("RANK"), _store(), json.dumps(facts_of(config))
     if rank == 0:
+        if store.check([_WHERE]):
+            raise ValueError(
+                "torchrun's other processes work for the first engine of this program and end with it: start torchrun "
+                "again for another one, or set distributed_executor_backend=mp"
+            )
         store.compare_set(_SETTINGS, "", mine)  # the first that it is asked for
         return False
     check_agreement({0: json.loads(store.get(_SETTINGS)), rank: json.loads(mine)})
     try:
         from teachllm.worker.processes.host import join
+        from teachllm.worker.processes.host_socket import SECRET
     except ModuleNotFoundError as error:
         raise ImportError(f"ranks of torchrun need {error.name}: pip install 'teachllm[serve]'") from None
-    address, secret = json.loads(store.get(_WHERE))
+    address, told = json.loads(store.get(_WHERE))
+    secret = told or os.environ.get(SECRET)
+    if not secret:
+        raise ValueError(f"{SECRET} is set where torchrun's first process runs, and not here: set it on every machine")
     join(address, secret, place=rank, first_gpu=_number("LOCAL_RANK"), joined=_leave_signals_to_process_0)
     return True
 
 
 def plan_of_torchrun(config: EngineConfig) -> HostPlan:
-    """Each process is a machine with one rank, and this one the first."""
+    """Each process is a machine with one rank, and this one the first. Whoever can reach torchrun's store can read it:
+    only a secret that nobody has set goes there."""
     from teachllm.worker.processes.host_plan import HostPlan
+    from teachllm.worker.processes.host_socket import SECRET
 
     _check_size(config)
-    store, secret = _store(), secrets.token_urlsafe(32)
+    store, known = _store(), os.environ.get(SECRET)
+    secret = known or secrets.token_urlsafe(32)
 
     def invite(address: str, _: Callable[[str], None]) -> None:
-        store.set(_WHERE, json.dumps([address, secret]))
+        store.set(_WHERE, json.dumps([address, None if known else secret]))
 
     is_one_machine = _number("LOCAL_WORLD_SIZE") == config.num_ranks
     host = "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"]
@@ -86,10 +100,10 @@ def _check_size(config: EngineConfig) -> None:
     """Raises ValueError unless there is a process for each rank."""
     sizes = f"tensor_parallel_size={config.tensor_parallel_size} x pipeline_parallel_size="
     needed = f"{sizes}{config.pipeline_parallel_size} need {config.num_ranks}"
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if unset := [name for name in _VARIABLES if name not in os.environ]:
         raise ValueError(
-            "distributed_executor_backend=torchrun, and torchrun has not started this: run torchrun --nproc-per-node "
-            f"{config.num_ranks} -m teachllm_cli ..., or set it to mp"
+            f"distributed_executor_backend=torchrun, and torchrun has not started this ({', '.join(unset)} not set): "
+            f"run torchrun --nproc-per-node {config.num_ranks} -m teachllm_cli ..., or set it to mp"
         )
     if _number("WORLD_SIZE") != config.num_ranks:
         raise ValueError(
@@ -100,7 +114,7 @@ def _check_size(config: EngineConfig) -> None:
 
 def _check_that_nobody_else_computes_the_same(config: EngineConfig) -> None:
     """Every process of torchrun would start all ranks."""
-    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and _number("WORLD_SIZE") > 1
+    is_torchrun = {"TORCHELASTIC_RUN_ID", "WORLD_SIZE"} <= os.environ.keys() and _number("WORLD_SIZE") > 1
     if is_torchrun and config.num_ranks > 1 and config.distributed_executor_backend is None:
         raise ValueError(
             f"torchrun has started {_number('WORLD_SIZE')} processes, and each would be an engine with "
@@ -109,11 +123,14 @@ def _check_that_nobody_else_computes_the_same(config: EngineConfig) -> None:
 
 
 def _store() -> Any:
-    """That of torchrun: a table which a process of its own keeps."""
+    """That of torchrun: a table which a process of its own keeps. It outlives the processes that torchrun starts again,
+    so each attempt has keys of its own, as in PyTorch."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
-    return dist.TCPStore(host, port, None, False, timedelta(seconds=_SECONDS))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore(host, port, None, False, timedelta(seconds=_SECONDS))
+    return dist.PrefixStore(f"teachllm/attempt_{attempt}", store)
 
 
 def _number(variable: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,13 +22,14 @@ import pytest
 import zmq
 
 from teachllm import EngineConfig
+from teachllm.distributed.rendezvous import Rendezvous, keep_store
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import versions
 from teachllm.worker.processes.answers import Kind
-from teachllm.worker.processes.host import join
-from teachllm.worker.processes.host_messages import Refused, decode_to_host
-from teachllm.worker.processes.host_plan import HostPlan
-from teachllm.worker.processes.host_socket import connect
+from teachllm.worker.processes.host import _Line, join
+from teachllm.worker.processes.host_messages import Begin, Hello, Order, Refused, Said, decode_to_host
+from teachllm.worker.processes.host_plan import HostPlan, plan_of
+from teachllm.worker.processes.host_socket import connect, listen, port_of
 from teachllm.worker.processes.rank_hosts import RankHosts
 from teachllm.worker.processes.rank_lines import Work
 from tests.waiting import wait_for
@@ -128,6 +130,85 @@ def test_a_machine_that_no_longer_answers_is_noticed_within_seconds_by_whoever_w
         assert time.monotonic() - began < 5
 
 
+def test_a_machine_that_goes_before_the_ranks_are_told_to_begin_is_missed_and_nobody_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = list[Any]()
+    with closing(RankHosts(plan(machines, silent, Joining, count=2))) as hosts:
+
+        def keep(host: str, seconds: float) -> tuple[Rendezvous, Any]:
+            machines[0].kill()
+            machines[0].wait()
+            wait_for(lambda: hosts._hosts.missing)
+            return keep_store(host, seconds)
+
+        monkeypatch.setattr("teachllm.worker.processes.rank_hosts.keep_store", keep)
+        with pytest.raises(EngineDeadError, match=r"^the machine with rank [12] has gone$"):
+            hosts.start(WORK)
+        machines[1].join(5)
+        assert isinstance(machines[1].error, EngineDeadError) and "has gone" in str(machines[1].error)
+
+
+def test_a_machine_that_has_joined_ends_with_an_error_if_the_engine_does_not_start() -> None:
+    machines = list[Joining]()
+    with closing(RankHosts(plan(machines, Joining, count=2))) as hosts:
+        threading.Timer(1.0, hosts.end, ["nobody else comes"]).start()
+        with pytest.raises(EngineDeadError, match=r"^nobody else comes$"):
+            hosts.start(WORK)
+    with closing(RankHosts(plan(machines, Joining))) as hosts:
+        hosts._plan.invite(f"tcp://127.0.0.1:{port_of(hosts._hosts.router)}", hosts.end)
+        wait_for(lambda: hosts.receive(0.1) or not hosts._hosts.missing)
+        hosts.kill()  # as whoever starts it does if it fails
+    for machine, why in zip(machines, ("nobody else comes", "the engine could not start"), strict=True):
+        machine.join(5)
+        assert isinstance(machine.error, EngineDeadError) and str(machine.error).startswith(why)
+
+
+def test_a_worker_that_is_interrupted_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(config: EngineConfig, count: int) -> list[str]:
+        if count:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr("teachllm.worker.processes.rank_processes.devices_of", devices)
+    with closing(RankHosts(plan([], Joining))) as hosts:
+        hosts.start(WORK)
+        with pytest.raises(EngineDeadError, match=f"^on {NAME} the worker was interrupted$"):
+            hosts.receive()
+
+
+def test_too_few_gpus_here_are_found_before_anybody_is_waited_for() -> None:
+    config = EngineConfig(device="cuda:64", pipeline_parallel_size=2, nnodes=2)
+    machines = list[Joining]()
+    refused = pytest.raises(ValueError, match=r"^.* need 1 GPUs from cuda:64 on ")
+    with closing(RankHosts(replace(plan(machines, Joining), here=[0]))) as hosts, refused:
+        hosts.start(Work(config))
+    assert not machines
+
+
+def test_strangers_that_come_and_go_keep_nobody_from_noticing_that_a_machine_has_gone() -> None:
+    machines = list[subprocess.Popen[bytes]]()
+    with closing(RankHosts(plan(machines, silent))) as hosts, killed_in_the_end(machines):
+        hosts.start(WORK)
+        watch, num_lost = hosts._hosts._watch, 0
+        notice = watch._on_lost
+
+        def count(descriptor: int) -> None:
+            nonlocal num_lost
+            notice(descriptor)
+            num_lost += 1
+
+        watch._on_lost = count
+        try:
+            for number in range(1, 501):  # more than a pipe has room for; nobody reads or writes meanwhile
+                socket.create_connection(("127.0.0.1", port_of(hosts._hosts.router))).close()
+                wait_for(lambda number=number: num_lost >= number - 20, 5)  # no faster than they are noticed
+            machines[0].kill()
+            assert select.select([hosts.sentinel], [], [], 5)[0]
+        finally:
+            hosts._hosts.wait(0)  # whoever is stuck goes on, and this test ends
+
+
 def test_who_does_not_know_the_secret_is_refused_and_told_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,8 +224,79 @@ def test_who_does_not_know_the_secret_is_refused_and_told_so(
         hosts.start(WORK)
     machines[0].join(5)
     assert isinstance(machines[0].error, ValueError)
-    assert "another secret: set TEACHLLM_SECRET to the engine's" in str(machines[0].error)
-    assert "somebody who wanted to join has been refused" in caplog.text
+    assert "is no engine, or has another secret: set TEACHLLM_SECRET to the engine's" in str(machines[0].error)
+    assert "somebody has been refused who is no worker, or has another secret" in caplog.text
+
+
+def test_where_something_else_listens_a_worker_does_not_put_it_down_to_the_secret_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        machine = Joining(f"tcp://127.0.0.1:{port}")
+        listener.accept()[0].close()  # as a proxy does whose server has ended
+        machine.join(5)
+    assert isinstance(machine.error, ValueError)
+    assert str(machine.error).startswith(f"who listens at tcp://127.0.0.1:{port} is no engine, or has another secret: ")
+
+
+def test_a_stranger_who_announces_gigabytes_is_cut_off_before_they_are_kept() -> None:
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with (
+        closing(RankHosts(plan([], Joining))) as hosts,
+        socket.create_connection(("127.0.0.1", port_of(hosts._hosts.router)), 5) as stranger,
+    ):
+        stranger.sendall(greeting)
+        assert len(stranger.recv(64, socket.MSG_WAITALL)) == 64  # it is an engine, and speaks this language
+        stranger.sendall(b"\x06" + (20 << 30).to_bytes(8, "big"))  # a long command
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+
+
+@contextmanager
+def machine_by_hand() -> Iterator[tuple[RankHosts, _Line]]:
+    """An engine that has begun, and a machine called b that says what a test has it say."""
+    lines = list[_Line]()
+
+    def start(address: str) -> None:
+        lines.append(_Line(address, "sesame"))
+        lines[0].say(Hello("b", versions()))
+
+    with closing(RankHosts(plan([], start))) as hosts:
+        hosts.start(WORK)
+        with closing(lines[0]) as line:
+            assert isinstance(line.first(), Begin)
+            yield hosts, line
+
+
+def test_messages_that_are_larger_than_a_frame_arrive_whole_at_both_ends() -> None:
+    large = os.urandom(3 << 20)
+    with machine_by_hand() as (hosts, line):
+        hosts.write(large)
+        assert line.first() == Order(large)
+        line.say(Said(1, Kind.OUTPUT, 5, large))
+        wait_for(lambda: hosts.receive(0.1) or hosts.frames)
+        assert [*hosts.frames] == [(1, Kind.OUTPUT, 5, large)]
+
+
+def test_what_a_rank_on_another_machine_refuses_names_the_machine() -> None:
+    with machine_by_hand() as (hosts, line):
+        line.say(Said(1, Kind.REFUSED, 0, b'["too little memory\\nused  9", false, "used  9"]'))
+        wait_for(lambda: hosts.receive(0.1) or hosts.frames)
+        [(_, _, _, said)] = hosts.frames
+        assert json.loads(said) == ["b: too little memory\nused  9", False, "used  9"]
+
+
+@pytest.mark.parametrize("known", ["sesame", "", None])
+def test_whoever_is_invited_is_told_a_secret_that_the_engine_has_made(
+    known: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if known is None:
+        monkeypatch.delenv("TEACHLLM_SECRET")
+    else:
+        monkeypatch.setenv("TEACHLLM_SECRET", known)
+    made = plan_of(EngineConfig(device="cpu", tensor_parallel_size=2, nnodes=2))
+    made.invite("tcp://127.0.0.1:1", print)
+    assert made.secret and (made.secret == known) == bool(known)
+    assert (f"TEACHLLM_SECRET={made.secret} teachllm worker" in caplog.text) == (not known)
 
 
 def test_a_machine_with_another_version_is_named_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +375,33 @@ def test_where_an_engine_cannot_listen_is_said_before_anything_starts(where: dic
         with pytest.raises(ValueError, match=message):
             make_engine(tensor_parallel_size=2, nnodes=2, **where)
         assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (
+            "socket.gethostbyname",
+            socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+            r"^master_addr=b.example is no address of this machine: Name or service not known$",
+        ),
+        (
+            "zmq.Socket.bind",
+            zmq.ZMQError(errno.EACCES),
+            r"^master_port=80 needs rights that this process lacks on b.example: choose another, or 0 for a free one$",
+        ),
+    ],
+)
+def test_why_an_engine_cannot_listen_is_told_as_the_system_says_it(
+    function: str, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr("socket.gethostbyname", lambda host: "127.0.0.1")
+    monkeypatch.setattr(function, fail)
+    with zmq.Context() as context, pytest.raises(ValueError, match=message):
+        listen(context, "b.example", 80, "sesame")
 
 
 def test_without_the_extra_both_ends_name_it(monkeypatch: pytest.MonkeyPatch) -> None:

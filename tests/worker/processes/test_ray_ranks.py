@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from teachllm import LLM, EngineConfig, SamplingParams
-from teachllm.worker.processes.ray_ranks import by_machine
+from teachllm.worker.processes.ray_ranks import _tell, by_machine
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
 from tests.worker.processes.process_trees import environment, has_ended, needs_proc, processes_under
@@ -78,6 +80,17 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     said = r"^distributed_executor_backend=ray needs Ray: pip install 'teachllm\[ray\]'$"
     with pytest.raises(ImportError, match=said):
         LLM(**tiny(**RAY))
+
+
+def test_an_actor_that_ends_with_an_error_without_text_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    exceptions = ModuleType("ray.exceptions")
+    exceptions.RayTaskError = type("RayTaskError", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    said, ended = list[str](), Future[None]()
+    ended.set_exception(AssertionError())
+    _tell(1, said.append, ended)
+    assert said == ["the Ray actor of rank 1 has ended: AssertionError"]
 
 
 @pytest.mark.ray
