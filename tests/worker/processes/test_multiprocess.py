@@ -40,7 +40,7 @@ from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers, 
 from teachllm.worker.processes.rank_lines import Frame, Work
 from teachllm.worker.processes.rank_processes import RankProcesses, devices_of
 from teachllm.worker.processes.worker_process import prior_of, table_of
-from tests.processes import children, is_gone, num_rings
+from tests.processes import children, is_gone, num_descriptors, num_rings
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.kill import kill_a_rank, program
@@ -61,17 +61,9 @@ def pids_of(executor: MultiprocessExecutor) -> list[int]:
     return [process.pid for process in executor._ranks.processes]
 
 
-def is_collected(pid: int) -> bool:
-    """Gone, and whoever started it has asked how it ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/dev/fd"))
+def are_collected(pids: Sequence[int]) -> bool:
+    """They have ended, and this process has asked how."""
+    return set(pids).isdisjoint(children(os.getpid()))
 
 
 def bad_plan(plan: SchedulerOutput) -> SchedulerOutput:
@@ -164,6 +156,13 @@ def test_ranks_give_what_one_process_gives_with_plans_in_flight(two: Engine) -> 
         ]
         for mine, its in zip(here.outputs, there.outputs, strict=True):
             assert [list(each) for each in mine.logprobs or ()] == [list(each) for each in its.logprobs or ()]
+
+
+def test_a_signal_that_is_sent_to_all_processes_ends_no_rank(two: Engine) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for process in executor_of(two)._ranks.processes:
+            process.send_signal(number)
+        run(two, [GREEDY])
 
 
 def test_an_engine_that_waits_awake_gives_the_same(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +332,7 @@ def test_an_engine_that_nobody_closes_leaves_no_process() -> None:
     pids = pids_of(executor_of(engine))
     del engine
     gc.collect()
-    assert all(map(is_collected, pids)) and num_descriptors() == before
+    assert are_collected(pids) and num_descriptors() == before
 
 
 @pytest.mark.parametrize("ranks", [MP, {"pipeline_parallel_size": 2}], ids=["one rank", "two stages"])
@@ -496,18 +495,18 @@ def test_a_rank_that_is_killed_while_it_loads_is_named(seconds: float) -> None:
     with pytest.raises(EngineDeadError, match="rank 1 has ended with SIGKILL"):
         _Watched(resolved(**TWO))
     assert time.monotonic() - began < 5 + seconds
-    assert all(map(is_collected, pids)) and num_descriptors() == before
+    assert are_collected(pids) and num_descriptors() == before
 
 
 def test_a_rank_that_is_killed_while_idle_ends_the_others_and_every_later_request() -> None:
     with closing(make_engine(**TWO)) as engine:
         run(engine, [GREEDY])
         executor = executor_of(engine)
-        executor._ranks.processes[0].terminate()
-        wait_for(lambda: all(map(is_collected, pids_of(executor))), 5)
+        executor._ranks.processes[0].kill()
+        wait_for(lambda: are_collected(pids_of(executor)), 5)
         engine.add_request("b", random_ids(5), GREEDY)
         for _ in range(2):
-            with pytest.raises(EngineDeadError, match="rank 0 has ended with SIGTERM"):
+            with pytest.raises(EngineDeadError, match="rank 0 has ended with SIGKILL"):
                 engine.step()
 
 
@@ -549,7 +548,7 @@ def kill_in_a_batch(rank: int, num_steps: int, **settings: Any) -> None:
         llm.generate(prompts, LONG, use_tqdm=False)
     llm.close()
     assert time.monotonic() - killed[0] < 5
-    assert all(map(is_collected, pids)) and num_descriptors() == before and num_rings(os.getpid()) == rings
+    assert are_collected(pids) and num_descriptors() == before and num_rings(os.getpid()) == rings
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, TWO), (1, TWO), (0, {"pipeline_parallel_size": 2})], ids=str)
