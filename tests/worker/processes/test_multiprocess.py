@@ -44,6 +44,7 @@ from tests.processes import children, is_gone, num_descriptors, num_rings
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.kill import kill_a_rank, program
+from tests.worker.processes.process_trees import needs_proc
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -587,7 +588,7 @@ def test_ranks_end_when_their_parent_is_killed() -> None:
     wait_for(lambda: all(map(is_gone, pids)), 5)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@needs_proc
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_server_s_engine_ends_with_the_reason_when_a_rank_is_killed(busy: bool) -> None:
     ended: list[Exception | None] = []
