@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _GREEDY_EPSILON = 1e-5  # a temperature below this is greedy: dividing by it would overflow
 
@@ -99,3 +100,9 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < _GREEDY_EPSILON
+
+
+def plain(value: Any) -> Any:
+    """A list or a number, for whoever writes parameters down, of what a user may give in place of one: a range, a set,
+    NumPy's."""
+    return value.tolist() if hasattr(value, "tolist") else list(value)

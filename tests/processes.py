@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,11 +26,16 @@ def descendants(pid: int) -> set[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """One that has ended, and that nobody has asked about, is."""
+    """One that has ended is, also if whoever started it has not collected it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def num_descriptors() -> int:
+    """That this process has open."""
+    return len(os.listdir("/dev/fd"))
 
 
 def named_memory(pids: Iterable[int]) -> set[Path]:

@@ -24,7 +24,7 @@ from teachllm.core.scheduler_output import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from teachllm.sampling_params import SamplingParams
+from teachllm.sampling_params import SamplingParams, plain
 
 _HEAD = struct.Struct("=3q")
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
@@ -247,9 +247,4 @@ def _params(plain: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**plain)
 
 
-def _plain(value: Any) -> Any:
-    """What a user may give in place of a list or a number: a range, a set, NumPy's."""
-    return value.tolist() if hasattr(value, "tolist") else list(value)
-
-
-_to_json = json.JSONEncoder(default=_plain).encode
+_to_json = json.JSONEncoder(default=plain).encode

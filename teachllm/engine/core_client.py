@@ -143,6 +143,8 @@ class CoreClient:
                     raise RuntimeError(message.error) if message.is_fault else ValueError(message.error)
                 case Stepped():  # of a replica that is ready before another
                     self._take(replica, message)
+                case Died():  # of such a one, too
+                    self._end_all(message.error)
         return [ready[replica] for replica in range(len(ready))]
 
     # -- as a core -----------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -14,6 +16,8 @@ import zmq
 
 from teachllm.engine.messages import Close, FromCore, Start, ToCore, decode_from_core, encode
 from teachllm.worker.processes.child import how_it_ended, start_child
+
+_NAME = "core"  # of the socket, in a folder of its own
 
 
 class CoreLink:
@@ -35,17 +39,22 @@ class CoreLink:
         self._name, self._on_death = name, on_death
         self._unsent: list[msgspec.Raw] = []
         self.is_dead = False
-        self._folder = tempfile.mkdtemp(prefix="teachllm-")  # nobody else may look into it
-        address = f"ipc://{self._folder}/core"
-        self.process = start_child("teachllm.engine.core_process", address, pass_fds=start.descriptors)
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.set_hwm(0)
-        self.socket.linger = 0
-        self.socket.reconnect_ivl = 10  # milliseconds, until the process listens
-        self.socket.connect(address)
-        threading.Thread(target=self._watch, name="engine process", daemon=True).start()
-        self.say(start)
-        self.send()
+        with contextlib.ExitStack() as undo:
+            self._folder = _new_folder()
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self.socket = context.socket(zmq.DEALER)
+            undo.callback(self.socket.close)
+            self.socket.set_hwm(0)
+            self.socket.linger = 0
+            self.socket.reconnect_ivl = 10  # milliseconds, until the process listens
+            address = f"ipc://{self._folder}/{_NAME}"
+            self.socket.connect(address)
+            self.say(start)
+            self.process = start_child("teachllm.engine.core_process", address, pass_fds=start.descriptors)
+            undo.callback(self._end_process)
+            threading.Thread(target=self._watch, name="engine process", daemon=True).start()
+            self.send()
+            undo.pop_all()
 
     def say(self, message: ToCore | msgspec.Raw) -> None:
         """Puts a message, or a packed one, to those that go out together; with one send for each, this thread would
@@ -79,17 +88,28 @@ class CoreLink:
         Args:
             deadline: on `time.monotonic`.
         """
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._end_process()
         self.socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_process(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def _watch(self) -> None:
         self.process.wait()
         self.is_dead = True
         self._on_death()
+
+
+def _new_folder() -> str:
+    """One that nobody else may look into. Its path is short enough for a socket's, which TMPDIR's may not be."""
+    folder = tempfile.mkdtemp(prefix="teachllm-")
+    if len(os.fsencode(f"{folder}/{_NAME}")) <= zmq.IPC_PATH_MAX_LEN:
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix="teachllm-", dir="/tmp")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import signal
 import sys
 from array import array
 from collections.abc import Callable
@@ -52,7 +51,7 @@ from teachllm.engine.messages import (
 from teachllm.engine.replica import replica_config, take_share_of_threads
 from teachllm.models.model_config import ModelConfig
 from teachllm.worker.errors import EngineDeadError
-from teachllm.worker.processes.child import end_with_the_parent
+from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent
 from teachllm.worker.processes.multiprocess import Peers
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ def main(address: str) -> None:
     Args:
         address: ZeroMQ's, to listen on.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's business
+    leave_signals_to_the_parent()
     end_with_the_parent()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set_hwm(0)  # what is under way is bounded by the requests

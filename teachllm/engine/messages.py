@@ -8,8 +8,6 @@ another's that got its id.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from teachllm.config import EngineConfig
@@ -18,7 +16,7 @@ from teachllm.distributed.lockstep import LockstepEnd
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.engine.stats import StepStats
 from teachllm.models.model_config import ModelConfig
-from teachllm.sampling_params import SamplingParams
+from teachllm.sampling_params import SamplingParams, plain
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -144,11 +142,6 @@ ToCore = Start | Add | Finish | ResetPrefixCache | Close
 FromCore = Loading | Ready | Refused | Stepped | Failed | Died
 
 
-def _plain(value: Any) -> Any:
-    """What a user may give in place of a list or a number: a range, a set, NumPy's."""
-    return value.tolist() if hasattr(value, "tolist") else list(value)
-
-
-encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
 decode_to_core = msgspec.msgpack.Decoder(list[ToCore]).decode
 decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

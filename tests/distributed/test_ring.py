@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from teachllm.distributed.ring import RingReader, RingWriter
+from tests.processes import num_descriptors
 
 MESSAGES = [bytes([index % 251]) * (index * 37 % 500) for index in range(200)]
 
@@ -24,10 +25,6 @@ def ring(
 
 def _copies(end: object) -> dict[str, int]:
     return {name: os.dup(getattr(end, name)) for name in ("memory", "filled", "emptied")}
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/dev/fd"))
 
 
 @pytest.mark.parametrize("seconds_awake", [0.0, 0.001, 60.0])

@@ -8,18 +8,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
+from teachllm.engine import core_link
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.engine import Engine, EngineDeadError
+from teachllm.engine.messages import Died, FromCore, Ready, Refused, decode_from_core, encode
+from teachllm.models.model_config import load_model_config
 from teachllm.trace.reader import read_trace
+from tests.processes import children, is_gone, num_descriptors
+from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -42,11 +48,31 @@ def process_of(engine: Engine) -> subprocess.Popen[bytes]:
     return process
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end, "it never came about"
-        time.sleep(0.01)
+def saying(message: FromCore) -> str:
+    """Code of a process that says this alone, in place of a core's."""
+    return f"""
+import sys, zmq
+with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    socket.bind(sys.argv[1])
+    socket.recv()
+    socket.send({encode(message)!r})
+sys.exit(1)
+"""
+
+
+_LOADING = "input()"  # code of one that says nothing, and ends with the parent
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch, *codes: str) -> list[str]:
+    """Has processes with these codes started in place of cores; where they are to listen, as soon as they are."""
+    addresses = list[str]()
+
+    def start(module: str, address: str, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        addresses.append(address)
+        return subprocess.Popen([sys.executable, "-c", codes[len(addresses) - 1], address], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(core_link, "start_child", start)
+    return addresses
 
 
 def test_it_gives_what_an_engine_in_this_process_gives(remote: Engine) -> None:
@@ -130,6 +156,56 @@ def test_a_load_that_fails_is_told() -> None:
         Engine(EngineConfig(**tiny()), own_process=True, make_executor=lambda config, executor: executor)
 
 
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_what_a_quantized_model_needs_of_a_gpu_comes_across(method: str) -> None:
+    config = EngineConfig(**tiny(quantization=method, device="cuda"))
+    plain = load_model_config(replace(config, quantization=None), "cuda")
+    model_config = load_model_config(config, "cuda")
+    if method == "int4":
+        assert model_config.dequantized
+    else:
+        assert model_config.peak_width != plain.peak_width and model_config.num_multiplied_as_codes > 0
+    ready = Ready(config, model_config, num_blocks=7)
+    assert decode_from_core(encode(ready)) == ready
+
+
+def test_a_long_path_of_temporary_files_is_none_of_a_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    addresses = put_in_place(monkeypatch, saying(Refused("heard", is_fault=False)))
+    with pytest.raises(ValueError, match=r"^heard$"):
+        make_remote()
+    [address] = addresses
+    assert not Path(address.removeprefix("ipc://")).parent.exists() and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "where", ["teachllm.engine.core_link.start_child", "teachllm.engine.core_link.CoreLink.send"], ids=str
+)
+def test_a_process_that_cannot_be_started_leaves_nothing_behind(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError("no more processes")
+
+    before = num_descriptors(), children(os.getpid())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    put_in_place(monkeypatch, _LOADING)
+    monkeypatch.setattr(where, fail)
+    with pytest.raises(OSError, match=r"^no more processes$"):
+        make_remote()
+    assert (num_descriptors(), children(os.getpid())) == before and not list(tmp_path.iterdir())
+
+
+def test_what_a_replica_dies_of_while_another_one_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, why = children(os.getpid()), "the process of rank 0 has ended with SIGKILL"
+    put_in_place(monkeypatch, saying(Died(why)), _LOADING)
+    with pytest.raises(EngineDeadError, match=f"^{why}$"):
+        make_remote(data_parallel_size=2)
+    assert children(os.getpid()) == before
+
+
 def test_a_trace_comes_across_and_is_written_there(tmp_path: Path) -> None:
     lines: list[str] = []
     path, seen = tmp_path / "run.jsonl", list[tuple[int, int]]()
@@ -169,36 +245,35 @@ def test_a_step_that_fails_is_told_once_and_many_in_a_row_end_the_process() -> N
         assert len(failures) == 4  # with the first one
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_when_the_process_dies_every_stream_says_so_and_nothing_hangs(how: signal.Signals) -> None:
+def test_when_the_process_dies_every_stream_says_so_and_nothing_hangs() -> None:
     ended: list[Exception | None] = []
 
     async def main(llm: AsyncLLM) -> None:
         streams = [await llm.submit(random_ids(4, seed=i), LONG) for i in range(3)]
         for stream in streams:
             await anext(stream)
-        process_of(llm._engine).send_signal(how)
+        process_of(llm._engine).kill()
         for stream in streams:
-            with pytest.raises(EngineDeadError, match=f"has ended with {how.name}"):
+            with pytest.raises(EngineDeadError, match="has ended with SIGKILL"):
                 async with asyncio.timeout(10):
                     async for _ in stream:
                         pass
             await stream.aclose()
         with pytest.raises(RuntimeError, match="the engine is closed"):
             await llm.submit(random_ids(4), GREEDY)
-        wait_until(lambda: bool(ended))
+        wait_for(lambda: bool(ended))
         assert isinstance(ended[0], EngineDeadError)
 
     with closing(AsyncLLM.start(EngineConfig(**tiny()), on_end=ended.append)) as llm:
         asyncio.run(main(llm))
-    assert process_of(llm._engine).returncode == -how
+    assert process_of(llm._engine).returncode == -signal.SIGKILL
 
 
 def test_a_process_that_dies_while_nobody_asks_for_anything_is_noticed() -> None:
     ended: list[Exception | None] = []
     with closing(AsyncLLM.start(EngineConfig(**tiny()), on_end=ended.append)) as llm:
         process_of(llm._engine).kill()
-        wait_until(lambda: bool(ended))
+        wait_for(lambda: bool(ended))
     assert isinstance(ended[0], EngineDeadError)
 
 
@@ -224,12 +299,4 @@ def test_the_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-
-    def is_gone() -> bool:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        return state == "Z"
-
-    wait_until(is_gone)
+    wait_for(lambda: is_gone(pid))

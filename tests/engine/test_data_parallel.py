@@ -29,6 +29,7 @@ from teachllm.engine.replica import replica_config, replica_devices
 from teachllm.engine.stats import StepStats, together
 from teachllm.trace.reader import read_trace
 from tests.engine.reference import reference
+from tests.processes import children, is_gone
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny, tokens
 
@@ -78,11 +79,9 @@ def drained(llm: LLM) -> list[StepStats]:
     return [stats for stats in seen if stats is not None]
 
 
-def children() -> set[int]:
-    """Processes that this one has started and that run."""
-    tasks = Path("/proc/self/task").iterdir()
-    found = {int(child) for task in tasks for child in (task / "children").read_text().split()}
-    return {pid for pid in found if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"}
+def running() -> set[int]:
+    """Processes that this one has started and that have not ended."""
+    return {pid for pid in children(os.getpid()) if not is_gone(pid)}
 
 
 # -- the balance -------------------------------------------------------------------------------------------
@@ -210,19 +209,19 @@ def test_what_is_refused_names_the_numbers_and_disturbs_nobody(two: LLM) -> None
 
 
 def test_each_replica_writes_a_trace_of_its_own_and_closing_leaves_no_process(tmp_path: Path) -> None:
-    before, lines, loaded = children(), ([], []), list[tuple[int, int]]()
+    before, lines, loaded = running(), ([], []), list[tuple[int, int]]()
     config = EngineConfig(**tiny(data_parallel_size=2, trace_path=str(tmp_path / "run.jsonl")))
     sinks = [each.append for each in lines]
     engine = Engine(config, trace_sink=sinks, progress=lambda *counts: loaded.append(counts))
     with closing(engine):
-        processes = children() - before
+        processes = running() - before
         assert len(processes) == 2
         assert engine.config.trace_path == config.trace_path
         for name in "abcd":
             engine.add_request(name, random_ids(5), GREEDY)
         while engine.has_unfinished_requests:
             engine.step()
-    assert children() == before
+    assert running() == before
     assert loaded[-1][0] == loaded[-1][1] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0.jsonl", "run-1.jsonl"]
     for index, names in enumerate(("ac", "bd")):
@@ -235,7 +234,7 @@ def test_each_replica_writes_a_trace_of_its_own_and_closing_leaves_no_process(tm
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_replica_is_killed_every_request_hears_of_it_and_all_processes_end(victim: int) -> None:
-    before, ended = children(), list[Exception | None]()
+    before, ended = running(), list[Exception | None]()
 
     async def main(llm: AsyncLLM) -> None:
         streams = [await llm.submit(random_ids(4, seed=i), replace(LONG, max_tokens=80)) for i in range(6)]
@@ -258,7 +257,7 @@ def test_when_one_replica_is_killed_every_request_hears_of_it_and_all_processes_
     with closing(AsyncLLM.start(config, on_end=ended.append)) as llm:
         asyncio.run(main(llm))
     assert isinstance(ended[0], EngineDeadError)
-    assert children() == before
+    assert running() == before
 
 
 def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(tmp_path: Path) -> None:
@@ -281,25 +280,25 @@ def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(tmp_path: 
 
 
 def test_an_offline_batch_ends_with_an_error_and_so_does_the_next(tmp_path: Path) -> None:
-    before = children()
+    before = running()
     with closing(LLM(**tiny(data_parallel_size=2))) as llm:
         links = core_of(llm)._links
         links[1].process.kill()
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="replica 1"):
                 llm.generate([random_ids(4)] * 4, GREEDY, use_tqdm=False)
-        wait_for(lambda: children() == before)  # the other one has been told, before anybody closes
+        wait_for(lambda: running() == before)  # the other one has been told, before anybody closes
 
 
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
 def test_a_refusal_by_one_replica_ends_all(tmp_path: Path) -> None:
-    before = children()
+    before = running()
     (tmp_path / "run-1.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"run-1\.jsonl' cannot be written"):
         LLM(**tiny(data_parallel_size=2, trace_path=str(tmp_path / "run.jsonl")))
-    assert children() == before
+    assert running() == before
 
 
 def test_what_replicas_cannot_have_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
-"""Processes of every kind, each killed twenty times in a row in the middle of its work.
+"""An engine's process, ranks and replicas of one machine, each killed twenty times in a row in the middle of its work.
 
     PYTHONPATH=.:kernels:cli python tests/server/deaths.py --times 20
+
+`KINDS` has them all. Ranks of other machines, of torchrun and of Ray, and replicas that share experts, are killed by
+tests alone: test_rank_hosts.py, test_torchrun.py, test_ray_ranks.py, test_expert_parallel.py.
 
 Whatever was killed, every request ends with an error within five seconds, the exit code is not 0, and no process, no
 memory with a name and no file is left: see kill.py here, and tests/worker/processes/kill.py for programs. Prints the

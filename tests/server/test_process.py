@@ -41,7 +41,8 @@ def test_it_listens_at_once_says_when_it_is_ready_and_finishes_what_is_open() ->
         with process.stream({**ENDLESS, "max_tokens": 600}) as stream:
             pieces = stream.iter_text()
             text = next(pieces)
-            process.child.send_signal(signal.SIGTERM)
+            for pid in (process.child.pid, *engine_processes(process.child.pid)):  # as systemd does
+                os.kill(pid, signal.SIGTERM)
             process.event("ending")
             error_of(process.http.post("/v1/completions", json={"prompt": "a"}), 503)
             assert process.http.get("/health").json() == {"status": "stopping"}

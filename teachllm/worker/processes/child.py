@@ -59,6 +59,13 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+def leave_signals_to_the_parent() -> None:
+    """In the child: Ctrl-C and SIGTERM, which may be sent to all processes at once, do not end it. The parent may have
+    something to finish, and ends it then; whoever cannot wait for that kills it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def end_with_the_parent() -> None:
     """In the child: from now on it ends when the other end of its standard input closes, as it does with the parent,
     killed or not."""

@@ -23,13 +23,14 @@ from teachllm.distributed.lockstep import Lockstep
 from teachllm.distributed.plan_codec import Told, decode_output, encode_plan
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.spec_decode.step_times import Prior
+from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import check_agreement
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.rank_lines import RankLines, Work
 from teachllm.worker.processes.rank_processes import RankProcesses
 from teachllm.worker.processes.worker_process import ORDER, prior_of
 
-_SECONDS_TO_MEET = 20.0  # after a failed step: the time in which all come to the next message, or twice a step's
+_SECONDS_TO_COME_OUT = 20.0  # after a failed step: the time in which all come to the next message, or twice a step's
 _REMEMBERED = 64  # steps; a rank says that it has failed long before
 _CAUSE_FIRST = 0.2  # seconds: a step fails at all replicas when one of them has died, which is to be heard before
 
@@ -130,9 +131,10 @@ class MultiprocessExecutor:
         """
         step = RemoteStep(self, plan.step)
         step.is_told = not plan.scheduled
-        if self._peers is not None:
+        encoded = encode_plan(plan, self._told)
+        if self._peers is not None:  # only now: others wait in a step that was announced
             self._peers.lockstep.begin()
-        self._write(encode_plan(plan, self._told), is_plan=True)
+        self._write(encoded, is_plan=True)
         self._told.clear()
         self._steps[self._number] = step
         if self._is_watched:
@@ -197,8 +199,7 @@ class MultiprocessExecutor:
 
     def _end(self, why: str) -> NoReturn:
         self._ranks.end(why)
-        self._receive()
-        raise AssertionError("the dead say nothing")
+        raise EngineDeadError(self._ranks.death or why)
 
     def _take(self, rank: int, kind: Kind, number: int, content: bytes) -> None:
         if kind is Kind.OUTPUT:
@@ -223,7 +224,8 @@ class MultiprocessExecutor:
             case Kind.REFUSED:
                 raise _refusal(rank if self._num_ranks > 1 else None, *said)
             case Kind.RESULT:
-                self._results[rank] = said
+                if number == self._number:  # of a call that Ctrl-C ended nobody wants it any more
+                    self._results[rank] = said
             case Kind.FAILED:
                 self._fail(rank, number, said)
             case Kind.WATCHED:
@@ -258,7 +260,7 @@ class MultiprocessExecutor:
 
     def _meet(self, why: str) -> None:
         """After a failure somewhere: goes on only if all ranks are through with that step."""
-        met = self._call("meet", seconds=max(_SECONDS_TO_MEET, 2 * self._longest))
+        met = self._call("meet", seconds=max(_SECONDS_TO_COME_OUT, 2 * self._longest))
         self._watched.clear()  # who failed tells nothing
         missing = [rank for rank in range(self._num_ranks) if rank not in met]
         if missing:

@@ -16,7 +16,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import struct
 import threading
 from queue import SimpleQueue
@@ -37,7 +36,7 @@ from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.executor import PendingOutput
 from teachllm.worker.processes.agreement import facts_of
 from teachllm.worker.processes.answers import Answers, Kind
-from teachllm.worker.processes.child import end_with_the_parent
+from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent
 from teachllm.worker.rank_watch import WatchedStep
 from teachllm.worker.worker import Worker
 
@@ -172,7 +171,7 @@ def one_line(error: BaseException) -> str:
 
 def main() -> None:
     """Loads what standard input says, then works until the ring ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    leave_signals_to_the_parent()
     start = Start(*json.loads(_read_start()))
     end_with_the_parent()
     config = EngineConfig(**start.config)

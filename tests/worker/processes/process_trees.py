@@ -1,4 +1,4 @@
-"""Processes as a user starts them, and what they have started in turn."""
+"""Processes as a user starts them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,3 @@ def environment(**variables: str) -> dict[str, str]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
-
-
-def processes_under(pid: int) -> list[int]:
-    """Those that it has started."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-
-
-def has_ended(pid: int) -> bool:
-    """Whoever inherits it may be slow to collect it."""
-    state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

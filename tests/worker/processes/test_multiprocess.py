@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -21,8 +22,11 @@ import pytest
 import torch
 
 from teachllm import LLM, EngineConfig, SamplingParams
-from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
+from teachllm.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from teachllm.distributed.group import CollectiveError
+from teachllm.distributed.lockstep import Lockstep, close_ends, lockstep_ends
+from teachllm.distributed.plan_codec import encode_output
+from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.engine import Engine
 from teachllm.models.model_config import load_model_config
@@ -32,14 +36,15 @@ from teachllm.worker.executor import Executor
 from teachllm.worker.processes import multiprocess, worker_process
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.child import start_child
-from teachllm.worker.processes.multiprocess import MultiprocessExecutor, RemoteStep
-from teachllm.worker.processes.rank_lines import Work
+from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers, RemoteStep
+from teachllm.worker.processes.rank_lines import Frame, Work
 from teachllm.worker.processes.rank_processes import RankProcesses, devices_of
 from teachllm.worker.processes.worker_process import prior_of, table_of
-from tests.processes import children, is_gone, num_rings
+from tests.processes import children, is_gone, num_descriptors, num_rings
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.kill import kill_a_rank, program
+from tests.worker.processes.process_trees import needs_proc
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -57,17 +62,9 @@ def pids_of(executor: MultiprocessExecutor) -> list[int]:
     return [process.pid for process in executor._ranks.processes]
 
 
-def is_collected(pid: int) -> bool:
-    """Gone, and whoever started it has asked how it ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/dev/fd"))
+def are_collected(pids: Sequence[int]) -> bool:
+    """They have ended, and this process has asked how."""
+    return set(pids).isdisjoint(children(os.getpid()))
 
 
 def bad_plan(plan: SchedulerOutput) -> SchedulerOutput:
@@ -88,6 +85,50 @@ class Spoiler:
             self._steps.discard(plan.step)
             plan = bad_plan(plan)
         return self._inner.execute(plan)
+
+
+class Scripted:
+    """`RankLines` to two ranks that exist in a test alone.
+
+    Attributes:
+        script: what is to be received, in turn: a frame, or an error that is raised instead.
+    """
+
+    sentinel = -1
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.frames, self.script = deque[Frame](), deque[Frame | BaseException]()
+        self.death: str | None = None
+
+    def start(self, work: Work) -> None:
+        self.frames.extend((rank, Kind.READY, 0, b"120") for rank in range(work.config.num_ranks))
+
+    def write(self, message: bytes) -> None:
+        assert self.death is None
+
+    def receive(self, seconds: float | None = None) -> None:
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+        said = self.script.popleft()
+        if isinstance(said, BaseException):
+            raise said
+        self.frames.append(said)
+
+    def end(self, why: str) -> None:
+        self.death = self.death or why
+
+    def kill(self) -> None:
+        """There is nobody."""
+
+    close = kill
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, peers: Peers | None = None) -> tuple[MultiprocessExecutor, Scripted]:
+    monkeypatch.setattr(multiprocess, "lines_to_ranks", Scripted)
+    executor = MultiprocessExecutor(EngineConfig(**tiny(**TWO)), peers=peers)
+    ranks = executor._ranks
+    assert isinstance(ranks, Scripted)
+    return executor, ranks
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +157,13 @@ def test_ranks_give_what_one_process_gives_with_plans_in_flight(two: Engine) -> 
         ]
         for mine, its in zip(here.outputs, there.outputs, strict=True):
             assert [list(each) for each in mine.logprobs or ()] == [list(each) for each in its.logprobs or ()]
+
+
+def test_a_signal_that_is_sent_to_all_processes_ends_no_rank(two: Engine) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for process in executor_of(two)._ranks.processes:
+            process.send_signal(number)
+        run(two, [GREEDY])
 
 
 def test_an_engine_that_waits_awake_gives_the_same(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +221,7 @@ def test_the_engine_takes_a_failed_step_back_and_gives_the_same_tokens(ahead: bo
 
 
 def test_a_rank_that_does_not_come_out_of_a_failed_step_is_named_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.processes.multiprocess._SECONDS_TO_MEET", 1.0)
+    monkeypatch.setattr("teachllm.worker.processes.multiprocess._SECONDS_TO_COME_OUT", 1.0)
     with closing(make_engine(**TWO)) as engine:
         executor = executor_of(engine)
         stopped = executor._ranks.processes[1]
@@ -181,6 +229,49 @@ def test_a_rank_that_does_not_come_out_of_a_failed_step_is_named_and_all_end(mon
         with pytest.raises(EngineDeadError, match="KeyError: 'nobody'; and rank 1 did not come out of that step"):
             executor.execute(bad_plan(_first_plan())).result()
         wait_for(lambda: stopped.poll() is not None, 5)
+
+
+def test_a_rank_that_fails_in_a_step_that_another_completed_is_named_and_all_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor, ranks = scripted(monkeypatch)
+    output = ModelRunnerOutput([[5]])
+    ranks.script.append((0, Kind.OUTPUT, 1, encode_output(output)))
+    assert executor.execute(_first_plan()).result() == output
+    ranks.script += [(1, Kind.FAILED, 1, b'"KeyError: 7"'), (0, Kind.OUTPUT, 2, encode_output(output))]
+    later = executor.execute(_first_plan())
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=r"^rank 1 failed in a step that the others completed: KeyError: 7$"):
+            later.result()
+
+
+def test_an_answer_to_a_call_that_ctrl_c_ended_is_not_taken_for_one_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor, ranks = scripted(monkeypatch)
+    step = executor.execute(_first_plan())
+    ranks.script += [(0, Kind.FAILED, 1, b'"KeyError: 7"'), KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        step.result()  # in the middle of call 2, by which the ranks meet
+    ranks.script += [(rank, Kind.RESULT, number, b"{}") for number in (2, 3) for rank in (0, 1)]
+    with pytest.raises(RuntimeError, match=r"^rank 0: KeyError: 7$"):
+        step.result()
+    assert not ranks.script  # it has waited for the answers to call 3
+
+
+def test_a_plan_that_cannot_be_told_is_no_step_that_other_replicas_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = lockstep_ends(2)
+    try:
+        mine, other = map(Lockstep, ends)
+        executor, _ = scripted(monkeypatch, Peers(0, Rendezvous("127.0.0.1", 1, None), mine))
+        row = replace(_first_plan().scheduled[0], start=2**63)
+        with pytest.raises(OverflowError):
+            executor.execute(SchedulerOutput(0, [row]))
+        assert other.hear() and not other.is_behind
+        executor.execute(_first_plan())
+        assert other.hear() and other.is_behind
+    finally:
+        close_ends(ends)
 
 
 def test_what_was_sampled_elsewhere_must_be_learned() -> None:
@@ -242,7 +333,7 @@ def test_an_engine_that_nobody_closes_leaves_no_process() -> None:
     pids = pids_of(executor_of(engine))
     del engine
     gc.collect()
-    assert all(map(is_collected, pids)) and num_descriptors() == before
+    assert are_collected(pids) and num_descriptors() == before
 
 
 @pytest.mark.parametrize("ranks", [MP, {"pipeline_parallel_size": 2}], ids=["one rank", "two stages"])
@@ -405,18 +496,18 @@ def test_a_rank_that_is_killed_while_it_loads_is_named(seconds: float) -> None:
     with pytest.raises(EngineDeadError, match="rank 1 has ended with SIGKILL"):
         _Watched(resolved(**TWO))
     assert time.monotonic() - began < 5 + seconds
-    assert all(map(is_collected, pids)) and num_descriptors() == before
+    assert are_collected(pids) and num_descriptors() == before
 
 
 def test_a_rank_that_is_killed_while_idle_ends_the_others_and_every_later_request() -> None:
     with closing(make_engine(**TWO)) as engine:
         run(engine, [GREEDY])
         executor = executor_of(engine)
-        executor._ranks.processes[0].terminate()
-        wait_for(lambda: all(map(is_collected, pids_of(executor))), 5)
+        executor._ranks.processes[0].kill()
+        wait_for(lambda: are_collected(pids_of(executor)), 5)
         engine.add_request("b", random_ids(5), GREEDY)
         for _ in range(2):
-            with pytest.raises(EngineDeadError, match="rank 0 has ended with SIGTERM"):
+            with pytest.raises(EngineDeadError, match="rank 0 has ended with SIGKILL"):
                 engine.step()
 
 
@@ -458,7 +549,7 @@ def kill_in_a_batch(rank: int, num_steps: int, **settings: Any) -> None:
         llm.generate(prompts, LONG, use_tqdm=False)
     llm.close()
     assert time.monotonic() - killed[0] < 5
-    assert all(map(is_collected, pids)) and num_descriptors() == before and num_rings(os.getpid()) == rings
+    assert are_collected(pids) and num_descriptors() == before and num_rings(os.getpid()) == rings
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, TWO), (1, TWO), (0, {"pipeline_parallel_size": 2})], ids=str)
@@ -497,7 +588,7 @@ def test_ranks_end_when_their_parent_is_killed() -> None:
     wait_for(lambda: all(map(is_gone, pids)), 5)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@needs_proc
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_server_s_engine_ends_with_the_reason_when_a_rank_is_killed(busy: bool) -> None:
     ended: list[Exception | None] = []

@@ -18,9 +18,10 @@ from teachllm import SamplingParams
 from teachllm.distributed.rendezvous import keep_store
 from teachllm.engine.engine import Engine
 from teachllm.worker.errors import EngineDeadError
+from tests.processes import children, is_gone, num_descriptors
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
-from tests.worker.processes.process_trees import environment, free_port, has_ended, needs_proc, processes_under
+from tests.worker.processes.process_trees import environment, free_port, needs_proc
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -56,14 +57,14 @@ def two_machines(port: int, **settings: Any) -> Engine:
 
 def test_two_machines_give_what_one_process_gives_and_end_with_the_engine() -> None:
     keep_store("127.0.0.1", 1.0)  # what PyTorch opens with the first one it keeps open
-    expected, port, before = run(make_engine()), free_port(), len(os.listdir("/dev/fd"))
+    expected, port, before = run(make_engine()), free_port(), num_descriptors()
     with machine(port) as there:
         with closing(two_machines(port, pipeline_parallel_size=2)) as engine:
             assert run(engine) == expected  # which the other machine says
         assert there.wait(5) == 0 and there.stderr is not None
         said = there.stderr.read()
         assert f"joining the engine at tcp://127.0.0.1:{port}\n" in said and "ranks here: 1\n" in said
-    assert len(os.listdir("/dev/fd")) == before
+    assert num_descriptors() == before
 
 
 @needs_proc
@@ -74,7 +75,7 @@ def test_a_rank_that_is_killed_ends_all_on_both_machines_within_seconds(whose: s
         engine.add_request("a", random_ids(9), LONG)
         for _ in range(5):
             engine.step()
-        [rank], [own] = processes_under(there.pid), engine.core.executor._ranks._local.processes  # type: ignore[attr-defined]
+        [rank], [own] = children(there.pid), engine.core.executor._ranks._local.processes  # type: ignore[attr-defined]
         killed = time.monotonic()
         if whose == "there":
             os.kill(rank, signal.SIGKILL)
@@ -85,7 +86,7 @@ def test_a_rank_that_is_killed_ends_all_on_both_machines_within_seconds(whose: s
             own.kill()
             why = "the process of rank 0 has ended with SIGKILL"
         assert there.wait(5) == 1 and there.stderr is not None
-        wait_for(lambda: has_ended(rank) and has_ended(own.pid), 5)
+        wait_for(lambda: is_gone(rank) and is_gone(own.pid), 5)
         assert time.monotonic() - killed < 5
         assert there.stderr.read().endswith(f"error: {why.removeprefix(f'on {NAME} ')}\n")
         with pytest.raises(EngineDeadError, match=f"^{why}$"):
@@ -111,9 +112,9 @@ def test_a_machine_ends_when_the_engine_is_killed() -> None:
     with machine(port) as there:
         with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as engine:
             assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
-            pids = [*processes_under(engine.pid), *processes_under(there.pid)]
+            pids = [*children(engine.pid), *children(there.pid)]
             assert len(pids) == 2
             engine.kill()
         assert there.wait(5) == 1 and there.stderr is not None
         assert there.stderr.read().endswith(f"error: the engine at tcp://127.0.0.1:{port} has gone\n")
-    wait_for(lambda: all(map(has_ended, pids)), 5)
+    wait_for(lambda: all(map(is_gone, pids)), 5)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +17,10 @@ import pytest
 
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.worker.processes.ray_ranks import _tell, by_machine
+from tests.processes import descendants, is_gone
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
-from tests.worker.processes.process_trees import environment, has_ended, needs_proc, processes_under
+from tests.worker.processes.process_trees import environment, needs_proc
 
 RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -38,12 +38,6 @@ except RuntimeError as error:
 """
 
 
-def all_under(pid: int) -> Iterator[int]:
-    for child in processes_under(pid):
-        yield child
-        yield from all_under(child)
-
-
 @pytest.mark.ray
 @needs_proc
 def test_two_actors_give_what_one_process_gives_and_when_one_is_killed_nothing_is_left() -> None:
@@ -56,7 +50,7 @@ def test_two_actors_give_what_one_process_gives_and_when_one_is_killed_nothing_i
         try:
             assert engine.stdout is not None and engine.stderr is not None
             assert json.loads(engine.stdout.readline()) == expected.outputs[0].token_ids
-            pids = list(all_under(engine.pid))
+            pids = descendants(engine.pid)
             actors = [pid for pid in pids if b"RankActor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
             assert len(actors) == 2
             killed = time.monotonic()
@@ -68,7 +62,7 @@ def test_two_actors_give_what_one_process_gives_and_when_one_is_killed_nothing_i
             assert engine.stderr.read().count("Traceback") == 1
         finally:
             engine.kill()
-    wait_for(lambda: all(map(has_ended, pids)), 10)
+    wait_for(lambda: all(map(is_gone, pids)), 10)
 
 
 def test_neighbouring_ranks_share_a_machine_and_the_first_are_here() -> None:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.worker.processes.torchrun import plan_of_torchrun, works_for_process_0
+from tests.processes import children, is_gone
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
-from tests.worker.processes.process_trees import environment, free_port, has_ended, needs_proc, processes_under
+from tests.worker.processes.process_trees import environment, free_port, needs_proc
 
 TORCHRUN: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "torchrun"}
 
@@ -62,14 +63,14 @@ def test_a_rank_that_is_killed_ends_every_process_with_an_error() -> None:
     code = _SCRIPT.replace("[output]", "while True: [output]")
     code = code.format(settings=tiny(**TORCHRUN), prompt=random_ids(9), greedy=SamplingParams(max_tokens=80))
     with torchrun("--no-python", sys.executable, "-c", code) as launcher:
-        wait_for(lambda: len(ranks := processes_under(launcher.pid)) == 2 and all(map(processes_under, ranks)), 60)
-        commands = processes_under(launcher.pid)
-        ranks = [rank for each in commands for rank in processes_under(each)]
+        wait_for(lambda: len(ranks := children(launcher.pid)) == 2 and all(map(children, ranks)), 60)
+        commands = children(launcher.pid)
+        ranks = [rank for each in commands for rank in children(each)]
         os.kill(ranks[1], signal.SIGKILL)
         _, said = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
     assert "the process of rank 1 has ended with SIGKILL" in said
-    wait_for(lambda: all(map(has_ended, [*commands, *ranks])), 5)
+    wait_for(lambda: all(map(is_gone, [*commands, *ranks])), 5)
 
 
 def test_a_process_that_is_not_the_first_ends_where_it_would_have_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
