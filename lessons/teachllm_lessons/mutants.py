@@ -1,0 +1,135 @@
+"""`make mutants`: plants every fault in a copy of the project, one after the other, and has its test find it.
+
+    python -m teachllm_lessons.mutants [--only WORDS] [--jobs N]
+
+A fault that no test finds is one that a change could bring in unseen; then the exit code is 1, and likewise if a test
+fails without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from rich.console import Console
+from rich.table import Table
+
+from teachllm_lessons.faults import FAULTS, ROOT, Fault
+
+_WINGS = ("teachllm", "kernels", "cli", "webui", "lessons", "tests")
+_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a fault.
+
+    Attributes:
+        is_found: its test failed with it.
+        is_clean: and passed without.
+        message: the test's last words.
+    """
+
+    fault: Fault
+    is_found: bool
+    is_clean: bool
+    message: str
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_found and self.is_clean
+
+
+def copy_to(folder: Path) -> None:
+    """The project, its large files as links."""
+    for wing in _WINGS:
+        ignored = shutil.ignore_patterns("__pycache__", "assets", "golden")
+        shutil.copytree(ROOT / wing, folder / wing, ignore=ignored)
+    for linked in ("teachllm/assets", "tests/quantization/golden"):
+        (folder / linked).symlink_to(ROOT / linked, target_is_directory=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def run_test(folder: Path, test: str) -> tuple[int, str]:
+    """(exit code, the last line that says anything) of a test in a copy."""
+    paths = [str(folder), *(str(folder / wing) for wing in ("kernels", "cli", "webui", "lessons"))]
+    options = ("-q", "-x", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+    ran = subprocess.run(
+        [sys.executable, "-B", "-m", "pytest", *options, test],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".found")},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    said = [line for line in ran.stdout.splitlines() if line.startswith("E  ")] or ran.stdout.splitlines()[-1:]
+    return ran.returncode, said[0].removeprefix("E").strip() if said else ""
+
+
+def try_fault(folder: Path, fault: Fault) -> Outcome:
+    """In a copy, which is as it was afterwards."""
+    began, file = time.monotonic(), folder / fault.path
+    text = file.read_text(encoding="utf-8")
+    clean, words = run_test(folder, fault.test)
+    file.write_text(fault.planted(), encoding="utf-8")
+    try:
+        found, message = run_test(folder, fault.test)
+    finally:
+        file.write_text(text, encoding="utf-8")
+    # 1: a test failed; any other code is not the test's word.
+    return Outcome(fault, found == 1, clean == 0, message if clean == 0 else words, time.monotonic() - began)
+
+
+def try_all(faults: Sequence[Fault], jobs: int) -> list[Outcome]:
+    """Each job in a copy of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for job in range(jobs):
+            copy_to(Path(name, str(job)))
+            copies.put(Path(name, str(job)))
+
+        def attempt(fault: Fault) -> Outcome:
+            folder = copies.get()
+            try:
+                return try_fault(folder, fault)
+            finally:
+                copies.put(folder)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(attempt, faults))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="those whose name has these words")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    outcomes = try_all([fault for fault in FAULTS if options.only in fault.name], options.jobs)
+    table = Table(box=None, padding=(0, 1))
+    for column in ("lesson", "fault", "found by", "seconds"):
+        table.add_column(column)
+    for each in outcomes:
+        where = each.fault.test.rpartition("::")[2] if each.is_good else f"[bold red]NOT FOUND[/]: {each.fault.test}"
+        if not each.is_clean:
+            where = f"[bold red]FAILS WITHOUT IT[/]: {each.fault.test}: {each.message}"
+        table.add_row(each.fault.lesson, each.fault.name, where, f"{each.seconds:.0f}")
+    Console().print(table)
+    num_found = sum(each.is_good for each in outcomes)
+    print(f"{num_found} of {len(outcomes)} planted faults are found by their tests, which pass without them")
+    return int(num_found < len(outcomes) or not outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
