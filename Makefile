@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: help chat serve viz test lint format soak soak-server clean
+.PHONY: help chat serve viz test lint format soak soak-server mutants clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -39,6 +39,9 @@ soak: $(VENV)/.core  ## sixty seconds of random work for the scheduler, checked 
 
 soak-server: $(VENV)/.dev  ## thousands of requests of every kind for the server, and twenty deaths of each of its processes
 	PYTHONPATH=.:kernels:cli $(BIN)/python tests/server/soak.py $(ARGS)
+
+mutants: $(VENV)/.dev  ## plant the faults that lessons ask for, one after the other: each must be found by its test
+	PYTHONPATH=.:kernels:lessons $(BIN)/python -m teachllm_lessons.mutants $(ARGS)
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,50 @@
+"""Faults that lessons plant are where they are said to be; that tests find them is what `make mutants` checks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from teachllm_lessons import mutants
+from teachllm_lessons.faults import FAULTS, ROOT, Fault
+
+
+def test_there_are_some_for_every_concept_with_names_of_their_own() -> None:
+    assert len(FAULTS) >= 15
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert {fault.lesson for fault in FAULTS} == {f"{number:02}" for number in range(1, 13)}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_it_changes_one_place_and_leaves_a_program(fault: Fault) -> None:
+    planted = fault.planted()
+    assert planted != (ROOT / fault.path).read_text(encoding="utf-8")
+    ast.parse(planted)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_test_that_is_named_is_there(fault: Fault) -> None:
+    file, _, name = fault.test.partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert re.search(rf"^def {re.escape(name.partition('[')[0])}\(", text, re.MULTILINE)
+
+
+def test_a_fault_whose_place_has_gone_is_named(tmp_path: Path) -> None:
+    fault = FAULTS[0]
+    gone = Fault(**{**vars(fault), "before": "no such line"})
+    with pytest.raises(ValueError, match=rf"{fault.name}: 'no such line' stands 0 times in {fault.path}"):
+        gone.planted()
+
+
+def test_one_that_is_found_and_one_that_is_not(tmp_path: Path) -> None:
+    mutants.copy_to(tmp_path)
+    found = next(fault for fault in FAULTS if fault.name == "a hash without its parent")
+    outcome = mutants.try_fault(tmp_path, found)
+    assert outcome.is_good and "assert" in outcome.message
+    harmless = Fault(**{**vars(found), "after": "    content = b'' + parent + token_ids\n"})
+    outcome = mutants.try_fault(tmp_path, harmless)
+    assert not outcome.is_found and outcome.is_clean and not outcome.is_good
+    assert (tmp_path / found.path).read_text() == (ROOT / found.path).read_text()
