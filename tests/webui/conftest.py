@@ -62,7 +62,7 @@ def install_chromium() -> str | None:
         return find_chromium()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: while it is there, this thread has an event loop, and others want theirs
 def browser() -> Iterator[Any]:
     path = find_chromium() or install_chromium()
     if path is None:
