@@ -44,8 +44,8 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
     }
     saved_bytes, num_as_codes = 0, 0
     dequantized: tuple[Dequantized, ...] = ()
-    quantization = of_model(model)
-    if quantization is not None and model.device_type != "cpu":
+    quantization = None if model.device_type == "cpu" else of_model(model)  # a CPU multiplies plain numbers
+    if quantization is not None:
         needs = needs_of(model.raw, quantization.schemes, size, place)
         saved_bytes, dequantized, num_as_codes = needs.saved_bytes, needs.dequantized, needs.num_multiplied_as_codes
         widths |= needs.widths

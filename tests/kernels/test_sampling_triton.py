@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from teachllm import SamplingParams
 from teachllm.core.scheduler_output import NewRow
-from teachllm.distributed.group import Alone
 from teachllm.sampling.filters import apply_filters
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.state import SamplingState
@@ -25,6 +24,7 @@ from teachllm_kernels.sampling import (
     sample_triton,
     token_of_best,
 )
+from tests.distributed.one_of_two import OneOfTwo
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,14 +164,12 @@ def test_the_best_of_each_rank_s_columns_is_the_token_of_all(
     assert token_of_best(torch.stack(best)).tolist() == expected_tokens(logits, rows, table, output_index)
 
 
-class OneOfTwo(Alone):
-    """A group in which nobody waits for the other rank."""
-
-    size = 2
+class Telling(OneOfTwo):
+    """Remembers what it would have told."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.told = rank, list[torch.Tensor]()
+        super().__init__(rank)
+        self.told = list[torch.Tensor]()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.told.append(x)
@@ -191,7 +189,7 @@ def test_the_columns_of_no_token_are_not_drawn_from(temperature: float) -> None:
         state.open_rows(new_rows)
         return state.draw(logits.to(DEVICE), rows, indices, temperature > 0, any_filtered=False, columns=columns)
 
-    groups = [OneOfTwo(0), OneOfTwo(1)]
+    groups = [Telling(0), Telling(1)]
     for group, part in zip(groups, logits.split(5, dim=1), strict=True):
         draw(Columns(9, group), part)
     best = token_of_best(torch.cat([group.told[0][None] for group in groups]))

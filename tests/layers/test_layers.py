@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from teachllm.distributed.group import Alone
 from teachllm.distributed.slices import Slice
 from teachllm.layers import dense_weight
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
@@ -20,6 +19,7 @@ from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
 from teachllm_kernels import hopper_gated_linear, hopper_linear
 from teachllm_kernels.hopper_gated_linear import FROM_ROWS
+from tests.distributed.one_of_two import OneOfTwo
 
 SCALINGS = {
     "linear": {"factor": 4.0},
@@ -149,16 +149,6 @@ def test_a_product_gates_itself_only_where_its_kernel_can(
     assert layer.gated(torch.empty(num_rows, num_in, dtype=dtype, device="meta")) == (
         "hopper_gated_linear" if is_gated else "silu_and_mul"
     )
-
-
-class OneOfTwo(Alone):
-    """A group in which nobody waits for the other rank."""
-
-    size = 2
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is not in use")

@@ -16,7 +16,6 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError
 from teachllm.core.scheduler_output import NewRow
-from teachllm.distributed.group import Alone
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers import attention
@@ -86,6 +85,7 @@ from teachllm_kernels import (
 from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from tests.bench.h200_script import h200
+from tests.distributed.one_of_two import OneOfTwo
 from tests.live_bytes import LiveBytes
 
 NOWHERE = torch.device("meta")
@@ -261,15 +261,6 @@ def test_on_hopper_gate_and_up_of_many_tokens_are_not_in_memory(name: str, tmp_p
         runner._largest_step(caches, sampling_bytes(config, model))
     assert live.peak == pytest.approx(activation_bytes(config, model, NOWHERE), rel=1e-3)
     assert live.peak < 0.75 * config.max_num_batched_tokens * model.peak_width * 2
-
-
-class OneOfTwo(Alone):
-    """A group in which nobody waits for the other rank."""
-
-    size = 2
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_empty((2, *x.shape))
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 1024, "max_num_seqs": 8}], ids=["many", "few"])
