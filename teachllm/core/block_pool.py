@@ -13,7 +13,6 @@ Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAtte
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -35,12 +34,6 @@ class BlockEvent:
     request_id: str | None = None
     block_hash: bytes | None = None
     parent_hash: bytes | None = None
-
-    def as_list(self, key: bytes | None = None) -> list[str | int]:
-        """The fields that are set, hashes in hexadecimal, hidden by a key if there is one."""
-        fields = (self.kind, self.block_id, self.request_id, self.block_hash, self.parent_hash)
-        told = (hmac.digest(key, f, "sha256") if key and isinstance(f, bytes) else f for f in fields if f is not None)
-        return [f.hex() if isinstance(f, bytes) else f for f in told]
 
 
 class Block:

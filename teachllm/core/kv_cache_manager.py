@@ -17,11 +17,11 @@ When a request ends while a plan in flight names it, its blocks stay pinned unti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from teachllm.core.block_pool import Block, BlockEvent, BlockPool
-from teachllm.core.prefix_cache import PrefixCache
+from teachllm.core.prefix_cache import HashBlock, PrefixCache, hash_block
 from teachllm.core.request import Request
 
 
@@ -34,6 +34,7 @@ class KVCacheManager:
         enable_prefix_caching: False still shares blocks within a group (`n` completions of one prompt).
         root: digest of what decides the content of every block, see `prefix_cache.hash_root`.
         recomputes_last_hit: a drafter needs hidden states from just before where a request begins to compute.
+        make_pool, hash_block: pieces that may be your own: what hands out blocks, and what names their content.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         root: bytes = b"",
         recomputes_last_hit: bool = False,
+        make_pool: Callable[[int], BlockPool] = BlockPool,
+        hash_block: HashBlock = hash_block,
     ) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(block_size, root)
+        self.pool = make_pool(num_blocks)
+        self.cache = PrefixCache(block_size, root, hash_block)
         self.pinned: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)  # step -> (request id, blocks)
         self._enable_prefix_caching = enable_prefix_caching
         self._recomputes_last_hit = recomputes_last_hit

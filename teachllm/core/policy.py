@@ -1,8 +1,8 @@
-"""Who goes first, and who gives way: a policy is one sort key and one question.
+"""Who goes first, who gives way, and how much at once: a policy is a sort key and two questions.
 
 The waiting queue is kept sorted by the key; when blocks run out, the running request with the largest key is
 preempted. So a preempted request, having arrived before all that still wait behind it, returns to the front by
-itself. To try another order, write a class with these two methods and pass it to `Scheduler`.
+itself. To try another order, write a class with these methods and pass it to `Scheduler`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ class Policy(Protocol):
     def opens_batch(self, num_running: int) -> bool:
         """Whether waiting requests may join now, asked once at the start of a step."""
 
+    def chunk(self, request: Request, num_tokens: int) -> int:
+        """How many to compute now, of as many tokens of a gap as budget and settings allow; 0 passes it over."""
+
 
 class FirstComeFirstServed:
     """Continuous batching in order of arrival."""
@@ -32,6 +35,9 @@ class FirstComeFirstServed:
 
     def opens_batch(self, num_running: int) -> bool:
         return True
+
+    def chunk(self, request: Request, num_tokens: int) -> int:
+        return num_tokens
 
 
 class Priority(FirstComeFirstServed):

@@ -11,6 +11,7 @@ requests); the hash chain over fixed blocks is vLLM's.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from hashlib import sha256
 
 from teachllm.core.block_pool import Block
@@ -34,6 +35,9 @@ def hash_block(parent: bytes, token_ids: array[int], extra_keys: tuple[str, ...]
     return sha256(content).digest()
 
 
+HashBlock = Callable[..., bytes]  # as `hash_block`
+
+
 def hash_root(*facts: object) -> bytes:
     """The parent of every first block: a digest of what decides all KV (model, dtype, block size, ...)."""
     return hash_block(b"", array("q", [HASH_VERSION]), tuple(str(fact) for fact in facts))
@@ -46,9 +50,8 @@ class PrefixCache:
     append-only, so neither is swapped for the other. Any of them answers.
     """
 
-    def __init__(self, block_size: int, root: bytes) -> None:
-        self.block_size = block_size
-        self.root = root
+    def __init__(self, block_size: int, root: bytes, hash_block: HashBlock = hash_block) -> None:
+        self.block_size, self.root, self._hash_block = block_size, root, hash_block
         self._blocks: dict[bytes, dict[int, Block]] = {}
 
     def __len__(self) -> int:
@@ -58,15 +61,14 @@ class PrefixCache:
         """The request's block hashes, at least `num_blocks` of them; its tokens must be known that far."""
         hashes, token_ids, size = request.block_hashes, request.token_ids, self.block_size
         if not hashes and num_blocks:
-            hashes.append(hash_block(self.root, token_ids[:size], request.cache_keys))
+            hashes.append(self._hash_block(self.root, token_ids[:size], request.cache_keys))
         for start in range(len(hashes) * size, num_blocks * size, size):
-            hashes.append(hash_block(hashes[-1], token_ids[start : start + size]))
+            hashes.append(self._hash_block(hashes[-1], token_ids[start : start + size]))
         return hashes
 
     def find(self, block_hash: bytes) -> Block | None:
         """A block with this content, the longest known one if there are several."""
-        same = self._blocks.get(block_hash)
-        return next(iter(same.values())) if same else None
+        return next(iter(self._blocks.get(block_hash, {}).values()), None)
 
     def blocks_with(self, block_hash: bytes) -> list[Block]:
         """All blocks with this content."""

@@ -20,6 +20,9 @@ Source: Yu et al., "Orca", OSDI 2022 (iteration-level scheduling); Agrawal et al
 
 from __future__ import annotations
 
+from itertools import count
+from typing import Any
+
 from teachllm.config import EngineConfig
 from teachllm.core.drafts import DraftLength, add_drafts, ask_for_drafts
 from teachllm.core.in_flight import PlansInFlight, RequestUpdate, settle
@@ -39,6 +42,7 @@ class Scheduler:
         num_blocks: KV blocks in the pool.
         cache_root: digest of what decides all KV, see `prefix_cache.hash_root`.
         policy: overrides `config.scheduling_policy`.
+        pieces: of its `KVCacheManager`, by name.
         draft_length: how far the worker's drafter is to go; None: there is no drafter.
     """
 
@@ -49,6 +53,7 @@ class Scheduler:
         cache_root: bytes = b"",
         policy: Policy | None = None,
         draft_length: DraftLength | None = None,
+        **pieces: Any,
     ) -> None:
         assert config.max_model_len and config.max_num_batched_tokens and config.max_num_seqs, "resolve() it first"
         self.config = config
@@ -59,17 +64,18 @@ class Scheduler:
         self.draft_length = draft_length
         self.drafter_len: int | None = None  # tokens of the drafter's context, if that is shorter than the model's
         caching, speculation = bool(config.enable_prefix_caching), config.speculative_config
-        recomputes_last_hit = speculation is not None and speculation.reads_features
-        self.kv = KVCacheManager(num_blocks, config.block_size, caching, cache_root, recomputes_last_hit)
+        recomputes = speculation is not None and speculation.reads_features
+        self.kv = KVCacheManager(num_blocks, config.block_size, caching, cache_root, recomputes, **pieces)
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []
         self.in_flight = PlansInFlight()
         self.num_steps = 0
         self.num_preemptions = 0
-        self._num_arrivals = 0
+        self._arrivals = count()
         self._dropped: list[str] = []  # rows that the next plan tells the worker to close
         self._preempted: list[str] = []  # those of them that it reports as preempted
+        self._chunks = config.enable_chunked_prefill and config.enable_kv_cache  # a gap may take several steps
         self._budget = 0
         self._short_of_blocks = False  # in this step a running request found too few
 
@@ -88,8 +94,7 @@ class Scheduler:
             request.waits_for_ids, request.group = True, None
         elif request.group is not None and not self.config.enable_prefix_caching:
             request.cache_keys += (f"group {request.group}",)  # found by its siblings and nobody else
-        request.arrival_index = self._num_arrivals
-        self._num_arrivals += 1
+        request.arrival_index = next(self._arrivals)
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
@@ -135,7 +140,7 @@ class Scheduler:
         share = -(-len(decodes) // self.config.pipeline_parallel_size)
         ready = list(filter(self._can_compute, decodes))[:share]
         for request in [*ready, *filter(self._can_compute, prompts)]:
-            num_tokens = self._chunk(request.gap)
+            num_tokens = self._chunk(request, request.gap)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue  # no budget left for it, or a request before it took its blocks
             new_blocks = self._make_room(request, request.num_computed_tokens + num_tokens, chosen)
@@ -175,7 +180,7 @@ class Scheduler:
         hits = self.kv.match(request)
         num_hit_tokens = len(hits) * self.kv.block_size
         gap = len(request.token_ids) - num_hit_tokens
-        num_tokens = self._chunk(gap)
+        num_tokens = self._chunk(request, gap)
         if num_tokens == 0:
             return Wait(WaitReason.TOKEN_BUDGET, 1 if self._chunks else gap, self._budget)
         # What is free while a running request is short of blocks is kept for it.
@@ -194,16 +199,12 @@ class Scheduler:
         self._launch(plan, request, num_tokens, blocks, new=True)
         return None
 
-    @property
-    def _chunks(self) -> bool:
-        """Whether a gap may be closed over several steps."""
-        return self.config.enable_chunked_prefill and self.config.enable_kv_cache
-
-    def _chunk(self, gap: int) -> int:
+    def _chunk(self, request: Request, gap: int) -> int:
         """How many of `gap` tokens to compute now; 0 if the budget does not allow it."""
         if not self._chunks:
             return gap if gap <= self._budget else 0
-        return min(gap, self._budget, self.config.long_prefill_token_threshold or gap)
+        most = min(gap, self._budget, self.config.long_prefill_token_threshold or gap)
+        return self.policy.chunk(request, most) if most > 1 else most
 
     def _can_compute(self, request: Request) -> bool:
         if request.num_in_flight_tokens == 0:
@@ -245,10 +246,7 @@ class Scheduler:
         return updates
 
     def fail(self, plan: SchedulerOutput) -> None:
-        """The oldest plan could not be executed: it and all that built on it are taken back.
-
-        Its requests start over as after a preemption; what they had sampled before stays.
-        """
+        """The oldest plan could not be executed: it and all that built on it start over as after a preemption."""
         for entry in self.in_flight.pop_all(plan):
             for index, request in enumerate(entry.requests):
                 if not entry.is_late(index):

@@ -47,9 +47,8 @@ class ScheduledRequest:
         samples: whether the last known token is among them, so that a next one is sampled.
         new_block_ids: entries to write into the block table from index `first_new_block` on.
         new_row: set when the worker has no row for this request (new, or resumed).
-        num_next_drafts: how many drafts the worker is to propose for the step after this one, and keeps room for; of
-            a request that does not sample yet, whether its drafter is to follow at all.
-        why: the reason for that number.
+        num_next_drafts, why: so many drafts the worker is to propose for the step after this one, and the reason; of a
+            request that does not sample yet, whether its drafter is to follow at all.
     """
 
     request_id: str
@@ -111,8 +110,7 @@ class ModelRunnerOutput:
         logprobs: per request one entry for each sampled id; None where not asked for.
         prompt_logprobs: per request, entries for prompt tokens [start + 1, start + num_tokens + 1) that exist.
         num_drafted: per request, how many of its drafts the drafter stood behind; None: all.
-        draft_token_ids: proposals for the requests' next steps, -1 where they stay on the device; None without a
-            drafter.
+        draft_token_ids: proposals for the next steps, -1 where they stay on the device; None without a drafter.
         seconds: that a device took which works on its own, where that is asked for.
         expert_load: per layer with experts, how many of the step's tokens each expert got; None: not counted.
         graph_mode: "full", "piecewise" or "eager" on a GPU: how much of the step was replayed from CUDA graphs.

@@ -55,6 +55,7 @@ class CoreClient:
     Args:
         trace_sinks: one for each process, or none; called in this thread, and in that of `step`.
         progress: as of `Engine`, of all processes together.
+        choose_replica: of `Pieces`.
 
     Attributes:
         config, model_config: as the core has resolved and read them.
@@ -73,13 +74,14 @@ class CoreClient:
         *,
         trace_sinks: Sequence[Callable[[str], None]] = (),
         progress: Callable[[int, int], None] | None = None,
+        choose_replica: Callable[[Sequence[int], Sequence[int]], int] | None = None,
     ) -> None:
         num_replicas, self._in_lockstep = config.data_parallel_size, config.shares_experts
         self._trace_sinks = trace_sinks
         self._requests: dict[int, tuple[Request, int]] = {}  # unfinished ones, and the replica that has them
         self._numbers: dict[str, int] = {}
         self._num_requests = 0
-        self._balance = Balance(num_replicas)
+        self._balance = Balance(num_replicas, choose_replica)
         self._stats = [NOTHING] * num_replicas
         self._has_news = self._is_closed = False
         self._death: str | None = None

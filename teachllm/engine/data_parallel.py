@@ -10,7 +10,7 @@ Source: the balance is vLLM's, see "Data Parallel Deployment" in its documentati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def least_loaded(num_waiting: Sequence[int], num_running: Sequence[int]) -> int:
@@ -29,7 +29,8 @@ class Balance:
     count as waiting, also those that are still on their way: a burst is spread before any replica has said a word.
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, choose: Callable[[Sequence[int], Sequence[int]], int] | None = None) -> None:
+        self._choose = choose or least_loaded
         self._num_unfinished = [0] * num_replicas
         self._num_running = [0] * num_replicas
         self._last_group: tuple[str | None, int] = (None, 0)
@@ -45,7 +46,7 @@ class Balance:
         if group is None or group != last_group:
             running = [min(each) for each in zip(self._num_running, self._num_unfinished, strict=True)]
             waiting = [all_ - each for all_, each in zip(self._num_unfinished, running, strict=True)]
-            replica = least_loaded(waiting, running)
+            replica = self._choose(waiting, running)
             self._last_group = group, replica
         self._num_unfinished[replica] += 1
         return replica

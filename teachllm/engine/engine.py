@@ -21,6 +21,7 @@ from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.engine.input_processor import InputProcessor, Prompt
 from teachllm.engine.output_processor import OutputProcessor
+from teachllm.engine.pieces import ITS_OWN, Pieces
 from teachllm.engine.stats import StepStats
 from teachllm.engine.token_texts import TokenTexts
 from teachllm.engine.tokenizer import Tokenizer
@@ -84,6 +85,7 @@ class Engine:
         make_executor: replaces the in-process executor; given the resolved configuration and the executor it
             would have used.
         drafter: proposes tokens, with the speculative method "custom"; see `spec_decode/drafter.py`.
+        pieces: parts of your own in place of the engine's; see `engine/pieces.py`.
 
     Attributes:
         config: as resolved for the model.
@@ -105,6 +107,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
         drafter: Drafter | None = None,
+        pieces: Pieces = ITS_OWN,
     ) -> None:
         sinks = [trace_sink] if callable(trace_sink) else list(trace_sink or ())
         if len(sinks) not in (0, config.data_parallel_size):
@@ -119,11 +122,10 @@ class Engine:
         self.model_config: ModelConfig
         self.tokenizer: Tokenizer | None
         if self.is_elsewhere:
-            if recorder is not None or make_executor is not None or drafter is not None:
-                raise ValueError(
-                    "recorder, make_executor and drafter are objects of this process, and the core would be elsewhere: "
-                    f"set {_HERE}"
-                )
+            there = {"recorder": recorder, "make_executor": make_executor, "drafter": drafter} | pieces.given()
+            there.pop("choose_replica", None)  # that is done here
+            if given := ", ".join(name for name, each in there.items() if each is not None):
+                raise ValueError(f"{given}: objects of this process, and the core would be elsewhere: set {_HERE}")
             try:
                 from teachllm.engine.core_client import CoreClient
             except ModuleNotFoundError as error:
@@ -131,7 +133,7 @@ class Engine:
                     f"a core in a process of its own talks over zmq: pip install 'teachllm[serve]', or set {_HERE}"
                 ) from error
 
-            client = CoreClient(config, trace_sinks=sinks, progress=progress)
+            client = CoreClient(config, trace_sinks=sinks, progress=progress, **pieces.given("choose_replica"))
             self._core, self.model_config, self.tokenizer = client, client.model_config, client.tokenizer
         else:
             from teachllm.engine.make_core import make_core
@@ -143,6 +145,7 @@ class Engine:
                 progress=progress,
                 make_executor=make_executor,
                 drafter=drafter,
+                pieces=pieces,
             )
         self.config = self._core.config
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)

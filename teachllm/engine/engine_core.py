@@ -25,6 +25,7 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.engine.host_drafting import HostDrafting
+from teachllm.engine.pieces import ITS_OWN, Pieces
 from teachllm.engine.stats import StepCounter, StepStats
 from teachllm.engine.step_roofline import StepRoofline
 from teachllm.engine.step_traffic import StepTraffic
@@ -48,6 +49,7 @@ class EngineCore:
         drafter: one that reads token ids here; requests wait for theirs, then.
         draft_length: how far a drafter goes, here or in the executor; None: there is none.
         on_close: called when it has been closed.
+        pieces: its scheduler's, and its loop's.
     """
 
     def __init__(
@@ -63,10 +65,15 @@ class EngineCore:
         drafter: HostDrafting | None = None,
         draft_length: FixedLength | AdaptiveLength | None = None,
         traffic: StepTraffic | None = None,
+        pieces: Pieces = ITS_OWN,
     ) -> None:
         self.config = config
         self._drafter, self._draft_length = drafter, draft_length
-        self.scheduler = scheduler or Scheduler(config, executor.num_blocks, cache_root, draft_length=draft_length)
+        own = pieces.given("policy", "make_pool", "hash_block")
+        self.scheduler = scheduler or Scheduler(
+            config, executor.num_blocks, cache_root, draft_length=draft_length, **own
+        )
+        self._turn = pieces.turn or EngineCore.turn
         self.executor = executor
         self.recorder = recorder
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
@@ -75,8 +82,8 @@ class EngineCore:
         self._counter: StepCounter | None = None
         self._last_arrived = 0.0
         self._check = config.check_invariants
-        # Results not yet asked for when the next plan is made: one for each further stage, one to run ahead.
-        self._num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
+        # Steps under way while the next is made: one for each further stage, one to run ahead.
+        self.num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
         self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes, Work | None]] = deque()
         if recorder is not None:
             self.scheduler.kv.record_events()
@@ -138,6 +145,23 @@ class EngineCore:
             Exception: whatever the executor raised. The step is taken back and its requests queue again, so the
                 caller may abort them or try again.
         """
+        return self._turn(self)
+
+    def turn(self) -> list[RequestUpdate]:
+        """A launch, and the oldest step's tokens unless it is to run ahead. The launch went nowhere: nobody can go on
+        before some of what is under way has come back."""
+        launched = self.launch()
+        if self._pending and (len(self._pending) > self.num_ahead or not launched):
+            return self.collect()
+        return []
+
+    @property
+    def num_pending(self) -> int:
+        """Steps that are launched and whose tokens have not been asked for."""
+        return len(self._pending)
+
+    def launch(self) -> bool:
+        """Plans a step and has it started; False if nobody can compute anything now."""
         start = self.clock()
         plan = self.scheduler.schedule()
         if self._check:
@@ -153,9 +177,7 @@ class EngineCore:
             except BaseException as error:
                 self._take_back(plan, error)
                 raise
-        if self._pending and (len(self._pending) > self._num_ahead or not plan.scheduled):
-            return self._update_oldest()
-        return []
+        return bool(plan.scheduled)
 
     def serve(self) -> None:
         """An empty step, which other replicas take: they share experts with this one, which has nothing to compute.
@@ -169,7 +191,8 @@ class EngineCore:
             self._place_in_time(result.ranks or [])
             self.recorder.write("serve", time=began, end=self.clock(), ranks=result.ranks)
 
-    def _update_oldest(self) -> list[RequestUpdate]:
+    def collect(self) -> list[RequestUpdate]:
+        """Waits for the oldest step's tokens and takes them over."""
         plan, output, times, work = self._pending[0]
         asked = self.clock()
         try:

@@ -14,6 +14,7 @@ from teachllm.distributed.layout import layout_of
 from teachllm.engine.ceilings import device_name, known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.host_drafting import HostDrafting
+from teachllm.engine.pieces import ITS_OWN, Pieces
 from teachllm.engine.step_roofline import StepRoofline
 from teachllm.engine.step_traffic import StepTraffic
 from teachllm.engine.token_texts import TokenTexts, load_tokenizer
@@ -43,6 +44,7 @@ def make_core(
     make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
     drafter: Drafter | None = None,
     peers: Peers | None = None,
+    pieces: Pieces = ITS_OWN,
 ) -> tuple[EngineCore, ModelConfig, Tokenizer | None]:
     """Loads a model and joins it with a scheduler.
 
@@ -60,6 +62,12 @@ def make_core(
     model = load_model_config(config, device.type)
     config = replace(config, device=str(device)).resolve(model.max_model_len)
     _check_drafter(config, drafter)
+    of_runner = pieces.given("attention", "make_sampler")
+    is_shared = config.num_ranks > 1 or peers is not None or config.distributed_executor_backend is not None
+    if of_runner and (is_shared or device.type != "cpu"):
+        raise ValueError(
+            f"a piece of your own for {', '.join(of_runner)} works on a CPU in one process: set device=cpu"
+        )
     is_traced = recorder is None and (config.trace_path is not None or trace_sink is not None)
     tokenizer = load_tokenizer(config, model.path) if needs_tokenizer or (is_traced and config.trace_text) else None
     file = TraceFile(config.trace_path) if is_traced and config.trace_path is not None else None
@@ -71,12 +79,15 @@ def make_core(
     executor: Executor
     record: Callable[[Sequence[int], bool], Prior | None] | None
     try:
-        if config.num_ranks > 1 or peers is not None or config.distributed_executor_backend is not None:
+        if is_shared:
             ranks = MultiprocessExecutor(config, progress, times_steps=recorder is not None, peers=peers)
             executor, record = ranks, ranks.record_ahead if device.type == "cuda" else None
         else:
-            make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
-            runner = make_runner(config, model, device, progress, weighty)
+            runner: ModelRunner | GPUModelRunner
+            if device.type == "cuda":
+                runner = GPUModelRunner(config, model, device, progress, weighty)
+            else:
+                runner = ModelRunner(config, model, device, progress, weighty, **of_runner)
             if isinstance(runner, GPUModelRunner):
                 runner.times_steps = recorder is not None
             elif recorder is not None:
@@ -104,6 +115,7 @@ def make_core(
             roofline=roofline,
             traffic=traffic,
             on_close=None if file is None else file.close,
+            pieces=pieces,
             **_speculation(config, model, drafter, weighty, record),
         )
         if weighty is not None and weighty.max_len < model.max_model_len:

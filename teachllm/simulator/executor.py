@@ -17,9 +17,9 @@ from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
-from teachllm.core.policy import Policy
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from teachllm.engine.pieces import ITS_OWN, Pieces
 from teachllm.simulator.cost_model import CostModel
 
 # How schedule, launch and update share the host's time is not measured; scheduling 256 decodes takes about a third.
@@ -47,9 +47,9 @@ class HostScheduler(Scheduler):
     """The engine's scheduler, unchanged but for the time that its work takes on the simulated host."""
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, clock: VirtualClock, cost: CostModel, policy: Policy | None = None
+        self, config: EngineConfig, num_blocks: int, clock: VirtualClock, cost: CostModel, pieces: Pieces = ITS_OWN
     ) -> None:
-        super().__init__(config, num_blocks, policy=policy)
+        super().__init__(config, num_blocks, **pieces.given("policy", "make_pool", "hash_block"))
         self._clock, self._cost = clock, cost
 
     def schedule(self) -> SchedulerOutput:

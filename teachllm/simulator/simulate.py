@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
-from teachllm.core.policy import Policy
 from teachllm.core.request import Request
 from teachllm.engine.ceilings import known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
+from teachllm.engine.pieces import ITS_OWN, Pieces
 from teachllm.engine.step_roofline import StepRoofline
 from teachllm.models.model_config import ModelConfig
 from teachllm.roofline import Ceilings
@@ -57,7 +57,7 @@ def simulate(
     num_blocks: int | None = None,
     *,
     cost: CostModel | None = None,
-    policy: Policy | None = None,
+    pieces: Pieces = ITS_OWN,
 ) -> Simulation:
     """Runs a workload through the engine on a pretended device.
 
@@ -69,7 +69,7 @@ def simulate(
         num_blocks: KV blocks; None is what the config asks for (`num_gpu_blocks_override`, `kv_cache_memory_bytes`), or
             without that room for all requests that may run at once.
         cost: how long steps take; None is `RooflineCost` with its defaults.
-        policy: in place of `config.scheduling_policy`, see `core/policy.py`.
+        pieces: of the scheduler and its loop, see `engine/pieces.py`.
 
     Raises:
         ValueError: settings contradict each other, the ceilings are not known or for another dtype, or a request can
@@ -96,9 +96,11 @@ def simulate(
     )
     recorder = Recorder(lines.append, clock)
     recorder.key = None  # nobody's tokens are in it, and the same run gives the same lines
-    scheduler = HostScheduler(config, executor.num_blocks, clock, cost, policy)
+    scheduler = HostScheduler(config, executor.num_blocks, clock, cost, pieces)
     roofline = StepRoofline(model, ceilings)
-    core = EngineCore(config, executor, recorder=recorder, clock=clock, roofline=roofline, scheduler=scheduler)
+    core = EngineCore(
+        config, executor, recorder=recorder, clock=clock, roofline=roofline, scheduler=scheduler, pieces=pieces
+    )
     shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
     machine = {"device": f"{ceilings.device}, simulated", "ceilings": asdict(ceilings)}
     recorder.header(describe(config), shape, executor.num_blocks, machine=machine)

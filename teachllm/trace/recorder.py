@@ -6,12 +6,14 @@ The state of the block pool after any line is a function of the block events up 
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from secrets import token_bytes
 from typing import Any, NamedTuple
 
+from teachllm.core.block_pool import BlockEvent
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
@@ -120,8 +122,15 @@ class Recorder:
     def write(self, event: str, scheduler: Scheduler | None = None, **fields: Any) -> None:
         """A line, without the fields that are None; with a scheduler's block events since the line before."""
         if scheduler is not None:
-            fields["block_events"] = [each.as_list(self.key) for each in scheduler.kv.drain_events()]
+            fields["block_events"] = [block_event(each, self.key) for each in scheduler.kv.drain_events()]
         self._sink(_encode({"event": event} | {k: v for k, v in fields.items() if v is not None}))
+
+
+def block_event(event: BlockEvent, key: bytes | None = None) -> list[str | int]:
+    """The fields that are set, hashes in hexadecimal, hidden by a key if there is one."""
+    fields = (event.kind, event.block_id, event.request_id, event.block_hash, event.parent_hash)
+    told = (hmac.digest(key, f, "sha256") if key and isinstance(f, bytes) else f for f in fields if f is not None)
+    return [f.hex() if isinstance(f, bytes) else f for f in told]
 
 
 def waiting_of(scheduler: Scheduler) -> dict[str, list[str]]:

@@ -20,6 +20,8 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
 from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.attention_backends.base import AttentionBackend
+from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.rows import Rows
 from teachllm_kernels.paged_attention import TreeMask
@@ -52,12 +54,21 @@ class InputBatch(Rows):
         max_num_seqs: rows.
         max_model_len: tokens a row.
         block_size: tokens a block.
+        backend: computes attention.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        backend: AttentionBackend = REFERENCE,
+    ) -> None:
         super().__init__(max_num_seqs)
         self.block_size = block_size
         self.device = device
+        self._backend = backend
         self.token_ids = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int64)
         self._token_ids = self.token_ids.numpy()  # the same memory
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
@@ -153,6 +164,7 @@ class InputBatch(Rows):
             slot_mapping=self._tensor(slots),
             query_lens=query_lens,
             kv_lens=kv_lens.tolist(),
+            backend=self._backend,
             trees=trees,
         )
         input_ids = self._token_ids[token_rows, positions + id_shift]

@@ -21,6 +21,8 @@ from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, T
 from teachllm.distributed.group import agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.stages import Stage
+from teachllm.layers.attention_backends.base import AttentionBackend
+from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.llama import Tap
 from teachllm.models.loader import load_model
@@ -86,6 +88,7 @@ class ModelRunner:
         progress: called with (bytes loaded, bytes in all) while weights load.
         drafter: with weights; None: there is none, or one on the host.
         ranks: that share the model; this runner has the part of one. All are given the same plans.
+        attention, make_sampler: of `Pieces`.
     """
 
     def __init__(
@@ -96,12 +99,16 @@ class ModelRunner:
         progress: Callable[[int, int], None] | None = None,
         drafter: DrafterConfig | None = None,
         ranks: Ranks = ALONE,
+        *,
+        attention: AttentionBackend | None = None,
+        make_sampler: Callable[..., Sampler] = Sampler,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs
         self._ranks, whole = ranks, model_config
         model_config = model_of_rank(whole, ranks.place)
         if device.type == "cpu":
-            select_backend(config.attention_backend, attention_needs(config, model_config), device)  # or refuses
+            needs = attention_needs(config, model_config)
+            attention = attention or select_backend(config.attention_backend, needs, device)
             keep_freed_memory()
         self.memory = plan_memory(config, model_config, device, drafter)  # before any weight is read
         num_blocks = agreed_least(ranks.world, self.memory.num_blocks, device)
@@ -111,8 +118,9 @@ class ModelRunner:
         if ranks.place.layout.pipeline > 1:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
-        self._batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size, device)
-        self._sampler = Sampler(config.max_num_seqs, whole.vocab_size, device, ranks.tensor)
+        sizes = config.max_num_seqs, config.max_model_len, config.block_size
+        self._batch = InputBatch(*sizes, device, attention or REFERENCE)
+        self._sampler = make_sampler(config.max_num_seqs, whole.vocab_size, device, ranks.tensor)
         self._prompt_scores = PromptScores(self.model.own_logits, self._sampler)
         self._device = device
         self._drafting: Drafting | None = None

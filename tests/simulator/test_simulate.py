@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
+from teachllm.core.policy import FirstComeFirstServed
 from teachllm.core.request import Request
 from teachllm.engine.engine import Engine
+from teachllm.engine.pieces import Pieces
 from teachllm.roofline import Ceilings
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
@@ -192,7 +194,7 @@ def test_a_lower_priority_number_gets_its_first_token_earlier() -> None:
     assert max(urgent) <= min(others)
 
 
-class ShortestFirst:
+class ShortestFirst(FirstComeFirstServed):
     """Whoever has the shortest prompt."""
 
     def key(self, request: Request) -> tuple[int, ...]:
@@ -211,10 +213,10 @@ def test_a_policy_of_ones_own_can_be_tried() -> None:
     workload = Workload(num_requests=50, prompt_len=(10, 2000), output_len=4)
     model = shape("qwen3-8b")
     usual = run(workload, model, max_num_seqs=4).figures
-    shortest = run(workload, model, max_num_seqs=4, more={"policy": ShortestFirst()}).figures
+    shortest = run(workload, model, max_num_seqs=4, more={"pieces": Pieces(policy=ShortestFirst())}).figures
     assert shortest.ttft.mean < 0.9 * usual.ttft.mean
     with pytest.raises(RuntimeError, match="the policy admits nobody: see its opens_batch"):
-        run(workload, more={"policy": Closed()})
+        run(workload, more={"pieces": Pieces(policy=Closed())})
 
 
 def test_without_a_number_of_blocks_the_settings_decide_or_nobody_wants_for_one() -> None:

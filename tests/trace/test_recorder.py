@@ -12,7 +12,7 @@ from teachllm.core.request import FinishReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.sampling_params import SamplingParams
-from teachllm.trace.recorder import Recorder, StepTimes
+from teachllm.trace.recorder import Recorder, StepTimes, block_event
 from tests.core.helpers import EOS, add, make_request, make_scheduler, schedule
 
 TIMES = StepTimes(time=2.0, schedule=0.1, execute=0.2, wait=0.1, update=0.3, end=2.7)
@@ -187,6 +187,6 @@ def test_late_tokens_are_not_in_the_trace() -> None:
 
 
 def test_events_are_short_lists_with_hashes_in_hexadecimal() -> None:
-    assert BlockEvent("evict", 3).as_list() == ["evict", 3]
-    assert BlockEvent("hit", 3, "a").as_list() == ["hit", 3, "a"]
-    assert BlockEvent("commit", 3, "a", b"\x01", b"\xff").as_list() == ["commit", 3, "a", "01", "ff"]
+    assert block_event(BlockEvent("evict", 3)) == ["evict", 3]
+    assert block_event(BlockEvent("hit", 3, "a")) == ["hit", 3, "a"]
+    assert block_event(BlockEvent("commit", 3, "a", b"\x01", b"\xff")) == ["commit", 3, "a", "01", "ff"]
