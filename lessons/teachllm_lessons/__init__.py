@@ -1,1 +1,8 @@
-"""The notebooks that step through the engine. They come later; this package holds their place."""
+"""What the notebooks of `lessons/` share: an engine that is watched, its pictures, exercises and planted faults.
+
+watch.py      an engine that is stepped, and what it did       views.py     the visualizer's views, standing still
+source.py     the engine's source, live                        picture.py   what is drawn, for light and for dark
+predict.py    a number that the reader commits to              guard.py     running what has just been written
+exercise.py   a piece, its contract, an engine with it         breaking.py  a planted fault to find
+lesson_NN.py  each lesson's exercises and scenarios            faults.py    the faults, and the tests that notice
+"""

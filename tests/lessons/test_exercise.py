@@ -1,0 +1,115 @@
+"""Whatever a reader has written, the notebook goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from teachllm.core.block_pool import Block, BlockPool
+from teachllm.core.policy import FirstComeFirstServed
+from teachllm.engine.pieces import Pieces
+from teachllm_lessons.exercise import VERDICT_TYPE, Exercise, Wrong, check, run_with
+from teachllm_lessons.guard import TooLong, run_guarded
+from teachllm_lessons.watch import NoProgress, Watch
+
+
+def double(contract: Any = lambda piece: int(piece(2) == 4), live: Any = lambda piece: "It ran.") -> Exercise:
+    return Exercise("99", "double", contract, live, lambda x: 2 * x, ("one", "two", "three"))
+
+
+def for_ever(x: int) -> int:
+    while True:
+        x += 1
+
+
+def for_ever_and_catches_all(x: int) -> int:
+    while True:
+        with contextlib.suppress(Exception):
+            x += 1
+
+
+def unwritten(x: int) -> int:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("piece", "words"),
+    [
+        (for_ever, "was still running after 1 seconds"),
+        (for_ever_and_catches_all, "does a loop of it never end"),
+        (lambda x: 1 // 0, "raised ZeroDivisionError"),
+        (lambda x: sys.exit(3), "ended the program"),
+        (None, "raised TypeError: 'NoneType' object is not callable"),
+    ],
+)
+def test_it_is_told_what_its_code_did_and_gets_the_engines_own(piece: Any, words: str) -> None:
+    checked = check(double(), piece, seconds=1.0)
+    assert not checked.is_right and words in checked.message
+    assert checked.piece(3) == 6
+    assert "`DOUBLE.hint(1)` may help" in checked.message
+
+
+def test_what_is_not_written_yet_is_done_by_the_engines_own() -> None:
+    checked = check(double(), unwritten)
+    assert not checked.is_right and not checked.is_written and checked.piece(3) == 6
+    assert checked._repr_mimebundle_()[VERDICT_TYPE]["verdict"] == "unwritten"
+
+
+def test_a_contract_says_what_is_wrong_and_so_does_the_engine() -> None:
+    def never(piece: Any) -> str:
+        raise Wrong("says other words")
+
+    assert check(double(live=never), lambda x: 2 * x).message.startswith("keeps its contract, and fails in the engine")
+    right = check(double(), lambda x: x + x)
+    assert right.is_right and right.message == "keeps its contract in 1 cases. It ran."
+
+
+def test_an_alarm_that_comes_too_late_rings_nowhere() -> None:
+    for _ in range(20):
+        run_guarded(lambda: time.sleep(0.009), 0.01)
+    assert isinstance(run_guarded(lambda: for_ever(0), 0.05).error, TooLong)
+    time.sleep(0.05)
+
+
+def test_ctrl_c_is_the_readers_own() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_guarded(interrupted, 1.0)
+
+
+class Leaky(BlockPool):
+    def release(self, blocks: Any) -> None:
+        super().release(list(blocks)[1:])
+
+
+class Greedy(BlockPool):
+    def take(self, count: int) -> list[Block]:
+        return super().take(count + 1)[:count]
+
+
+class Closed(FirstComeFirstServed):
+    def opens_batch(self, num_running: int) -> bool:
+        return False
+
+
+def test_a_pool_that_loses_blocks_is_found_out() -> None:
+    for pool in (Leaky, Greedy):
+        ran = run_guarded(lambda pool=pool: run_with(Pieces(make_pool=pool)), 30)
+        assert ran.error is not None and "block" in str(ran.error).lower()
+
+
+def test_a_policy_that_admits_nobody_does_not_hang() -> None:
+    ran = run_guarded(lambda: run_with(Pieces(policy=Closed())), 30)
+    assert isinstance(ran.error, NoProgress) and "nothing is computed any more" in str(ran.error)
+
+
+def test_the_next_engine_is_whole() -> None:
+    with Watch(num_gpu_blocks_override=16, max_model_len=128) as watch:
+        watch.add("A", "What is a KV cache?", 4)
+        assert len(watch.run().tokens("A")) == 4

@@ -1,0 +1,98 @@
+"""The notebooks: each is what its source says, short, without an error, and quotes no code of the package.
+
+They are run from top to bottom as well, by nbmake: see `addopts` in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from teachllm_lessons.build import FOLDER, inputs, read, sources
+from teachllm_lessons.exercise import VERDICT_TYPE
+from teachllm_lessons.faults import ROOT
+
+MAX_CELLS = 29
+MAX_QUOTED = 4  # lines in a row
+BEATS = ("Question", "Show", "Step", "Predict", "Build", "Break", "Measure")
+
+
+def made(source: Path) -> Any:
+    return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+
+
+of_each = pytest.mark.parametrize("source", sources(), ids=lambda source: source.stem)
+
+
+@of_each
+def test_it_is_what_its_source_says(source: Path) -> None:
+    again = "python -m teachllm_lessons.build"
+    assert inputs(made(source)) == inputs(read(source)), f"{source.name} has been changed: run {again}"
+
+
+@of_each
+def test_it_is_short_and_has_been_run_without_an_error(source: Path) -> None:
+    cells = made(source).cells
+    assert len(cells) <= MAX_CELLS
+    for cell in cells:
+        if cell.cell_type == "code":
+            assert cell.execution_count is not None
+            assert not [output for output in cell.outputs if output.output_type == "error"]
+
+
+@of_each
+def test_it_has_all_the_beats_in_order(source: Path) -> None:
+    headings = re.findall(r"^## (\w+)", "\n".join(cell.source for cell in made(source).cells), re.MULTILINE)
+    assert [heading for heading in headings if heading in BEATS] == list(BEATS)
+
+
+@of_each
+def test_what_is_to_be_written_is_left_to_the_reader(source: Path) -> None:
+    verdicts = [
+        output.data[VERDICT_TYPE]["verdict"]
+        for cell in made(source).cells
+        for output in cell.get("outputs", ())
+        if VERDICT_TYPE in output.get("data", {})
+    ]
+    assert verdicts and set(verdicts) == {"unwritten"}
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines that say something, without what makes no difference to a reader."""
+    stripped = (re.sub(r"\s+", " ", line.partition("#")[0]).strip() for line in text.splitlines())
+    return [line for line in stripped if len(line) > 3]
+
+
+def runs(lines: list[str]) -> set[tuple[str, ...]]:
+    length = MAX_QUOTED + 1
+    return {tuple(lines[at : at + length]) for at in range(len(lines) - length + 1)}
+
+
+@pytest.fixture(scope="module")
+def package_runs() -> set[tuple[str, ...]]:
+    wings = ("teachllm", "kernels/teachllm_kernels", "cli/teachllm_cli", "webui/teachllm_webui")
+    paths = [path for wing in wings for path in (ROOT / wing).rglob("*.py")]
+    return set().union(*(runs(lines_of(path.read_text(encoding="utf-8"))) for path in paths))
+
+
+@of_each
+def test_no_cell_holds_a_copy_of_the_package(source: Path, package_runs: set[tuple[str, ...]]) -> None:
+    for cell in made(source).cells:
+        if cell.cell_type == "code":  # outputs are printed live, so they are what the package says
+            quoted = runs(lines_of(cell.source)) & package_runs
+            assert not quoted, f"show the source instead: {quoted}"
+
+
+def test_a_copy_would_be_noticed(package_runs: set[tuple[str, ...]]) -> None:
+    text = (ROOT / "teachllm/core/prefix_cache.py").read_text(encoding="utf-8")
+    start = text.index("    content = parent")
+    copied = "\n".join(line.strip() for line in text[start:].splitlines()[:6])
+    assert runs(lines_of(copied)) & package_runs
+
+
+def test_every_source_has_a_notebook_and_every_notebook_a_source() -> None:
+    assert {source.stem for source in sources()} == {path.stem for path in FOLDER.glob("*.ipynb")}

@@ -1,0 +1,25 @@
+"""What tests of lessons share: an answer that must be rejected, and the words that have to say why."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from teachllm_lessons.exercise import Checked, Exercise, check
+
+
+def accepted(exercise: Exercise) -> Checked:
+    """The engine's own piece keeps its contract, and the engine runs with it."""
+    checked = check(exercise, exercise.reference)
+    assert checked.is_right, checked.message
+    return checked
+
+
+def rejected(exercise: Exercise, piece: Any, words: str) -> Checked:
+    """A wrong answer is found out, by a message that has these words; what is left is the engine's own piece."""
+    checked = check(exercise, piece)
+    assert not checked.is_right
+    assert checked.is_written
+    assert re.search(words, checked.message), checked.message
+    assert checked.piece is exercise.reference
+    return checked
