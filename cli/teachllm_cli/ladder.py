@@ -72,7 +72,7 @@ def _print(title: str, results: list[Result], verdicts: list[Verdict]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 1, 0, 2))
+    table = Table(box=None, padding=(0, 0, 0, 2))
     table.add_column("rung", no_wrap=True)
     for column in ("tokens/s", "of ceiling", "TTFT s", "p99 gap ms", "KV waste"):
         table.add_column(column, justify="right", no_wrap=True)
