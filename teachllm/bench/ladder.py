@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 _FIRST = "You teach how language models are served. Answer in short sentences, and give one example each time. "
 _WORDS = ("block", "cache", "batch", "queue", "prompt", "kernel", "thread", "memory", "draft", "layer", "graph", "head")
-_MAX_PASSES, _NO_FASTER, _LONG_PASS = 6, 0.95, 3.0  # the last in seconds
+_MAX_PASSES, _NO_FASTER, _LONG_PASS = 10, 0.95, 3.0  # the last in seconds
 _NUM_LONG = 4  # of the requests one in so many has a long prompt
 
 
@@ -249,17 +249,20 @@ def _run(config: EngineConfig, size: Size, ceilings: Ceilings) -> Run:
 
 
 def _warm_up(engine: Engine, batch: Batch, most: int) -> None:
-    """Passes until one is no faster than that before it: kernels are compiled then, graphs recorded, drafts' lengths
-    learned. A long one has met all that there is by itself."""
-    before = math.inf
+    """Passes until two in a row gain nothing: kernels are compiled then, graphs recorded, drafts' lengths learned.
+
+    A long one has met all that there is by itself.
+    """
+    best, num_idle = math.inf, 0
     for _ in range(most):
         began = time.perf_counter()
         _generate(engine, batch)
         engine.reset_prefix_cache()
         seconds = time.perf_counter() - began
-        if seconds > min(_NO_FASTER * before, _LONG_PASS):
+        num_idle = num_idle + 1 if seconds > _NO_FASTER * best else 0
+        best = min(best, seconds)
+        if num_idle == 2 or seconds > _LONG_PASS:
             return
-        before = seconds
 
 
 def _generate(engine: Engine, batch: Batch) -> list[list[int]]:
