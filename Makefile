@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: help chat serve viz test lint format soak soak-server mutants clean
+.PHONY: help chat serve viz lessons test lint format soak soak-server mutants clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -21,6 +21,9 @@ serve: $(VENV)/.serve  ## serve the embedded model over HTTP, the way OpenAI doe
 
 viz: $(VENV)/.ui  ## watch the embedded model's engine in a browser
 	@$(BIN)/python -m teachllm_cli viz $(ARGS)
+
+lessons: $(VENV)/.lessons  ## step through the engine in notebooks
+	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m jupyterlab lessons $(ARGS)
 
 test: lint  ## format and lint checks, types, tests
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
@@ -62,6 +65,11 @@ $(VENV)/.serve: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm's server needs into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[serve]' >&2
 	@touch $(VENV)/.core $@
+
+$(VENV)/.lessons: $(SOURCES) | $(VENV)/.pip
+	@echo "installing what teachllm's lessons need into $(VENV) (once) ..." >&2
+	@$(INSTALL) '.[lessons,serve]' >&2
+	@touch $(VENV)/.core $(VENV)/.serve $@
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm and its tests need into $(VENV) (once) ..." >&2

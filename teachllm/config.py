@@ -1,4 +1,4 @@
-"""EngineConfig: every knob of the engine, frozen and validated once.
+"""EngineConfig (lesson 13): every knob of the engine, frozen and validated once.
 
 Each rung from naive decoding to the full engine is a setting here, not another engine. What is left None
 depends on the model (its context length) and is filled in by `resolve`; what contradicts itself is refused

@@ -13,6 +13,7 @@ from teachllm_cli.complete import complete
 from teachllm_cli.generate import generate
 from teachllm_cli.info import info
 from teachllm_cli.ladder import ladder
+from teachllm_cli.lesson import lesson
 from teachllm_cli.quantize import quantize
 from teachllm_cli.run_batch import run_batch
 from teachllm_cli.serve import serve
@@ -31,7 +32,7 @@ app = typer.Typer(
 )
 for command in (chat, generate, info, serve, worker, complete, run_batch, quantize, ladder, viz):
     app.command()(command)
-for group in (bench, spec, trace):
+for group in (bench, lesson, spec, trace):
     app.add_typer(group)
 
 

@@ -1,4 +1,4 @@
-"""The splits of a sequence's KV become one: each has left the average of its values, and how much weight it stands for.
+"""The splits of a sequence's KV become one (lesson 08): each has left the mean of its values, and the weight of that.
 
     partial    sum of softmax weights x values, over the split's own sum of weights
     lse        log2 of that sum

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, for a flat batch that mixes prompts, chunks of prompts and decodes.
+"""Attention over a paged KV cache, for a flat batch that mixes prompts, chunks of prompts and decodes (lesson 01).
 
 Each token attends to its own sequence up to itself. K and V of a sequence lie in blocks anywhere in the cache and
 are found through its block table: softmax(q k^T * scale) v, which `paged_attention_reference` spells out.

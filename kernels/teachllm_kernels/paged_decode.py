@@ -1,4 +1,4 @@
-"""Attention of a few query tokens a sequence over the paged KV cache: what a decode step waits for.
+"""Attention of a few query tokens a sequence over the paged KV cache (lesson 08): what a decode step waits for.
 
 One query reads all K and V of its sequence once and does little with them, so the time is bytes over bandwidth and
 all the work goes into keeping every multiprocessor reading until the end, however ragged the batch:

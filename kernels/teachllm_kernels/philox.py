@@ -1,4 +1,4 @@
-"""Random numbers as a function of what names the draw: Philox4x32-10, and Gumbel noise made of it.
+"""Random numbers as a function of what names the draw (lesson 07): Philox4x32-10, and Gumbel noise made of it.
 
 A generator with a state would make a request's tokens depend on who drew before it. This function has none:
 

@@ -1,4 +1,4 @@
-"""Which token comes after a position, given what a drafter proposed for it: a draw from the model's own p.
+"""Which token comes after a position, given what a drafter proposed for it: a draw from the model's own p (lesson 10).
 
 Proposals c_1, c_2, ... come from the drafter's q. Each is accepted with probability min(1, p(c) / q(c)). Where p is
 larger than q, a token is proposed too rarely; exactly what is missing, max(p - q, 0), is what a rejection draws from

@@ -49,6 +49,11 @@ def axes(width: float, height: float, **more: Any) -> tuple[Any, Any]:
     return figure, ax
 
 
+def short(value: float) -> str:
+    """For a label: three digits, or a whole number with its thousands apart."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def bars(values: Mapping[str, float], label: str, *, log: bool = False, best: str | None = None) -> Picture:
     """One bar for each name, with its number.
 
@@ -59,12 +64,12 @@ def bars(values: Mapping[str, float], label: str, *, log: bool = False, best: st
     figure, ax = axes(8, 0.6 + 0.34 * len(values))
     colors = [BAR if best in (None, name) else OTHER_BAR for name in values]
     drawn = ax.barh(list(values), list(values.values()), color=colors)
-    ax.bar_label(drawn, [f"{value:,.3g}" for value in values.values()], padding=4, color=INK, fontsize=9)
+    ax.bar_label(drawn, [short(value) for value in values.values()], padding=4, color=INK, fontsize=9)
     ax.set_xlabel(label)
     ax.set_xscale("log" if log else "linear")
     ax.margins(x=0.15)
     ax.invert_yaxis()
-    said = ", ".join(f"{name} {value:,.3g}" for name, value in values.items())
+    said = ", ".join(f"{name} {short(value)}" for name, value in values.items())
     return Picture(figure, f"{label}: {said}")
 
 

@@ -108,6 +108,7 @@ def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, 
     cell = min(0.42, 11 / width)
     figure, ax = axes(1.2 + cell * width, 0.9 + 0.34 * height)
     ended: set[str] = set()
+    labelled: dict[int, int] = {}  # where a row's last word begins
     for column, step in enumerate(shown):
         for share in step["scheduled"]:
             name = share["request_id"]
@@ -122,7 +123,9 @@ def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, 
         for name, (reason, _) in step["waiting"].items():
             row = names.index(name)
             ax.add_patch(_rectangle(column + 0.04, 0.4 - row, 0.92, 0.2, PALE))
-            if column == 0 or reason != shown[column - 1]["waiting"].get(name, ("",))[0]:
+            is_new = column == 0 or reason != shown[column - 1]["waiting"].get(name, ("",))[0]
+            if is_new and (column - labelled.get(row, -99)) * cell > 0.35:  # inches, which a word takes
+                labelled[row] = column
                 text = _WAITS.get(reason, reason)
                 ax.text(column + 0.1, 0.68 - row, text, va="bottom", fontsize=6, color=INK, clip_on=True)
         ended |= set(step["finished"])

@@ -1,4 +1,4 @@
-"""The ladder: one workload, from recomputing everything to the full engine, each rung one setting away from the last.
+"""The ladder (lesson 13): one workload, from recomputing everything to the full engine, one setting a rung.
 
     rung                  what it changes                        what was wasted before
     recompute             nothing is kept                        -

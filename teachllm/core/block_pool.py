@@ -1,4 +1,4 @@
-"""The block pool: all KV memory in equal blocks, and an O(1) list of the free ones in least-recently-used order.
+"""The block pool (lesson 02): all KV memory in equal blocks, the free ones in a list from the least recently used on.
 
     used    ref_count > 0, in the block table of that many requests
     cached  ref_count = 0 and has a hash: free, but a request with the same prefix may still claim it

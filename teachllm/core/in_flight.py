@@ -1,4 +1,4 @@
-"""Running ahead: plans that were handed out and whose sampled tokens the host has not seen yet.
+"""Running ahead (lesson 09): plans that were handed out and whose sampled tokens the host has not seen yet.
 
 With asynchronous scheduling one plan is in flight while the next is made, with pipeline parallelism as many as
 there are stages. Each assumes the best of those before it: that every draft was accepted and nothing stopped.

@@ -1,4 +1,4 @@
-"""Who owns which block: matching prefixes, allocating, committing content, and letting go.
+"""Who owns which block (lessons 02 and 05): matching prefixes, allocating, committing content, and letting go.
 
 The token at index i of a sequence lives in slot `block_table[i // block_size] * block_size + i % block_size`.
 A table only grows while its request runs. What each block may be doing:

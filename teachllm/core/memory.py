@@ -1,4 +1,4 @@
-"""Where the memory goes: bytes of KV per token and per block, how many blocks fit, and a table that explains it.
+"""Where the memory goes (lesson 01): bytes of KV per token and per block, how many blocks fit, a table that says so.
 
     bytes per token = sum over layers of 2 (K and V) * num_kv_heads * head_size * dtype_bytes
 

@@ -1,4 +1,4 @@
-"""Who goes first, who gives way, and how much at once: a policy is a sort key and two questions.
+"""Who goes first, who gives way, and how much at once (lessons 03 and 06): a policy is a sort key and two questions.
 
 The waiting queue is kept sorted by the key; when blocks run out, the running request with the largest key is
 preempted. So a preempted request, having arrived before all that still wait behind it, returns to the front by

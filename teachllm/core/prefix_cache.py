@@ -1,4 +1,4 @@
-"""Prefix caching: full blocks are findable by a hash of everything that decided their content.
+"""Prefix caching (lesson 05): full blocks are findable by a hash of everything that decided their content.
 
 A block's K and V depend on its tokens and on every token before them, so its hash covers its parent's hash, its
 token ids, and extra keys (adapter, cache salt). Equal hash means equal prefix, and finding a prefix is walking a

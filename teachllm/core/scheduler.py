@@ -1,4 +1,4 @@
-"""The scheduler: who computes which tokens in the next step. One rule does everything.
+"""The scheduler (lessons 03, 04 and 06): who computes which tokens in the next step. One rule does everything.
 
 A request has tokens it knows and tokens it has computed; each step hands out a token budget so that computed
 catches up with known. A prompt is a large gap, a decode a gap of one, chunked prefill a budget smaller than the

@@ -1,4 +1,4 @@
-"""Ranks that compute together, and the few operations by which they exchange tensors.
+"""Ranks that compute together, and the few operations by which they exchange tensors (lesson 12).
 
     all_reduce       everybody gets the sum             2 (n - 1) / n of the tensor's bytes, for each of n ranks to send
     all_gather       everybody gets all parts           (n - 1) parts

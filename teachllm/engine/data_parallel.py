@@ -1,4 +1,4 @@
-"""Data parallelism: replicas of the engine, each with all of the model, share the requests among them.
+"""Data parallelism (lesson 12): replicas of the engine, each with all of the model, share the requests among them.
 
 A replica knows nothing of the others: at inference there are no gradients to exchange. So twice as many replicas take
 twice as many requests, each as fast as before; weights are held as often, and a prefix that one has cached is new to

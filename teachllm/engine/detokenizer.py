@@ -1,4 +1,4 @@
-"""Text out of token ids while they arrive, and stop strings found in it.
+"""Text out of token ids while they arrive, and stop strings found in it (lesson 00).
 
 A token is not a piece of text: a character can span tokens, and some decoders drop the space of whichever token
 comes first. So the newest tokens are always decoded together with a few before them, and only what can no longer

@@ -1,4 +1,4 @@
-"""The engine's core: one loop that schedules, computes, samples and updates. Token ids in, token ids out.
+"""The engine's core (lesson 09): one loop that schedules, computes, samples and updates. Token ids in, token ids out.
 
     plain    schedule -> execute -> sample -> update
     ahead    schedule -> execute -> sample ............ (the device works)

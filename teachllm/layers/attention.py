@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: where a step's tokens read and write, and who computes it.
+"""Attention over the paged KV cache (lesson 02): where a step's tokens read and write, and who computes it.
 
 A step's batch is flat: the tokens of all its requests one after the other, prompts and decodes alike, with no
 padding between them. `AttentionMetadata` says where each request's tokens lie in that flat batch and where its

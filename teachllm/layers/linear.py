@@ -1,4 +1,4 @@
-"""Linear layers, merged where several projections read the same input.
+"""Linear layers, merged where several projections read the same input (lesson 12).
 
 Q, K and V read one input, and so do gate and up: as one matrix each they cost one product instead of three or two,
 and larger products run nearer to the hardware's limit. A checkpoint stores the projections apart: each of plain numbers

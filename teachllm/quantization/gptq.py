@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ: 4 or 8 bits by group, quantized column by column against the error so far (`making/gptq.py`).
+"""GPTQ checkpoints (lesson 11): 4 or 8 bits by group, each column against the error so far (`making/gptq.py`).
 
     qweight  int32 [in * bits / 32, out]   codes along the inputs
     qzeros   int32 [groups, out * bits / 32]   along the outputs; version 1 holds them less one

@@ -1,4 +1,4 @@
-"""Schemes: what a format keeps of a projection on disk, and how codes come of it.
+"""Schemes (lesson 11): what a format keeps of a projection on disk, and how codes come of it.
 
 A scheme is one projection's: in one checkpoint some layers have 4 bits, some 8, some none. It names the tensors that a
 file holds (`stored`), makes codes of them (`read`), and can make codes of plain numbers itself (`quantize`), which is

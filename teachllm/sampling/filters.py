@@ -1,4 +1,4 @@
-"""min-p, top-k and top-p: cut the unlikely tail before drawing.
+"""min-p, top-k and top-p (lesson 07): cut the unlikely tail before drawing.
 
 All three keep the n most likely tokens of a row and differ in how they find n: top-k is given it, top-p
 (nucleus sampling) takes the fewest tokens whose probability reaches p, min-p takes those at least p times as

@@ -1,4 +1,4 @@
-"""Sampler: from logits to token ids, each row by its own request's parameters.
+"""Sampler (lesson 07): from logits to token ids, each row by its own request's parameters.
 
 The order is vLLM's, so that the same parameters mean the same:
 

@@ -1,4 +1,4 @@
-"""A drafter that searches instead of computing: what followed the same words before will follow them again.
+"""A drafter that searches instead of computing (lesson 10): what followed the same words before will follow them again.
 
 It pays where answers repeat their prompts (code edited, texts summed up, questions about a document) and costs a search
 elsewhere. This is the host's form, for which a request waits until its tokens are known there; a GPU searches its own

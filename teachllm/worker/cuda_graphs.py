@@ -1,4 +1,4 @@
-"""CUDA graphs: a step's hundreds of kernels, recorded once and launched by one call.
+"""CUDA graphs (lesson 09): a step's hundreds of kernels, recorded once and launched by one call.
 
 Launching a kernel costs the host microseconds, and a decode step has more kernels than microseconds: recorded as a
 graph, its length on the host no longer matters. A recording fixes every address and size, so it is made for a padded

@@ -1,4 +1,4 @@
-"""GPTQ: round one input's weights, and let the inputs not yet rounded make up for the error.
+"""GPTQ (lesson 11): round one input's weights, and let the inputs not yet rounded make up for the error.
 
 What must not change is the output y = x W^T, not W. For inputs with H = mean of x^T x the error is tr(D H D^T), where D
 is what rounding changed. Once column i is rounded, by e, the best that the columns behind it can do against that is

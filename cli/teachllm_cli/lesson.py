@@ -1,0 +1,95 @@
+"""`teachllm lesson`: the notebooks that step through the engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from teachllm_cli.errors import one_line_errors
+from teachllm_cli.terminal import answers, notes
+
+if TYPE_CHECKING:
+    from teachllm_lessons.index import Lesson
+
+lesson = typer.Typer(
+    name="lesson", help="Step through the engine in notebooks, one concept at a time.", no_args_is_help=True
+)
+
+Number = Annotated[str, typer.Argument(metavar="NN", help="The lesson's number, as `teachllm lesson list` shows it.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@lesson.command("list")
+def list_lessons() -> None:
+    """Show what there is to learn."""
+    from rich.table import Table
+
+    from teachllm_lessons.index import LESSONS
+
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for each in LESSONS:
+        table.add_row(each.number, each.concept, each.question)
+    answers().print(table)
+
+
+@lesson.command("open")
+def open_lesson(number: Number, debug: Debug = False) -> None:
+    """Start Jupyter with a lesson; Ctrl-C ends it."""
+    import subprocess
+
+    with one_line_errors(debug):
+        path = _notebook(number)
+        _need("jupyterlab")
+        command = [sys.executable, "-m", "jupyterlab", str(path)]
+        notes().print(f"starting Jupyter with {path.name} ...")
+        raise typer.Exit(subprocess.call(command, cwd=path.parent))
+
+
+@lesson.command("check")
+def check_lesson(
+    number: Number,
+    notebook: Annotated[
+        Path | None, typer.Option(help="A copy of it that you have written in; without, the lesson's own file.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Run a saved notebook and say which pieces that you have written hold; the exit code is 1 if one does not."""
+    with one_line_errors(debug):
+        path = notebook or _notebook(number)
+        _need("nbclient")
+        notes().print(f"running {path.name} ...")
+        from teachllm_lessons.saved import verdicts
+
+        marks = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "unwritten": "[dim]…[/]"}
+        found = verdicts(path)
+        for each in found:
+            answers().print(f"{marks[each.verdict]} {each.exercise}", end=" ")
+            answers().print(each.says.partition("\n")[0], markup=False)
+        if any(each.verdict != "right" for each in found):
+            raise typer.Exit(1)
+
+
+def _notebook(number: str) -> Path:
+    """The notebook's file.
+
+    Raises:
+        ValueError: there is no such lesson, or the notebooks are not there.
+    """
+    from teachllm_lessons.index import find
+
+    chosen: Lesson = find(number)
+    if not chosen.notebook.exists():
+        raise ValueError(
+            f"{chosen.notebook}: not there; the notebooks are in the repository, not in the package: clone it"
+        )
+    return chosen.notebook
+
+
+def _need(module: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(module) is None:
+        raise ImportError(f"the lessons need {module}: pip install 'teachllm[lessons]'")

@@ -1,0 +1,85 @@
+"""`teachllm lesson`: what there is, and what it says of a reader's notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from teachllm_lessons import index
+
+PIECE = """
+from teachllm_lessons.exercise import Exercise, check, require
+
+def contract(piece):
+    require(piece(2) == 4, f"double(2) is {piece(2)}, not 4")
+    return 1
+
+DOUBLE = Exercise("99", "double", contract, lambda piece: "It ran.", lambda x: 2 * x, ("a", "b", "c"))
+"""
+
+
+def saved(folder: Path, *cells: str) -> str:
+    path = folder / "mine.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), path)
+    return str(path)
+
+
+def test_the_list_has_every_lesson(teachllm: Any) -> None:
+    result = teachllm("lesson", "list")
+    assert result.exit_code == 0
+    for lesson in index.LESSONS:
+        assert f"{lesson.number}  {lesson.concept[:12]}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("piece", "exit_code", "said"),
+    [
+        ("lambda x: x + x", 0, "✓ double keeps its contract in 1 cases. It ran."),
+        ("lambda x: x * x + 1", 1, "✗ double double(2) is 5, not 4"),
+    ],
+)
+def test_a_saved_notebook_is_run_and_its_pieces_are_judged(
+    teachllm: Any, tmp_path: Path, piece: str, exit_code: int, said: str
+) -> None:
+    path = saved(tmp_path, PIECE, f"check(DOUBLE, {piece})")
+    before = Path(path).read_bytes()
+    result = teachllm("lesson", "check", "05", "--notebook", path)
+    assert result.exit_code == exit_code, result.stderr
+    assert said in " ".join(result.stdout.split())
+    assert Path(path).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        (["1 / 0"], "mine.ipynb: a cell fails: ZeroDivisionError: division by zero"),
+        (["1 + 1"], "mine.ipynb: no cell shows what check(...) says: put the notebook back as it was"),
+    ],
+)
+def test_what_cannot_be_judged_is_said_in_a_line(teachllm: Any, tmp_path: Path, cells: list[str], said: str) -> None:
+    result = teachllm("lesson", "check", "05", "--notebook", saved(tmp_path, *cells))
+    assert result.exit_code == 1
+    assert said in " ".join(result.stderr.split())
+
+
+def test_a_wrong_number_and_a_file_that_is_not_there_are_named(
+    teachllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "there is no lesson '99': choose one of 00, 01" in " ".join(teachllm("lesson", "open", "99").stderr.split())
+    result = teachllm("lesson", "check", "05", "--notebook", str(tmp_path / "none.ipynb"))
+    assert result.exit_code == 1 and "not a notebook that can be read" in " ".join(result.stderr.split())
+    monkeypatch.setattr(index, "FOLDER", tmp_path)
+    result = teachllm("lesson", "open", "5")
+    assert result.exit_code == 1 and "clone it" in " ".join(result.stderr.split())
+
+
+def test_open_starts_jupyter_with_the_notebook(teachllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("subprocess.call", lambda command, cwd: started.append(command) or 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(index.Lesson, "notebook", index.ROOT / "README.md")
+    assert teachllm("lesson", "open", "05").exit_code == 0
+    assert started[0][1:3] == ["-m", "jupyterlab"]
