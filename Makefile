@@ -25,8 +25,8 @@ viz: $(VENV)/.ui  ## watch the embedded model's engine in a browser
 lessons: $(VENV)/.lessons  ## step through the engine in notebooks
 	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m jupyterlab lessons $(ARGS)
 
-test: lint  ## format and lint checks, types, tests
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+test: lint  ## format and lint checks, types, tests, every notebook
+	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=90 $(ARGS)
 
 lint: $(VENV)/.dev  ## format and lint checks, types
 	$(BIN)/python -m ruff check

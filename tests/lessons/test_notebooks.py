@@ -1,6 +1,6 @@
 """The notebooks: each is what its source says, short, without an error, and quotes no code of the package.
 
-They are run from top to bottom as well, by nbmake: see `addopts` in pyproject.toml.
+They are run from top to bottom as well, by nbmake: see `make test`.
 """
 
 from __future__ import annotations
