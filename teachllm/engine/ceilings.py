@@ -20,7 +20,10 @@ import torch
 from teachllm.roofline import Ceilings
 
 # The best that `measure_ceilings` has found on several cards, rounded up: no floor may exceed what one of them takes.
-_KNOWN = [Ceilings("NVIDIA H200", "bfloat16", 4.45e12, 4.26e12, 803e12, 654e12)]
+_KNOWN = [
+    Ceilings("NVIDIA H200", "bfloat16", 4.45e12, 4.26e12, 803e12, 654e12),
+    Ceilings("NVIDIA H100 80GB HBM3", "bfloat16", 3.15e12, 3.05e12, 805e12, 670e12),
+]
 
 _CPUINFO = Path("/proc/cpuinfo")
 
