@@ -172,7 +172,7 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], title: str) -> Picture:
     names = [rung["name"] for rung in ran]
     rates = [rung["figures"]["output_tokens_per_s"] for rung in ran]
     shares = [100 * rung["figures"]["of_ceiling"] for rung in ran]
-    figure, both = axes(10, 0.8 + 0.34 * len(ran), ncols=2, sharey=True)
+    figure, both = axes(9, 0.8 + 0.34 * len(ran), ncols=2, sharey=True)
     lossless = {rung.name for rung in RUNGS if rung.is_lossless}
     colors = [BAR if name in lossless else OTHER_BAR for name in names]
     for ax, values, label in ((both[0], rates, "output tokens/s"), (both[1], shares, "% of the ceiling")):

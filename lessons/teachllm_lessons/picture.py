@@ -27,7 +27,7 @@ class Picture:
         out = io.StringIO()
         with matplotlib.rc_context(_STYLE):
             self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Title": self.says})
-        return out.getvalue()
+        return out.getvalue().replace("<svg ", '<svg style="max-width: 100%; height: auto" ', 1)
 
     def __repr__(self) -> str:
         return f"[picture: {self.says}]"

@@ -30,7 +30,7 @@ def pool(state: Replay, *, columns: int = _COLUMNS, marked: Sequence[int] = ()) 
     colors = {name: color(index) for index, name in enumerate(state.requests)}
     count, size = len(state.blocks), state.block_size
     rows = -(-count // columns)
-    figure, ax = axes(0.42 * columns, 0.42 * rows + 0.5)
+    figure, ax = axes(0.38 * columns, 0.38 * rows + 0.5)
     filled = {
         (name, block_id): min(max(request.num_computed_tokens - place * size, 0), size) / size
         for name, request in state.requests.items()
@@ -69,7 +69,7 @@ def tables(state: Replay, names: Sequence[str] = ()) -> Picture:
     """Block tables of live requests, or of those that are named."""
     shown = [name for name, each in state.requests.items() if (name in names if names else each.table)]
     width = max((len(state.requests[name].table) for name in shown), default=1)
-    figure, ax = axes(min(1.4 + 0.5 * width, 12), 0.42 * max(len(shown), 1) + 0.5)
+    figure, ax = axes(min(1.4 + 0.5 * width, 9), 0.42 * max(len(shown), 1) + 0.5)
     order = list(state.requests)
     for row, name in enumerate(shown):
         request, filled = state.requests[name], color(order.index(name))
@@ -105,7 +105,7 @@ def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, 
     steps = [line for line in lines if line["event"] == "step"]
     shown = steps[first : None if last is None else last + 1]
     height, width = len(names), max(len(shown), 1)
-    cell = min(0.42, 11 / width)
+    cell = min(0.38, 8.2 / width)
     figure, ax = axes(1.2 + cell * width, 0.9 + 0.34 * height)
     ended: set[str] = set()
     labelled: dict[int, int] = {}  # where a row's last word begins
