@@ -12,6 +12,7 @@ from teachllm.core.block_pool import BlockPool
 from teachllm.core.prefix_cache import PrefixCache, hash_block, hash_root
 from teachllm.core.request import Request
 from teachllm.sampling_params import SamplingParams
+from teachllm_lessons.lesson_05 import contract_hash_block
 
 ROOT = b"root"
 
@@ -91,3 +92,7 @@ def test_equal_blocks_live_side_by_side_and_either_answers() -> None:
     cache.remove(other)  # nothing to forget
     assert cache.find(b"h") is None
     assert len(cache) == 0
+
+
+def test_the_hash_keeps_the_contract_by_which_lesson_05_judges() -> None:
+    assert contract_hash_block(hash_block) > 4000
