@@ -54,7 +54,7 @@ class Outcome:
 def copy_to(folder: Path) -> None:
     """The project, its large files as links."""
     for wing in _WINGS:
-        ignored = shutil.ignore_patterns("__pycache__", "assets", "golden")
+        ignored = shutil.ignore_patterns("__pycache__", "assets", "golden", "*.ipynb*", ".*")
         shutil.copytree(ROOT / wing, folder / wing, ignore=ignored)
     for linked in ("teachllm/assets", "tests/quantization/golden"):
         (folder / linked).symlink_to(ROOT / linked, target_is_directory=True)
