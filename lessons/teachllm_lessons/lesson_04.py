@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from teachllm.core.policy import FirstComeFirstServed
@@ -132,7 +133,7 @@ def talk(**settings: Any) -> Watch:
 def gaps(watch: Watch) -> dict[str, list[float]]:
     """Seconds between a request's tokens."""
     times = {name: request.token_times for name, request in watch.state.requests.items()}
-    return {name: [later - one for one, later in zip(each, each[1:], strict=False)] for name, each in times.items()}
+    return {name: [later - one for one, later in pairwise(each)] for name, each in times.items()}
 
 
 def who_waits() -> None:

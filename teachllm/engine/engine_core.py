@@ -148,10 +148,9 @@ class EngineCore:
         return self._turn(self)
 
     def turn(self) -> list[RequestUpdate]:
-        """A launch, and the oldest step's tokens unless it is to run ahead. The launch went nowhere: nobody can go on
-        before some of what is under way has come back."""
+        """A launch, then the oldest step's tokens: if more are under way than may be, or if nobody could go on without."""
         launched = self.launch()
-        if self._pending and (len(self._pending) > self.num_ahead or not launched):
+        if self.num_pending > self.num_ahead or (self.num_pending and not launched):
             return self.collect()
         return []
 
