@@ -26,7 +26,7 @@ lessons: $(VENV)/.lessons  ## step through the engine in notebooks
 	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m jupyterlab lessons $(ARGS)
 
 test: lint  ## format and lint checks, types, tests, every notebook
-	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=90 $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=300 $(ARGS)
 
 lint: $(VENV)/.dev  ## format and lint checks, types
 	$(BIN)/python -m ruff check
