@@ -72,8 +72,8 @@ FAULTS = (
         f"{_KERNELS}/paged_attention.py",
         "    mask = key_index.unsqueeze(1) > query_index\n",
         "    mask = key_index.unsqueeze(1) > query_index + 1\n",
-        "A prompt's tokens see what they are to predict. Decodes are right, so answers are only a little odd.",
-        "tests/kernels/test_references.py::test_paged_attention_equals_the_definition_for_every_batch_and_layout",
+        "A prompt's tokens see what they are to predict. Decodes are right, so answers are the same, or a little odd.",
+        "tests/kernels/test_references.py::test_paged_attention_keeps_the_contract_that_readers_of_lesson_01_are_given",
     ),
     Fault(
         "02",

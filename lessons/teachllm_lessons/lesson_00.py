@@ -79,7 +79,7 @@ class Inside:
             for column in range(num_columns):
                 probability = float(best.values[row, column])
                 is_answer = row == num_rows - 1 and column == num_columns - 1
-                filled = _shade(probability)
+                filled = shade(probability)
                 _box(ax, column, row, 1, 1, filled, edge=HIT if is_answer else None)
                 text = shown(self.tokenizer.token_text(int(best.indices[row, column])))
                 ink = ink_on(filled)
@@ -181,7 +181,7 @@ def _box(ax: Any, x: float, y: float, width: float, height: float, filled: Any, 
     ax.add_patch(box)
 
 
-def _shade(share: float) -> Color:
+def shade(share: float) -> Color:
     """From nearly white to a full blue."""
     pale, full = (0.90, 0.94, 0.97), color(4)
     red, green, blue = (p + share * (f - p) for p, f in zip(pale, full, strict=True))
