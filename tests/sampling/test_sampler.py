@@ -15,6 +15,7 @@ from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.filters import apply_filters
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm_lessons.lesson_00 import contract_choose, greedy
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -155,6 +156,10 @@ def test_greedy_takes_the_most_likely_token_and_of_equals_the_lowest_id() -> Non
     assert one(logits=tied, params={"presence_penalty": 1.0}, outputs=[0, 1]) == 2
     tied[4] = tied[8] = 2.0
     assert one(logits=tied) == 4
+
+
+def test_the_greedy_choice_keeps_the_contract_that_readers_of_lesson_00_are_given() -> None:
+    assert contract_choose(greedy) > 10
 
 
 def test_repetition_looks_at_prompt_and_output_the_other_penalties_only_at_the_output() -> None:
