@@ -190,7 +190,7 @@ FAULTS = (
         "scaled = torch.where(logits > 0, logits / repetition, logits * repetition)",
         "scaled = logits / repetition",
         "Tokens with negative logits become more likely by being repeated.",
-        "tests/sampling/test_sampler.py::test_draws_under_penalties_follow_the_exact_distribution",
+        "tests/sampling/test_sampler.py::test_repetition_looks_at_prompt_and_output_the_other_penalties_only_at_the_output",
     ),
     Fault(
         "08",

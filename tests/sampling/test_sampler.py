@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm.core.scheduler_output import NewRow
-from teachllm.sampling.filters import apply_filters
+from teachllm.sampling.filters import apply_filters, count_nucleus
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm_lessons.lesson_00 import contract_choose, greedy
+from teachllm_lessons.lesson_07 import contract_count_nucleus
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -136,6 +137,17 @@ def test_a_top_p_of_one_cuts_nothing_however_unlikely() -> None:
     one_row, all_tokens = torch.ones(1), torch.tensor([60])
     kept = apply_filters(logits, one_row, all_tokens, top_p=one_row, min_p=torch.zeros(1), num_candidates=60)
     assert torch.equal(kept, logits)
+
+
+def test_the_nucleus_is_what_its_lesson_says() -> None:
+    assert contract_count_nucleus(count_nucleus) > 100
+
+
+def test_a_nucleus_of_ones_own_is_asked_and_keeps_one_token_at_least() -> None:
+    sampler = Sampler(1, VOCAB, CPU, nucleus=lambda probabilities, top_p: torch.zeros((1, 1), dtype=torch.int64))
+    sampler.open_rows([(0, Ask({"temperature": 1.0, "top_p": 0.99}).new_row())])
+    drawn = sampler.sample(torch.tensor([SKEWED]), [0], torch.tensor([2]), torch.tensor([[1, 2]])).token_ids
+    assert drawn.tolist() == [0]
 
 
 def test_draws_under_penalties_follow_the_exact_distribution() -> None:
