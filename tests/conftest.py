@@ -15,8 +15,11 @@ if not os.path.exists("/dev/nvidiactl"):
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.thorough import times
+
 settings.register_profile(
     "teachllm",
+    max_examples=times(40, 200),
     deadline=None,  # the first example pays for imports
     print_blob=True,  # a failure can be played again
     suppress_health_check=[HealthCheck.too_slow],

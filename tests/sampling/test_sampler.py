@@ -15,6 +15,7 @@ from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.filters import apply_filters
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
+from tests.thorough import times
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -242,7 +243,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=times(80, 400))
 @given(st.lists(requests, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_a_request_samples_the_same_token_whatever_runs_beside_it(asks: list[Ask], random: Any) -> None:
     together = sample(asks)
