@@ -34,6 +34,7 @@ from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_r
 from teachllm_kernels.rotary import rotary_reference
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference
 from teachllm_lessons.lesson_01 import contract_attend
+from tests.thorough import times
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +73,7 @@ def _batches(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(max_examples=100)
+@settings(max_examples=times(50, 200))
 @given(_batches())
 def test_paged_attention_equals_the_definition_for_every_batch_and_layout(batch: dict) -> None:
     generator = torch.Generator().manual_seed(batch["seed"])

@@ -17,6 +17,7 @@ from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm_lessons.lesson_00 import contract_choose, greedy
 from teachllm_lessons.lesson_07 import contract_count_nucleus
+from tests.thorough import times
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -259,7 +260,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=times(80, 400))
 @given(st.lists(requests, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_a_request_samples_the_same_token_whatever_runs_beside_it(asks: list[Ask], random: Any) -> None:
     together = sample(asks)
