@@ -82,7 +82,7 @@ FAULTS = (
         "slots = blocks.astype(np.int64) * self.block_size + positions % self.block_size",
         "slots = blocks.astype(np.int64) * self.block_size + positions % (self.block_size - 1)",
         "One token in a block overwrites another one's K and V.",
-        "tests/worker/test_input_batch.py::test_tensors_equal_a_loop_over_tokens",
+        "tests/worker/test_input_batch.py::test_every_token_of_a_block_has_a_slot_of_its_own",
     ),
     Fault(
         "02",

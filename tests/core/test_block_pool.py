@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from teachllm.core.block_pool import BlockPool
+from teachllm_lessons.lesson_02 import contract_my_pool
 
 
 def order(pool: BlockPool) -> list[int]:
@@ -88,3 +89,7 @@ def test_any_order_of_moves_leaves_the_list_that_a_plain_list_would_be() -> None
             plain = [i for i in plain if i != block.block_id]
         assert order(pool) == plain
         assert pool.num_free_blocks == len(plain)
+
+
+def test_it_keeps_the_contract_that_readers_of_lesson_02_are_given() -> None:
+    assert contract_my_pool(BlockPool) > 300

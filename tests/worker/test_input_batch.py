@@ -79,6 +79,14 @@ def test_a_reused_row_shows_nothing_of_its_last_request() -> None:
     assert inputs.metadata.slot_mapping.tolist() == [44, 45, 46, 47, 48]
 
 
+def test_every_token_of_a_block_has_a_slot_of_its_own() -> None:
+    batch = make_batch()
+    batch.open("a", new_row([1, 2, 3, 4, 5, 6]))
+    slots = prepare(batch, share("a", 0, 6, 0, [5, 2])).metadata.slot_mapping.tolist()
+    assert slots == [20, 21, 22, 23, 8, 9]
+    assert slots == batch.slots(0, range(6))
+
+
 def test_new_blocks_are_written_where_the_plan_says() -> None:
     batch = make_batch()
     batch.open("a", new_row(list(range(10))))
