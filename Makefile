@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: help chat serve viz lessons test lint format soak soak-server mutants clean
+.PHONY: help chat serve viz lessons test test-thorough lint format soak soak-server mutants clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## +' '/^[a-z-]+:.*## /{printf "  make %-13s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## +' '/^[a-z-]+:.*## /{printf "  make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 chat: $(VENV)/.core  ## talk to the embedded model
 	@$(BIN)/python -m teachllm_cli chat $(ARGS)
@@ -26,7 +26,10 @@ lessons: $(VENV)/.lessons  ## step through the engine in notebooks
 	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m jupyterlab lessons $(ARGS)
 
 test: lint  ## format and lint checks, types, tests, every notebook
-	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=90 $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=300 $(ARGS)
+
+test-thorough: lint  ## the same, but random tests try many times as often
+	TEACHLLM_THOROUGH=1 $(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=300 $(ARGS)
 
 lint: $(VENV)/.dev  ## format and lint checks, types
 	$(BIN)/python -m ruff check

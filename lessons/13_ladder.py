@@ -19,12 +19,12 @@ from teachllm_lessons.lesson_13 import (
     SETTINGS,
     SMALL,
     bottom,
-    committed,
     draw_ladder,
     serve,
     top,
 )
 from teachllm_lessons.predict import predict
+from teachllm_lessons.results import committed
 from teachllm_lessons.source import show
 
 # %% [markdown]

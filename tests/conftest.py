@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 
 # No test reads the user's ceilings, or leaves some there.
@@ -14,8 +15,11 @@ if not os.path.exists("/dev/nvidiactl"):
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.thorough import times
+
 settings.register_profile(
     "teachllm",
+    max_examples=times(40, 200),
     deadline=None,  # the first example pays for imports
     print_blob=True,  # a failure can be played again
     suppress_health_check=[HealthCheck.too_slow],
@@ -32,6 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where kernels are interpreted, quickly; whether they are is known once Triton has been imported."""
+    if "triton.runtime.interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.kernels.quick_interpreter import quicken
+
+        quicken()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -172,7 +172,8 @@ def page() -> str:
         name = lesson.name[3:].replace("_", " ")
         sources = "<br>".join(f"[`{source.rpartition('/')[2]}`](../{source})" for source in lesson.sources)
         papers = "<br>".join(lesson.papers)
-        link = f"[{lesson.number} {name}]({lesson.name}.ipynb)"
+        title = f"{lesson.number} {name}"
+        link = f"[{title}]({lesson.name}.ipynb)" if lesson.notebook.exists() else f"{title} (to come)"
         rows.append(f"| {link} | {lesson.concept} | {lesson.question} | {sources} | {papers} |")
     return _HEAD + "\n".join(rows) + "\n"
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from teachllm.bench.ladder import RUNGS, Size
 from teachllm_lessons.exercise import Exercise, require
-from teachllm_lessons.faults import ROOT
 from teachllm_lessons.palette import BAR, INK, OTHER_BAR
 from teachllm_lessons.picture import Picture, axes, short
 from teachllm_lessons.watch import Watch
@@ -148,18 +145,6 @@ def which_rung() -> None:
         print(f"{rung.name:20} {'the same answers' if not wrong else f'{len(wrong)} of {len(tokens)} answers differ'}")
         if rung.stays:
             settings = here
-
-
-def committed(words: str) -> tuple[Path, dict[str, Any]]:
-    """The newest result of a benchmark whose file's name has these words.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    found = sorted((ROOT / "benchmarks" / "results").glob(f"*{words}*.json"))
-    if not found:
-        raise FileNotFoundError(f"no result named *{words}*.json in benchmarks/results")
-    return found[-1], json.loads(found[-1].read_text(encoding="utf-8"))
 
 
 def draw_ladder(rungs: Sequence[Mapping[str, Any]], title: str) -> Picture:

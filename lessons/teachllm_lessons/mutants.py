@@ -64,7 +64,8 @@ def copy_to(folder: Path) -> None:
 def run_test(folder: Path, test: str) -> tuple[int, str]:
     """(exit code, the last line that says anything) of a test in a copy."""
     paths = [str(folder), *(str(folder / wing) for wing in ("kernels", "cli", "webui", "lessons"))]
-    options = ("-q", "-x", "-p", "no:cacheprovider", "--color=no", "--hypothesis-seed=0")
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--color=no", "--hypothesis-seed=0"]
+    options += ["-p", "no:nbmake", "-o", "addopts=--import-mode=importlib"]  # to load it takes longer than most tests
     ran = subprocess.run(
         [sys.executable, "-B", "-m", "pytest", *options, test],
         cwd=folder,

@@ -148,7 +148,7 @@ class EngineCore:
         return self._turn(self)
 
     def turn(self) -> list[RequestUpdate]:
-        """A launch, then the oldest step's tokens: if more are under way than may be, or if nobody could go on without."""
+        """A launch, then the oldest step's tokens: if more are under way than may be, or nobody can go on without."""
         launched = self.launch()
         if self.num_pending > self.num_ahead or (self.num_pending and not launched):
             return self.collect()

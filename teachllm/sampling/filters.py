@@ -10,9 +10,26 @@ Heat: Min-p Sampling", 2024.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+CountNucleus = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # as `count_nucleus`
+
 _MINUS_INFINITY = float("-inf")
+
+
+def count_nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[F, 1] int64: the fewest tokens, best first, whose probabilities reach `top_p` together; all of them at 1.
+
+    Args:
+        probabilities: [F, count], the largest first.
+        top_p: [F], above 0.
+    """
+    # A token stays while those before it have not reached p together. At p = 1 the sum's rounding must not decide.
+    before = probabilities.cumsum(dim=-1) - probabilities
+    in_nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    return in_nucleus.sum(dim=-1, keepdim=True)
 
 
 def apply_filters(
@@ -22,6 +39,7 @@ def apply_filters(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     num_candidates: int,
+    nucleus: CountNucleus = count_nucleus,
 ) -> torch.Tensor:
     """The logits with the cut tokens at minus infinity; every row keeps at least its best token.
 
@@ -31,6 +49,7 @@ def apply_filters(
         top_k: [F] int64, the vocabulary's size where off.
         top_p, min_p: [F] float32; 1 and 0 cut nothing.
         num_candidates: the largest `top_k`; only this many values per row are sorted.
+        nucleus: says how many tokens top-p keeps.
 
     Returns:
         [F, vocab_size] float32.
@@ -38,7 +57,7 @@ def apply_filters(
     scaled = logits / temperature[:, None]
     scaled = cut_min_p(scaled, min_p, scaled.amax(dim=-1, keepdim=True))
     candidates = best_of(scaled, num_candidates, top_k)
-    num_kept = count_nucleus(candidates, candidates.softmax(dim=-1), top_p)
+    num_kept = count_kept(candidates, candidates.softmax(dim=-1), top_p, nucleus)
     return logits.masked_fill(~largest(scaled, candidates.gather(1, num_kept - 1), num_kept), _MINUS_INFINITY)
 
 
@@ -55,17 +74,17 @@ def best_of(logits: torch.Tensor, count: int, top_k: torch.Tensor) -> torch.Tens
     return candidates.masked_fill(position >= top_k[:, None], _MINUS_INFINITY)
 
 
-def count_nucleus(candidates: torch.Tensor, probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[F, 1] int64: how many of the candidates, best first, top-p keeps; one at least.
+def count_kept(
+    candidates: torch.Tensor, probabilities: torch.Tensor, top_p: torch.Tensor, nucleus: CountNucleus = count_nucleus
+) -> torch.Tensor:
+    """[F, 1] int64: how many of the candidates, best first, are left by top-p and what came before; one at least.
 
     Args:
         candidates, probabilities: [F, count]; candidates that are minus infinity are cut.
         top_p: [F].
     """
-    # A token stays while those before it have not reached p together. At p = 1 the sum's rounding must not decide.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    in_nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
-    return (in_nucleus & (candidates > _MINUS_INFINITY)).sum(dim=-1, keepdim=True).clamp(min=1)
+    num_left = (candidates > _MINUS_INFINITY).sum(dim=-1, keepdim=True)
+    return torch.minimum(nucleus(probabilities, top_p), num_left).clamp(min=1)
 
 
 def largest(logits: torch.Tensor, smallest_kept: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, TokenLogprobs
 from teachllm.distributed.group import ALONE, Group
-from teachllm.sampling.filters import apply_filters
+from teachllm.sampling.filters import CountNucleus, apply_filters, count_nucleus
 from teachllm.sampling.logprobs import PendingLogprobs, token_logprobs
 from teachllm.sampling.penalties import apply_penalties
 from teachllm.sampling.shared_filters import apply_shared_filters
@@ -67,9 +67,19 @@ class Sampler:
         vocab_size: width of the logits, those of all ranks together.
         device: where the logits are.
         group: ranks of which each has some columns of them, on a CPU.
+        nucleus: says how many tokens top-p keeps, on a CPU in one process.
     """
 
-    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        max_num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        group: Group = ALONE,
+        *,
+        nucleus: CountNucleus = count_nucleus,
+    ) -> None:
+        self._nucleus = nucleus
         self._columns = Columns(vocab_size, group)
         self._state = SamplingState(max_num_rows, self._columns, device)
 
@@ -280,8 +290,10 @@ class Sampler:
                 parameters.min_p[among],
                 selection.num_candidates,
             )
-            alone = columns.are_all
-            drawn[filtered] = apply_filters(*settings) if alone else apply_shared_filters(*settings, columns)
+            if columns.are_all:
+                drawn[filtered] = apply_filters(*settings, self._nucleus)
+            else:
+                drawn[filtered] = apply_shared_filters(*settings, columns)
         temperature = parameters.temperature[chosen]
         noise = parameters.seed[chosen], output_indices[chosen], parameters.child_index[chosen]
         if proposals is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm.sampling.filters import apply_filters, best_of, count_nucleus, cut_min_p, largest
+from teachllm.sampling.filters import apply_filters, best_of, count_kept, cut_min_p, largest
 from teachllm.sampling.shared_vocabulary import Columns
 
 MOST_CANDIDATES = 1024
@@ -47,7 +47,7 @@ def apply_shared_filters(
     is_complete = (top_k <= candidates.shape[1]) | (candidates[:, -1] == _MINUS_INFINITY)
     share = (candidates - best).exp().sum(dim=-1) / whole_sum  # of all tokens' probability
     probabilities = candidates.softmax(dim=-1) * torch.where(is_complete, 1.0, share)[:, None]
-    num_kept = count_nucleus(candidates, probabilities, top_p)
+    num_kept = count_kept(candidates, probabilities, top_p)
     smallest = candidates.gather(1, num_kept - 1)
     cuts_no_more = ~is_complete & (top_k >= columns.vocab_size) & (top_p >= 1.0)  # min-p alone has cut already
     smallest = smallest.masked_fill(cuts_no_more[:, None], _MINUS_INFINITY)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from teachllm.config import EngineConfig
 from teachllm.core.request import FinishReason
 from tests.core.world import Arrival, Setting, World
+from tests.thorough import times
 
 
 @st.composite
@@ -117,6 +118,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=2000, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=times(400, 4000), stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)

@@ -21,6 +21,8 @@ from teachllm.distributed.rendezvous import Rendezvous
 from teachllm_kernels.one_shot_sum import NUM_SLOTS
 
 T = TypeVar("T")
+MOST_RANKS = 8
+_pool: list[ProcessPoolExecutor] = []  # to start a process takes longer than most of what one is asked
 
 
 class ThroughHost:
@@ -92,12 +94,21 @@ def on_processes(layout: Layout, work: Callable[[Ranks], T], timeout_s: float = 
     Args:
         on_gpus: each has a GPU of its own, and groups are NCCL's.
     """
+    assert layout.num_connected <= MOST_RANKS  # they wait for each other: each needs a process
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(layout.num_connected, context) as pool:
-        numbers = range(layout.num_connected)
-        done = [pool.submit(_run, work, layout, number, store.port, timeout_s, on_gpus) for number in numbers]
-        failed = [each.exception() for each in done]
+    if not _pool:
+        _pool.append(ProcessPoolExecutor(MOST_RANKS, multiprocessing.get_context("spawn")))
+    numbers = range(layout.num_connected)
+    done = [_pool[0].submit(_run, work, layout, number, store.port, timeout_s, on_gpus) for number in numbers]
+    failed = [each.exception() for each in done]
+    if any(failed):
+        close_processes()  # who knows what they hold
     for error in sorted(filter(None, failed), key=lambda error: isinstance(error, CollectiveError)):
         raise error  # the first that is not for another's sake
     return [each.result() for each in done]
+
+
+def close_processes() -> None:
+    """Those that the last ones ran on; others are started when somebody asks."""
+    while _pool:
+        _pool.pop().shutdown()

@@ -46,6 +46,7 @@ PARAMS = {
     "nucleus": {"temperature": 0.8, "top_p": 0.9, "seed": 6},
     "penalties and logprobs": {"temperature": 0.7, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1},
 }
+FEW_TOKENS = {"max_tokens": 6}  # each takes a second where kernels are interpreted
 
 
 def work(
@@ -75,7 +76,7 @@ def work(
         Request(
             request_id=str(i),
             prompt_token_ids=[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(3, 30))],
-            sampling_params=SamplingParams(max_tokens=12, ignore_eos=True, **params),
+            sampling_params=SamplingParams(ignore_eos=True, **{"max_tokens": 12} | params),
             eos_token_ids=frozenset(),
             arrival_time=0.0,
         )
@@ -249,17 +250,19 @@ def test_ranks_on_gpus_sample_what_one_alone_does(folder: str, layout: Layout, k
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs there")
 def test_interpreted_stages_sample_what_one_alone_does(folder: str) -> None:
-    [expected] = generate(folder, Layout(), PARAMS["penalties and logprobs"])
-    interpreted = partial(as_on_a_gpu, folder=folder, params=PARAMS["penalties and logprobs"])
+    params = PARAMS["penalties and logprobs"] | FEW_TOKENS
+    [expected] = generate(folder, Layout(), params)
+    interpreted = partial(as_on_a_gpu, folder=folder, params=params)
     assert on_processes(Layout(1, 2), interpreted) == [expected] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there, memory is shared by `open_mailbox`")
 def test_interpreted_ranks_that_write_to_each_other_sample_what_one_alone_does(folder: str, tmp_path: Path) -> None:
-    [expected] = generate(folder, Layout(), PARAMS["random"])
+    params = PARAMS["random"] | FEW_TOKENS
+    [expected] = generate(folder, Layout(), params)
     boxes = boxes_in(tmp_path, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
-    through = partial(through_memory, folder=folder, boxes=tmp_path, params=PARAMS["random"])
+    through = partial(through_memory, folder=folder, boxes=tmp_path, params=params)
     assert on_processes(Layout(2, 1), through) == [expected] * 2
     for rank, box in enumerate(boxes):  # the other one's last sums are there
         assert (box[:, 1 - rank] != 0).any() and (box[:, rank] == 0).all()

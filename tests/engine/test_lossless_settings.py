@@ -23,6 +23,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import Reference, reference
 from tests.engine.withheld import withheld
 from tests.spec_decode.drafters import speculation
+from tests.thorough import times
 
 MAX_MODEL_LEN = 96
 
@@ -108,7 +109,7 @@ ANYTHING: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=150)
+@settings(max_examples=times(50, 500))
 @given(**ANYTHING)
 def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
     check(**drawn)

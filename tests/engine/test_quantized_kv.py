@@ -32,6 +32,7 @@ from tests.engine.quantized_reference import float64_allowed, logprobs_of, quant
 from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, PROMPTS, check
 from tests.spec_decode.drafters import speculation
+from tests.thorough import times
 from tests.worker.doors import make_llm, random_ids, tiny
 from tests.worker.test_gpu_model_runner import SETTINGS, recorded, replayed, workload
 
@@ -53,7 +54,7 @@ def runner_of(llm: LLM) -> Any:
 
 @both
 def test_settings_do_not_change_greedy_tokens(kv_cache_dtype: str) -> None:
-    @settings(max_examples=25)
+    @settings(max_examples=times(10, 100))
     @given(**ANYTHING)
     def run(**drawn: Any) -> None:
         assume(drawn["family"] != "gemma2" or drawn["drafts"] != "eagle")

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from teachllm.engine.chat_template import render_template
 from teachllm.engine.tokenizer import Tokenizer, sanitize_for_terminal
+from tests.thorough import times
 
 CORPUS = ["The cache keeps keys and values.", "hello world, hello cache", "größer 模型 😀 def f(x):\n    return x"] * 4
 TEXTS = [
@@ -203,7 +204,7 @@ def test_bos_is_added_where_the_checkpoint_says_so(folders: dict[str, Path]) -> 
     assert not starts_with_bos("chatml")
 
 
-@settings(max_examples=60)
+@settings(max_examples=times(40, 200))
 @given(text=st.text(max_size=40))
 def test_any_text_survives_encoding_with_byte_tokens(folders: dict[str, Path], text: str) -> None:
     tokenizer = Tokenizer.load(str(folders["chatml"]))

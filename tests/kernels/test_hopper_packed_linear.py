@@ -11,6 +11,7 @@ from teachllm_kernels.gemv import gemv_reference
 from teachllm_kernels.hopper_linear import has_hopper
 from teachllm_kernels.hopper_packed_linear import MAX_ROWS, _tiling, hopper_packed_linear, is_fit
 from teachllm_kernels.packed_weight import PackedWeight, dequantize_reference, pack
+from tests.thorough import times
 
 ON_HOPPER = torch.cuda.is_available() and has_hopper(torch.device("cuda"))
 # (inputs, outputs, inputs of a group): a tile, groups of several tiles, of a whole row, and of parts of a tile; outputs
@@ -37,7 +38,7 @@ def weight_of(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
-@settings(max_examples=150)
+@settings(max_examples=times(80, 400))
 @given(
     *(st.sampled_from([1, 2, 7, 8, 9, 16, 31, 40, 64, 65, 128, 130, MAX_ROWS]), st.sampled_from(SHAPES)),
     *(st.sampled_from(KINDS), st.booleans(), st.sampled_from(["plain", "gated", "parts"])),

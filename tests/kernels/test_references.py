@@ -33,6 +33,8 @@ from teachllm_kernels.paged_attention import paged_attention_cpu, paged_attentio
 from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference
 from teachllm_kernels.rotary import rotary_reference
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference
+from teachllm_lessons.lesson_01 import contract_attend
+from tests.thorough import times
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,7 +73,7 @@ def _batches(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(max_examples=100)
+@settings(max_examples=times(50, 200))
 @given(_batches())
 def test_paged_attention_equals_the_definition_for_every_batch_and_layout(batch: dict) -> None:
     generator = torch.Generator().manual_seed(batch["seed"])
@@ -97,6 +99,14 @@ def test_paged_attention_equals_the_definition_for_every_batch_and_layout(batch:
         for attention in (paged_attention_reference, paged_attention_cpu):
             got = attention(*arguments, scale=0.4, window=batch["window"], soft_cap=batch["soft_cap"])
             torch.testing.assert_close(got, torch.cat(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_paged_attention_keeps_the_contract_that_readers_of_lesson_01_are_given() -> None:
+    def of_one_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        table = torch.zeros((1, 1), dtype=torch.int32)
+        return paged_attention_cpu(q, k.unsqueeze(0), v.unsqueeze(0), table, [len(q)], [len(k)], scale)
+
+    assert contract_attend(of_one_block) > 10
 
 
 def test_paged_attention_cost_counts_every_pair_of_query_and_key() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from teachllm_lessons.lesson_13 import SETTINGS, SMALL, bottom, committed, draw_ladder, top, which_rung
+from teachllm_lessons.lesson_13 import SETTINGS, SMALL, bottom, draw_ladder, top, which_rung
+from teachllm_lessons.results import committed
 from tests.lessons.wrong_answers import accepted, rejected
 
 

@@ -19,6 +19,7 @@ from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, PROMPTS, check
 from tests.quantization.formats import FORMATS, RENAMED, write_checkpoint
 from tests.quantization.judge import folder_of, transformers_reference
+from tests.thorough import times
 
 ON_THE_FLY = {f"{method}, as it is read": method for method in ("int8", "fp8", "int4")}
 OF_WEIGHTS_ALONE = [name for name, how in FORMATS.items() if how.activations is Activations.PLAIN]
@@ -57,7 +58,7 @@ def check_in_float64(name: str, kv_cache_dtype: str, **drawn: Any) -> None:
 
 @pytest.mark.parametrize("name", WITH_ACTIVATIONS)
 def test_settings_do_not_change_greedy_tokens_of_a_model_that_multiplies_codes(name: str) -> None:
-    @settings(max_examples=10)
+    @settings(max_examples=times(5, 40))
     @given(**WITH_KV)
     def run(**drawn: Any) -> None:
         check_in_float64(name, **drawn)
@@ -65,7 +66,7 @@ def test_settings_do_not_change_greedy_tokens_of_a_model_that_multiplies_codes(n
     run()
 
 
-@settings(max_examples=25)
+@settings(max_examples=times(12, 100))
 @given(name=st.sampled_from(OF_WEIGHTS_ALONE), **WITH_KV)
 def test_settings_do_not_change_greedy_tokens_of_a_model_of_quantized_weights(name: str, **drawn: Any) -> None:
     check_in_float64(name, **drawn)

@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm.core.scheduler_output import NewRow
-from teachllm.sampling.filters import apply_filters
+from teachllm.sampling.filters import apply_filters, count_nucleus
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm_lessons.lesson_00 import contract_choose, greedy
+from teachllm_lessons.lesson_07 import contract_count_nucleus
+from tests.thorough import times
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -137,6 +140,17 @@ def test_a_top_p_of_one_cuts_nothing_however_unlikely() -> None:
     assert torch.equal(kept, logits)
 
 
+def test_the_nucleus_is_what_its_lesson_says() -> None:
+    assert contract_count_nucleus(count_nucleus) > 100
+
+
+def test_a_nucleus_of_ones_own_is_asked_and_keeps_one_token_at_least() -> None:
+    sampler = Sampler(1, VOCAB, CPU, nucleus=lambda probabilities, top_p: torch.zeros((1, 1), dtype=torch.int64))
+    sampler.open_rows([(0, Ask({"temperature": 1.0, "top_p": 0.99}).new_row())])
+    drawn = sampler.sample(torch.tensor([SKEWED]), [0], torch.tensor([2]), torch.tensor([[1, 2]])).token_ids
+    assert drawn.tolist() == [0]
+
+
 def test_draws_under_penalties_follow_the_exact_distribution() -> None:
     params = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3}
     expected = list(SKEWED)
@@ -155,6 +169,10 @@ def test_greedy_takes_the_most_likely_token_and_of_equals_the_lowest_id() -> Non
     assert one(logits=tied, params={"presence_penalty": 1.0}, outputs=[0, 1]) == 2
     tied[4] = tied[8] = 2.0
     assert one(logits=tied) == 4
+
+
+def test_the_greedy_choice_keeps_the_contract_that_readers_of_lesson_00_are_given() -> None:
+    assert contract_choose(greedy) > 10
 
 
 def test_repetition_looks_at_prompt_and_output_the_other_penalties_only_at_the_output() -> None:
@@ -242,7 +260,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=times(80, 400))
 @given(st.lists(requests, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_a_request_samples_the_same_token_whatever_runs_beside_it(asks: list[Ask], random: Any) -> None:
     together = sample(asks)

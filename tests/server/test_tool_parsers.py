@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from teachllm.server.tool_parsers import TOOL_PARSERS, ContentDelta, Delta, tool_parser
 from teachllm.server.tool_parsers.json_reader import MAX_DEPTH, JsonReader, NotJson
+from tests.thorough import times
 
 FORMATS = list(TOOL_PARSERS)
 OPEN, CLOSE, TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
-EXAMPLES = 100
+EXAMPLES = times(60, 500)
 every_format = pytest.mark.parametrize("name", FORMATS)
 
 

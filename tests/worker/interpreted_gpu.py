@@ -25,6 +25,7 @@ from teachllm.spec_decode.step_times import Prior
 from teachllm.worker import gpu_model_runner
 from teachllm.worker.cuda_graphs import Graphs
 from teachllm.worker.gpu_model_runner import GPUModelRunner
+from teachllm_kernels import decode_plan
 from teachllm_kernels.decode_plan import DecodePlan
 from teachllm_kernels.kv_write import kv_write_triton
 from tests.kernels.guard import guard
@@ -97,6 +98,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "kv_write_cpu", kv_write_triton)
     patch.setattr(Embedding, "lm_logits", Embedding.logits)
     patch.setattr(LlamaForCausalLM, "fuses_decodes", False)
+    patch.setattr(decode_plan, "_MULTIPROCESSORS", 8)  # a launch is as large as the GPU, its work as small as a test
     patch.setattr(DecodePlan, "fuses", lambda plan, num_seqs: False)
     patch.setattr(gpu_model_runner, "select_backend", lambda *needs: TritonBackend())
     patch.setattr(gpu_model_runner, "Graphs", _Graphs)

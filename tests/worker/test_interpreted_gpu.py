@@ -34,6 +34,7 @@ from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, check
 from tests.kernels.rounding import round_as_a_gpu
 from tests.spec_decode.drafters import speculation
+from tests.thorough import times
 from tests.worker.doors import drain, tiny
 from tests.worker.interpreted_gpu import InterpretedRunner, interpret
 from tests.worker.test_gpu_model_runner import Recording
@@ -46,7 +47,7 @@ TREE = {"speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0
 PROMPTS = [[i * 7 % VOCAB_SIZE for i in range(start, start + count)] for start, count in ((0, 20), (3, 5), (40, 33))]
 
 
-@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])  # to make a failure smaller takes too long
+@settings(max_examples=times(3, 30), phases=[Phase.explicit, Phase.generate])  # smaller failures take too long
 @given(**ANYTHING)
 def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
     assume(drawn["drafts"] not in ("right", "wrong", "mixed"))  # which only a CPU's executor proposes
@@ -60,7 +61,7 @@ def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
 def test_settings_do_not_change_greedy_tokens_of_a_quantized_cache(kv_cache_dtype: str) -> None:
     """Up to a code that the order of float32's sums has rounded the other way."""
 
-    @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
+    @settings(max_examples=times(2, 20), phases=[Phase.explicit, Phase.generate])
     @given(**ANYTHING)
     def run(**drawn: Any) -> None:
         assume(drawn["drafts"] not in ("right", "wrong", "mixed"))

@@ -1,0 +1,228 @@
+# %% [markdown]
+# # 00 · The first token: what happens between a question and its answer
+#
+# You type a question, and words come back, one after the other. In between there is no answer that somebody looks
+# up, and no sentence that is planned. There is one function, called again and again: it takes token ids and gives a
+# number for each token of its vocabulary. This lesson follows one question through it, with a model of seven million
+# weights that runs on your CPU. All later lessons make the same function run less often, or do more at once.
+#
+# *Needs: Python. About 25 minutes.*
+
+# %%
+from teachllm_lessons.breaking import plant
+from teachllm_lessons.exercise import check
+from teachllm_lessons.lesson_00 import (
+    CHOOSE,
+    life_of_a_request,
+    look_inside,
+    sampler_of,
+    seconds_per_token,
+    streamed,
+    strip,
+)
+from teachllm_lessons.picture import lines
+from teachllm_lessons.predict import predict
+from teachllm_lessons.source import show
+from teachllm_lessons.watch import Watch
+
+# %% [markdown]
+# ## Question: where does the answer come from?
+#
+# The same question, asked twice: once as it is, once in the *chat template* that the model was trained with.
+
+# %%
+watch = Watch(num_gpu_blocks_override=48, max_model_len=256)
+tokenizer = watch.engine.tokenizer
+QUESTION = "What is a KV cache?"
+
+bare, templated = tokenizer.encode(QUESTION), watch.ids(QUESTION)
+for name, ids in (("bare", bare), ("templated", templated)):
+    watch.add(name, ids, max_tokens=24, ignore_eos=False)
+    watch.run()
+    print(f"{name:9}  {len(ids):2} tokens in, {len(watch.tokens(name)):2} out: {watch.text(name)!r}")
+
+strip(tokenizer, templated)
+
+# %% [markdown]
+# The bare question gets no answer at all: the one token that comes out is `<|im_end|>`, "the speaker has finished".
+# To this model that is what follows a question mark. The template adds what a transcript of a conversation has
+# around it (grey boxes are special tokens) and ends with `<|im_start|>assistant\n`, so that what comes next is the
+# answer. **The model continues a text. The template makes a text whose continuation is an answer.** If a good model
+# answers badly, look at the template first.
+#
+# Fourteen tokens in, 24 out. How many times was the model run, and on what?
+#
+# ## Show: one pass, and the loop around it
+#
+# The model takes token ids and their positions, and returns one *hidden state* for each of them.
+
+# %%
+from teachllm.models.llama import LlamaForCausalLM
+
+show(
+    LlamaForCausalLM.forward,
+    {
+        "self.embed_tokens(input_ids)": "each id picks a row of a table: 256 numbers that stand for the token, alone",
+        "x, stream = layer(": "each layer adds what attention finds at positions up to this one, and an MLP",
+        "hidden, _ = self.norm(x, stream)": "one state a position; `own_logits` multiplies it by the output head",
+    },
+    doc=False,
+)
+
+# %% [markdown]
+# Around the pass there is a loop, and around the loop a server. This is the way of a request through all of them.
+
+# %%
+life_of_a_request()
+
+# %% [markdown]
+# Text lives on the left only. What crosses to the engine and back is token ids, which is why scheduling, caching and
+# computing need to know nothing about words. (With one process, as here, the three are objects that call each
+# other.)
+#
+# ## Step: inside one pass
+#
+# Here is the pass over the fourteen tokens, opened up. The output head is meant for the state after the last layer,
+# but it can be put on the states before, too: what would the model say if it ended here? (This is known as a *logit
+# lens*.)
+
+# %%
+inside = look_inside(watch, templated)
+print(f"states {list(inside.streams.shape)} = [embedding and layers, positions, hidden size]")
+print(f"logits {list(inside.logits[-1].shape)} = [positions, vocabulary]")
+inside.lens()
+
+# %% [markdown]
+# These are the last eight positions; read them from the bottom. After the embedding a state knows its own token and
+# nothing else: the likeliest "next" token is the token itself, since this model has one table for both ends. Then
+# attention brings in what stands before. That `KV` is followed by `cache` is known after one layer; how the answer
+# begins is settled in the last. In the top row *every* position has a prediction of what follows it. The engine uses
+# one of them: that of the **last position** (framed), whose state has seen the whole prompt.
+#
+# > **Myth: a special "generation embedding" is put behind the prompt to ask for the next token.** There is none.
+# > Token n + 1 is predicted from the state of token n, in a prompt and in an answer alike. So is it in training: one
+# > pass over a text is a prediction for each of its positions.
+#
+# Now the loop. The token that was predicted is appended, and the model is run again: *autoregression*.
+
+# %%
+watch.add("A", templated, max_tokens=24)
+watch.step()
+
+# %%
+watch.step()
+
+# %% [markdown]
+# In the first step fourteen tokens go in, and one comes out. In the second step that one goes in, at the next
+# position, and the next one comes out; and so on. That only *one* has to go in is the doing of the KV cache, the
+# subject of the next lesson; wait for the last section of this one.
+#
+# Ids become text on the way out. That is less simple than it looks: this tokenizer works on bytes, and a character
+# may have four of them. What a stream may show is the last column.
+
+# %%
+print(f"{'the token':12}{'all ids decoded':20}{'shown':16}")
+for alone, decoded, shown_text in streamed(tokenizer, "naïve café 😀"):
+    print(f"{alone!r:12}{decoded!r:20}{shown_text!r:16}")
+
+# %% [markdown]
+# Half a character decodes to `�`. It is held back until the rest has come, since a stream cannot take back what it
+# has sent.
+#
+# ## Predict
+#
+# The engine needed 24 passes for A's 24 tokens. Give prompt *and* answer to the model in a single pass, and read off
+# the prediction at each position from the last of the prompt on. **How many of the 24 predictions are the very
+# tokens of the answer?**
+
+# %%
+yours = None
+
+watch.run()
+answer = watch.tokens("A")
+predictions = look_inside(watch, templated + answer).predictions()
+found = predictions[len(templated) - 1 : -1]
+predict("Predictions that are A's tokens:", yours, sum(map(int.__eq__, found, answer)), f" of {len(answer)}")
+
+# %% [markdown]
+# A position's state depends on the tokens up to it and on nothing behind it (*causal* attention), so it does not
+# matter whether the rest is there already. *Checking* 24 tokens takes one pass; *finding* them takes 24. Lesson 10
+# makes a living of that difference.
+#
+# ## Build: the choice
+#
+# Write `choose`: logits of shape [R, vocabulary], one row for each request, to [R] token ids. It takes the most
+# likely token, and the lowest id of equals. This is *greedy* sampling (lesson 07 has the rest), and it needs no
+# probabilities.
+#
+# Stuck? `CHOOSE.hint(1)`, then 2, then 3.
+
+
+# %%
+def choose(logits):
+    raise NotImplementedError  # yours
+
+
+checked = check(CHOOSE, choose)
+checked
+
+# %% [markdown]
+# Whatever came of it, the engine below runs: with your piece if it is right, else with its own.
+
+# %%
+from teachllm.engine.pieces import Pieces
+
+with Watch(num_gpu_blocks_override=48, max_model_len=256, pieces=Pieces(make_sampler=sampler_of(checked.piece))) as own:
+    own.add("A", QUESTION, max_tokens=24)
+    own.run()
+    print(own.text("A"), "...")
+
+# %% [markdown]
+# ## Break: something is off
+#
+# One line of the engine has been changed, in a copy. These are the first tokens of two answers.
+
+# %%
+broken = plant("logits of the position before the last one")
+broken.symptom("teachllm_lessons.lesson_00:first_tokens")
+
+# %% [markdown]
+# Neither answer begins as an answer does, and both go on fluently. Find `assistant`, the token before the prompt's
+# last, in the picture of the pass above: what is predicted there is A's first token here. A step makes logits of
+# some rows of its hidden states; who picks the rows? Guess a file, then a function:
+# `broken.guess("teachllm/sampling/sampler.py")`. Then look.
+#
+# (Another one to hunt on your own: `plant("half a character is shown")`, with the symptom
+# `"teachllm_lessons.lesson_00:a_stream"`.)
+
+# %%
+broken.reveal()
+
+# %% [markdown]
+# ## Measure
+#
+# What does a token cost? First without any cleverness: each step runs the model over the whole sequence, as the
+# function's definition says, and throws all states away. `enable_kv_cache=False` does that. How long does one more
+# token take behind 16, 64, ... tokens?
+
+# %%
+LENGTHS = [16, 64, 128, 256, 512]
+settings = dict(enable_kv_cache=False, enable_chunked_prefill=False, enable_prefix_caching=False)
+with Watch(max_model_len=544, num_gpu_blocks_override=40, **settings) as naive:
+    times = seconds_per_token(naive, LENGTHS)
+    naive.add("A", QUESTION, max_tokens=24)
+    naive.run()
+computed = [line["scheduled"][0]["num_tokens"] for line in naive.trace.lines if line["event"] == "step"][-24:]
+print(f"{LENGTHS[-1] // LENGTHS[0]} times the tokens, {times[-1] / times[0]:.0f} times as long")
+print(f"A computed {computed[0]}, {computed[1]}, ... {computed[-1]} tokens in its steps: {sum(computed)} in all")
+print(f"and says the same as above: {naive.text('A') == watch.text('A')}")
+lines({"everything recomputed": (LENGTHS, [1000 * each for each in times])}, "tokens before it", "one more token, ms")
+
+# %% [markdown]
+# **What the paper says.** "Attention Is All You Need" (Vaswani et al., 2017) gives O(n² · d) operations for a
+# self-attention layer over n tokens of width d. The products with weights, which grow with n alone, are the larger
+# part for sequences as short as these: the line is nearly straight.
+#
+# **What is still wasted.** A's sequence had 37 tokens in its last step, and the engine computed 612 on the way
+# there. In each step all but the newest had been computed before, from the same tokens, with the same result: causal
+# attention sees to that. *Next: 01, attention, Q, K and V, and which of them to keep.*
