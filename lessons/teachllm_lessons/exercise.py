@@ -40,8 +40,9 @@ class Exercise:
         name: of what is written, as the reader's code calls it.
         contract: tries a piece on its own; returns how many cases held.
         live: runs an engine with it; returns what that did, in a sentence. Raises `Wrong` like the contract.
-        reference: the engine's own piece.
+        reference: the engine's own piece, or the lesson's where the engine has none of the kind.
         hints: from a nudge to nearly all of it.
+        whose: whose the reference is.
     """
 
     lesson: str
@@ -50,6 +51,7 @@ class Exercise:
     live: Callable[[Any], str]
     reference: Any
     hints: tuple[str, str, str]
+    whose: str = "the engine's"
 
     def hint(self, depth: int = 1) -> Hint:
         """A hint: 1 is a nudge, 2 says how, 3 nearly writes it."""
@@ -113,7 +115,7 @@ def check(exercise: Exercise, piece: Any, seconds: float = SECONDS) -> Checked:
         return Checked(exercise, piece, True, True, message)
     if isinstance(problem, NotImplementedError):
         _, cases, said = _judge(exercise, exercise.reference, seconds)
-        message = f"is not written yet, so the engine's own takes its place: it holds in {cases} cases. {said}"
+        message = f"is not written yet, so {exercise.whose} own takes its place: it holds in {cases} cases. {said}"
         return Checked(exercise, exercise.reference, False, False, message)
     message = f"{said}\n\nThe engine goes on with its own piece. `{exercise.name.upper()}.hint(1)` may help."
     return Checked(exercise, exercise.reference, False, True, message)

@@ -7,6 +7,7 @@ import pytest
 from teachllm.core.policy import POLICIES, WaitingQueue
 from teachllm.core.request import Request, Wait, WaitReason
 from teachllm.sampling_params import SamplingParams
+from teachllm_lessons.lesson_03 import contract_order
 
 
 def make_request(index: int, priority: int = 0) -> Request:
@@ -35,6 +36,12 @@ def test_the_lower_priority_goes_first_and_ties_go_by_arrival() -> None:
 def test_only_static_batching_keeps_the_door_shut_while_somebody_runs(policy: str, joins: bool) -> None:
     assert POLICIES[policy]().opens_batch(0)
     assert POLICIES[policy]().opens_batch(1) is joins
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_has_keys_by_which_a_queue_can_be_sorted(policy: str) -> None:
+    requests = [make_request(index, priority=index % 3) for index in range(9)]
+    assert contract_order(POLICIES[policy](), requests) == len(requests)
 
 
 def test_a_preempted_request_returns_before_all_that_arrived_later() -> None:
