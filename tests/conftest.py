@@ -19,7 +19,7 @@ from tests.thorough import times
 
 settings.register_profile(
     "teachllm",
-    max_examples=times(40, 200),
+    max_examples=times(100, 500),
     deadline=None,  # the first example pays for imports
     print_blob=True,  # a failure can be played again
     suppress_health_check=[HealthCheck.too_slow],

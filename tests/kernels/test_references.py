@@ -73,7 +73,7 @@ def _batches(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(max_examples=times(50, 200))
+@settings(max_examples=times(100, 400))
 @given(_batches())
 def test_paged_attention_equals_the_definition_for_every_batch_and_layout(batch: dict) -> None:
     generator = torch.Generator().manual_seed(batch["seed"])
