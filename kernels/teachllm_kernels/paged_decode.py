@@ -56,7 +56,7 @@ from teachllm_kernels.merge_splits import MERGED, merge, merge_splits
 from teachllm_kernels.paged_attention import cost
 from teachllm_kernels.rotary import normed_and_turned
 
-__all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
+__all__ = ["add_tile", "cost", "fused_paged_decode", "paged_decode_triton"]
 
 _QUERIES = 8  # tokens of a sequence that a program takes
 _MOST_EARLY = 32 << 10  # bytes of K and V that a program holds in 64 of its registers until the query is there
@@ -115,22 +115,30 @@ def _keys_and_values(
 
 
 @triton.jit
+def add_tile(score, v, highest, total, acc):
+    """A tile more in (highest, total, acc): the largest score; sums of weights, and of weighted V, relative to it.
+
+    `score` is in base 2, -inf where a query may not look: [ROWS, TILE]; `v` is [TILE, D].
+    """
+    higher = tl.maximum(highest, tl.max(score, axis=1))
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(highest - base)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, total * shrink + tl.sum(weight, axis=1), acc
+
+
+@triton.jit
 def _attend(
     queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP: tl.constexpr, HAS_CODES: tl.constexpr
 ):
-    """A tile more in (highest, total, acc): the largest score; sums of weights, and of weighted V, relative to it."""
+    """The scores of a tile's keys, and what `add_tile` makes of them."""
     if HAS_CODES:
         k, v = numbers(k, queries.dtype), numbers(v, queries.dtype)
     score = tl.dot(queries, k, input_precision="ieee") * scale_log2  # [ROWS, TILE]
     if HAS_CAP:
         score = _capped(score, soft_cap)
-    score = tl.where(visible, score, -float("inf"))
-    higher = tl.maximum(highest, tl.max(score, axis=1))
-    base = tl.where(higher == -float("inf"), 0.0, higher)
-    weight = tl.exp2(score - base[:, None])
-    shrink = tl.exp2(highest - base)
-    acc = tl.dot(weight.to(queries.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return higher, total * shrink + tl.sum(weight, axis=1), acc
+    return add_tile(tl.where(visible, score, -float("inf")), v, highest, total, acc)
 
 
 @triton.jit

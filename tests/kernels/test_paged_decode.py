@@ -14,8 +14,9 @@ from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.hopper_decode import fits_hopper_decode
 from teachllm_kernels.kv_codes import KVScales, as_bytes, decode_reference, encode_reference
 from teachllm_kernels.paged_attention import paged_attention_reference
-from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
+from teachllm_kernels.paged_decode import add_tile, fused_paged_decode, paged_decode_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_reference
+from teachllm_lessons.lesson_08 import contract_update
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -375,3 +376,7 @@ def test_padding_has_no_items_and_gets_no_output() -> None:
     paged_decode_triton(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3, out=out)
     assert_near(out[:1], reference(batch, [1, 1], 0.3, None, None)[:1])
     assert (out[1] == 7.0).all()
+
+
+def test_a_tile_is_added_as_the_lesson_asks_of_its_readers() -> None:
+    assert contract_update(add_tile) > 10
