@@ -16,7 +16,6 @@ from teachllm_kernels.kv_codes import KVScales, as_bytes, decode_reference, enco
 from teachllm_kernels.paged_attention import paged_attention_reference
 from teachllm_kernels.paged_decode import add_tile, fused_paged_decode, paged_decode_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_reference
-from teachllm_lessons.lesson_08 import contract_update
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -379,4 +378,6 @@ def test_padding_has_no_items_and_gets_no_output() -> None:
 
 
 def test_a_tile_is_added_as_the_lesson_asks_of_its_readers() -> None:
+    from teachllm_lessons.lesson_08 import contract_update  # brings the whole engine: not for all that is run here
+
     assert contract_update(add_tile) > 10
