@@ -13,12 +13,37 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from teachllm_kernels.philox import STREAM_ACCEPT, STREAM_DRAFT, philox_uniform_reference
 from teachllm_kernels.sampling import gumbel_noise_reference, gumbel_sample_reference
 
 _MINUS_INFINITY = float("-inf")
+
+
+def judge(
+    p: torch.Tensor, q: torch.Tensor, token: torch.Tensor, coin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule: whether a proposal is accepted, and what one draws from if it is not.
+
+    Args:
+        p, q: [R, vocab_size], the model's probabilities and the drafter's.
+        token: [R, 1] int64, drawn from q.
+        coin: [R, 1], uniform in (0, 1).
+
+    Returns:
+        [R, 1] bool; [R, vocab_size] probabilities.
+    """
+    accepted = coin * q.gather(1, token) < p.gather(1, token)  # not p / q, where q may be 0
+    rest = (p - q).clamp(min=0.0)
+    total = rest.sum(dim=1, keepdim=True)
+    # Where nothing is left, and was still rejected, that is rounding: p stays as it was.
+    return accepted, torch.where(total > 0.0, rest / total, p)
+
+
+Judge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def rejection_sample_reference(
@@ -31,6 +56,7 @@ def rejection_sample_reference(
     output_indices: torch.Tensor,
     child_indices: torch.Tensor,
     replaced: bool = False,
+    judge: Judge = judge,
 ) -> torch.Tensor:
     """Draws one token per row from softmax(logits / temperature), which is a proposal as often as possible.
 
@@ -42,6 +68,7 @@ def rejection_sample_reference(
         siblings: [R, M] int64, the proposals in the order drawn, then -1. Unless `replaced`, all different.
         seeds, output_indices, child_indices: [R] int64, see `philox.py`.
         replaced: a token drawn could be drawn again.
+        judge: the rule.
 
     Returns:
         [R] int64 token ids. A row without proposals has the token of `gumbel_sample_reference`.
@@ -59,12 +86,10 @@ def rejection_sample_reference(
     for sibling, coin in zip(siblings.split(1, dim=1), coins.double().split(1, dim=1), strict=True):  # [rows, 1] each
         tries, token = undecided & (sibling >= 0), sibling.clamp(min=0)
         q = _probabilities(draft, heat)
-        accepted = tries & (coin * q.gather(1, token) < p.gather(1, token))  # not p / q, where q may be 0
+        is_good, left = judge(p, q, token, coin)
+        accepted = tries & is_good
         tokens[rows[accepted[:, 0]]] = token[accepted]
-        rest = (p - q).clamp(min=0.0)
-        total = rest.sum(dim=1, keepdim=True)
-        # Where nothing is left, and was still rejected, that is rounding: p stays as it was.
-        p = torch.where(tries & ~accepted & (total > 0.0), rest / total, p)
+        p = torch.where(tries & ~accepted, left, p)
         was_rejected |= tries & ~accepted
         undecided = undecided & ~accepted
         if not replaced:

@@ -32,7 +32,7 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.state import Parameters, SamplingState, Selection
 from teachllm.sampling.verify import Proposals
 from teachllm_kernels.philox import STREAM_DRAFT
-from teachllm_kernels.rejection_reference import draft_sample_reference, rejection_sample_reference
+from teachllm_kernels.rejection_reference import Judge, draft_sample_reference, judge, rejection_sample_reference
 from teachllm_kernels.sampling import gumbel_scores_reference
 
 
@@ -67,7 +67,7 @@ class Sampler:
         vocab_size: width of the logits, those of all ranks together.
         device: where the logits are.
         group: ranks of which each has some columns of them, on a CPU.
-        nucleus: says how many tokens top-p keeps, on a CPU in one process.
+        nucleus, judge: say how many tokens top-p keeps, and whether a draft is accepted; on a CPU in one process.
     """
 
     def __init__(
@@ -78,8 +78,9 @@ class Sampler:
         group: Group = ALONE,
         *,
         nucleus: CountNucleus = count_nucleus,
+        judge: Judge = judge,
     ) -> None:
-        self._nucleus = nucleus
+        self._nucleus, self._judge = nucleus, judge
         self._columns = Columns(vocab_size, group)
         self._state = SamplingState(max_num_rows, self._columns, device)
 
@@ -300,5 +301,5 @@ class Sampler:
             logits[chosen] = gumbel_scores_reference(drawn, temperature, *noise, first_id=columns.first_id)
             return columns.argmax(logits)
         proposed = proposals.draft_logits, proposals.draft_rows[chosen], proposals.siblings[chosen]
-        ids = rejection_sample_reference(drawn, temperature, *proposed, *noise)
+        ids = rejection_sample_reference(drawn, temperature, *proposed, *noise, judge=self._judge)
         return ids if len(ids) == len(logits) else logits.argmax(dim=-1).index_copy_(0, chosen, ids)

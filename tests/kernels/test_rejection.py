@@ -16,8 +16,9 @@ from teachllm_kernels import rejection, sampling
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.philox import STREAM_ACCEPT, STREAM_DRAFT, STREAM_SAMPLE, gumbel_noise, philox_uniform_reference
 from teachllm_kernels.rejection import cost, rejection_sample_triton, workspace_bytes
-from teachllm_kernels.rejection_reference import draft_sample_reference, rejection_sample_reference
+from teachllm_kernels.rejection_reference import draft_sample_reference, judge, rejection_sample_reference
 from teachllm_kernels.sampling import gumbel_sample_reference, sample_triton
+from teachllm_lessons.lesson_10 import contract_judge
 from tests.kernels.test_sampling_triton import DEVICE, make_table, one_by_one
 
 on_device = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test  # natively there, else interpreted
@@ -92,6 +93,10 @@ def test_the_reference_is_the_rule(seed: int, num_siblings: int, replaced: bool,
         proposed = siblings[row].tolist() if source >= 0 else [-1] * num_siblings
         expected = by_definition(p, q, proposed, uniform[row].tolist(), noise[row].tolist(), replaced)
         assert tokens[row] == expected
+
+
+def test_the_rule_is_what_its_lesson_says() -> None:
+    assert contract_judge(judge) > 20
 
 
 def test_a_row_without_proposals_has_the_token_of_a_plain_draw() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teachllm.spec_decode.ngram import NgramDrafter
+from teachllm_lessons.lesson_10 import contract_propose
 
 
 def test_it_proposes_what_followed_the_same_tokens_before() -> None:
@@ -24,6 +25,10 @@ def test_fewer_tokens_are_proposed_where_fewer_are_known_and_none_where_nothing_
     assert drafter.propose([1, 2, 5, 2], 8) == []  # one token alone is too short
     assert drafter.propose([1], 8) == []
     assert drafter.propose([], 8) == []
+
+
+def test_it_is_what_its_lesson_says() -> None:
+    assert contract_propose(NgramDrafter(max_ngram=4, min_ngram=1).propose) > 400
 
 
 def test_no_proposals_are_made_where_none_are_asked_for() -> None:
