@@ -56,9 +56,11 @@ def test_siblings_must_be_verified_as_they_were_drawn(name: str, monkeypatch: py
     """With replacement or without: either rule is biased for the other's siblings."""
     verify = rejection_sample_reference
     where = sampler if name == "tree" else losslessness  # the engine's, and the other one
-    monkeypatch.setattr(
-        where, "rejection_sample_reference", lambda *given, replaced=False: verify(*given, replaced=not replaced)
-    )
+
+    def the_other_way(*given: Any, replaced: bool = False, **more: Any) -> torch.Tensor:
+        return verify(*given, replaced=not replaced, **more)
+
+    monkeypatch.setattr(where, "rejection_sample_reference", the_other_way)
     assert max(check(RULES[name], 100_000, seed).p_value for seed in SEEDS[:2]) < 1e-6
 
 
