@@ -21,9 +21,9 @@ from teachllm.engine.pieces import Pieces
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
 from teachllm_lessons.lesson_08 import UPDATE, Probe, draw_roofline, draw_tiles, run_tile
-from teachllm_lessons.lesson_13 import committed
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
+from teachllm_lessons.results import committed
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
 

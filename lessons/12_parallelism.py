@@ -1,137 +1,176 @@
 # %% [markdown]
-# # 12 · Parallelism: what a second GPU buys, and what it costs
+# # 12 · Parallelism: what a second GPU buys
 #
-# Codes of four bits (11) made a model four times smaller. Some models still do not fit, and some that fit are not fast
-# enough. Then there are several GPUs, and three questions: *what* is split among them, *what* do they have to tell each
-# other, and *who* gains from it, a single request or all of them together?
+# Quantization, in the lesson before, made a model smaller. At some point that is not enough: 32 billion parameters
+# of 16 bits are 64 GB, and a GPU has 80 for them and for everybody's KV cache. Or the model fits, and one GPU is too
+# slow, or serves too few. A second one can be used in several ways, which buy different things. All of them run
+# here, as processes on one CPU.
 #
-# Here the ranks are processes on your CPU that exchange tensors by gloo. They are slower than one process would be, and
-# do exactly what ranks on GPUs do. What GPUs gain is shown from measurements.
-#
-# *Needs: 00 (layers), 03 (batching). About 25 minutes.*
+# *Needs: 03 (batches), 11 (what a decode reads). About 30 minutes.*
 
 # %%
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.step_bytes import step_bytes
-from teachllm.engine.data_parallel import Balance
-from teachllm.layers.linear import Linear
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_12 import CHOOSE_REPLICA, QUESTIONS, gains, lanes, run
+from teachllm_lessons.lesson_12 import (
+    CHOOSE_REPLICA,
+    RoundRobin,
+    ask,
+    bubbles,
+    draw_experts,
+    draw_gains,
+    draw_ranks,
+    draw_split,
+    expert_load,
+    mixture,
+    on_gpus,
+    serve,
+    weight_bytes,
+)
 from teachllm_lessons.predict import predict
-from teachllm_lessons.results import committed
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
 
-# %% [markdown]
-# ## Question: is two GPUs twice as fast?
-#
-# Qwen3-8B, one and two GPUs, shared in three ways. On the left a single request (less is better), on the right many at
-# once (more is better).
-
-# %%
-path, found = committed("parallel")
-print(f"{found['device']}, commit {found['commit'][:9]}")
-gains(found["workloads"]["qwen3-8b"])
+SMALL = {"num_gpu_blocks_override": 48, "max_model_len": 256}
 
 # %% [markdown]
-# Nothing is twice as fast. One way makes a single request faster, one makes it *slower* and helps many, one leaves it
-# as it is. They are not three qualities of the same thing: they split different things.
+# ## Question: two processes, half the work each?
 #
-# | | what is split | what is exchanged | who gains | what it costs |
-# |---|---|---|---|---|
-# | **tensor** | every layer: heads, columns of a product | sums of hidden states, twice a layer | each request, and memory | waits in every layer: fast links |
-# | **pipeline** | layers: a range for each stage | hidden states, once a stage | many requests, and memory | bubbles; one request is no faster |
-# | **data** | requests; every replica has the whole model | nothing | many requests | the weights' memory again |
-# | **expert** | a mixture's experts | rows of tokens, to their experts and back | memory of large mixtures | imbalance between experts |
-# | **disaggregation** | prompts and answers: other devices | K and V of each prompt | steady gaps between tokens | the transfer, idle devices |
-#
-# ## Show: column, then row
-#
-# Tensor parallelism cuts two products that follow each other, in a way that needs one exchange for both. The first is
-# cut by its *outputs* (each rank has some heads, or some of the MLP's inner columns): everybody needs all inputs, and
-# nobody needs the others' outputs. The second is cut by its *inputs*, which are what the rank already has: each rank
-# gets a part of a sum, and the parts are added up.
+# Four requests, answered by one process, and then by two **ranks**, processes that share every layer.
 
 # %%
+one = ask(Watch(**SMALL))
+two = ask(Watch(**SMALL, tensor_parallel_size=2))
+two.close()
+print("one process: weights of", f"{weight_bytes()[0] / 1e6:.1f} MB")
+print("two ranks:   weights of", " and ".join(f"{each / 1e6:.1f} MB" for each in weight_bytes(tensor=2)))
+print("the same tokens:", one.all_tokens == two.all_tokens)
+sent = two.trace.steps[-1]["ranks"][0]["sent"]
+print("what a rank exchanged in one step:", ", ".join(f"{calls} x {name}" for name, (calls, _) in sent.items()))
+
+# %% [markdown]
+# Each rank has half of the matrices (norms and tables of positions are whole at both), so a step reads half as much
+# at each. The tokens are the same. But there is a new cost: within a single step the ranks talked 14 times, and each
+# time nobody could go on before all had spoken. What do they have to tell each other, and could it be less?
+#
+# ## Show: first by columns, then by rows
+#
+# A layer multiplies twice in a row: the MLP by gate and up, then by down; attention by Q, K and V, then by the
+# output projection. **Tensor parallelism** cuts the first matrix by its outputs (columns) and the second by its
+# inputs (rows). What one rank's half of the first matrix makes is exactly what its half of the second one needs.
+# Between the two nothing is exchanged; behind them each rank has a part of a sum.
+
+# %%
+draw_split()
+
+# %%
+from teachllm.layers.linear import Linear
+
 show(
     Linear.forward,
     {
-        "self.weight.product": "a rank multiplies with its own part of the weights: half of the bytes to read",
-        "self._group.all_reduce": "cut by inputs: the parts of the sum are added up, and all ranks have the result",
+        "self.weight.product": "this rank's columns or rows: an ordinary product",
+        "all_reduce": "of a matrix that is cut by rows; one by columns has nothing to add up",
     },
 )
 
 # %% [markdown]
-# How much is that? The engine can say before it runs: two sums in each layer and one for the embedding, each as large
-# as the hidden states of the step's tokens. `step_bytes` is that arithmetic, and traces hold it against what was sent.
+# Two sums a layer, one behind attention and one behind the MLP, and one for the embedding, which is cut along the
+# vocabulary: 6 layers make 13. **Pipeline parallelism** cuts the other way: a rank has some *whole* layers, and
+# hands on what it has computed, once.
 #
-# ## Step: two ranks, one plan
+# ## Step: what ranks do with their time
 #
-# Four requests to an engine of two processes. Rank 0 plans; both get the same plan, in shared memory.
+# Three steps of the two tensor-parallel ranks above, as the trace has them.
 
 # %%
-tensor = run(tensor_parallel_size=2)
-lanes(tensor.steps[2:5])
-
-# %%
-stages = run(pipeline_parallel_size=2)
-lanes(stages.steps[2:8])
+draw_ranks(two.trace.steps[4:7])
 
 # %% [markdown]
-# Above, tensor parallel: both ranks work on every step at the same time and meet in the orange parts, thirteen times a
-# step. Below, pipeline parallel: a step is on one stage and then on the other. Two plans are under way, each with half
-# of the requests, so that no stage waits for the other all the time. Grey is where one does: a *bubble*. (How long what
-# takes says little on a laptop, where two processes share a few cores. The order of things is that of GPUs.)
+# Both work on the same step at the same time, and meet in every layer. A light grey stripe is an exchange with the
+# wait for the slower rank in it. On a CPU, where two ranks share what one had, these waits are a large part; between
+# two GPUs with a fast link they were 4 to 19% (docs/parallelism.md).
+#
+# Now two **stages** of three layers each. First a single request.
 
 # %%
-with Watch(max_model_len=128, num_gpu_blocks_override=32, max_num_seqs=4) as alone:
-    for name, question in QUESTIONS.items():
-        alone.add(name, question, max_tokens=12)
-    alone.run()
-for way, ran in (("tensor parallel", tensor), ("pipeline parallel", stages)):
-    print(f"{way}: the same tokens as one process: {ran.tokens == alone.all_tokens}")
+staged = Watch(**SMALL, pipeline_parallel_size=2)
+ask(staged, count=1)
+alone = staged.trace.steps
+draw_ranks(alone[2:6])
 
 # %% [markdown]
+# They take turns. A token goes through all layers, half of them here and half there, and the next token cannot begin
+# before this one is known. Whatever is hatched is a **bubble**: hardware that waits. Four requests, in as many plans
+# under way as there are stages:
+
+# %%
+ask(staged, names="EFGH")
+together = staged.trace.steps[len(alone) :]
+staged.close()
+for what, steps in (("one request", alone), ("four requests", together)):
+    print(f"{what}: bubbles are", " and ".join(f"{each:.0%}" for each in bubbles(steps)), "of the stages' time")
+draw_ranks(together[4:10])
+
+# %% [markdown]
+# While stage 1 works on one half of the requests, stage 0 works on the other. What is left of the bubbles is where
+# stages take unequally long, and where a plan comes late.
+#
+# **Experts** are a third way, for models that have them. In each layer a router picks a few of many MLPs for each
+# token (here 2 of 8; the model is ours, upcycled). Each rank can have some experts whole, and tokens travel to them.
+
+# %%
+with Watch(mixture(), **SMALL) as watch:
+    load = expert_load(ask(watch))
+draw_experts(load)
+
+# %% [markdown]
+# With **expert parallelism** over two ranks, one has experts 0 to 3, the other 4 to 7. Every layer sends each
+# token's row to the ranks that have its experts and the results back (two *all-to-alls*), and the layer takes as
+# long as the rank with the most to do. Routers do not share out fairly by themselves, and this one, which was never
+# trained, is no exception.
+#
 # ## Predict
 #
-# The model has 6 layers and a hidden size of 256, in float32. A decode step has 4 tokens, one of each request. In an
-# all-reduce among two ranks each sends as many bytes as the tensor has. **How many bytes does a rank send in such a
-# step for its sums of hidden states?**
+# Four requests decode in one step on two tensor-parallel ranks. A hidden state has 256 numbers of 4 bytes. There are
+# 13 sums; in a ring each of two ranks sends, for one sum, as many bytes as the tensor has. Then each tells the best
+# logit of its half of the vocabulary and its token: 16 bytes a request. **How many bytes does a rank send in that
+# step?**
 
 # %%
 yours = None
 
-sent = tensor.sent(step=5)[0]
-predict("Bytes a rank sends in a decode step for its sums:", yours, sent["all_reduce"][1])
-
-# %%
-expected = step_bytes(Layout(tensor=2).place(0), 6, 256, 4, num_tokens=4, num_sampled=4)
-print(f"counted: {sent}")
-print(f"by the shape of the model: {expected}")
+step = next(step for step in two.trace.steps if [s["num_tokens"] for s in step["scheduled"]] == [1, 1, 1, 1])
+counted = sum(num_bytes for _, num_bytes in step["ranks"][0]["sent"].values())
+print("by the shape of the model:", step_bytes(Layout(tensor=2).place(0), 6, 256, 4, num_tokens=4, num_sampled=4))
+print("a pipeline's first stage would send:", step_bytes(Layout(pipeline=2).place(0), 3, 256, 4, 4, 4))
+predict("Bytes that a rank sends:", yours, counted, " bytes", within=0.02)
 
 # %% [markdown]
-# One more exchange is there: to sample, ranks need not collect the logits of all 4,096 tokens. Each has half of the
-# vocabulary, finds its own best one, and tells the other its number and its logit.
-#
-# > **Myth: data-parallel replicas have to synchronise.** In training they do, since gradients are averaged. At
-# > inference there are no gradients. Replicas exchange nothing at all (unless they share a mixture's experts); there is
-# > only somebody who decides which of them gets the next request.
+# Against 18 MB of weights that the same rank reads in that step this is nothing. What costs is not the bytes: it is
+# 14 times waiting for each other. A stage sends a thirteenth of it, once, so stages may stand far apart, even in
+# different machines, while tensor-parallel ranks belong onto the fastest link there is.
 #
 # ## Build: who gets the next request?
 #
-# `Balance` counts, for each replica, how many of its requests wait and how many run, and asks a function.
+# The simplest way to use a second GPU is **data parallelism**: a second engine, a *replica* with all of the weights
+# and a cache of its own. Requests are shared out, and nothing else is.
+#
+# > **Myth: data parallelism synchronises gradients.** In training it does. At inference there are none: replicas know
+# > nothing of each other. Only somebody in front has to choose.
+#
+# Ten requests, every other one long; each replica has room for two at a time. In turn, one here, one there:
 
 # %%
-show(
-    Balance.choose,
-    {"self._choose(waiting, running)": "this is yours", "group": "completions of one prompt share blocks"},
-)
+in_turn = serve(RoundRobin())
+in_turn.picture()
 
 # %% [markdown]
-# Write `choose_replica(num_waiting, num_running)`: two lists with a number for each replica, to the replica that gets
-# the next request. The one with the smallest **4 × waiting + running**, and the first of several. Stuck?
-# `CHOOSE_REPLICA.hint(1)`.
+# All long ones went to the same replica, and the other one was soon idle. Nobody knows beforehand how long an answer
+# will be, but everybody can see who waits. Write `choose_replica`: given how many requests wait and how many run on
+# each replica, return the number of the one with the smallest `4 * waiting + running`, the first of equals. A
+# waiting request weighs more, as it says that there is no room. Stuck? `CHOOSE_REPLICA.hint(1)`.
 
 
 # %%
@@ -142,46 +181,61 @@ def choose_replica(num_waiting, num_running):
 checked = check(CHOOSE_REPLICA, choose_replica)
 checked
 
+# %%
+balanced = serve(checked.piece)
+print(f"in turn: {in_turn.num_steps} steps; by load: {balanced.num_steps}")
+balanced.picture()
+
 # %% [markdown]
-# ## Break: right for most models
+# ## Break: right with one process, wrong with two
 #
-# One line has been changed. A layer is computed by two ranks with half of its inputs each, and their parts are added
-# up.
+# One line of the engine has been changed. Two models answer, by one process and by two tensor-parallel ranks:
+# `teachlm`, and a copy of it with a small *bias* on the output projection of attention, a matrix that is cut by
+# rows.
 
 # %%
 broken = plant("a bias that every rank adds")
-broken.symptom("teachllm_lessons.lesson_12:two_halves")
+broken.symptom("teachllm_lessons.lesson_12:one_and_two_ranks")
 
 # %% [markdown]
-# Most models of today have no bias there, and would never show it. Where would you look?
+# One process is right, and so are two ranks of the model without biases. Many models have none there, so such a
+# fault may live long. y = x W + b: of a sum of parts, how often is b in it? Try
+# `broken.guess("teachllm/distributed/group.py")`, then a better file.
 
 # %%
 broken.reveal()
 
 # %% [markdown]
-# ## Measure: what the exchange costs
+# ## Measure: two GPUs against one
 #
-# The picture at the top is the measure. To read it, count bytes. One decode step reads all weights: 16 GB of Qwen3-8B,
-# which takes 5 ms at 3 TB/s. Shared by two, each reads half. The 73 sums in between are small (4,096 numbers a token)
-# and short (about 2 microseconds each over NVLink), so a request becomes 1.67 times as fast: what is missing to 2 are
-# those sums, and all that is not split. With pipeline stages a single request reads the same weights one half after the
-# other, and gains nothing. With many requests both halves are busy, but *each of the two plans under way* reads its
-# stage's weights for half of the batch: that is why pipelining gains less here than tensor parallelism does.
+# On a CPU all ranks share the cores, so what a second device buys shows only where there is one. The same engine on
+# two GPUs, as measured and committed:
+
+# %%
+ways, source = on_gpus()
+print(source)
+draw_gains(ways)
+
+# %% [markdown]
+# **Tensor parallel** makes everything faster, one request as well, and not twice: exchanges, and whatever both ranks
+# do whole, stay. **Two stages** make one request *slower* (it still visits all layers, and now travels), and pay
+# where many prompts keep both busy. **Two replicas** do nothing for one request, so there is no bar. They double
+# prompts, which are compute, but not decodes: each reads all the weights for half of the requests.
 #
-# | | what was measured |
-# |---|---|
-# | exchanges, of the time of a decode step | 4 to 6% |
-# | exchanges, of the time of prompts | 15 to 19% |
-# | pipeline: the first stage waits for plans | 16% |
+# | | split | exchanged | improves | costs |
+# |---|---|---|---|---|
+# | tensor | every layer | 2 sums a layer | latency, throughput, memory | waiting in every layer; needs a fast link |
+# | pipeline | layers, in stages | hidden states, once a stage | memory, throughput | bubbles; one request no faster |
+# | data | requests | nothing | throughput | weights and prefix caches once per replica |
+# | expert | experts of a layer | tokens there and back | memory of mixtures | imbalance: the busiest sets the pace |
+# | disaggregation | prompts here, decodes there | a prompt's KV | decodes' latency | moving KV; one side may idle |
 #
-# (docs/parallelism.md has the whole table.) **When to mix them.** A model too large for one machine: tensor parallel
-# within a machine, where links are fast, and stages between machines, which talk once a step. A mixture of experts:
-# data parallel attention, with experts spread over all ranks. A model that fits into one GPU, and many requests:
-# replicas, since nothing is exchanged.
+# They are mixed: tensor parallel within a machine and stages between machines for a model too large for one;
+# replicas whose attention is their own and whose experts are shared for large mixtures. The last row is not in this
+# engine: it mixes prompts and decodes in one step (lesson 04). DistServe (Zhong et al., 2024) splits them, and
+# reports up to 7.4 times the requests within given latencies. Megatron-LM (Shoeybi et al., 2019) is where columns
+# and rows come from, and reports 76% of linear scaling on 512 GPUs in training; GPipe (Huang et al., 2018) is where
+# bubbles do.
 #
-# **What the papers say.** Megatron-LM (Shoeybi et al., 2019) cut transformers by column and row, for training, and kept
-# 76% of one GPU's efficiency on 512. GPipe (Huang et al., 2018) pipelined micro-batches and named the bubble; GShard
-# (Lepikhin et al., 2020) spread experts over 2,048 cores with all-to-all.
-#
-# **What is still wasted.** You have seen a dozen ideas, each alone. What is each worth beside the others, on one
-# workload? *Next: 13, the ladder.*
+# **What is still wasted.** Each lesson measured its idea on the workload that shows it best. What do they bring
+# together, on one workload, one after the other? *Next: 13, the ladder.*

@@ -216,7 +216,7 @@ FAULTS = (
         f"{_CORE}/scheduler.py",
         "self.kv.free(request, self.in_flight.pinning_step(request))",
         "self.kv.free(request)",
-        "With the host ahead of the device a stranger's prompt is overwritten by the last token of one that has ended.",
+        "A stranger's prompt is overwritten by the last token of one that has ended, if a device writes late.",
         f"{_PLANS}::test_tokens_that_come_after_the_end_are_dropped_and_blocks_stay_pinned_until_then",
     ),
     Fault(

@@ -27,6 +27,7 @@ from teachllm.engine.info import describe_model
 from teachllm.engine.replica import replica_config, replica_devices
 from teachllm.engine.stats import StepStats, together
 from teachllm.trace.reader import read_trace
+from teachllm_lessons.lesson_12 import CHOOSE_REPLICA
 from tests.engine.reference import reference
 from tests.engine.streams import all_hear_that
 from tests.processes import children, is_gone
@@ -101,6 +102,10 @@ def test_the_least_loaded_has_the_smallest_4_waiting_plus_running(
     waiting: list[int], running: list[int], chosen: int
 ) -> None:
     assert least_loaded(waiting, running) == chosen
+
+
+def test_the_least_loaded_keeps_the_lessons_contract() -> None:
+    assert CHOOSE_REPLICA.contract(least_loaded) > 200
 
 
 def test_a_burst_is_spread_before_any_replica_has_said_a_word() -> None:

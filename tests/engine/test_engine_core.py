@@ -16,6 +16,7 @@ from teachllm.engine.engine import Engine
 from teachllm.engine.engine_core import EngineCore
 from teachllm.worker.executor import Executor, InProcessExecutor
 from teachllm.worker.model_runner import ModelRunner
+from teachllm_lessons.lesson_09 import contract_turn
 from tests.engine.reference import reference
 from tests.engine.withheld import withheld
 from tests.worker.doors import DraftingExecutor, FaultyExecutor, MakeExecutor, make_engine, random_ids, tokens
@@ -262,3 +263,7 @@ def test_a_prompt_is_hashed_when_its_step_is_under_way(async_scheduling: bool) -
     engine.step()
     assert num_findable["after sample"] == 0
     assert len(engine.core.scheduler.kv.cache) == 2
+
+
+def test_its_loop_runs_ahead_as_the_lesson_asks_of_its_readers() -> None:
+    assert contract_turn(EngineCore.turn) == 6

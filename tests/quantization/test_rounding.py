@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from teachllm.quantization import rounding
+from teachllm_lessons.lesson_11 import QUANTIZE
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -17,3 +18,7 @@ def test_small_weights_lose_no_larger_a_part_than_others(bits: int) -> None:
         return float((codes.dequantize(torch.float32) - size * weight).norm() / (size * weight).norm())
 
     assert error(3e-4) < 1.5 * error(1.0)
+
+
+def test_codes_scales_and_zeros_keep_the_lessons_contract() -> None:
+    assert QUANTIZE.contract(QUANTIZE.reference) > 10
