@@ -107,6 +107,9 @@ class GPUModelRunner:
         self._eager = config.enforce_eager or not (self._backend.in_graphs and ranks.tensor.in_graphs)
         self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
+        if torch.cuda.memory_reserved(device):  # by an engine that was closed, and may not have been collected yet
+            gc.collect()
+            torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         tree = None if speculation is None else DraftTree.of_config(speculation)
         if tree is not None and not tree.is_chain and not self._backend.splits_decodes:

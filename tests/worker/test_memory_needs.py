@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from dataclasses import replace
@@ -519,6 +520,25 @@ def test_the_embedded_drafters_take_what_was_predicted(method: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="memory is not as predicted")
         LLM("teachlm", device="cuda", speculative_config=speculation, gpu_memory_utilization=0.3).close()
+
+
+@pytest.mark.gpu
+def test_an_engine_that_was_closed_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
+    h200.write_shape("qwen3-0.6b", tmp_path)
+    num_blocks = list[int]()
+    gc.collect()
+    gc.disable()  # what refers to itself stays until somebody collects it
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="memory is not as predicted")
+            for _ in range(2):
+                llm = LLM(**h200.engine_settings(tmp_path / "qwen3-0.6b", "cuda"))
+                num_blocks.append(llm.engine.core.executor._runner.memory.num_blocks)  # type: ignore[attr-defined]
+                llm.close()
+                del llm
+    finally:
+        gc.enable()
+    assert num_blocks[1] == pytest.approx(num_blocks[0], rel=0.02)
 
 
 @pytest.mark.gpu
