@@ -63,9 +63,10 @@ def climb(engine: EngineConfig, name: str, plot: Path | None) -> tuple[dict[str,
     _print(title, results, verdicts)
     gain = f"{rungs.gain(results):,.1f} times the tokens/s"
     answers().print(f"from the first rung to the best lossless one: {gain}", markup=False)
+    found = rungs.as_json(size, ceilings, results, verdicts)
     if plot is not None:
-        ladder_plot.write(results, title, plot)
-    return rungs.as_json(size, ceilings, results, verdicts), all(verdict.is_good for verdict in verdicts)
+        ladder_plot.write(found["rungs"], title, plot)
+    return found, all(verdict.is_good for verdict in verdicts)
 
 
 def _print(title: str, results: list[Result], verdicts: list[Verdict]) -> None:

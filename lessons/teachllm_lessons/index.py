@@ -172,8 +172,7 @@ def page() -> str:
         name = lesson.name[3:].replace("_", " ")
         sources = "<br>".join(f"[`{source.rpartition('/')[2]}`](../{source})" for source in lesson.sources)
         papers = "<br>".join(lesson.papers)
-        title = f"{lesson.number} {name}"
-        link = f"[{title}]({lesson.name}.ipynb)" if lesson.notebook.exists() else f"{title} (to come)"
+        link = f"[{lesson.number} {name}]({lesson.name}.ipynb)"
         rows.append(f"| {link} | {lesson.concept} | {lesson.question} | {sources} | {papers} |")
     return _HEAD + "\n".join(rows) + "\n"
 

@@ -1,52 +1,62 @@
-"""The ladder as a picture: what each rung gains, and what the one before it wasted."""
+"""The ladder as a picture: what each rung gains, and what the one before it wasted.
+
+    python -m teachllm.bench.ladder_plot benchmarks/results/...-ladder-....json docs/ladder.svg
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from teachllm.bench.ladder import Result
+from teachllm.bench.ladder import RUNGS
 
 _INK, _BAR, _PALE = "#7f8791", "#3b82f6", "#94a3b8"  # readable on white and on black
 
 
-def draw(results: Sequence[Result], title: str) -> Any:
+def draw(rungs: Sequence[Mapping[str, Any]], title: str) -> Any:
     """A matplotlib figure.
+
+    Args:
+        rungs: as `ladder.as_json` gives them.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import NullFormatter
     except ModuleNotFoundError as error:
         raise ImportError("the ladder's picture needs matplotlib: pip install 'teachllm[lessons]'") from error
 
-    ran = [(result.rung, result.run.figures) for result in results if result.run is not None]
-    names = [rung.name for rung, _ in ran]
+    ran = {rung["name"]: rung["figures"] for rung in rungs if rung["figures"] is not None}
+    is_lossless = {rung.name: rung.is_lossless for rung in RUNGS}
+    waste = [math.nan if found["waste"] is None else 100 * found["waste"] for found in ran.values()]
+    rates = [found["output_tokens_per_s"] for found in ran.values()]
+    shares = [f"{short(rate)} ({found['of_ceiling']:.1%})" for rate, found in zip(rates, ran.values(), strict=True)]
+    first = [1000 * found["ttft"]["mean"] for found in ran.values()]
+    gaps = [1000 * found["itl"]["p99"] for found in ran.values()]
     panels = (
-        ("output tokens/s", [found.output_tokens_per_s for _, found in ran], True),
-        ("time to first token, s", [found.ttft.mean for _, found in ran], True),
-        ("p99 of gaps between tokens, s", [found.itl.p99 for _, found in ran], True),
-        (
-            "KV slots reserved and empty, %",
-            [math.nan if found.waste is None else 100 * found.waste for _, found in ran],
-            False,
-        ),
+        ("output tokens/s (of the ceiling)", rates, shares, True),
+        ("time to first token, ms", first, [short(value) for value in first], True),
+        ("p99 of gaps between tokens, ms", gaps, [short(value) for value in gaps], False),
+        ("KV slots reserved and empty, %", waste, [short(value) for value in waste], False),
     )
     figure = Figure(figsize=(13, 0.9 + 0.42 * len(ran)), layout="constrained")
     figure.patch.set_alpha(0)
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    for axes, (label, values, is_log) in zip(all_axes, panels, strict=True):
-        bars = axes.barh(names, values, color=[_BAR if rung.is_lossless else _PALE for rung, _ in ran])
-        labels = ["n/a" if math.isnan(value) else f"{value:,.3g}" for value in values]
+    all_axes = figure.subplots(1, len(panels), sharey=True, width_ratios=(1.35, 1, 1, 1))
+    for axes, (label, values, labels, is_log) in zip(all_axes, panels, strict=True):
+        bars = axes.barh(list(ran), values, color=[_BAR if is_lossless[name] else _PALE for name in ran])
         axes.bar_label(bars, labels, padding=3, color=_INK, fontsize=8)
         axes.set_xlabel(label, color=_INK, fontsize=9)
         axes.set_xscale("log" if is_log else "linear")
-        axes.margins(x=0.25)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.margins(x=0.4 if labels is shares else 0.25)
         axes.patch.set_alpha(0)
-        axes.tick_params(colors=_INK, labelsize=9)
+        axes.tick_params(which="both", colors=_INK, labelsize=9)
         axes.spines[:].set_color(_INK)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].invert_yaxis()
@@ -54,10 +64,26 @@ def draw(results: Sequence[Result], title: str) -> Any:
     return figure
 
 
-def write(results: Sequence[Result], title: str, path: Path) -> None:
+def short(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    if math.isnan(value):
+        return "n/a"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def write(rungs: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Writes it; the file's ending says in which format."""
-    draw(results, title).savefig(path, transparent=True, dpi=150)
+    draw(rungs, title).savefig(path, transparent=True, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
 
 
-def _percent(share: float | None) -> float:
-    return math.nan if share is None else 100 * share
+def main(result: Path, path: Path) -> None:
+    """Draws the first model of a result of `benchmarks/ladder.py`."""
+    found = json.loads(result.read_text(encoding="utf-8"))
+    name, climbed = next(iter(found["models"].items()))
+    where = f"{found['device']}, commit {found['commit'][:9]}"
+    title = f"{name}, {climbed['size']['num_requests']} requests, {where}: {climbed['ratio']:.0f} times in all"
+    write(climbed["rungs"], title, path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
