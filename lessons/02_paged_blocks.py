@@ -195,6 +195,10 @@ broken.symptom("teachllm_lessons.lesson_02:short_and_long")
 broken.reveal()
 
 # %% [markdown]
+# Two more to find, in files that you have read: `plant("a table gets a block more than it needs")`, with
+# `symptom("teachllm_lessons.lesson_02:blocks_of_prompts")`, and `plant("a shared block is given away with its first
+# user")`, with `symptom("teachllm_lessons.lesson_02:one_beginning_for_two")`.
+#
 # ## Measure
 #
 # The same twelve requests and the same memory, in slots and in blocks, with the pool from above (yours if it is

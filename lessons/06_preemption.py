@@ -170,6 +170,9 @@ broken.symptom("teachllm_lessons.lesson_06:three_in_a_tight_pool")
 broken.reveal()
 
 # %% [markdown]
+# Another one to find: `plant("newcomers take what a running request waits for")`, with
+# `symptom("teachllm_lessons.lesson_06:an_urgent_newcomer")`. Read who waits, and for what reason, in each step.
+#
 # ## Measure: what does giving way cost?
 #
 # The same three requests in pools of different sizes. Without preemption 262 tokens are computed: three prompts of 28

@@ -13,12 +13,22 @@ from functools import partial
 from teachllm.engine.pieces import Pieces
 from teachllm.sampling.sampler import Sampler
 from teachllm.spec_decode.ngram import NgramDrafter
-from teachllm_lessons import lesson_10
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_10 import JUDGE, PROPOSE, QUESTION, Noted, said_again, speculating, tokens_a_step
+from teachllm_lessons.lesson_10 import (
+    JUDGE,
+    PROPOSE,
+    QUESTION,
+    Noted,
+    said_again,
+    speculating,
+    tokens_a_step,
+    verification,
+    where_it_comes_from,
+)
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
+from teachllm_lessons.results import committed
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
 
@@ -100,7 +110,7 @@ watch = speculating("custom", drafter=noted)
 watch.add("A", QUESTION, 24)
 for _ in range(3):
     print(watch.step())
-lesson_10.verification(watch, noted, "A", 0)
+verification(watch, noted, "A", 0)
 
 # %% [markdown]
 # "KV" had been in the question, so what followed it there was proposed. " cache" is what the model says, too: accepted.
@@ -167,7 +177,7 @@ my_drafter
 # out is a token distributed as p, and as often as possible it should be the draft.
 
 # %%
-lesson_10.where_it_comes_from(p=[0.5, 0.25, 0.15, 0.1], q=[0.1, 0.2, 0.2, 0.5])
+where_it_comes_from(p=[0.5, 0.25, 0.15, 0.1], q=[0.1, 0.2, 0.2, 0.5])
 
 # %% [markdown]
 # The drafter draws d half of the time, and the model wants it in a tenth of cases: accept it with probability
@@ -245,15 +255,15 @@ bars(gained, "tokens a decode step")
 # adapts, with a hopeless drafter.
 
 # %%
-one, many = lesson_10.committed("speculation", "single"), lesson_10.committed("speculation", "many")
-drafters = lesson_10.committed("drafters", "test")
+(one_file, one), (many_file, many) = committed("-speculation-", "single"), committed("-speculation-", "many")
+drafters_file, drafters = committed("-drafters-", "test")
 for method, found in drafters["test"].items():
     same = f"{found['num_same_answers']} of {found['num_answers']} answers the same"
     print(f"{method}: {found['mean_length']:.2f} tokens a verification, {same}")
-print(f"({drafters['file']}: {drafters['device']}, commit {drafters['commit'][:9]}; questions never trained on)\n")
+print(f"({drafters_file.name}: {drafters['device']}, commit {drafters['commit'][:9]}; questions never trained on)\n")
 step = one["single"]["verify_step"] / one["single"]["plain"]
-print(f"8B model, one request: a step of 5 tokens takes {step:.2f} plain steps ({one['file']}, {one['device']})")
-print(f"8B model, 64 requests: {many['file']}, {many['device']}; coins of 0.8 decide what is accepted\n")
+print(f"8B model, one request: a step of 5 tokens takes {step:.2f} plain steps ({one_file.name}, {one['device']})")
+print(f"8B model, 64 requests: {many_file.name}, {many['device']}; coins of 0.8 decide what is accepted\n")
 for adaptive in (False, True):
     with speculating("custom", drafter=AlwaysWrong(), adaptive=adaptive) as watch:
         watch.add("A", QUESTION, 120)

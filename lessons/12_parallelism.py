@@ -22,10 +22,10 @@ from teachllm_lessons.lesson_12 import (
     draw_gains,
     draw_ranks,
     draw_split,
-    expert_load,
-    mixture,
+    exchanged,
     on_gpus,
     serve,
+    shared_experts,
     weight_bytes,
 )
 from teachllm_lessons.predict import predict
@@ -46,8 +46,7 @@ two.close()
 print("one process: weights of", f"{weight_bytes()[0] / 1e6:.1f} MB")
 print("two ranks:   weights of", " and ".join(f"{each / 1e6:.1f} MB" for each in weight_bytes(tensor=2)))
 print("the same tokens:", one.all_tokens == two.all_tokens)
-sent = two.trace.steps[-1]["ranks"][0]["sent"]
-print("what a rank exchanged in one step:", ", ".join(f"{calls} x {name}" for name, (calls, _) in sent.items()))
+print("what a rank exchanged in one step:", exchanged(two.trace.steps))
 
 # %% [markdown]
 # Each rank has half of the matrices (norms and tables of positions are whole at both), so a step reads half as much
@@ -118,18 +117,19 @@ draw_ranks(together[4:10])
 # stages take unequally long, and where a plan comes late.
 #
 # **Experts** are a third way, for models that have them. In each layer a router picks a few of many MLPs for each
-# token (here 2 of 8; the model is ours, upcycled). Each rank can have some experts whole, and tokens travel to them.
+# token (here 2 of 8; the model is ours, upcycled). With **expert parallelism** each rank has some experts whole, and
+# tokens travel to them. Here are two ranks with requests of their own that share the experts.
 
 # %%
-with Watch(mixture(), **SMALL) as watch:
-    load = expert_load(ask(watch))
+load, sent = shared_experts()
+print("what a rank exchanged in one step:", sent)
 draw_experts(load)
 
 # %% [markdown]
-# With **expert parallelism** over two ranks, one has experts 0 to 3, the other 4 to 7. Every layer sends each
-# token's row to the ranks that have its experts and the results back (two *all-to-alls*), and the layer takes as
-# long as the rank with the most to do. Routers do not share out fairly by themselves, and this one, which was never
-# trained, is no exception.
+# One rank has experts 0 to 3, the other 4 to 7. In each of the 6 layers a rank tells the other how many tokens are
+# coming, sends their rows, and the ids and weights of their experts, and gets the results: four *all-to-alls*. And the
+# layer takes as long as the rank with the most to do. Routers do not share out fairly by themselves, and this one,
+# which was never trained, is no exception.
 #
 # ## Predict
 #

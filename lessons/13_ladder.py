@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 13 · The ladder: where the speed comes from
 #
-# Twelve lessons, twelve ideas. Each was measured against the one before it, on a workload that shows it best. That is
-# fair to none of them. Here all climb the same ladder: **one** workload, **one** memory, a setting at a time, from
-# recomputing everything to the full engine. No rung may change a greedy token.
+# Thirteen lessons, and about as many ideas. Each was measured against the one before it, on a workload that shows it
+# best. That is fair to none of them. Here all climb the same ladder: **one** workload, **one** memory, a setting at a
+# time, from recomputing everything to the full engine. No rung may change a greedy token.
 #
 # *Needs: all that came before, or the patience to look things up. About 20 minutes.*
 
@@ -171,10 +171,11 @@ draw_ladder(
 # ahead).
 #
 # Chunked prefill costs some throughput on both: it is there for the gaps between tokens (lesson 04), which this picture
-# does not show. Speculation does not pay in a batch of this size, and a model with random weights, as the GPU's has,
-# says nothing that could be guessed; alone, with a real drafter, it pays (lesson 10). Two GPUs lose on a model that one
-# holds easily: what they exchange takes longer than what they save (lesson 12). A picture that flattered every rung
-# would be a picture of a chosen workload.
+# does not show. Speculation brings little in a batch of this size, although nearly all of its drafts are right on the
+# GPU (a model with random weights repeats itself, and look-up foresees that): with 48 requests a step has arithmetic to
+# do already. Alone, it pays (lesson 10). Codes of 8 bits halve what a step reads, and reading is not what takes the
+# time here: the model is too small. For the same reason two GPUs gain little; a model of 8B gains 1.7 times (lesson
+# 12). A picture that flattered every rung would be a picture of a chosen workload.
 #
 # **What the papers say.** vLLM's paper (Kwon et al., 2023) reports 2 to 4 times the throughput of the systems before it
 # at the same latency; Orca (Yu et al., 2022) 36.9 times that of FasterTransformer on GPT-3 175B. Each compares with

@@ -225,3 +225,27 @@ def short_and_long() -> None:
             watch.add(name, question, 14)
             watch.run()
             print(f"prompt of {len(watch.ids(question))} tokens: {watch.text(name)!r}")
+
+
+def blocks_of_prompts() -> None:
+    """How long the block tables of some prompts are."""
+    with Watch(num_gpu_blocks_override=16, max_model_len=128) as watch:
+        for num_tokens in (15, 16, 17, 32):
+            watch.add(f"{num_tokens}", [9] * num_tokens, 2)
+            watch.step()
+            blocks = len(watch.state.requests[f"{num_tokens}"].table)
+            print(f"a prompt of {num_tokens} tokens has {blocks} block{'s' if blocks > 1 else ''}")
+            watch.run()
+
+
+def one_beginning_for_two() -> None:
+    """A and B share the blocks of their prompt. A ends, C comes with a long prompt, and B goes on."""
+    with Watch(num_gpu_blocks_override=9, max_model_len=128, check_invariants=False) as watch:
+        question = "What is a block table? " + "Answer in one short sentence, please, and use plain words for it. " * 2
+        watch.add("A", question, 2)
+        watch.run(1)
+        watch.add("B", question, 14)
+        watch.run(1)
+        watch.add("C", [9] * 126, 2)
+        watch.run()
+        print(f"B: {watch.text('B')!r}")

@@ -141,6 +141,7 @@ KEY = Exercise(
         "is as good as one that does not hurry. The sum can be the same for two: something must break the tie.",
         f"`return (request.arrival_index + {PATIENCE} * request.priority, request.arrival_index)`",
     ),
+    whose="the lesson's",
 )
 
 
@@ -157,3 +158,15 @@ def three_in_a_tight_pool() -> None:
         for name, request in watch.state.requests.items():
             when = f"in step {ends[name]}" if name in ends else "never"
             print(f"{name}: preempted {request.num_preemptions} times, done {when}")
+
+
+def an_urgent_newcomer() -> None:
+    """Two requests outgrow a pool of 4 blocks, and while the one that gave way waits, an urgent one comes."""
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 4, "enable_prefix_caching": False, "max_num_seqs": 4}
+    with Watch(max_model_len=64, scheduling_policy="priority", check_invariants=False, **settings) as watch:
+        watch.add("A", [9] * 32, 6)
+        watch.add("B", [9] * 31, 8)
+        watch.step()
+        watch.add("urgent", [9] * 6, 3, priority=-1)
+        for _ in range(4):
+            print(watch.step())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 import warnings
@@ -20,7 +19,6 @@ from teachllm.spec_decode.drafter import Drafter
 from teachllm.spec_decode.ngram import NgramDrafter
 from teachllm_kernels.rejection_reference import Judge, draft_sample_reference, judge, rejection_sample_reference
 from teachllm_lessons.exercise import Exercise, Wrong, require
-from teachllm_lessons.faults import ROOT
 from teachllm_lessons.palette import BAD, GOOD, HIT, INK, LINE, PALE, ink_on
 from teachllm_lessons.picture import Picture, axes
 from teachllm_lessons.watch import Watch
@@ -429,14 +427,3 @@ def greedy_and_random() -> None:
     for index, name in enumerate("abcd"):
         print(f"token {name}: drafted {q[index]:.2f}, by the model {p[index]:.2f}; came {found[index] / num:.3f}")
     print(f"probability of being so far off by chance: {chi_square_test(found, (num * p).tolist())[2]:.2g}")
-
-
-def committed(which: str, key: str) -> dict[str, Any]:
-    """The latest result of a benchmark on a GPU that has a key."""
-    found = []
-    for path in (ROOT / "benchmarks" / "results").glob(f"*-{which}-*.json"):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if key in result:
-            found.append((path.name, result))
-    name, result = max(found, key=lambda each: each[0])
-    return result | {"file": name}

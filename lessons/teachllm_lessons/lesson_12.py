@@ -59,6 +59,12 @@ def ask(watch: Watch, count: int = len(QUESTIONS), max_tokens: int = 12, names: 
     return watch.run()
 
 
+def exchanged(steps: Sequence[Line]) -> str:
+    """What rank 0 exchanged in the last step: how often, and how."""
+    sent = steps[-1]["ranks"][0]["sent"]
+    return ", ".join(f"{calls} x {operation}" for operation, (calls, _) in sent.items())
+
+
 def weight_bytes(tensor: int = 1, pipeline: int = 1) -> list[int]:
     """Of each rank."""
     model, layout = load_model_config(EngineConfig(device="cpu"), "cpu"), Layout(tensor, pipeline)
@@ -249,10 +255,28 @@ def mixture() -> str:
     return str(out)
 
 
-def expert_load(watch: Watch) -> list[list[int]]:
-    """[layers][experts]: tokens, in all steps."""
-    loads = torch.tensor([line["expert_load"] for line in watch.trace.steps])
-    return loads.sum(dim=0).tolist()
+def shared_experts() -> tuple[list[list[int]], str]:
+    """Two replicas that share the experts of a mixture answer the questions.
+
+    Returns:
+        [layers][experts]: tokens, in all steps; what a rank exchanged in a step of decodes.
+    """
+    config = EngineConfig(
+        model=mixture(), device="cpu", num_gpu_blocks_override=48, max_model_len=256, data_parallel_size=2,
+        enable_expert_parallel=True,
+    )  # fmt: skip
+    texts: list[list[str]] = [[], []]
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
+    with closing(Engine(config, trace_sink=[lines.append for lines in texts])) as engine:
+        assert engine.tokenizer is not None
+        for name, question in zip("ABCD", QUESTIONS, strict=True):
+            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests:
+            engine.step()
+    steps = [[line for line in map(json.loads, lines) if line["event"] == "step"] for lines in texts]
+    loads = torch.tensor([step["expert_load"] for replica in steps for step in replica])
+    return loads.sum(dim=0).tolist(), exchanged(steps[0])
 
 
 def draw_experts(load: Sequence[Sequence[int]], num_ranks: int = 2) -> Picture:

@@ -9,13 +9,15 @@ from typing import Any
 from teachllm_lessons.faults import ROOT
 
 
-def committed(words: str) -> tuple[Path, dict[str, Any]]:
-    """The newest result of a benchmark whose file's name has these words.
+def committed(words: str, key: str | None = None) -> tuple[Path, dict[str, Any]]:
+    """The newest result of a benchmark whose file's name has these words, and that has a key.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    found = sorted((ROOT / "benchmarks" / "results").glob(f"*{words}*.json"))
-    if not found:
-        raise FileNotFoundError(f"no result named *{words}*.json in benchmarks/results")
-    return found[-1], json.loads(found[-1].read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "benchmarks" / "results").glob(f"*{words}*.json"), reverse=True):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if key is None or key in result:
+            return path, result
+    of_key = "" if key is None else f" with {key!r}"
+    raise FileNotFoundError(f"no result named *{words}*.json{of_key} in benchmarks/results")
