@@ -15,7 +15,11 @@ if not os.path.exists("/dev/nvidiactl"):
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import ready_children
 from tests.thorough import times
+
+if sys.platform == "linux":
+    ready_children.install()
 
 settings.register_profile(
     "teachllm",
@@ -44,6 +48,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from tests.kernels.quick_interpreter import quicken
 
         quicken()
+    if "tests.processes" in sys.modules:  # where a test counts what is open
+        ready_children.start_nursery()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,0 +1,40 @@
+"""A process that is forked when it is asked for is as one that was started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from teachllm.worker.processes import child
+from tests.processes import children, is_gone
+from tests.ready_children import ReadyChild
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+def test_it_is_a_child_with_what_it_was_given_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHLLM_CACHE", "elsewhere")
+    given, other = os.pipe(), os.pipe()
+    process = child.start_child("teachllm.worker.processes.worker_process", "word", pass_fds=[given[0]])
+    assert isinstance(process, ReadyChild) and process.poll() is None
+    assert children(os.getpid()) == [process.pid]
+    assert os.getsid(process.pid) == process.pid
+    opened = Path(f"/proc/{process.pid}/fd")
+    assert {int(each.name) for each in opened.iterdir()} == {0, 1, 2, given[0]}
+    assert (opened / str(given[0])).readlink() == Path(f"/proc/self/fd/{given[0]}").readlink()
+    assert (opened / "1").readlink() == (opened / "2").readlink() == Path("/proc/self/fd/2").readlink()
+    process.kill()
+    assert process.wait(30) == -9
+    assert is_gone(process.pid) and not children(os.getpid())
+    for descriptor in (*given, *other):
+        os.close(descriptor)
+
+
+def test_its_input_ends_when_this_process_closes_it() -> None:
+    process = child.start_child("teachllm.worker.processes.worker_process")
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(30) == 1  # there was nothing to load
