@@ -9,11 +9,15 @@ broken.reveal()                                             # the line, and what
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
+import importlib
+import io
 import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +52,7 @@ class Broken:
         Args:
             scenario: "module:function"; the function takes nothing and prints.
         """
-        whole = _run(ROOT, scenario)
+        whole = _run_here(scenario)
         with tempfile.TemporaryDirectory() as name:
             folder = self._planted(Path(name))
             broken = _run(folder, scenario)
@@ -98,8 +102,17 @@ def plant(name: str) -> Broken:
     return Broken(next(fault for fault in FAULTS if fault.name == name))
 
 
+def _run_here(scenario: str) -> str:
+    """What a scenario prints."""
+    module, _, name = scenario.partition(":")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="ignore"):
+        getattr(importlib.import_module(module), name)()
+    return printed.getvalue().rstrip()
+
+
 def _run(folder: Path, scenario: str) -> str:
-    """What a scenario prints, with the project that lies in a folder."""
+    """What a scenario prints in a process of its own, with the project that lies in a folder."""
     paths = [str(folder), *(str(folder / wing) for wing in ("kernels", "cli", "webui", "lessons"))]
     ran = subprocess.run(
         [sys.executable, "-B", "-W", "ignore", "-c", _RUN, scenario],

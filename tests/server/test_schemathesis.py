@@ -108,7 +108,7 @@ def schema(server: Server) -> Any:
 
 
 def num_cases(label: str) -> int:
-    return CASES[label] // times(2, 1)
+    return CASES[label] // times(3, 1)
 
 
 def test_there_are_two_thousand_cases_and_no_operation_without_any(schema: Any) -> None:
@@ -153,7 +153,7 @@ def test_an_operation_answers_as_its_schema_says(server: Server, schema: Any, la
         random(given(case=st.one_of(strategies))(judge))()
     assert statuses.total() >= num_cases(label), statuses
     if label in GENERATES:
-        assert statuses[200] >= times(75, 150), "too few requests reached the engine to tell anything"
+        assert statuses[200] >= times(50, 150), "too few requests reached the engine to tell anything"
     nothing_is_left(server)
     assert greedy(server) == before
 

@@ -13,8 +13,9 @@ from teachllm.quantization.making import compare
 from teachllm.quantization.making.compare import Decoding, Scores, divergences
 from teachllm.quantization.making.quantize import quantize_model
 from teachllm.quantization.making.recipe import Recipe
+from tests.thorough import times
 
-EVERY = 4  # documents
+EVERY = times(8, 4)  # documents
 FEW = {"num_samples": 32, "seq_len": 256}
 
 Measure = Callable[[Recipe | None], Scores]
