@@ -153,8 +153,9 @@ for name, each in ({"teachlm, float32": kv_bytes(6, 4, 64, 4)} | per_token).item
 #
 # ## Predict
 #
-# The engine that runs here has about seven million weights in float32, and 12 KiB of K and V a token. **How many
-# tokens does the cache hold when it is as large as the model?** Within a tenth will do.
+# The engine that runs here keeps about eight million numbers in float32 (seven million weights, and the embedding a
+# second time, as the output head), and 12 KiB of K and V a token. **How many tokens does the cache hold when it is as
+# large as the model?** Within a tenth will do.
 
 # %%
 yours = None

@@ -183,7 +183,7 @@ checked
 # One line of the engine has been changed, in a copy. A short question and a longer one:
 
 # %%
-broken = plant("a slot is counted from the sequence's start")
+broken = plant("a block that is counted one token too short")
 broken.symptom("teachllm_lessons.lesson_02:short_and_long")
 
 # %% [markdown]
@@ -232,7 +232,8 @@ bars(wasted, "waste, % of the memory held by these requests")
 # %% [markdown]
 # Why not blocks of one token, then? Each block is an entry in a table, a step in a kernel's walk, and one thing more
 # to hash and hand out; and a kernel reads long runs better than scattered tokens. The share that is wasted falls
-# with the length, too: above, 2 % for the three requests. 16 is where the waste no longer matters.
+# with the length, too: it is 12 % here, where sequences are short, and 2 % for the three longer requests above. From 16
+# on, smaller blocks save little that long sequences would notice.
 #
 # **What the paper says.** "Efficient Memory Management for Large Language Model Serving with PagedAttention" (Kwon
 # et al., SOSP 2023) finds that in the systems of its time 20.4 to 38.2 % of KV memory held tokens, and reports 2 to

@@ -179,7 +179,7 @@ broken.symptom("teachllm_lessons.lesson_03:two_ways")
 # %% [markdown]
 # No answer changes, and one of the two even became faster. A bug in the *baseline* is the one that nobody looks for:
 # whoever compares with it learns that continuous batching brings nothing. Which of the two lines is wrong, and where
-# would you look? `broken.guess("teachllm/core/policy.py")`, then a function.
+# would you look? `broken.guess("teachllm/core/scheduler.py")`, then a better file, then a function.
 
 # %%
 broken.reveal()

@@ -145,7 +145,7 @@ broken.symptom("teachllm_lessons.lesson_04:who_waits")
 
 # %% [markdown]
 # All words are right, and tests that compare words pass. But those who were answering got nothing while the prompt was
-# computed. Where would you look? `broken.guess("teachllm/core/scheduler.py")`, then a function.
+# computed. Where would you look? `broken.guess("teachllm/core/policy.py")`, then a better file, then a function.
 
 # %%
 broken.reveal()

@@ -164,8 +164,8 @@ broken.symptom("teachllm_lessons.lesson_05:two_beginnings")
 
 # %% [markdown]
 # C found more than it should have found, and its answer changed: it read K and V that were computed behind another
-# beginning. Nothing crashed. Where would you look? Guess a file, then a
-# function: `broken.guess("teachllm/core/block_pool.py")`. Then look.
+# beginning. Nothing crashed, and who reads only the second answer finds nothing wrong with it. Where would you look?
+# Guess a file, then a function: `broken.guess("teachllm/core/block_pool.py")`. Then look.
 
 # %%
 broken.reveal()

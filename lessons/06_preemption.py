@@ -129,8 +129,8 @@ for policy in (FirstComeFirstServed(), Priority()):
 
 # %% [markdown]
 # Had more urgent ones come, it would still wait. Write `key`: a step of priority is worth **8 arrivals**. An urgent
-# request may overtake a patient one that came up to 8 arrivals earlier for each step between their priorities; who has
-# waited longer than that is overtaken by nobody any more. `request.arrival_index` counts up; a smaller key goes first;
+# request may overtake a patient one that came fewer than 8 arrivals earlier for each step between their priorities; from
+# 8 on the patient one is overtaken by nobody any more. `request.arrival_index` counts up; a smaller key goes first;
 # no two requests may have the same key, and a key must not change while its request is under way.
 #
 # Stuck? `KEY.hint(1)`.
@@ -164,7 +164,7 @@ broken.symptom("teachllm_lessons.lesson_06:three_in_a_tight_pool")
 # %% [markdown]
 # Everybody is served in both cases, and no word differs. But look who pays: the request that came first, and has most
 # to compute again. Under load this never ends: whoever is nearly done is thrown back. Where would you look?
-# `broken.guess("teachllm/core/scheduler.py")`, then a function.
+# `broken.guess("teachllm/core/policy.py")`, then a better file, then a function.
 
 # %%
 broken.reveal()

@@ -3,7 +3,8 @@
 #
 # Lesson 07 turned logits into a token. What takes the time comes before that: attention, the one part of a step that
 # grows with every token of a sequence. Written as in a textbook it moves far more bytes than the cache holds. Here
-# you write the inner loop of a GPU kernel that moves each of them once, and the engine decodes with it.
+# you write the inner loop of a GPU *kernel* (a function that the GPU runs in many copies at once, called *programs*)
+# that moves each of them once, and the engine decodes with it.
 #
 # *Needs: 01 (attention, the cache), 02 (block tables). About 30 minutes. No GPU is needed: Triton's interpreter runs
 # kernels in Python, thousands of times slower and with the same results.*
@@ -124,8 +125,9 @@ draw_tiles(one.scores[6], 32, one.blocks)
 # > with a few more multiplications. It moves fewer bytes.
 #
 # A long sequence would be one program's work while the rest of the GPU waits. So its keys are cut into **splits**, one
-# program each (flash-decoding), and each leaves a pair: its result v and the log-sum-exp s of its scores. Two pairs
-# become one, in any order and any grouping:
+# program each (flash-decoding), and each leaves a pair: its result v, and s = log Σ exp(score), the *log-sum-exp* of
+# its scores, which says how much weight stands behind v. Two pairs become one, in any order and any grouping. (Here in
+# the natural base, as in the picture above: the same rule, with e in place of 2.)
 
 
 # %%
@@ -191,6 +193,7 @@ print(f"in the last tile for {in_last} of {len(heads)} heads")
 #
 # `scores` [rows, keys] are in base 2 and -inf where nobody may look; `v` is [keys, D]; `largest` and `total` are
 # [rows], `acc` is [rows, D]. Return the three as they are after this tile. At first `largest` is -inf, the others 0.
+# A whole row of a tile may be -inf, even of the first one: `total` and `acc` stay as they were, and nothing may be NaN.
 # You need `tl.maximum`, `tl.max(x, axis=1)`, `tl.sum(x, axis=1)`, `tl.exp2`, `tl.where`, `tl.dot`, and `x[:, None]`.
 #
 # Stuck? `UPDATE.hint(1)`, then 2, then 3.

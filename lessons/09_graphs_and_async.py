@@ -34,8 +34,8 @@ plain.draw()
 # While the host updates, plans and launches, the device has nothing to do. The smaller the model or the faster the
 # card, the larger that share.
 #
-# > **Myth: twice as fast a GPU gives twice as many tokens.** It halves the blue bars. The gaps between them are the
-# > host's, and stay.
+# > **Myth: twice as fast a GPU gives twice as many tokens.** It halves the device's bars. The gaps between them are
+# > the host's, and stay.
 #
 # There is a second gap, inside of a step. How many launches does one need? On the CPU, PyTorch's operators can be
 # counted, and timed on one that computes next to nothing:
@@ -131,9 +131,9 @@ print(watch.step())
 pool
 
 # %% [markdown]
-# A is gone, and its two blocks are *pinned* until the last plan that names them has come back; then they are free. The
-# token of that plan is thrown away: step 5 says nothing. That is the price of running ahead: a request whose end cannot
-# be foreseen computes one token in vain.
+# A is gone, and its two blocks are *pinned* until the last plan that names them has come back. Then they are given back:
+# the full one stays findable (cached), the other one is free. The token of that plan is thrown away: step 5 says
+# nothing. That is the price of running ahead: a request whose end cannot be foreseen computes one token in vain.
 #
 # ## Predict
 #

@@ -211,7 +211,8 @@ broken.symptom("teachllm_lessons.lesson_10:greedy_and_random")
 # %% [markdown]
 # Greedy shows nothing: a draft is the best token or it is not, and the rule is not asked. The draws are off, in all
 # four tokens. Which come too often, those that the drafter likes or those that it does not? Is it the acceptance, or
-# what comes after a rejection? Guess with `broken.guess("rejection_reference.py", "...")`, then look.
+# what comes after a rejection? Guess with `broken.guess("teachllm/spec_decode/ngram.py")`, then
+# look.
 
 # %%
 broken.reveal()

@@ -87,6 +87,7 @@ from teachllm.quantization.codes import GroupedCodes
 show(
     GroupedCodes.dequantize,
     {
+        "if self.is_e2m1": "floats of 4 bits have a fixed table of numbers in place of even steps: skip these lines",
         "1 << (self.bits - 1)": "symmetric: the zero is the middle code, not stored; else each group has one",
         "self._of_inputs(self.scales": "a number is (code - zero) * scale: all there is to it",
     },
@@ -97,7 +98,7 @@ show(
 draw_grids("model.layers.1.mlp.down_proj", 178, first=0, count=16, bits=4)
 
 # %% [markdown]
-# The row has one weight of 0.99, eleven times as large as its spread. All others pay for this **outlier**: with a
+# The row has one weight of 0.99, eleven times its standard deviation. All others pay for this **outlier**: with a
 # scale for the matrix they use 3 of 16 codes. In a small group it harms only its neighbours. A scale of 16 bits for
 # each 128 weights adds an eighth of a bit to each.
 #
@@ -117,7 +118,8 @@ both.run().sure()
 # The same words, from 2 bits. Yet at token 8, the ninth, the coarse model hesitates. Greedy words hide most of the
 # loss: as long as the likeliest token stays the likeliest, nothing shows. What moves is the probabilities. That is
 # why quantizers are not compared by answers but by perplexity, or better by the **KL divergence**: how far all
-# next-token probabilities have moved from the plain model's, in nats a token.
+# next-token probabilities have moved from the plain model's, in nats a token (a *nat* is the unit of natural
+# logarithms: 0.01 of it is a factor of e^0.01, one percent, in a token's probability).
 #
 # > **Myth: a 4-bit model computes in 4 bits.** With *weight-only* codes (W4A16) each code becomes a 16-bit number again
 # > in the multiplying kernel's registers. It saves reading, and no arithmetic at all.
@@ -146,7 +148,8 @@ predict("Percent that is left:", yours, left, " %", within=0.1)
 # Write `quantize`. It is given a weight `[out, in]` of float32, the number of bits, and the size of a group: so many
 # neighbouring inputs of one output. It returns `codes` `[out, in]` (whole numbers from 0 to 2^bits - 1), `scales`
 # `[out, in / group_size]`, and `zeros` of the same shape, whole numbers in the same range. `(code - zero) * scale`
-# must be within half a step of each weight, and 0.0 must stay exactly 0.0.
+# must be within half a step of each weight, where a *step* is the range of the group, stretched to include 0.0, over
+# 2^bits - 1; and 0.0 must stay exactly 0.0. Scales are above 0, also those of a group of zeros.
 #
 # Stuck? `QUANTIZE.hint(1)`, then 2, then 3.
 
@@ -178,8 +181,9 @@ broken.symptom("teachllm_lessons.lesson_11:three_packings")
 broken.reveal()
 
 # %% [markdown]
-# The first GPTQ format stores each zero less one; who forgets it, or does it twice, gets this. AutoRound writes its
-# zeros the same way, and the same class reads them.
+# The first GPTQ format stores each zero less one. GPTQ's own files get it back on the packed word, before it is
+# unpacked (`adds_to_words`), and are unharmed. AutoRound's files are read by the same class, which gives each zero its
+# one back by itself: that is the line.
 #
 # ## Measure: bits against loss
 #

@@ -43,8 +43,8 @@ SMALL = {"num_gpu_blocks_override": 48, "max_model_len": 256}
 one = ask(Watch(**SMALL))
 two = ask(Watch(**SMALL, tensor_parallel_size=2))
 two.close()
-print("one process: weights of", f"{weight_bytes()[0] / 1e6:.1f} MB")
-print("two ranks:   weights of", " and ".join(f"{each / 1e6:.1f} MB" for each in weight_bytes(tensor=2)))
+print("one process: weights and tables of", f"{weight_bytes()[0] / 1e6:.1f} MB")
+print("two ranks:   weights and tables of", " and ".join(f"{each / 1e6:.1f} MB" for each in weight_bytes(tensor=2)))
 print("the same tokens:", one.all_tokens == two.all_tokens)
 print("what a rank exchanged in one step:", exchanged(two.trace.steps))
 
@@ -148,7 +148,8 @@ print("a pipeline's first stage would send:", step_bytes(Layout(pipeline=2).plac
 predict("Bytes that a rank sends:", yours, counted, " bytes", within=0.02)
 
 # %% [markdown]
-# Against 18 MB of weights that the same rank reads in that step this is nothing. What costs is not the bytes: it is
+# Against the 14 MB of weights that the same rank reads in that step (of the 18 MB above it does not read the tables of
+# positions, nor most of the embedding) this is nothing. What costs is not the bytes: it is
 # 14 times waiting for each other. A stage sends a thirteenth of it, once, so stages may stand far apart, even in
 # different machines, while tensor-parallel ranks belong onto the fastest link there is.
 #

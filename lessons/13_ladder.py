@@ -3,7 +3,8 @@
 #
 # Thirteen lessons, and about as many ideas. Each was measured against the one before it, on a workload that shows it
 # best. That is fair to none of them. Here all climb the same ladder: **one** workload, **one** memory, a setting at a
-# time, from recomputing everything to the full engine. No rung may change a greedy token.
+# time, from recomputing everything to the full engine. No rung but *8-bit weights* (grey in the pictures) may change a
+# greedy token.
 #
 # *Needs: all that came before, or the patience to look things up. About 20 minutes.*
 
@@ -141,7 +142,7 @@ broken.symptom("teachllm_lessons.lesson_13:which_rung")
 
 # %% [markdown]
 # Bisecting by configuration: one rung does not survive it, and all others hold. Where would you look? For instance
-# `broken.guess("teachllm/core/in_flight.py")`.
+# `broken.guess("teachllm/core/drafts.py")`.
 
 # %%
 broken.reveal()

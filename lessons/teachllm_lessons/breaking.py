@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,12 +61,18 @@ class Broken:
 
     def guess(self, path: str, function: str | None = None) -> Said:
         """Whether the fault is in that file, or in that function of it."""
-        if not self.fault.path.endswith(path):
+        ends = "/" + path.removeprefix("./").lstrip("/")
+        if not any(f"/{each}".endswith(ends) for each in _files()):
+            return Said(f"? There is no `{path}` here.")
+        if not f"/{self.fault.path}".endswith(ends):
             return Said(f"✗ Not in `{path}`: nothing is changed there.")
         place = self._function()
-        if function is None or function == place:
-            return Said(f"✓ It is in `{self.fault.path}`" + (f", in `{place}`." if function else ". Which function?"))
-        return Said(f"The file is right. `{function}` is as it should be.")
+        asked = None if function is None else function.removesuffix("()").rpartition(".")[2]
+        if asked in (None, place):
+            return Said(f"✓ It is in `{self.fault.path}`" + (f", in `{place}`." if asked else ". Which function?"))
+        if f"def {asked}(" not in (ROOT / self.fault.path).read_text(encoding="utf-8"):
+            return Said(f"? The file is right. There is no `{function}` in it.")
+        return Said(f"The file is right. `{asked}` is as it should be.")
 
     def reveal(self) -> Said:
         """The changed lines, and the words of the test that notices."""
@@ -100,6 +107,13 @@ class Broken:
 def plant(name: str) -> Broken:
     """The engine with the fault of this name, see `faults.py`."""
     return Broken(next(fault for fault in FAULTS if fault.name == name))
+
+
+def _files() -> Iterator[str]:
+    """Those that a fault may be in."""
+    for wing in ("teachllm", "kernels"):
+        for path in (ROOT / wing).rglob("*.py"):
+            yield path.relative_to(ROOT).as_posix()
 
 
 def _run_here(scenario: str) -> str:

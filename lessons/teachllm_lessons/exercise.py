@@ -117,7 +117,8 @@ def check(exercise: Exercise, piece: Any, seconds: float = SECONDS) -> Checked:
         _, cases, said = _judge(exercise, exercise.reference, seconds)
         message = f"is not written yet, so {exercise.whose} own takes its place: it holds in {cases} cases. {said}"
         return Checked(exercise, exercise.reference, False, False, message)
-    message = f"{said}\n\nThe engine goes on with its own piece. `{exercise.name.upper()}.hint(1)` may help."
+    hint = f"`{exercise.name.upper()}.hint(1)` may help."
+    message = f"{said}\n\nThe notebook goes on with {exercise.whose} own piece. {hint}"
     return Checked(exercise, exercise.reference, False, True, message)
 
 

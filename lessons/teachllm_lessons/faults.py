@@ -77,7 +77,7 @@ FAULTS = (
     ),
     Fault(
         "02",
-        "a slot is counted from the sequence's start",
+        "a block that is counted one token too short",
         "teachllm/worker/input_batch.py",
         "slots = blocks.astype(np.int64) * self.block_size + positions % self.block_size",
         "slots = blocks.astype(np.int64) * self.block_size + positions % (self.block_size - 1)",

@@ -170,7 +170,12 @@ def page() -> str:
     rows = []
     for lesson in LESSONS:
         name = lesson.name[3:].replace("_", " ")
-        sources = "<br>".join(f"[`{source.rpartition('/')[2]}`](../{source})" for source in lesson.sources)
+        names = [source.rpartition("/")[2] for source in lesson.sources]
+        labels = [
+            file if names.count(file) == 1 else "/".join(source.split("/")[-2:])
+            for file, source in zip(names, lesson.sources, strict=True)
+        ]
+        sources = "<br>".join(f"[`{label}`](../{source})" for label, source in zip(labels, lesson.sources, strict=True))
         papers = "<br>".join(lesson.papers)
         link = f"[{lesson.number} {name}]({lesson.name}.ipynb)"
         rows.append(f"| {link} | {lesson.concept} | {lesson.question} | {sources} | {papers} |")

@@ -90,13 +90,10 @@ HASH_BLOCK = Exercise(
 
 def two_beginnings() -> None:
     """The second block of A behind the first block of B."""
-    please = (
-        " Say it in one short sentence, in plain words, for somebody who has never heard of it, and say what it is "
-    )
-    please += "good for, please."
+    please = " Please tell me. Please do tell me, in one short sentence and in plain words."
     with Watch(num_gpu_blocks_override=48, max_model_len=128, enable_prefix_caching=True) as watch:
-        a = watch.ids("Why are keys and values kept in a cache at all?" + please)
-        b = watch.ids("Why is a long prompt cut into chunks at all?")
+        a = watch.ids("What is a draft model?" + please)
+        b = watch.ids("What is a logit?" + please)
         for name, prompt in (("A", a), ("B", b), ("C", b[:16] + a[16:])):
             watch.add(name, prompt, 14)
             watch.run()

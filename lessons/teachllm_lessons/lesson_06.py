@@ -79,7 +79,8 @@ def contract_key(piece: KeyOf) -> int:
                 f"{PATIENCE} arrivals, so it would still be overtaken",
             )
             cases += 1
-        for gap in (PATIENCE * levels + 1, 10_000):
+        for gap in (PATIENCE * levels, PATIENCE * levels + 1, 10_000):
+            _require_an_order(piece, 0, levels, gap, 0)
             require(
                 piece(request_at(gap, 0)) > piece(request_at(0, levels)),
                 f"starves: arrival 0 of priority {levels} is still overtaken by arrival {gap} of priority 0, and so by "
@@ -90,12 +91,16 @@ def contract_key(piece: KeyOf) -> int:
     for gap in range(1, 40):
         for first_level in range(3):
             for second_level in range(3):
-                found = piece(request_at(0, first_level))
-                both = f"arrival 0 of priority {first_level} and arrival {gap} of priority {second_level}"
-                is_own = found != piece(request_at(gap, second_level))
-                require(is_own, f"gives {both} the same key {found}: no order between them")
+                _require_an_order(piece, 0, first_level, gap, second_level)
                 cases += 1
     return cases
+
+
+def _require_an_order(piece: KeyOf, first: int, first_level: int, second: int, second_level: int) -> None:
+    found = piece(request_at(first, first_level))
+    both = f"arrival {first} of priority {first_level} and arrival {second} of priority {second_level}"
+    is_own = found != piece(request_at(second, second_level))
+    require(is_own, f"gives {both} the same key {found}: no order between them")
 
 
 def overtaken(pieces: Pieces, num_urgent: int = 24) -> int:

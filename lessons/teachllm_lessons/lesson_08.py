@@ -321,9 +321,9 @@ def draw_tiles(scores: torch.Tensor, tile: int, blocks: Sequence[int]) -> Pictur
     for place, block in enumerate(blocks):
         at, below = min(16 * place + 7.5, len(scores)), both[0].get_xaxis_transform()
         both[0].text(at, -0.03, str(block), ha="center", va="top", fontsize=7, color=INK, transform=below)
-    both[0].set_ylabel("score")
+    both[0].set_ylabel("score (base e)")
     both[0].set_title("red: the largest so far; below: physical blocks", fontsize=9, color=INK, loc="left")
-    both[1].set_ylabel("total")
+    both[1].set_ylabel("total, relative to\nthe largest")
     both[1].set_xlabel("key")
     both[1].margins(y=0.35)
     return Picture(figure, "; ".join(told))

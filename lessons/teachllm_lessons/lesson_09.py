@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Turn = Callable[[Any], Any]
 ONE_BY_ONE = StepCosts(decode_layer=StepCosts().prompt_layer)  # decodes launch their kernels like prompts: no graph
-_SCHEDULE, _LAUNCH, _UPDATE, _DEVICE = color(0), color(1), color(2), color(4)
+_SCHEDULE, _LAUNCH, _UPDATE, _DEVICE = color(3), color(1), color(2), color(4)
 
 
 @dataclass
@@ -363,7 +363,7 @@ class LateWrites(ReferenceBackend):
         return super().attend(q, k, v, kv_cache, metadata, settings, out)
 
 
-STOPS_AT = 829  # the ninth token of the answer, " of"
+STOPS_AT = 829  # the ninth token of the answer, " values"
 
 
 def ends_and_begins() -> None:

@@ -326,6 +326,8 @@ def _judged(
         f"for {len(tokens)} rows of {len(p[0])} tokens judge gives shapes {list(accepted.shape)} and "
         f"{list(rest.shape)}: give [{len(tokens)}, 1] and [{len(tokens)}, {len(p[0])}]",
     )
+    says = "what a rejection draws from is not a number in some row: where p equals q, p - q adds up to 0"
+    require(not rest.isnan().any(), says)
     return [bool(each) for each in accepted[:, 0]], rest.tolist()
 
 
@@ -404,7 +406,7 @@ JUDGE = Exercise(
         "Look at the picture of p and q. Where the drafter drafts too often, only the part of the drafts that p allows "
         "may stay. What is missing elsewhere is exactly what the rejected ones must be turned into.",
         "Accepted is `coin < p(token) / q(token)`; `p.gather(1, token)` has the model's probability of each row's "
-        "draft. What is left is `p - q` where that is positive, 0 elsewhere, divided by its sum.",
+        "draft. What is left is `p - q` where that is positive, 0 elsewhere, divided by its sum; or p, if that is 0.",
         "`accepted = coin * q.gather(1, token) < p.gather(1, token)`; `rest = (p - q).clamp(min=0)`; return accepted "
         "and `rest / rest.sum(dim=1, keepdim=True)`. Where p equals q that sum is 0 and nothing is rejected, but a "
         "tensor has all rows: `torch.where(total > 0, rest / total, p)`.",

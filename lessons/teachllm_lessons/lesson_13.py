@@ -167,6 +167,6 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], title: str) -> Picture:
         ax.set_xlabel(label)
         ax.margins(x=0.25)
     both[0].invert_yaxis()
-    figure.suptitle(title, color=INK, fontsize=10)
+    figure.suptitle(title + ("\ngrey: may change tokens" if OTHER_BAR in colors else ""), color=INK, fontsize=10)
     said = ", ".join(f"{name} {short(rate)} tokens/s" for name, rate in zip(names, rates, strict=True))
     return Picture(figure, f"{title}: {said}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from teachllm_lessons.picture import short
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -42,4 +44,4 @@ def predict(question: str, said: float | None, found: float, unit: str = "", *, 
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
+    return f"{value:,}" if isinstance(value, int) else short(value)

@@ -1,6 +1,6 @@
 """The ladder as a picture: what each rung gains, and what the one before it wasted.
 
-    python -m teachllm.bench.ladder_plot benchmarks/results/...-ladder-....json docs/ladder.svg
+python -m teachllm.bench.ladder_plot benchmarks/results/...-ladder-....json docs/ladder.svg
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def short(value: float) -> str:
 
 def write(rungs: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Writes it; the file's ending says in which format."""
-    draw(rungs, title).savefig(path, transparent=True, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
+    draw(rungs, title).savefig(
+        path, transparent=True, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {}
+    )
 
 
 def main(result: Path, path: Path) -> None:

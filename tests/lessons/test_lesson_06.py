@@ -25,7 +25,7 @@ def test_a_key_with_patience_is_right() -> None:
 @pytest.mark.parametrize(
     ("piece", "words"),
     [
-        (Priority().key, "starves: arrival 0 of priority 1 is still overtaken by arrival 9 of priority 0"),
+        (Priority().key, "starves: arrival 0 of priority 1 is still overtaken by arrival 8 of priority 0"),
         (FirstComeFirstServed().key, "lets arrival 0 of priority 1 go before arrival 1 of priority 0"),
         (lambda request: (request.arrival_index + 8 * request.priority,), "the same key .*: no order between them"),
         (lambda request: (-request.arrival_index,), "puts arrival 1 before arrival 0, of the same priority"),

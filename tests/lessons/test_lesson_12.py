@@ -14,6 +14,7 @@ from teachllm_lessons.lesson_12 import (
     on_gpus,
     one_and_two_ranks,
     serve,
+    shared_experts,
     weight_bytes,
 )
 from tests.lessons.wrong_answers import accepted, rejected
@@ -88,3 +89,10 @@ def test_what_two_gpus_gain_is_found() -> None:
     assert ways.keys() >= {"one", "tp2", "pp2", "dp2"}
     assert "commit" in source
     assert "tensor parallel 2, one request, a token: 1." in draw_gains(ways).says
+
+
+def test_two_replicas_that_share_experts_exchange_four_times_a_layer() -> None:
+    load, sent = shared_experts()
+    assert sent == "24 x all_to_all"
+    assert [len(layer) for layer in load] == [8] * 6
+    assert len({sum(layer) for layer in load}) == 1  # each layer's router picks as many for each token

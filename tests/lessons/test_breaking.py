@@ -1,0 +1,37 @@
+"""A planted fault shows in the scenario that its lesson names, and is found by who looks for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from teachllm_lessons.breaking import plant
+
+SCENARIOS = {  # those that notebooks name and do not run
+    "half a character is shown": "lesson_00:a_stream",
+    "a table gets a block more than it needs": "lesson_02:blocks_of_prompts",
+    "a shared block is given away with its first user": "lesson_02:one_beginning_for_two",
+    "newcomers take what a running request waits for": "lesson_06:an_urgent_newcomer",
+    "tiles added up without rescaling": "lesson_08:rising_scores",
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_shows_the_fault(name: str) -> None:
+    said = plant(name).symptom(f"teachllm_lessons.{SCENARIOS[name]}").text
+    whole, broken = said.split("With the fault:")
+    assert whole.count("```") == broken.count("```") == 2
+    assert whole.split("```")[1].strip() != broken.split("```")[1].strip() != ""
+
+
+def test_a_guess_is_judged_file_by_file_and_function_by_function() -> None:
+    broken = plant("the first to arrive gives way")
+    assert broken.guess("teachllm/core/block_pool.py").text.startswith("✗ Not in")
+    assert broken.guess("teachllm/core/scheduler.py").text == "✓ It is in `teachllm/core/scheduler.py`. Which function?"
+    assert broken.guess("scheduler.py", "_preempt").text == "The file is right. `_preempt` is as it should be."
+    assert broken.guess("scheduler.py", "_make_room").text.startswith("✓ It is in `teachllm/core/scheduler.py`, in")
+
+
+def test_what_is_revealed_is_the_line_and_the_words_of_the_test_that_notices() -> None:
+    said = plant("the first to arrive gives way").reveal().text
+    assert "- " in said and "+ " in said and "min(self.running, key=self.policy.key)" in said
+    assert "::test_the_last_to_arrive_is_preempted" in said and "fails: `AssertionError: assert ['a'] == ['b']`" in said
