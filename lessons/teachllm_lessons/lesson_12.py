@@ -292,7 +292,8 @@ def draw_experts(load: Sequence[Sequence[int]], num_ranks: int = 2) -> Picture:
             share = 0.12 + 0.88 * tokens / largest
             box = Rectangle((expert + 0.04, 0.06 - layer), 0.92, 0.88, facecolor=(*color(rank), share))
             ax.add_patch(box)
-            ax.text(expert + 0.5, 0.5 - layer, str(tokens), ha="center", va="center", fontsize=8, color=INK)
+            ink = ink_on(color(rank)) if share > 0.6 else INK
+            ax.text(expert + 0.5, 0.5 - layer, str(tokens), ha="center", va="center", fontsize=8, color=ink)
     ax.axvline(count / num_ranks, color=INK, linewidth=1.5)
     ax.set_xlim(0, count)
     ax.set_ylim(1 - len(load) - 0.05, 1.05)
