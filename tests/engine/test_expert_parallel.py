@@ -90,8 +90,12 @@ def test_greedy_tokens_are_those_of_one_process(expected: tuple[str, list[list[l
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Callable[[], list[Trace]]]]:
     folder = tmp_path_factory.mktemp("traces")
     config = EngineConfig(**tiny("qwen3_moe", **SHARED, trace_path=str(folder / "run.jsonl")))
+    paths = [folder / f"run-{replica}.jsonl" for replica in range(2)]
     with closing(Engine(config)) as engine:
-        yield engine, lambda: [read_trace(folder / f"run-{replica}.jsonl") for replica in range(2)]
+        wait_for(
+            lambda: all("\n" in path.read_text() for path in paths)
+        )  # written by a thread
+        yield engine, lambda: [read_trace(path) for path in paths]
 
 
 def test_an_idle_replica_takes_empty_steps_and_then_all_rest(
