@@ -35,7 +35,6 @@ _MOST_DESCRIPTORS = 64
 _lock = threading.Lock()
 _nursery: list[tuple[int, socket.socket]] = []  # its pid, and the wire to it
 
-_prctl = ctypes.CDLL(None).prctl
 start_fresh_child = child.start_child
 
 
@@ -59,17 +58,12 @@ def start_nursery() -> None:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.ready_children", str(its.fileno())],
             stdin=subprocess.DEVNULL,
-            env=_environment({}),
+            env=child.child_environment(),
             pass_fds=[its.fileno()],
             start_new_session=True,
         )
     _nursery.append((process.pid, ours))
     atexit.register(ours.close)
-
-
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return child._CACHE_SIZES | dict(os.environ) | {"PYTHONPATH": path} | dict(more)
 
 
 def start_ready_child(
@@ -81,17 +75,17 @@ def start_ready_child(
     start_nursery()
     read, write = os.pipe()
     asked = {"module": module, "arguments": arguments, "cwd": os.getcwd(), "to": list(pass_fds)}
-    message = json.dumps(asked | {"environment": _environment(environment or {})}).encode()
+    message = json.dumps(asked | {"environment": child.child_environment(environment)}).encode()
     with _lock:
         wire = _nursery[0][1]
-        _prctl(_SUBREAPER, 1, 0, 0, 0)
+        _prctl(_SUBREAPER, 1)
         try:
             descriptors = array.array("i", [read, 2, *pass_fds])
             wire.sendmsg([struct.pack("I", len(message))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
             wire.sendall(message)
             (pid,) = struct.unpack("I", wire.recv(4, socket.MSG_WAITALL))
         finally:
-            _prctl(_SUBREAPER, 0, 0, 0, 0)
+            _prctl(_SUBREAPER, 0)
             os.close(read)
     return ReadyChild(pid, [sys.executable, "-m", module, *arguments], write)
 
@@ -101,9 +95,14 @@ def install() -> None:
     child.start_child = start_ready_child
 
 
+def _prctl(option: int, argument: int | bytes) -> None:
+    """Linux's; looked up when it is called, since elsewhere this file is only imported."""
+    ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
+
+
 def _serve(wire: socket.socket) -> dict[str, Any]:
     """Forks until this is a fork: returns what it was asked for."""
-    _prctl(_SET_NAME, NURSERY.encode(), 0, 0, 0)
+    _prctl(_SET_NAME, NURSERY.encode())
     while True:
         size, ancillary, *_ = wire.recvmsg(4, socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS))
         if not size:
@@ -122,7 +121,7 @@ def _serve(wire: socket.socket) -> dict[str, Any]:
                 os._exit(0)
             asked = json.loads(message)
             wire.detach()
-            _prctl(_SET_NAME, b"python", 0, 0, 0)
+            _prctl(_SET_NAME, b"python")
             _take(descriptors, asked["to"])
             return asked
         os.waitpid(middle, 0)  # now it has its new parent

@@ -27,15 +27,20 @@ def start_child(
         pass_fds: descriptors that it inherits, under the same numbers.
         environment: set for it, whatever this process has.
     """
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],  # -P: nothing of the current folder
         stdin=subprocess.PIPE,
         stdout=_STDERR,
-        env=_CACHE_SIZES | os.environ | {"PYTHONPATH": path} | dict(environment or {}),
+        env=child_environment(environment),
         pass_fds=pass_fds,
         start_new_session=True,
     )
+
+
+def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a child finds in its environment: this process's, this one's packages, and what is given."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return _CACHE_SIZES | os.environ | {"PYTHONPATH": path} | dict(more or {})
 
 
 @contextlib.contextmanager
