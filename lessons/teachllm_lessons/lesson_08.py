@@ -249,7 +249,7 @@ class Probe(ReferenceBackend):
     def __init__(self) -> None:
         self.decodes: list[list[Attended]] = []
         self.once = self.scores = 0
-        self._step: int | None = None
+        self._metadata: AttentionMetadata | None = None  # of that step: its layers share it
 
     def attend(
         self,
@@ -268,8 +268,8 @@ class Probe(ReferenceBackend):
         self.scores += 4 * 2 * q.shape[1] * pairs  # scores written, read; weights written, read
         found = list(self._decodes(q, kv_cache, metadata, settings.scale))
         if found:
-            if self._step != id(metadata):
-                self._step, self.decodes = id(metadata), []
+            if self._metadata is not metadata:
+                self._metadata, self.decodes = metadata, []
             self.decodes.append(found)
         return super().attend(q, k, v, kv_cache, metadata, settings, out)
 

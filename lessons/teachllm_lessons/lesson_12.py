@@ -22,7 +22,7 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.engine.data_parallel import Balance, least_loaded
 from teachllm.engine.engine import Engine
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.pieces import ITS_OWN, Pieces
 from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
 from teachllm.models.model_config import load_model_config
 from teachllm.models.model_of_rank import model_of_rank
@@ -218,6 +218,23 @@ class Replicas:
         return Picture(figure, says)
 
 
+def answered_by_two(
+    count: int, *, pieces: Pieces = ITS_OWN, trace_sink: Any = None, **settings: Any
+) -> dict[str, list[int]]:
+    """Tokens of so many questions, as `ask` puts them, by two replicas in processes of their own."""
+    config = EngineConfig(device="cpu", num_gpu_blocks_override=48, max_model_len=256, data_parallel_size=2, **settings)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
+    with closing(Engine(config, pieces=pieces, trace_sink=trace_sink)) as engine:
+        assert engine.tokenizer is not None
+        outputs = {}
+        for name, question in zip("ABCDEFGH"[:count], QUESTIONS * 2, strict=False):
+            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+            outputs[name] = engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests:
+            engine.step()
+    return {name: list(output.outputs[0].token_ids) for name, output in outputs.items()}
+
+
 def serve(choose: Choose) -> Replicas:
     """Ten requests, one at each step: every other one is long."""
     replicas = Replicas(choose)
@@ -261,19 +278,9 @@ def shared_experts() -> tuple[list[list[int]], str]:
     Returns:
         [layers][experts]: tokens, in all steps; what a rank exchanged in a step of decodes.
     """
-    config = EngineConfig(
-        model=mixture(), device="cpu", num_gpu_blocks_override=48, max_model_len=256, data_parallel_size=2,
-        enable_expert_parallel=True,
-    )  # fmt: skip
     texts: list[list[str]] = [[], []]
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
-    with closing(Engine(config, trace_sink=[lines.append for lines in texts])) as engine:
-        assert engine.tokenizer is not None
-        for name, question in zip("ABCD", QUESTIONS, strict=True):
-            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests:
-            engine.step()
+    sinks = [lines.append for lines in texts]
+    answered_by_two(len(QUESTIONS), trace_sink=sinks, model=mixture(), enable_expert_parallel=True)
     steps = [[line for line in map(json.loads, lines) if line["event"] == "step"] for lines in texts]
     loads = torch.tensor([step["expert_load"] for replica in steps for step in replica])
     return loads.sum(dim=0).tolist(), exchanged(steps[0])
@@ -407,25 +414,15 @@ def live_choose_replica(piece: Choose) -> str:
     """Two replicas in processes of their own, and what one engine says to the same."""
     with Watch(num_gpu_blocks_override=48, max_model_len=256) as watch:
         expected = ask(watch, 6).all_tokens
-        prompts = {name: watch.ids(question) for name, question in zip("ABCDEF", QUESTIONS * 2, strict=False)}
     went: list[int] = []
 
     def noted(num_waiting: Sequence[int], num_running: Sequence[int]) -> int:
         went.append(piece(num_waiting, num_running))
         return went[-1]
 
-    config = EngineConfig(
-        device="cpu", num_gpu_blocks_override=48, max_model_len=256, data_parallel_size=2, check_invariants=True
-    )
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
-    with closing(Engine(config, pieces=Pieces(choose_replica=noted))) as engine:
-        outputs = {
-            name: engine.add_request(name, {"prompt_token_ids": prompt}, params) for name, prompt in prompts.items()
-        }
-        while engine.has_unfinished_requests:
-            engine.step()
+    answers = answered_by_two(len(expected), pieces=Pieces(choose_replica=noted), check_invariants=True)
     for name, tokens in expected.items():
-        found = list(outputs[name].outputs[0].token_ids)
+        found = answers[name]
         said = f"changes what is said: {name} should go on with {tokens[:6]}, and went on with {found[:6]}"
         require(found == tokens, said)
     counts = [went.count(replica) for replica in range(2)]
