@@ -92,9 +92,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, C
     config = EngineConfig(**tiny("qwen3_moe", **SHARED, trace_path=str(folder / "run.jsonl")))
     paths = [folder / f"run-{replica}.jsonl" for replica in range(2)]
     with closing(Engine(config)) as engine:
-        wait_for(
-            lambda: all("\n" in path.read_text() for path in paths)
-        )  # written by a thread
+        wait_for(lambda: all("\n" in path.read_text() for path in paths))  # written by a thread
         yield engine, lambda: [read_trace(path) for path in paths]
 
 
