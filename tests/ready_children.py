@@ -115,13 +115,12 @@ def _serve(wire: socket.socket) -> dict[str, Any]:
         told, tells = os.pipe()
         middle = os.fork()
         if middle == 0:
-            pid = os.fork()
-            if pid:
-                os.write(tells, struct.pack("I", pid))
+            if os.fork():
                 os._exit(0)
+            _prctl(_SET_NAME, b"python")  # before anybody can look for it
+            os.write(tells, struct.pack("I", os.getpid()))
             asked = json.loads(message)
             wire.detach()
-            _prctl(_SET_NAME, b"python")
             _take(descriptors, asked["to"])
             return asked
         os.waitpid(middle, 0)  # now it has its new parent
