@@ -54,7 +54,7 @@ class Outcome:
 def copy_to(folder: Path) -> None:
     """The project, its large files as links."""
     for wing in _WINGS:
-        ignored = shutil.ignore_patterns("__pycache__", "assets", "golden", "*.ipynb*", ".*")
+        ignored = shutil.ignore_patterns("assets", "golden", "*.ipynb*", ".*")  # bytecode goes along: it is valid there
         shutil.copytree(ROOT / wing, folder / wing, ignore=ignored)
     for linked in ("teachllm/assets", "tests/quantization/golden"):
         (folder / linked).symlink_to(ROOT / linked, target_is_directory=True)
@@ -65,11 +65,13 @@ def run_test(folder: Path, test: str) -> tuple[int, str]:
     """(exit code, the last line that says anything) of a test in a copy."""
     paths = [str(folder), *(str(folder / wing) for wing in ("kernels", "cli", "webui", "lessons"))]
     options = ["-q", "-x", "-p", "no:cacheprovider", "--color=no", "--hypothesis-seed=0"]
-    options += ["-p", "no:nbmake", "-o", "addopts=--import-mode=importlib"]  # to load it takes longer than most tests
+    options += ["-p", "_hypothesis_pytestplugin", "-o", "addopts=--import-mode=importlib"]
+    more = {"PYTHONPATH": os.pathsep.join(paths), "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".found")}
+    more["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to load them all takes longer than most tests
     ran = subprocess.run(
         [sys.executable, "-B", "-m", "pytest", *options, test],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".found")},
+        env=os.environ | more,
         capture_output=True,
         text=True,
         timeout=_SECONDS,

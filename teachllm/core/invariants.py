@@ -56,11 +56,12 @@ def _check_blocks(scheduler: Scheduler) -> None:
     _require(cached == pool.num_cached_blocks, f"{cached} free blocks are cached, not {pool.num_cached_blocks}")
     owners = Counter(block_id for request in scheduler.requests.values() for block_id in request.block_ids)
     owners.update(block_id for entries in kv.pinned.values() for _, ids in entries for block_id in ids)
-    for block in pool.blocks:
-        count = owners[block.block_id]
-        _require(block.ref_count == count, f"{block} stands in {count} tables")
-        found = kv.cache.blocks_with(block.block_hash) if block.block_hash else [block]
-        _require(block in found, f"{block} has a hash and cannot be found by it")
+    for block in pool.blocks:  # thousands, after every step: no message is put together that nobody needs
+        count = owners.get(block.block_id, 0)
+        if block.ref_count != count:
+            raise InvariantViolation(f"{block} stands in {count} tables")
+        if block.block_hash and block not in kv.cache.blocks_with(block.block_hash):
+            raise InvariantViolation(f"{block} has a hash and cannot be found by it")
     _require(len(kv.cache) == sum(b.block_hash is not None for b in pool.blocks), "the cache finds a block twice")
 
     writers: Counter[int] = Counter()

@@ -6,11 +6,13 @@ block ids: block 7 of a request is block 7 in every layer.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from teachllm.config import EngineConfig
@@ -169,6 +171,9 @@ def allocate_layers(
 
     def zeros(spec: KVCacheSpec) -> torch.Tensor:
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        if device.type == "cpu":  # pages that an operating system zeroes when a slot of theirs is first written
+            num_bytes = math.prod(shape) * dtype_bytes(dtype)
+            return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(getattr(torch, dtype)).view(shape)
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
     return [(zeros(spec), zeros(spec)) for spec in specs]

@@ -25,6 +25,7 @@ from teachllm.worker.executor import Executor
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
 from tests.engine.withheld import withheld
+from tests.thorough import times
 from tests.worker.doors import (
     DraftingExecutor,
     MakeExecutor,
@@ -515,7 +516,7 @@ def plain() -> list[list[list[int]]]:
     return made
 
 
-@settings(max_examples=20)
+@settings(max_examples=times(8, 40))
 @given(
     configuration=st.fixed_dictionaries(
         {

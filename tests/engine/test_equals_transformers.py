@@ -33,10 +33,10 @@ THROUGH_TRANSFORMERS = "through transformers"  # where its model runs here, with
 
 @cache
 def prompts() -> list[list[int]]:
-    """20 prompts of 1 to 120 tokens; every fourth begins like the one before it."""
+    """12 prompts, or 20, of 1 to 120 tokens; every fourth begins like the one before it."""
     rng = random.Random(0)
     made: list[list[int]] = []
-    for i in range(20):
+    for i in range(times(12, 20)):
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 15, 16, 17, 40, 64, 90, 120]))]
         made.append((made[-1][:32] + prompt)[:120] if i % 4 == 3 else prompt)
     return made

@@ -17,6 +17,7 @@ from teachllm.trace.reader import Trace, parse_trace
 from teachllm.trace.recorder import Recorder
 from teachllm.trace.replay import Replay
 from tests.spec_decode.drafters import speculation
+from tests.thorough import THOROUGH
 from tests.trace.traced import live_state, spell, traced_engine
 from tests.worker.doors import drain, random_ids
 
@@ -193,7 +194,9 @@ def test_a_trace_without_ids_cannot_be_forked() -> None:
         forked(parse_trace(lines), 0)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["plain", "ahead"])
+@pytest.mark.parametrize(
+    "async_scheduling", [False, True] if THOROUGH else [True], ids=lambda ahead: ["plain", "ahead"][ahead]
+)
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "medusa"])
 def test_a_fork_of_an_engine_that_speculates_does_so_too_and_says_the_same_tokens(
     method: str, async_scheduling: bool

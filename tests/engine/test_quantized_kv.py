@@ -54,7 +54,7 @@ def runner_of(llm: LLM) -> Any:
 
 @both
 def test_settings_do_not_change_greedy_tokens(kv_cache_dtype: str) -> None:
-    @settings(max_examples=times(10, 100))
+    @settings(max_examples=times(6, 100))
     @given(**ANYTHING)
     def run(**drawn: Any) -> None:
         assume(drawn["family"] != "gemma2" or drawn["drafts"] != "eagle")

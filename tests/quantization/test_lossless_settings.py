@@ -58,7 +58,7 @@ def check_in_float64(name: str, kv_cache_dtype: str, **drawn: Any) -> None:
 
 @pytest.mark.parametrize("name", WITH_ACTIVATIONS)
 def test_settings_do_not_change_greedy_tokens_of_a_model_that_multiplies_codes(name: str) -> None:
-    @settings(max_examples=times(5, 40))
+    @settings(max_examples=times(3, 40))
     @given(**WITH_KV)
     def run(**drawn: Any) -> None:
         check_in_float64(name, **drawn)
@@ -66,7 +66,7 @@ def test_settings_do_not_change_greedy_tokens_of_a_model_that_multiplies_codes(n
     run()
 
 
-@settings(max_examples=times(12, 100))
+@settings(max_examples=times(8, 100))
 @given(name=st.sampled_from(OF_WEIGHTS_ALONE), **WITH_KV)
 def test_settings_do_not_change_greedy_tokens_of_a_model_of_quantized_weights(name: str, **drawn: Any) -> None:
     check_in_float64(name, **drawn)

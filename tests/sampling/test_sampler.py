@@ -260,7 +260,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=times(150, 400))
+@settings(max_examples=times(80, 400))
 @given(st.lists(requests, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_a_request_samples_the_same_token_whatever_runs_beside_it(asks: list[Ask], random: Any) -> None:
     together = sample(asks)

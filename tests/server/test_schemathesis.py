@@ -40,7 +40,7 @@ from tests.waiting import wait_for
 MODEL = "tiny"
 TIME_LIMIT = 30.0  # seconds for one case; the slowest takes one on an idle machine
 LEAST_RANDOM = 40  # cases of an operation
-MAX_TOKENS_OF_A_CASE = 1024  # more would be waiting, and no test
+MAX_TOKENS_OF_A_CASE = times(128, 1024)  # more would be waiting, and no test
 
 # How many cases each operation gets at least where tests are thorough; half as many elsewhere.
 CASES = {

@@ -16,6 +16,7 @@ from teachllm.spec_decode.draft_length import AdaptiveLength, FixedLength, make_
 from teachllm.spec_decode.step_times import Prior
 from teachllm.speculative_config import SpeculativeConfig
 from tests.spec_decode.simulated import Machine, OverTime, Simulated, Work, h200, roofline, straight
+from tests.thorough import THOROUGH, times
 
 MACHINES: dict[str, Machine] = {
     "waits for weights": roofline(per_token=0.001, per_draft=0.05),
@@ -78,9 +79,11 @@ CASES = [
 ]
 
 
-# Each with the first seed and one more, all of which are among them; with all five the file takes a minute longer.
+# Each with one seed, all of which are among them.
 @pytest.mark.parametrize(
-    ("case", "seed"), [(case, seed) for i, case in enumerate(CASES) for seed in (0, 1 + i % 4)], ids=str
+    ("case", "seed"),
+    [(case, seed) for i, case in enumerate(CASES) for seed in (range(5) if THOROUGH else (i % 5,))],
+    ids=str,
 )
 def test_it_is_nearly_as_fast_as_the_best_fixed_length(case: tuple[str, int, float, int | None], seed: int) -> None:
     assert speed(adaptive(), *case, seed) > 0.95 * best_speed(*case, seed)
@@ -173,7 +176,7 @@ def test_a_short_run_of_a_large_batch_is_never_three_percent_slower_than_plain(
 def test_nor_is_one_of_those_that_follow(acceptance: float, spread: float) -> None:
     """It has seen some by then, and believes that it knows better."""
     length = of_h200(True, True)
-    for seed in range(8):
+    for seed in range(times(4, 8)):
         taken = batch(length, True, acceptance, seed, spread)
         assert taken < 1.03 * plain_batch(seed, spread), seed
 

@@ -1,9 +1,9 @@
 """The engine's rules for drafts leave the model's distribution as it is, and the test that says so sees what does not.
 
-The bar: of four runs of 100,000 samples a rule may have one p-value below 0.01, and none below 1e-4, nor may that of
-all runs together, whose chi-squares add up, be below 1e-3. So it finds nine times out of ten a bias whose chi-square is
-28 in the mean above its 63 degrees of freedom; the runs of a thorough test, ten, find one of 17. A rule that is biased
-must have all below 1e-6.
+The bar: of the runs of 100,000 samples, two, or ten where tests are thorough, a rule may have one p-value below 0.01,
+and none below 1e-4, nor may that of all runs together, whose chi-squares add up, be below 1e-3. So ten find nine times
+out of ten a bias whose chi-square is 17 in the mean above its 63 degrees of freedom, and two one of about twice that.
+A rule that is biased must have all below 1e-6.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.kernels.test_sampling_triton import DEVICE
 from tests.thorough import times
 
 SEEDS = range(times(2, 10))
-BIASED_SEEDS = range(times(2, 10))
+BIASED_SEEDS = range(times(1, 10))
 on_device = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
 BIASED = [name for name, rule in RULES.items() if not rule.is_lossless]
@@ -61,14 +61,14 @@ def test_siblings_must_be_verified_as_they_were_drawn(name: str, monkeypatch: py
         return verify(*given, replaced=not replaced, **more)
 
     monkeypatch.setattr(where, "rejection_sample_reference", the_other_way)
-    assert max(check(RULES[name], 100_000, seed).p_value for seed in SEEDS[:2]) < 1e-6
+    assert max(check(RULES[name], 100_000, seed).p_value for seed in BIASED_SEEDS) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])
 def test_what_is_accepted_is_what_the_engine_accepts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own walk decides, and one that goes on after a rejection is found out."""
     monkeypatch.setattr(DraftTree, "walk", lambda self, sampled, drafts: list(range(len(self.levels))))
-    assert max(p_values(RULES[name], SEEDS[:2])) < 1e-6
+    assert max(p_values(RULES[name], BIASED_SEEDS)) < 1e-6
 
 
 @on_device

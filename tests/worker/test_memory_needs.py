@@ -88,6 +88,7 @@ from teachllm_kernels.hopper_gated_linear import FROM_ROWS
 from tests.bench.h200_script import h200
 from tests.distributed.one_of_two import OneOfTwo
 from tests.live_bytes import LiveBytes
+from tests.thorough import times
 
 NOWHERE = torch.device("meta")
 
@@ -264,10 +265,17 @@ def test_on_hopper_gate_and_up_of_many_tokens_are_not_in_memory(name: str, tmp_p
     assert live.peak < 0.75 * config.max_num_batched_tokens * model.peak_width * 2
 
 
+@pytest.fixture
+def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making codes of all of them takes longest, and what a step holds does not depend on it."""
+    for name in ("qwen3-0.6b", "qwen3-8b"):
+        monkeypatch.setitem(h200.SHAPES, name, h200.SHAPES[name] | {"num_hidden_layers": times(4, 36)})
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 1024, "max_num_seqs": 8}], ids=["many", "few"])
 @pytest.mark.parametrize("method", [None, "fp8", "int8", "int4"])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
-@pytest.mark.usefixtures("imagined_hopper")
+@pytest.mark.usefixtures("imagined_hopper", "few_layers")
 def test_what_one_of_two_ranks_takes_is_predicted_too(
     name: str, method: str | None, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -286,7 +294,7 @@ def test_what_one_of_two_ranks_takes_is_predicted_too(
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 1024, "max_num_seqs": 8}], ids=["many", "few"])
-@pytest.mark.usefixtures("imagined_hopper")
+@pytest.mark.usefixtures("imagined_hopper", "few_layers")
 def test_what_a_quantized_model_takes_is_predicted_too(
     settings: dict[str, Any], method: str, name: str, tmp_path: Path
 ) -> None:

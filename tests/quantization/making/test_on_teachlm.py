@@ -15,8 +15,8 @@ from teachllm.quantization.making.quantize import quantize_model
 from teachllm.quantization.making.recipe import Recipe
 from tests.thorough import times
 
-EVERY = times(8, 4)  # documents
-FEW = {"num_samples": 32, "seq_len": 256}
+EVERY = times(16, 4)  # documents
+FEW = {"num_samples": times(16, 32), "seq_len": 256}
 
 Measure = Callable[[Recipe | None], Scores]
 

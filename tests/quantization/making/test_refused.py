@@ -123,12 +123,13 @@ def test_numbers_that_are_not_finite_are_named_with_their_layer(method: str, sho
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "autoround"])
 def test_activations_that_overflow_are_named_with_their_layer(method: str, short: Path, tmp_path: Path) -> None:
+    some = SOME | ({"num_iters": 1} if method == "autoround" else {})
     name = "model.layers.1.mlp.up_proj.weight"
     model = with_tensors(short, tmp_path / "model", lambda all: all[name].fill_(1e38))
     with pytest.raises(
         ModelError, match=r"layers.1.*: activations of the calibration text overflow: give .* --method int8"
     ):
-        quantize_model(model, tmp_path / "out", Recipe(method, **SOME))
+        quantize_model(model, tmp_path / "out", Recipe(method, **some))
 
 
 def test_outliers_that_overflow_are_named_with_their_layer(short: Path, tmp_path: Path) -> None:
