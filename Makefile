@@ -5,9 +5,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
+# pip would do it on one processor. Packages bring files for other versions of Python, which cannot be compiled.
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 
-.PHONY: help chat serve viz lessons test test-thorough lint format soak soak-server mutants clean
+# Tests start hundreds of interpreters: what one of them has compiled the others read.
+test test-thorough: export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help chat serve viz lessons test test-thorough lint format-check types pytest format soak soak-server mutants clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -25,16 +30,23 @@ viz: $(VENV)/.ui  ## watch the embedded model's engine in a browser
 lessons: $(VENV)/.lessons  ## step through the engine in notebooks
 	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m jupyterlab lessons $(ARGS)
 
-test: lint  ## format and lint checks, types, tests, every notebook
-	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=300 $(ARGS)
+test: format-check  ## format and lint checks, types, tests, every notebook
+	@$(MAKE) --no-print-directory -j 2 types pytest
 
-test-thorough: lint  ## the same, but random tests try many times as often
-	TEACHLLM_THOROUGH=1 $(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=300 $(ARGS)
+test-thorough:  ## the same, but random tests try many times as often
+	@TEACHLLM_THOROUGH=1 $(MAKE) --no-print-directory test
 
-lint: $(VENV)/.dev  ## format and lint checks, types
+lint: format-check types  ## format and lint checks, types
+
+format-check: $(VENV)/.dev
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
+
+types: $(VENV)/.dev
 	$(BIN)/python -m mypy
+
+pytest: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=300 $(ARGS)
 
 format: $(VENV)/.dev  ## put every file into the project's format
 	$(BIN)/python -m ruff check --fix
@@ -57,26 +69,31 @@ clean:  ## remove the virtual environment and every cache
 $(VENV)/.core: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm needs into $(VENV) (once) ..." >&2
 	@$(INSTALL) . >&2
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.ui: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm's visualizer needs into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[ui]' >&2
+	@$(COMPILE)
 	@touch $(VENV)/.core $@
 
 $(VENV)/.serve: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm's server needs into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[serve]' >&2
+	@$(COMPILE)
 	@touch $(VENV)/.core $@
 
 $(VENV)/.lessons: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm's lessons need into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[lessons,serve]' >&2
+	@$(COMPILE)
 	@touch $(VENV)/.core $(VENV)/.serve $@
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm and its tests need into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[dev]' >&2
+	@$(COMPILE)
 	@touch $(VENV)/.core $(VENV)/.ui $(VENV)/.serve $@
 
 $(VENV)/.pip:
