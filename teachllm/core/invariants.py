@@ -57,8 +57,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
     owners = Counter(block_id for request in scheduler.requests.values() for block_id in request.block_ids)
     owners.update(block_id for entries in kv.pinned.values() for _, ids in entries for block_id in ids)
     for block in pool.blocks:  # thousands, after every step: no message is put together that nobody needs
-        count = owners.get(block.block_id, 0)
-        if block.ref_count != count:
+        if block.ref_count != (count := owners.get(block.block_id, 0)):
             raise InvariantViolation(f"{block} stands in {count} tables")
         if block.block_hash and block not in kv.cache.blocks_with(block.block_hash):
             raise InvariantViolation(f"{block} has a hash and cannot be found by it")

@@ -8,6 +8,7 @@ import pytest
 
 from tests.server.kill import Victims, kill_once, kill_the_server, rank_of_server, replica_of_server
 from tests.server.soak import check_memory, soak
+from tests.thorough import THOROUGH
 
 
 @pytest.mark.slow
@@ -33,7 +34,7 @@ def test_a_killed_engine_process_ends_every_request_with_an_error_and_the_server
     ("settings", "victims"),
     [
         ("--tensor-parallel-size", rank_of_server(1)),
-        ("--pipeline-parallel-size", rank_of_server(0)),
+        *[("--pipeline-parallel-size", rank_of_server(0))] * THOROUGH,
         ("--data-parallel-size", replica_of_server(1)),
     ],
 )

@@ -560,8 +560,11 @@ def test_a_rank_that_is_killed_in_a_batch_ends_it_with_an_error(rank: int, ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "num_steps"), [(0, 2), (1, 33)])
-@pytest.mark.parametrize("ranks", [TWO, {"pipeline_parallel_size": 2}], ids=["tp=2", "pp=2"])
+@pytest.mark.parametrize(
+    ("ranks", "rank", "num_steps"),
+    [(TWO, 0, 2), ({"pipeline_parallel_size": 2}, 1, 33)],
+    ids=["tp=2, the first, early", "pp=2, the second, late"],
+)
 def test_a_program_ends_with_the_reason_when_a_rank_is_killed_in_a_batch(
     ranks: dict[str, Any], rank: int, num_steps: int
 ) -> None:
