@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.ready_children import NURSERY
+from tests.ready_children import NURSERY, nursery_pid
 
 RING = "memfd:teachllm ring"  # memory that ranks share: it has no file, and lasts as long as anybody maps it
 
@@ -23,6 +23,8 @@ def children(pid: int) -> list[int]:
 
 def is_nursery(pid: int) -> bool:
     """Whether that is one of `ready_children.py`, which is there in tests only."""
+    if pid == nursery_pid():
+        return True
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/comm").read_text() == f"{NURSERY}\n"
     return False

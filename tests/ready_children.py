@@ -66,6 +66,11 @@ def start_nursery() -> None:
     atexit.register(ours.close)
 
 
+def nursery_pid() -> int | None:
+    """That of this process's own, which has its name only once it has imported what it needs."""
+    return _nursery[0][0] if _nursery else None
+
+
 def start_ready_child(
     module: str, *arguments: str, pass_fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
