@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 
 # Tests start hundreds of interpreters: what one of them has compiled the others read.
-test test-thorough: export PYTHONDONTWRITEBYTECODE :=
+test: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help chat serve viz lessons test test-thorough lint format-check types pytest format soak soak-server mutants clean
 .DEFAULT_GOAL := help

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from teachllm.worker.processes import child
 from tests.processes import children, is_gone
 from tests.ready_children import ReadyChild
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -24,9 +24,8 @@ def test_it_is_a_child_with_what_it_was_given_and_nothing_else(monkeypatch: pyte
     assert children(os.getpid()) == [process.pid]
     assert os.getsid(process.pid) == process.pid
     opened = Path(f"/proc/{process.pid}/fd")
-    deadline = time.monotonic() + 30
-    while (found := {int(name) for name in os.listdir(opened)}) != {0, 1, 2, given[0]}:
-        assert time.monotonic() < deadline, found  # what it opens itself, such as a module's source, it closes soon
+    # What it opens itself, such as a module's source, it closes soon.
+    wait_for(lambda: {int(name) for name in os.listdir(opened)} == {0, 1, 2, given[0]})
     assert (opened / str(given[0])).readlink() == Path(f"/proc/self/fd/{given[0]}").readlink()
     assert (opened / "1").readlink() == (opened / "2").readlink() == Path("/proc/self/fd/2").readlink()
     process.kill()

@@ -66,8 +66,11 @@ def run_test(folder: Path, test: str) -> tuple[int, str]:
     paths = [str(folder), *(str(folder / wing) for wing in ("kernels", "cli", "webui", "lessons"))]
     options = ["-q", "-x", "-p", "no:cacheprovider", "--color=no", "--hypothesis-seed=0"]
     options += ["-p", "_hypothesis_pytestplugin", "-o", "addopts=--import-mode=importlib"]
-    more = {"PYTHONPATH": os.pathsep.join(paths), "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".found")}
-    more["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to load them all takes longer than most tests
+    more = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".found"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # to load them all takes longer than most tests
+    }
     ran = subprocess.run(
         [sys.executable, "-B", "-m", "pytest", *options, test],
         cwd=folder,

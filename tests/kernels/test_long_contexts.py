@@ -222,8 +222,8 @@ def test_a_needle_is_found_as_without_codes(attend: Attend, codes: str) -> None:
 
     Of integers a few of the weaker ones are: steps that are wide enough for the largest channel are wide for all.
     """
-    totals = {"plain": 0, "stored": 0, "codes": 0}
-    for seed in range(num_seeds := times(2, 3)):
+    totals, num_seeds = {"plain": 0, "stored": 0, "codes": 0}, times(2, 3)
+    for seed in range(num_seeds):
         for strength in (0.0, -1.0):  # a weaker one is lost in what is not summed up well
             at, place = needles(attend, strength, seed)
             kv, scales = at.codes(CODES[codes])

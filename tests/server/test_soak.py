@@ -34,7 +34,7 @@ def test_a_killed_engine_process_ends_every_request_with_an_error_and_the_server
     ("settings", "victims"),
     [
         ("--tensor-parallel-size", rank_of_server(1)),
-        *[("--pipeline-parallel-size", rank_of_server(0))] * THOROUGH,
+        *([("--pipeline-parallel-size", rank_of_server(0))] if THOROUGH else []),
         ("--data-parallel-size", replica_of_server(1)),
     ],
 )

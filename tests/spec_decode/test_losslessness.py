@@ -2,7 +2,7 @@
 
 The bar: of the runs of 100,000 samples, two, or ten where tests are thorough, a rule may have one p-value below 0.01,
 and none below 1e-4, nor may that of all runs together, whose chi-squares add up, be below 1e-3. So ten find nine times
-out of ten a bias whose chi-square is 17 in the mean above its 63 degrees of freedom, and two one of about twice that.
+out of ten a bias whose chi-square is 17 in the mean above its 63 degrees of freedom, and two one of 43.
 A rule that is biased must have all below 1e-6.
 """
 

@@ -283,7 +283,7 @@ def test_a_drafter_that_is_asked_now_and_then_misses_nothing(seed: int, settings
     speculated = llm.speculation()
     assert speculated is not None
     assert 10 < speculated.stats.num_accepted_tokens < speculated.stats.num_draft_tokens
-    assert checked[0] > 600 and checked[1] > 10
+    assert checked[0] > times(600, 1000) and checked[1] > times(10, 20)
 
 
 def test_what_eagle_follows_is_the_path_that_held_and_no_tree() -> None:

@@ -19,6 +19,11 @@ from tests.checkpoints import make_checkpoint
 SOME = {"num_samples": 4, "seq_len": 64}
 
 
+def few(method: str) -> dict[str, int]:
+    """As little as a calibrated method takes."""
+    return SOME | ({"num_iters": 1} if method == "autoround" else {})
+
+
 def test_a_folder_with_something_in_it_is_left_alone(short: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"the folder is not empty: give another, or empty it"):
@@ -115,7 +120,7 @@ def test_a_tensor_that_the_file_has_not_is_named_without_a_report_of_transformer
 def test_numbers_that_are_not_finite_are_named_with_their_layer(method: str, short: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     model = with_tensors(short, tmp_path / "model", lambda all: all[name].view(-1)[7].fill_(torch.inf))
-    some = SOME | ({"num_iters": 1} if method == "autoround" else {}) if method in ("gptq", "awq", "autoround") else {}
+    some = few(method) if method in ("gptq", "awq", "autoround") else {}
     with pytest.raises(ModelError, match=rf"{name} holds infinities or NaN: the checkpoint is broken, get it anew"):
         quantize_model(model, tmp_path / "out", Recipe(method, **some))
     assert not list((tmp_path / "out").iterdir())
@@ -123,13 +128,12 @@ def test_numbers_that_are_not_finite_are_named_with_their_layer(method: str, sho
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "autoround"])
 def test_activations_that_overflow_are_named_with_their_layer(method: str, short: Path, tmp_path: Path) -> None:
-    some = SOME | ({"num_iters": 1} if method == "autoround" else {})
     name = "model.layers.1.mlp.up_proj.weight"
     model = with_tensors(short, tmp_path / "model", lambda all: all[name].fill_(1e38))
     with pytest.raises(
         ModelError, match=r"layers.1.*: activations of the calibration text overflow: give .* --method int8"
     ):
-        quantize_model(model, tmp_path / "out", Recipe(method, **some))
+        quantize_model(model, tmp_path / "out", Recipe(method, **few(method)))
 
 
 def test_outliers_that_overflow_are_named_with_their_layer(short: Path, tmp_path: Path) -> None:
