@@ -20,9 +20,10 @@ from teachllm_kernels.rejection_reference import draft_sample_reference, judge, 
 from teachllm_kernels.sampling import gumbel_sample_reference, sample_triton
 from teachllm_lessons.lesson_10 import contract_judge
 from tests.kernels.test_sampling_triton import DEVICE, make_table, one_by_one
+from tests.thorough import times
 
 on_device = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test  # natively there, else interpreted
-EXAMPLES = 300 if DEVICE == "cuda" else 50
+EXAMPLES = times(50, 300) if DEVICE == "cuda" else 50  # which all but compiles anew for each
 INFINITY = float("inf")
 FILTERS = ("top_k", "top_p", "min_p")
 
