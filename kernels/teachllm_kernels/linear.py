@@ -19,9 +19,13 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return F.linear(x, weight, bias)
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether `pack_weight` takes weights of this dtype, on this CPU with this build of PyTorch."""
-    if not torch.backends.mkldnn.is_available():
+SMALLEST = 1 << 16  # numbers of a weight; oneDNN takes 50 us to begin a product, in which fewer are multiplied plainly
+
+
+def pays_to_pack(weight: torch.Tensor) -> bool:
+    """Whether a weight, [out, in], is large enough for `pack_weight`, and this CPU and build of PyTorch have it."""
+    dtype = weight.dtype
+    if weight.numel() < SMALLEST or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

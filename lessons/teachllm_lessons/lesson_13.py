@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from teachllm.bench.ladder import RUNGS, Size
@@ -12,7 +13,7 @@ from teachllm_lessons.palette import BAR, INK, OTHER_BAR
 from teachllm_lessons.picture import Picture, axes, short
 from teachllm_lessons.watch import Watch
 
-SMALL = Size(8, (8, 24), (80, 120), (6, 24), 48, 192, 3 * 192, 8, 64)  # the laptop's ladder, in half a minute
+SMALL = Size(8, (8, 24), (80, 120), (6, 24), 48, 192, 3 * 192, 8, 64)  # the laptop's ladder, in half the time
 NUM_SLOTS, MAX_LEN = SMALL.num_slots, SMALL.max_len
 INSTRUCTIONS = (
     "You teach how language models are served. Answer in one short sentence, and give one example each time. "
@@ -92,8 +93,13 @@ def contract_settings(piece: Callable[[], Settings]) -> int:
     return 4
 
 
+@lru_cache
+def _at_the_bottom() -> Served:
+    return serve(bottom())
+
+
 def live_settings(piece: Callable[[], Settings]) -> str:
-    expected, found = serve(bottom()), serve(piece())
+    expected, found = _at_the_bottom(), serve(piece())
     for name, tokens in expected.tokens.items():
         require(found.tokens[name] == tokens, f"changes what request {name} is answered: that must never happen")
     require(

@@ -41,7 +41,7 @@ BLOCK_SIZE = 16
 _FIRST = "You teach how language models are served. Answer in short sentences, and give one example each time. "
 _WORDS = ("block", "cache", "batch", "queue", "prompt", "kernel", "thread", "memory", "draft", "layer", "graph", "head")
 _MAX_PASSES, _NO_FASTER, _LONG_PASS = 10, 0.95, 3.0  # of warm-ups; the last in seconds
-_MEASURED = 3  # passes, of which the median counts; a long one is measured once
+_MEASURED = 3  # passes
 _NUM_LONG = 4  # of the requests one in so many has a long prompt
 
 
@@ -194,12 +194,15 @@ def workload(size: Size, tokenizer: Tokenizer | None, vocab_size: int) -> Batch:
     return Batch(prompts, output_lens, num_shared=size.num_shared)
 
 
-def climb(engine: EngineConfig, size: Size, ceilings: Ceilings, num_devices: int) -> Iterator[Result]:
+def climb(
+    engine: EngineConfig, size: Size, ceilings: Ceilings, num_devices: int, num_passes: int = _MEASURED
+) -> Iterator[Result]:
     """Runs the workload on every rung, from the lowest one up.
 
     Args:
         engine: the model, dtype and device; the rungs say the rest.
         num_devices: GPUs that there are.
+        num_passes: of each rung; the median counts. A long one is measured once.
     """
     device = kind_of_device(engine)
     settings: dict[str, Any] = {
@@ -215,7 +218,7 @@ def climb(engine: EngineConfig, size: Size, ceilings: Ceilings, num_devices: int
             yield Result(rung, why_not=why_not)
             continue
         here = settings | rung.settings(size)
-        yield Result(rung, _run(replace(engine, **here), size, ceilings))
+        yield Result(rung, _run(replace(engine, **here), size, ceilings, num_passes))
         if rung.stays:
             settings = here
 
@@ -227,7 +230,7 @@ def kind_of_device(engine: EngineConfig) -> str:
     return select_device(engine.device).type
 
 
-def _run(config: EngineConfig, size: Size, ceilings: Ceilings) -> Run:
+def _run(config: EngineConfig, size: Size, ceilings: Ceilings, num_passes: int) -> Run:
     from teachllm.engine.engine import Engine
 
     lines: list[str] = []
@@ -239,7 +242,7 @@ def _run(config: EngineConfig, size: Size, ceilings: Ceilings) -> Run:
         is_all = kind_of_device(config) == "cuda" and config.max_num_seqs != 1
         _warm_up(engine, batch if is_all else Batch(batch.prompts[:2], [2, 2]), _MAX_PASSES if is_all else 1)
         passes: list[tuple[Figures, list[list[int]]]] = []
-        for _ in range(_MEASURED):
+        for _ in range(num_passes):
             begin = len(lines)
             tokens = _generate(engine, batch)
             passes.append((figures([*lines[:header], *lines[begin:]]), tokens))

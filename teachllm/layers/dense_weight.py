@@ -17,7 +17,7 @@ from teachllm.layers.norm import RMSNorm
 from teachllm_kernels import few_rows_linear, hopper_gated_linear, hopper_linear
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
-from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
+from teachllm_kernels.linear import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
 _ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
@@ -88,8 +88,8 @@ class DenseWeight(nn.Module):
         return gemv_triton(x, self.weight, bias, prologue, residual, gated)
 
     def pack(self) -> None:
-        """Lays the filled weight out for a CPU, if that can be done; `weight` is gone then."""
-        if can_pack(self.weight.dtype):
+        """Lays the filled weight out for a CPU, if that pays; `weight` is gone then."""
+        if pays_to_pack(self.weight):
             self.packed = pack_weight(self.weight.data)
             del self.weight
 

@@ -20,7 +20,7 @@ from teachllm.distributed.group import ALONE, Group
 from teachllm.distributed.slices import ALL, Cut, Slice
 from teachllm_kernels.fixed_linear import fixed_linear_triton
 from teachllm_kernels.gemv import gemv_triton
-from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
+from teachllm_kernels.linear import linear_reference, pack_weight, packed_linear, pays_to_pack
 
 
 class Embedding(nn.Module):
@@ -98,8 +98,8 @@ class Embedding(nn.Module):
         return linear_reference(hidden, self.weight)
 
     def pack(self, is_tied: bool) -> None:
-        """Lays the filled weight out for logits on a CPU, if that can be done; `weight` stays only for look-ups."""
-        if can_pack(self.weight.dtype):
+        """Lays the filled weight out for logits on a CPU, if that pays; `weight` stays only for look-ups."""
+        if pays_to_pack(self.weight):
             self.packed = pack_weight(self.weight.data)
             if not is_tied:
                 del self.weight

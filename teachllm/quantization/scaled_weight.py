@@ -16,7 +16,7 @@ from torch import nn
 
 from teachllm.layers.norm import RMSNorm
 from teachllm.quantization.codes import Activations, ScaledWeight
-from teachllm_kernels.linear import can_pack, linear_reference, pack_weight, packed_linear
+from teachllm_kernels.linear import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
@@ -36,7 +36,7 @@ class CPUScaledWeight(nn.Module):
         self.scales = None if numbers.block is not None else numbers.scales.reshape(1, -1)
         self._dtype = torch.float32 if dtype is torch.float16 else dtype  # sums of codes are larger than float16 holds
         plain = numbers.dequantize(self._dtype) if numbers.block is not None else numbers.codes.to(self._dtype)
-        self._packed = pack_weight(plain) if can_pack(self._dtype) else None
+        self._packed = pack_weight(plain) if pays_to_pack(plain) else None
         self._plain = plain if self._packed is None else None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -214,6 +214,17 @@ def test_a_packed_layer_equals_the_plain_one(rows: int, num_in: int, num_out: in
     x = torch.randn(rows, num_in, generator=generator)
     assert isinstance(layer.weight, DenseWeight)
     plain = linear.linear_reference(x, layer.weight.weight, layer.bias)
-    layer.finish()
-    assert (layer.weight.packed is not None) == linear.can_pack(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "SMALLEST", 0)
+        layer.finish()
+    assert (layer.weight.packed is not None) == torch.backends.mkldnn.is_available()
     torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch lacks oneDNN")
+@pytest.mark.parametrize("num_in", [255, 256])
+def test_a_layer_is_packed_where_that_pays(num_in: int) -> None:
+    layer = Linear(num_in, {"proj": 256}, bias=False).requires_grad_(False)
+    assert isinstance(layer.weight, DenseWeight)
+    layer.finish()
+    assert (layer.weight.packed is not None) == (256 * num_in >= linear.SMALLEST)
