@@ -1,10 +1,10 @@
-"""Processes of an engine that have imported PyTorch when they begin: forked, in tests, from one that has and idles.
+"""Processes that have imported PyTorch when they begin: forked, in tests, from one that has and idles.
 
 A fresh interpreter takes four seconds of a processor to import what a rank or a core needs, and tests start hundreds.
 So `start_child` asks a nursery, which is started once and only imports: nobody patches anything there. What it forks
 has the descriptors, environment and session that a fresh interpreter would have, and is this process's own child: the
-nursery forks one that forks it and ends, and meanwhile this process adopts orphans. A core, which starts ranks in turn,
-has a nursery of its own from its first moment. What programs of tests start begins as always.
+nursery forks one that forks it and ends, and meanwhile this process adopts orphans. Whoever starts ranks in turn, a
+core or a program of a test (`start_program`), has a nursery of its own from its first moment.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
+import types
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from teachllm.worker.processes import child
 
 _SET_NAME, _SUBREAPER = 15, 36  # of prctl
 NURSERY = "nursery"  # its name in /proc
 _CORE, _RANK = "teachllm.engine.core_process", "teachllm.worker.processes.worker_process"
+_SERVER = "teachllm.server.serve"
 _MOST_DESCRIPTORS = 64
 _lock = threading.Lock()
 _nursery: list[tuple[int, socket.socket]] = []  # its pid, and the wire to it
@@ -41,12 +44,19 @@ start_fresh_child = child.start_child
 class ReadyChild(subprocess.Popen):  # type: ignore[type-arg]
     """A child that is there already."""
 
-    def __init__(self, pid: int, arguments: list[str], stdin: int) -> None:
-        self.pid, self.args, self.returncode = pid, arguments, None
-        self.stdin, self.stdout, self.stderr = os.fdopen(stdin, "wb"), None, None
+    def __init__(
+        self,
+        pid: int,
+        arguments: Sequence[str],
+        stdin: IO[bytes] | None = None,
+        stdout: IO[str] | None = None,
+        stderr: IO[str] | None = None,
+    ) -> None:
+        self.pid, self.args, self.returncode = pid, [sys.executable, *arguments], None
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
         self._waitpid_lock, self._child_created = threading.Lock(), True
         self._sigint_wait_secs, self._communication_started = 0.25, False
-        self._input, self.text_mode, self.encoding, self.errors = None, None, None, None
+        self._input, self.text_mode, self.encoding, self.errors = None, stdin is None, None, None
 
 
 def start_nursery() -> None:
@@ -77,22 +87,71 @@ def start_ready_child(
     """As `start_child`."""
     if module not in (_CORE, _RANK):
         return start_fresh_child(module, *arguments, pass_fds=pass_fds, environment=environment)
-    start_nursery()
     read, write = os.pipe()
-    asked = {"module": module, "arguments": arguments, "cwd": os.getcwd(), "to": list(pass_fds)}
-    message = json.dumps(asked | {"environment": child.child_environment(environment)}).encode()
+    command = ["-m", module, *arguments]
+    given = {0: read, 1: 2, 2: 2} | {each: each for each in pass_fds}
+    try:
+        pid = _forked(command, child.child_environment(environment), given)
+    finally:
+        os.close(read)
+    return ReadyChild(pid, command, stdin=os.fdopen(write, "wb"))
+
+
+def start_program(*arguments: str, environment: Mapping[str, str], **pipes: int) -> subprocess.Popen[str]:
+    """Python with these arguments, `-m module` or `-c code` and those of the program, in a session of its own.
+
+    Args:
+        environment: all of it.
+        pipes: `stdout`, `stderr`: PIPE or DEVNULL, this process's if they are not named. Text.
+    """
+    if sys.platform != "linux":
+        options: dict[str, Any] = {"text": True, "stdin": subprocess.DEVNULL, "start_new_session": True, **pipes}
+        return subprocess.Popen([sys.executable, *arguments], env=environment, **options)
+    null = os.open(os.devnull, os.O_RDWR)
+    given, ours = {0: null, 1: 1, 2: 2}, dict[str, IO[str]]()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if pipes.get(name) == subprocess.PIPE:
+            read, given[number] = os.pipe()
+            ours[name] = os.fdopen(read)
+        elif pipes.get(name) == subprocess.DEVNULL:
+            given[number] = null
+    try:
+        pid = _forked(arguments, environment, given)
+    finally:
+        for each in {*given.values()} - {1, 2}:
+            os.close(each)
+    return ReadyChild(pid, arguments, **ours)
+
+
+def run_program(
+    *arguments: str, environment: Mapping[str, str], timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Waits for `start_program`; what it printed."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_program(*arguments, environment=environment, **pipes) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def _forked(arguments: Sequence[str], environment: Mapping[str, str], given: Mapping[int, int]) -> int:
+    """The pid of a new process: Python with these arguments; of each of its descriptors, which one it is here."""
+    start_nursery()
+    asked = {"arguments": arguments, "cwd": os.getcwd(), "to": [*given], "environment": dict(environment)}
+    message = json.dumps(asked).encode()
     with _lock:
         wire = _nursery[0][1]
         _prctl(_SUBREAPER, 1)
         try:
-            descriptors = array.array("i", [read, 2, *pass_fds])
+            descriptors = array.array("i", given.values())
             wire.sendmsg([struct.pack("I", len(message))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
             wire.sendall(message)
             (pid,) = struct.unpack("I", wire.recv(4, socket.MSG_WAITALL))
         finally:
             _prctl(_SUBREAPER, 0)
-            os.close(read)
-    return ReadyChild(pid, [sys.executable, "-m", module, *arguments], write)
+    return int(pid)
 
 
 def install() -> None:
@@ -138,14 +197,13 @@ def _serve(wire: socket.socket) -> dict[str, Any]:
 
 
 def _take(descriptors: Sequence[int], to: Sequence[int]) -> None:
-    """Standard input, standard error for both outputs, the others under the numbers that they had; none beside."""
+    """Each under its new number; none beside."""
     os.setsid()
     above = 1 + max([_MOST_DESCRIPTORS, *descriptors, *to])
     high = [os.dup2(descriptor, above + i) for i, descriptor in enumerate(descriptors)]
     os.closerange(0, above)
-    for source, target in zip(high, (0, 2, *to), strict=True):
+    for source, target in zip(high, to, strict=True):
         os.dup2(source, target)
-    os.dup2(2, 1)
     os.closerange(above, above + len(high))
 
 
@@ -156,7 +214,8 @@ def _fork_nursery() -> None:
     if pid == 0:
         ours.close()
         null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)  # or whoever waits for its parent's input to end would wait for this one, too
+        for standard in range(3):  # or whoever waits for one of its parent's to end would wait for this one, too
+            os.dup2(null, standard)
         os.setsid()
         _run(_serve(its))
     its.close()
@@ -170,12 +229,18 @@ def _run(asked: Mapping[str, Any]) -> None:
         os.chdir(asked["cwd"])
     path = asked["environment"]["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
-    sys.argv = [asked["module"], *asked["arguments"]]
+    tempfile.tempdir = None  # it is the environment's
+    kind, what, *arguments = asked["arguments"]
+    sys.argv = [what if kind == "-m" else kind, *arguments]
     sys.stdin = os.fdopen(0, closefd=False)
-    if asked["module"] == _CORE:
+    if what != _RANK:
         _fork_nursery()
-    warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)
-    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    if kind == "-m":
+        warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(what, vars(sys.modules["__main__"]))
     sys.exit()
 
 
@@ -183,7 +248,7 @@ def main() -> None:
     wire = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(wire.fileno(), False)
     install()
-    for module in (_CORE, _RANK):
+    for module in (_CORE, _RANK, _SERVER):
         __import__(module)
     gc.collect()
     gc.freeze()

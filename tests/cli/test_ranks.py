@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.processes import children, descendants, is_gone, num_rings
+from tests.ready_children import start_program
 from tests.server.process import WINGS
 from tests.thorough import THOROUGH
 from tests.waiting import wait_for
@@ -74,13 +74,11 @@ def test_ctrl_c_ends_all_of_them_without_a_word(ranks: str, is_loading: bool, tm
     trace = tmp_path / ("run-0.jsonl" if ranks == DP else "run.jsonl")
     endless = ("--prompt", "a b c", "--temperature", "0", "--max-tokens", "4000", "--stop", "never")
     options = (*CPU, ranks, "2", "--trace", str(tmp_path / "run.jsonl"))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "teachllm_cli", "generate", *endless, *options],
-        env={**os.environ, "PYTHONPATH": WINGS, "TMPDIR": str(files)},
+    child = start_program(  # in a session, as a shell gives each command a group of its own
+        *("-m", "teachllm_cli", "generate", *endless, *options),
+        environment={**os.environ, "PYTHONPATH": WINGS, "TMPDIR": str(files)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # as a shell gives each command a group of its own
     )
     try:
         if is_loading:

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from teachllm import LLM, SamplingParams
 from tests.engine.reference import reference
+from tests.ready_children import run_program
 from tests.worker.doors import drain, make_engine, make_llm, num_used_blocks, random_ids, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -347,13 +346,8 @@ def test_too_little_memory_shows_the_table_and_what_fits() -> None:
 def test_the_command_line_shows_one_line_and_no_traceback(folder: Path) -> None:
     change_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
     path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "cli"))
-    result = subprocess.run(
-        [sys.executable, "-m", "teachllm_cli", "generate", "--model", str(folder), "--prompt", "x"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ("-m", "teachllm_cli", "generate", "--model", str(folder), "--prompt", "x")
+    result = run_program(*command, environment={**os.environ, "PYTHONPATH": path})
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("error: MambaForCausalLM is not supported: it has a recurrent state; ")
     assert result.stderr.count("\n") == 1

@@ -25,6 +25,7 @@ from teachllm.engine.messages import Died, FromCore, Ready, Refused, decode_from
 from teachllm.models.model_config import load_model_config
 from teachllm.trace.reader import read_trace
 from tests.processes import children, is_gone, num_descriptors
+from tests.ready_children import start_program
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 
@@ -295,7 +296,7 @@ def test_the_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     )
     path = os.pathsep.join(entry for entry in sys.path if entry)
     env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+    with start_program("-c", code, environment=env, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 
 from tests.processes import children
+from tests.ready_children import start_program
 from tests.server.door import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,13 +25,11 @@ class Process:
     """A server in a process, as soon as it listens."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "teachllm_cli", "serve", "--port", "0", "--log-format", "json", *arguments]
-        self.child = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": WINGS, **environment},
+        self.child = start_program(
+            *("-m", "teachllm_cli", "serve", "--port", "0", "--log-format", "json", *arguments),
+            environment={**os.environ, "PYTHONPATH": WINGS, **environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
         )
         self.log: list[dict[str, Any]] = []
         self.other: list[str] = []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.ready_children import run_program
 from tests.server.door import PATIENCE, chunks, error_of
 from tests.server.process import WINGS, engine_processes, started
 
@@ -18,10 +17,8 @@ ENDLESS = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True
 
 def refusal(*arguments: str) -> str:
     """What a server that does not start says, which has to be one line."""
-    command = [sys.executable, "-m", "teachllm_cli", "serve", "--port", "0", *arguments]
-    result = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": WINGS}, capture_output=True, text=True, timeout=PATIENCE
-    )
+    command = ("-m", "teachllm_cli", "serve", "--port", "0", *arguments)
+    result = run_program(*command, environment={**os.environ, "PYTHONPATH": WINGS}, timeout=PATIENCE)
     assert result.returncode == 1, result.stderr
     [line] = [line for line in result.stderr.splitlines() if "listening" not in line]
     return line

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.ready_children import start_program
+
 pytestmark = pytest.mark.slow
 pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
 
@@ -29,8 +31,8 @@ def viz() -> Iterator[Viz]:
 
     def viz_(*flags: str) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
-        command = [sys.executable, "-m", "teachllm_cli", "viz", "--no-browser", *flags]
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = ("-m", "teachllm_cli", "viz", "--no-browser", *flags)
+        process = start_program(*command, environment=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
         started.append(process)
         return process
 

@@ -12,6 +12,7 @@ import time
 from typing import Any, NamedTuple
 
 from tests.processes import is_gone, named_memory, num_rings
+from tests.ready_children import start_program
 from tests.worker.doors import tiny
 
 SECONDS_TO_TELL = 5.0  # from the kill until the program has its error
@@ -42,12 +43,11 @@ class Seconds(NamedTuple):
 def program(code: str, settings: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
     """Python in a process of its own; `{settings!r}` in the code stands for the settings."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-c", code.replace("{settings!r}", repr(settings))],
-        env=os.environ | {"PYTHONPATH": path} | environment,
+    return start_program(
+        *("-c", code.replace("{settings!r}", repr(settings))),
+        environment=os.environ | {"PYTHONPATH": path} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,8 +18,10 @@ from teachllm.distributed.rendezvous import keep_store
 from teachllm.engine.engine import Engine
 from teachllm.worker.errors import EngineDeadError
 from tests.processes import children, is_gone, num_descriptors
+from tests.ready_children import start_program
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.processes.kill import program
 from tests.worker.processes.process_trees import environment, free_port, needs_proc
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -31,9 +32,9 @@ NAME = socket.gethostname()
 @contextmanager
 def machine(port: int, *arguments: str, secret: str = "sesame") -> Iterator[subprocess.Popen[str]]:
     """As a user starts it."""
-    command = [sys.executable, "-m", "teachllm_cli", "worker", "--join", f"tcp://127.0.0.1:{port}", *arguments]
+    command = ("-m", "teachllm_cli", "worker", "--join", f"tcp://127.0.0.1:{port}", *arguments)
     known = environment(TEACHLLM_SECRET=secret)
-    with subprocess.Popen(command, env=known, stderr=subprocess.PIPE, text=True) as process:
+    with start_program(*command, environment=known, stderr=subprocess.PIPE) as process:
         try:
             yield process
         finally:
@@ -108,10 +109,9 @@ while True:
 def test_a_machine_ends_when_the_engine_is_killed() -> None:
     port = free_port()
     settings = tiny(tensor_parallel_size=2, nnodes=2, master_port=port)
-    command = [sys.executable, "-c", _PARENT.replace("{settings!r}", repr(settings))]
     with machine(port) as there:
-        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as engine:
-            assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
+        with program(_PARENT, settings) as engine:
+            assert engine.stdout is not None and engine.stdout.readline() == "ready\n"
             pids = [*children(engine.pid), *children(there.pid)]
             assert len(pids) == 2
             engine.kill()
