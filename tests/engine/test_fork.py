@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -45,6 +46,12 @@ def run(**changes: Any) -> tuple[Trace, dict[str, list[int]]]:
     trace = parse_trace(lines)
     assert trace.problem is None
     return trace, {name: request.output_ids for name, request in trace.replay.requests.items()}
+
+
+@cache
+def plainly() -> dict[str, list[int]]:
+    """What is said without drafts."""
+    return run(num_gpu_blocks_override=60)[1]
 
 
 class Echo:
@@ -203,7 +210,7 @@ def test_a_fork_of_an_engine_that_speculates_does_so_too_and_says_the_same_token
 ) -> None:
     given = speculation(method, "qwen3", num_speculative_tokens=3, adaptive=False)
     trace, outputs = run(speculative_config=given, async_scheduling=async_scheduling, num_gpu_blocks_override=60)
-    assert outputs == run(num_gpu_blocks_override=60)[1]
+    assert outputs == plainly()
     assert any(share["num_draft"] > share["num_accepted"] for share in drafted(trace))
     for changes in ({}, {"num_gpu_blocks_override": 30, "block_size": 32}, {"speculative_config": None}):
         engine, lines, state = forked(trace, 12, **changes)

@@ -1,4 +1,4 @@
-"""Whatever the schema allows, and what it does not, sent to the server: requests that nobody thought of, a thousand of
+"""Whatever the schema allows, and what it does not, sent to the server: requests that nobody thought of, hundreds of
 them, or two thousand where tests are thorough.
 
 Schemathesis reads /openapi.json. For each operation it first tries every limit of every field by itself, from both
@@ -40,9 +40,9 @@ from tests.waiting import wait_for
 MODEL = "tiny"
 TIME_LIMIT = 30.0  # seconds for one case; the slowest takes one on an idle machine
 LEAST_RANDOM = 40  # cases of an operation
-MAX_TOKENS_OF_A_CASE = times(128, 1024)  # more would be waiting, and no test
+MAX_TOKENS_OF_A_CASE = times(32, 1024)  # more would be waiting, and no test
 
-# How many cases each operation gets at least where tests are thorough; half as many elsewhere.
+# How many cases each operation gets at least where tests are thorough; a sixth of it elsewhere.
 CASES = {
     "GET /health": 8,
     "GET /version": 8,
@@ -108,7 +108,7 @@ def schema(server: Server) -> Any:
 
 
 def num_cases(label: str) -> int:
-    return CASES[label] // times(3, 1)
+    return CASES[label] // times(6, 1)
 
 
 def test_there_are_two_thousand_cases_and_no_operation_without_any(schema: Any) -> None:
@@ -153,7 +153,7 @@ def test_an_operation_answers_as_its_schema_says(server: Server, schema: Any, la
         random(given(case=st.one_of(strategies))(judge))()
     assert statuses.total() >= num_cases(label), statuses
     if label in GENERATES:
-        assert statuses[200] >= times(50, 150), "too few requests reached the engine to tell anything"
+        assert statuses[200] >= times(25, 150), "too few requests reached the engine to tell anything"
     nothing_is_left(server)
     assert greedy(server) == before
 

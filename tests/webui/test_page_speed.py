@@ -16,6 +16,7 @@ from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Workload
 from teachllm_webui.presets import PRESETS
 from teachllm_webui.session import LiveSession
+from tests.thorough import times
 
 pytestmark = pytest.mark.slow
 
@@ -69,16 +70,16 @@ def test_512_blocks_and_64_requests_are_replayed_at_60_steps_a_second(
     page = open_page(crowd)
     assert page.locator("[data-block]").count() == 512
     assert max(len(step["scheduled"]) for step in map(json.loads, crowd) if step["event"] == "step") == 64
-    best, pace = 0.0, 0.0
+    best, pace, enough = 0.0, 0.0, times(24, 57)  # a browser without a GPU and beside other tests; 58 to 60 alone
     for _ in range(6):
         steps, pictures, seconds = page.evaluate(PLAY)
         best, pace = max(best, pictures / seconds), max(pace, steps / seconds)
-        if best > 57:
+        if best > enough:
             break
     assert pace == pytest.approx(60, abs=2)
     milliseconds = min(page.evaluate(COST) for _ in range(5))
     print(f"{best:.0f} of 60 steps a second were drawn; script and layout of one: {milliseconds:.1f} ms")
-    assert best > 24  # by a browser without a GPU and beside other tests; 58 to 60 with two cores to itself
+    assert best > 24
     assert milliseconds < 1000 / 60 / 2
 
 
@@ -95,7 +96,7 @@ def test_the_first_picture_comes_within_3_seconds_of_the_servers_start(browser: 
     pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
     from teachllm_webui.page import launch
 
-    times = []
+    seconds = []
     for _ in range(8):
         context = browser.new_context(viewport={"width": 1280, "height": 720})
         tab, session, began = context.new_page(), LiveSession(), time.time()
@@ -104,10 +105,10 @@ def test_the_first_picture_comes_within_3_seconds_of_the_servers_start(browser: 
         tab.goto(page.url)
         tab.wait_for_selector("[data-live] button")
         shown = tab.evaluate("new Promise((done) => requestAnimationFrame(() => done(Date.now())))")
-        times.append(shown / 1000 - began)
+        seconds.append(shown / 1000 - began)
         page.close()
         context.close()
-        if times[-1] < 3:
+        if seconds[-1] < 3:
             break
-    print(f"the page is there after {min(times):.1f} s")
-    assert min(times) < 3
+    print(f"the page is there after {min(seconds):.1f} s")
+    assert min(seconds) < 3
