@@ -1,7 +1,7 @@
 """A planted fault to find: the engine with one line changed, in a process of its own; this one stays whole.
 
 broken = plant("a hash without its parent")
-broken.symptom("teachllm_lessons.lesson_05:two_prompts")   # what a user would see
+broken.symptom("teachllm_lessons.lesson_05:two_beginnings")   # what a user would see
 broken.guess("teachllm/core/prefix_cache.py", "hash_block")
 broken.reveal()                                             # the line, and what the suite says of it
 """
@@ -11,21 +11,19 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
-import importlib
 import io
-import os
-import subprocess
-import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from teachllm_lessons.broken_process import BrokenProcess, run_scenario
 from teachllm_lessons.faults import FAULTS, ROOT, Fault
-from teachllm_lessons.mutants import copy_to, run_test
+from teachllm_lessons.mutants import copy_to, last_words
 
-_RUN = "import importlib, sys; module, name = sys.argv[1].split(':'); getattr(importlib.import_module(module), name)()"
+_SECONDS = 120.0  # for a question
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,7 @@ class Broken:
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
+        self._process: BrokenProcess | None = None
 
     def symptom(self, scenario: str) -> Said:
         """What a scenario prints with the fault, beside what it prints without.
@@ -53,11 +52,12 @@ class Broken:
         Args:
             scenario: "module:function"; the function takes nothing and prints.
         """
-        whole = _run_here(scenario)
-        with tempfile.TemporaryDirectory() as name:
-            folder = self._planted(Path(name))
-            broken = _run(folder, scenario)
-        return Said(f"The engine as it is:\n\n```\n{whole}\n```\n\nWith the fault:\n\n```\n{broken}\n```\n")
+        whole = io.StringIO()
+        with contextlib.redirect_stdout(whole), warnings.catch_warnings(action="ignore"):
+            run_scenario(scenario)
+        _, broken = self._asked("scenario", scenario)
+        here, there = whole.getvalue().rstrip(), broken.rstrip()
+        return Said(f"The engine as it is:\n\n```\n{here}\n```\n\nWith the fault:\n\n```\n{there}\n```\n")
 
     def guess(self, path: str, function: str | None = None) -> Said:
         """Whether the fault is in that file, or in that function of it."""
@@ -76,20 +76,23 @@ class Broken:
 
     def reveal(self) -> Said:
         """The changed lines, and the words of the test that notices."""
-        with tempfile.TemporaryDirectory() as name:
-            code, message = run_test(self._planted(Path(name)), self.fault.test)
+        code, printed = self._asked("test", self.fault.test)
         before, after = self.fault.before.strip("\n").splitlines(), self.fault.after.strip("\n").splitlines()
         diff = [line for line in difflib.ndiff(before, after) if not line.startswith("?")]
-        found = f"fails: `{message}`" if code == 1 else "passes: it should have failed, please report it"
+        found = f"fails: `{last_words(printed)}`" if code == 1 else "passes: it should have failed, please report it"
         return Said(
             f"`{self.fault.path}`, in `{self._function()}`:\n\n```diff\n" + "\n".join(diff) + "\n```\n\n"
             f"{self.fault.happens} `{self.fault.test}` {found}"
         )
 
-    def _planted(self, folder: Path) -> Path:
-        copy_to(folder)
-        (folder / self.fault.path).write_text(self.fault.planted(), encoding="utf-8")
-        return folder
+    def _asked(self, kind: str, name: str) -> tuple[int, str]:
+        if self._process is None or not self._process.is_there:
+            folder = tempfile.TemporaryDirectory()
+            copy_to(Path(folder.name))
+            (Path(folder.name) / self.fault.path).write_text(self.fault.planted(), encoding="utf-8")
+            self._process = BrokenProcess(Path(folder.name))
+            weakref.finalize(self, _forget, self._process, folder)
+        return self._process.ask(kind, name, _SECONDS)
 
     def _function(self) -> str:
         """The innermost function or method around the change."""
@@ -116,27 +119,6 @@ def _files() -> Iterator[str]:
             yield path.relative_to(ROOT).as_posix()
 
 
-def _run_here(scenario: str) -> str:
-    """What a scenario prints."""
-    module, _, name = scenario.partition(":")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="ignore"):
-        getattr(importlib.import_module(module), name)()
-    return printed.getvalue().rstrip()
-
-
-def _run(folder: Path, scenario: str) -> str:
-    """What a scenario prints in a process of its own, with the project that lies in a folder."""
-    paths = [str(folder), *(str(folder / wing) for wing in ("kernels", "cli", "webui", "lessons"))]
-    ran = subprocess.run(
-        [sys.executable, "-B", "-W", "ignore", "-c", _RUN, scenario],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if ran.returncode:
-        return ran.stdout + (ran.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-    return ran.stdout.rstrip()
+def _forget(process: BrokenProcess, folder: tempfile.TemporaryDirectory[str]) -> None:
+    process.close()
+    folder.cleanup()

@@ -61,27 +61,42 @@ def copy_to(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
-def run_test(folder: Path, test: str) -> tuple[int, str]:
-    """(exit code, the last line that says anything) of a test in a copy."""
+def environment(folder: Path) -> dict[str, str]:
+    """In which a process imports the project that lies in a folder, and may test it."""
     paths = [str(folder), *(str(folder / wing) for wing in ("kernels", "cli", "webui", "lessons"))]
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--color=no", "--hypothesis-seed=0"]
-    options += ["-p", "_hypothesis_pytestplugin", "-o", "addopts=--import-mode=importlib"]
-    more = {
+    interpreted = {} if os.path.exists("/dev/nvidiactl") else {"TRITON_INTERPRET": "1"}  # as tests have it
+    return interpreted | {
         "PYTHONPATH": os.pathsep.join(paths),
         "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".found"),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # to load them all takes longer than most tests
     }
+
+
+def pytest_arguments(test: str) -> list[str]:
+    """A test by itself, the same on every run."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--color=no", "--hypothesis-seed=0"]
+    return [*options, "-p", "_hypothesis_pytestplugin", "-o", "addopts=--import-mode=importlib", test]
+
+
+def last_words(printed: str) -> str:
+    """Of pytest, the first line that says what failed, or its last one."""
+    lines = printed.splitlines()
+    said = [line for line in lines if line.startswith("E  ")] or lines[-1:]
+    return said[0].removeprefix("E").strip() if said else ""
+
+
+def run_test(folder: Path, test: str) -> tuple[int, str]:
+    """(exit code, its last words) of a test in a copy."""
     ran = subprocess.run(
-        [sys.executable, "-B", "-m", "pytest", *options, test],
+        [sys.executable, "-B", "-m", "pytest", *pytest_arguments(test)],
         cwd=folder,
-        env=os.environ | more,
+        env=os.environ | environment(folder),
         capture_output=True,
         text=True,
         timeout=_SECONDS,
         check=False,
     )
-    said = [line for line in ran.stdout.splitlines() if line.startswith("E  ")] or ran.stdout.splitlines()[-1:]
-    return ran.returncode, said[0].removeprefix("E").strip() if said else ""
+    return ran.returncode, last_words(ran.stdout)
 
 
 def try_fault(folder: Path, fault: Fault) -> Outcome:

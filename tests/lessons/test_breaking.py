@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
 
 from teachllm_lessons.breaking import plant
+from teachllm_lessons.broken_process import BrokenProcess
+from teachllm_lessons.mutants import copy_to
 
 SCENARIOS = {  # those that notebooks name and do not run
     "half a character is shown": "lesson_00:a_stream",
@@ -35,3 +40,15 @@ def test_what_is_revealed_is_the_line_and_the_words_of_the_test_that_notices() -
     said = plant("the first to arrive gives way").reveal().text
     assert "- " in said and "+ " in said and "min(self.running, key=self.policy.key)" in said
     assert "::test_the_last_to_arrive_is_preempted" in said and "fails: `AssertionError: assert ['a'] == ['b']`" in said
+
+
+def test_a_process_that_ends_or_never_answers_is_followed_by_another_one(tmp_path: Path) -> None:
+    copy_to(tmp_path)
+    for scenario, code in (("os:abort", -signal.SIGABRT), ("signal:pause", -signal.SIGKILL)):
+        process = BrokenProcess(tmp_path)
+        assert process.ask("scenario", scenario, 2.0) == (code, "it ended without a word")
+        assert not process.is_there
+    broken = plant("the first to arrive gives way")
+    assert broken._asked("scenario", "os:abort")[0] == -signal.SIGABRT
+    assert broken._asked("scenario", "os:getpid") == (0, "")
+    assert broken._asked("scenario", "os:nobody")[1].startswith("AttributeError: module 'os' has no attribute")
