@@ -5,9 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
+# A tenth of what is installed is ever imported: to compile all of it takes longer than that does.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
-# pip would do it on one processor. Packages bring files for other versions of Python, which cannot be compiled.
-COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 
 # Tests start hundreds of interpreters: what one of them has compiled the others read.
 test: export PYTHONDONTWRITEBYTECODE :=
@@ -69,31 +68,26 @@ clean:  ## remove the virtual environment and every cache
 $(VENV)/.core: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm needs into $(VENV) (once) ..." >&2
 	@$(INSTALL) . >&2
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.ui: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm's visualizer needs into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[ui]' >&2
-	@$(COMPILE)
 	@touch $(VENV)/.core $@
 
 $(VENV)/.serve: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm's server needs into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[serve]' >&2
-	@$(COMPILE)
 	@touch $(VENV)/.core $@
 
 $(VENV)/.lessons: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm's lessons need into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[lessons,serve]' >&2
-	@$(COMPILE)
 	@touch $(VENV)/.core $(VENV)/.serve $@
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.pip
 	@echo "installing what teachllm and its tests need into $(VENV) (once) ..." >&2
 	@$(INSTALL) '.[dev]' >&2
-	@$(COMPILE)
 	@touch $(VENV)/.core $(VENV)/.ui $(VENV)/.serve $@
 
 $(VENV)/.pip:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ def test_the_command_shows_a_rung_a_line_and_draws_them(
     teachllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ladder, "LAPTOP", TINY)
+    monkeypatch.setattr(ladder, "climb", partial(ladder.climb, num_passes=1))
     monkeypatch.setattr("teachllm.bench.ceilings.ceilings_of", lambda config: CEILINGS)
     written = ("--plot", str(tmp_path / "ladder.svg"), "--output-json", str(tmp_path / "ladder.json"))
     result = teachllm("ladder", "--device", "cpu", *written)

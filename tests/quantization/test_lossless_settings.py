@@ -95,10 +95,12 @@ def test_nor_do_they_on_a_gpu(name: str, **drawn: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("activations", [Activations.BY_TOKEN, Activations.BY_BLOCK, Activations.STATIC])
 def test_a_token_gets_the_same_codes_whatever_runs_beside_it(dtype: torch.dtype, activations: Activations) -> None:
+    """Up to the order in which products are added up; another code would be a hundredth of the largest."""
     weight, x = scaled_weight(dtype, activations), torch.randn(7, 2 * BLOCK) * torch.logspace(-3, 3, 7)[:, None]
     together = weight.product(x, None)
     for row in range(7):
-        torch.testing.assert_close(weight.product(x[row : row + 1], None)[0], together[row], rtol=1e-5, atol=1e-6)
+        alone, beside = weight.product(x[row : row + 1], None)[0], together[row]
+        assert (alone - beside).abs().max() <= 1e-5 * beside.abs().max()
 
 
 def scaled_weight(dtype: torch.dtype, activations: Activations) -> CPUScaledWeight:

@@ -16,7 +16,7 @@ from teachllm.quantization.making.recipe import Recipe
 from tests.thorough import times
 
 EVERY = times(16, 4)  # documents
-FEW = {"num_samples": times(16, 32), "seq_len": 256}
+FEW = {"num_samples": times(8, 32), "seq_len": 256}
 
 Measure = Callable[[Recipe | None], Scores]
 
