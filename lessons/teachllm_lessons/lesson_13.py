@@ -163,6 +163,8 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], title: str) -> Picture:
     names = [rung["name"] for rung in ran]
     rates = [rung["figures"]["output_tokens_per_s"] for rung in ran]
     shares = [100 * rung["figures"]["of_ceiling"] for rung in ran]
+    from matplotlib.ticker import NullFormatter
+
     figure, both = axes(9, 0.8 + 0.34 * len(ran), ncols=2, sharey=True)
     lossless = {rung.name for rung in RUNGS if rung.is_lossless}
     colors = [BAR if name in lossless else OTHER_BAR for name in names]
@@ -170,6 +172,7 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], title: str) -> Picture:
         drawn = ax.barh(names, values, color=colors)
         ax.bar_label(drawn, [short(value) for value in values], padding=4, color=INK, fontsize=9)
         ax.set_xscale("log")
+        ax.xaxis.set_minor_formatter(NullFormatter())  # they would lie on each other
         ax.set_xlabel(label)
         ax.margins(x=0.25)
     both[0].invert_yaxis()

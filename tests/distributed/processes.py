@@ -98,7 +98,8 @@ def on_processes(layout: Layout, work: Callable[[Ranks], T], timeout_s: float = 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if not _pool:
         multiprocessing.set_forkserver_preload(["tests.distributed.test_runner_parts"])  # and all that it imports
-        _pool.append(ProcessPoolExecutor(MOST_RANKS, multiprocessing.get_context("forkserver")))
+        begins = "spawn" if torch.cuda.is_available() else "forkserver"  # who has looked for a GPU must not fork
+        _pool.append(ProcessPoolExecutor(MOST_RANKS, multiprocessing.get_context(begins)))
     numbers = range(layout.num_connected)
     done = [_pool[0].submit(_run, work, layout, number, store.port, timeout_s, on_gpus) for number in numbers]
     failed = [each.exception() for each in done]
