@@ -13,7 +13,7 @@ from teachllm_lessons.palette import BAR, INK, OTHER_BAR
 from teachllm_lessons.picture import Picture, axes, short
 from teachllm_lessons.watch import Watch
 
-SMALL = Size(8, (8, 24), (80, 120), (6, 24), 48, 192, 3 * 192, 8, 64)  # the laptop's ladder, in half the time
+SMALL = Size(8, (8, 24), (80, 120), (6, 16), 48, 192, 3 * 192, 8, 64)  # the laptop's ladder, in half the time
 NUM_SLOTS, MAX_LEN = SMALL.num_slots, SMALL.max_len
 INSTRUCTIONS = (
     "You teach how language models are served. Answer in one short sentence, and give one example each time. "

@@ -156,7 +156,7 @@ def test_after_a_failure_requests_can_be_aborted_and_others_added(
     assert {c.finish_reason for i in range(0, 7, 2) for c in outputs[i].outputs} <= {"abort", "length"}
 
 
-@settings(max_examples=times(8, 50))
+@settings(max_examples=times(5, 50))
 @given(
     seed=st.integers(0, 2**20),
     rate=st.sampled_from([0.03, 0.1, 0.3]),

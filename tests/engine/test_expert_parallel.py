@@ -23,6 +23,7 @@ from teachllm.worker.errors import EngineDeadError
 from tests.engine.reference import reference
 from tests.engine.streams import all_hear_that
 from tests.processes import descendants, is_gone
+from tests.thorough import THOROUGH
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny, tokens
 
@@ -81,6 +82,8 @@ def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[list[li
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_tokens_are_those_of_one_process(expected: tuple[str, list[list[list[int]]]], way: str) -> None:
     name, theirs = expected
+    if name == "mixtral" and way not in ("dp=2", "dp=2 x tp=2") and not THOROUGH:
+        pytest.skip("the other family goes all ways")
     assert len({token for [ids] in theirs for token in ids}) >= 16
     with closing(LLM(**tiny(name, **(SHARED | WAYS[way])))) as llm:
         assert [tokens(output) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == theirs

@@ -109,7 +109,7 @@ ANYTHING: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=times(30, 500))
+@settings(max_examples=times(20, 500))
 @given(**ANYTHING)
 def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
     check(**drawn)

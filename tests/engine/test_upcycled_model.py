@@ -21,12 +21,13 @@ from teachllm.trace.reader import Trace, read_trace
 from tests.bench.h200_script import load_script
 from tests.engine.test_embedded_model_engine import QUESTIONS
 from tests.engine.test_expert_parallel import SHARED, loads_of_all
+from tests.thorough import THOROUGH
 
 upcycling = load_script("upcycle", "training")
 NUM_LAYERS = 6
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "every expert cut": {"tensor_parallel_size": 2},
+    **({"every expert cut": {"tensor_parallel_size": 2}} if THOROUGH else {}),  # tests/engine/test_parallel.py does
     "experts spread": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "experts spread over replicas": SHARED,
 }
