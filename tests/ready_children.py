@@ -97,16 +97,22 @@ def start_ready_child(
     return ReadyChild(pid, command, stdin=os.fdopen(write, "wb"))
 
 
-def start_program(*arguments: str, environment: Mapping[str, str], **pipes: int) -> subprocess.Popen[str]:
+def environment_with(**variables: str) -> dict[str, str]:
+    """In which a process finds what this one finds."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} | variables
+
+
+def start_program(*arguments: str, environment: Mapping[str, str] | None = None, **pipes: int) -> subprocess.Popen[str]:
     """Python with these arguments, `-m module` or `-c code` and those of the program, in a session of its own.
 
     Args:
-        environment: all of it.
+        environment: set for it, whatever this process has.
         pipes: `stdout`, `stderr`: PIPE or DEVNULL, this process's if they are not named. Text.
     """
+    known = environment_with(**(environment or {}))
     if sys.platform != "linux":
         options: dict[str, Any] = {"text": True, "stdin": subprocess.DEVNULL, "start_new_session": True, **pipes}
-        return subprocess.Popen([sys.executable, *arguments], env=environment, **options)
+        return subprocess.Popen([sys.executable, *arguments], env=known, **options)
     null = os.open(os.devnull, os.O_RDWR)
     given, ours = {0: null, 1: 1, 2: 2}, dict[str, IO[str]]()
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -116,7 +122,7 @@ def start_program(*arguments: str, environment: Mapping[str, str], **pipes: int)
         elif pipes.get(name) == subprocess.DEVNULL:
             given[number] = null
     try:
-        pid = _forked(arguments, environment, given)
+        pid = _forked(arguments, known, given)
     finally:
         for each in {*given.values()} - {1, 2}:
             os.close(each)
@@ -124,7 +130,7 @@ def start_program(*arguments: str, environment: Mapping[str, str], **pipes: int)
 
 
 def run_program(
-    *arguments: str, environment: Mapping[str, str], timeout: float = 120
+    *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Waits for `start_program`; what it printed."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

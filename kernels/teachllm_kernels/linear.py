@@ -13,13 +13,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+SMALLEST = 1 << 16  # numbers of a weight; oneDNN takes 50 us to begin a product, in which fewer are multiplied plainly
+
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b: [num_rows, in] and [out, in] -> [num_rows, out]."""
     return F.linear(x, weight, bias)
-
-
-SMALLEST = 1 << 16  # numbers of a weight; oneDNN takes 50 us to begin a product, in which fewer are multiplied plainly
 
 
 def pays_to_pack(weight: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from teachllm.bench.ladder import RUNGS, Size
@@ -13,7 +13,7 @@ from teachllm_lessons.palette import BAR, INK, OTHER_BAR
 from teachllm_lessons.picture import Picture, axes, short
 from teachllm_lessons.watch import Watch
 
-SMALL = Size(8, (8, 24), (80, 120), (6, 16), 48, 192, 3 * 192, 8, 64)  # the laptop's ladder, in half the time
+SMALL = Size(8, (8, 24), (80, 120), (6, 16), 48, 192, 3 * 192, 8, 64)  # the laptop's ladder, in less than half a minute
 NUM_SLOTS, MAX_LEN = SMALL.num_slots, SMALL.max_len
 INSTRUCTIONS = (
     "You teach how language models are served. Answer in one short sentence, and give one example each time. "
@@ -93,7 +93,7 @@ def contract_settings(piece: Callable[[], Settings]) -> int:
     return 4
 
 
-@lru_cache
+@cache
 def _at_the_bottom() -> Served:
     return serve(bottom())
 
@@ -159,12 +159,12 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], title: str) -> Picture:
     Args:
         rungs: as `bench.ladder.as_json` gives them.
     """
+    from matplotlib.ticker import NullFormatter
+
     ran = [rung for rung in rungs if rung["figures"] is not None]
     names = [rung["name"] for rung in ran]
     rates = [rung["figures"]["output_tokens_per_s"] for rung in ran]
     shares = [100 * rung["figures"]["of_ceiling"] for rung in ran]
-    from matplotlib.ticker import NullFormatter
-
     figure, both = axes(9, 0.8 + 0.34 * len(ran), ncols=2, sharey=True)
     lossless = {rung.name for rung in RUNGS if rung.is_lossless}
     colors = [BAR if name in lossless else OTHER_BAR for name in names]

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from tests.ready_children import run_program
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ready_children import environment_with, run_program
 
 GREEDY = ("--device", "cpu", "--temperature", "0")
 
 
 def start(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     """What is piped in comes to a fresh interpreter, as a user's does."""
-    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "cli", "webui", "lessons"))
     command = ("-m", "teachllm_cli", *arguments, *(() if arguments[0] == "info" else GREEDY))
-    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
     if stdin is None:
-        return run_program(*command, environment=environment)
+        return run_program(*command, environment={"COLUMNS": "200"})
     pipes: dict[str, Any] = {"input": stdin, "capture_output": True, "text": True, "timeout": 120}
-    return subprocess.run([sys.executable, *command], env=environment, **pipes)
+    return subprocess.run([sys.executable, *command], env=environment_with(COLUMNS="200"), **pipes)
 
 
 def test_a_piped_question_prints_a_plain_answer_and_nothing_else() -> None:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from teachllm import __version__
-from tests.ready_children import run_program
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-WINGS = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "cli", "webui", "lessons"))
+from tests.ready_children import environment_with, run_program
 
 
 def start(*arguments: str, python: tuple[str, ...] = (), stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *python, "-m", "teachllm_cli", *arguments],
-        env={**os.environ, "PYTHONPATH": WINGS, "COLUMNS": "100"},
+        env=environment_with(COLUMNS="100"),
         input=stdin,
         capture_output=True,
         text=True,
@@ -81,10 +74,7 @@ def test_debug_prints_the_traceback() -> None:
 def test_replicas_complete_prompts_as_one_engine_does() -> None:
     prompts = [word for text in ("Once upon a time", "The", "What is a KV cache?") for word in ("--prompt", text)]
     options = ("--json", "--max-tokens", "8", "--device", "cpu", *prompts)
-    environment = {**os.environ, "PYTHONPATH": WINGS}
-    one, two = (
-        run_program("-m", "teachllm_cli", "generate", *options, *more, environment=environment)
-        for more in ((), ("--data-parallel-size", "2"))
-    )
+    command = ("-m", "teachllm_cli", "generate", *options)
+    one, two = run_program(*command), run_program(*command, "--data-parallel-size", "2")
     assert one.returncode == 0 and one.stdout == two.stdout, two.stderr
     assert len(one.stdout.splitlines()) == 3

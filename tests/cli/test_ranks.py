@@ -12,7 +12,6 @@ import pytest
 
 from tests.processes import children, descendants, is_gone, num_rings
 from tests.ready_children import start_program
-from tests.server.process import WINGS
 from tests.thorough import THOROUGH
 from tests.waiting import wait_for
 
@@ -76,7 +75,7 @@ def test_ctrl_c_ends_all_of_them_without_a_word(ranks: str, is_loading: bool, tm
     options = (*CPU, ranks, "2", "--trace", str(tmp_path / "run.jsonl"))
     child = start_program(  # in a session, as a shell gives each command a group of its own
         *("-m", "teachllm_cli", "generate", *endless, *options),
-        environment={**os.environ, "PYTHONPATH": WINGS, "TMPDIR": str(files)},
+        environment={"TMPDIR": str(files)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,9 +15,6 @@ from tests.processes import children
 from tests.ready_children import start_program
 from tests.server.door import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[2]
-WINGS = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "cli", "webui", "lessons"))
-
 
 class Process:
     """A server in a process, as soon as it listens."""
@@ -27,7 +22,7 @@ class Process:
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.child = start_program(
             *("-m", "teachllm_cli", "serve", "--port", "0", "--log-format", "json", *arguments),
-            environment={**os.environ, "PYTHONPATH": WINGS, **environment},
+            environment=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )

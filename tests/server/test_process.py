@@ -10,7 +10,7 @@ import pytest
 
 from tests.ready_children import run_program
 from tests.server.door import PATIENCE, chunks, error_of
-from tests.server.process import WINGS, engine_processes, started
+from tests.server.process import engine_processes, started
 
 ENDLESS = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 
@@ -18,7 +18,7 @@ ENDLESS = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True
 def refusal(*arguments: str) -> str:
     """What a server that does not start says, which has to be one line."""
     command = ("-m", "teachllm_cli", "serve", "--port", "0", *arguments)
-    result = run_program(*command, environment={**os.environ, "PYTHONPATH": WINGS}, timeout=PATIENCE)
+    result = run_program(*command, timeout=PATIENCE)
     assert result.returncode == 1, result.stderr
     [line] = [line for line in result.stderr.splitlines() if "listening" not in line]
     return line

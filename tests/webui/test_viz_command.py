@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -30,9 +28,8 @@ def viz() -> Iterator[Viz]:
     started = []
 
     def viz_(*flags: str) -> subprocess.Popen[str]:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
         command = ("-m", "teachllm_cli", "viz", "--no-browser", *flags)
-        process = start_program(*command, environment=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = start_program(*command, environment={"NO_COLOR": "1"}, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
         started.append(process)
         return process
 

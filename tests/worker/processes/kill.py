@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from typing import Any, NamedTuple
@@ -42,13 +41,8 @@ class Seconds(NamedTuple):
 
 def program(code: str, settings: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
     """Python in a process of its own; `{settings!r}` in the code stands for the settings."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return start_program(
-        *("-c", code.replace("{settings!r}", repr(settings))),
-        environment=os.environ | {"PYTHONPATH": path} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    code = code.replace("{settings!r}", repr(settings))
+    return start_program("-c", code, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def kill_a_rank(rank: int, num_steps: int, delay: float = 0.0, **settings: Any) -> Seconds:

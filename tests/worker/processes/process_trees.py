@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """In which a process finds what this one finds."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} | variables
 
 
 def free_port() -> int:

@@ -33,9 +33,9 @@ from teachllm.worker.processes.host_socket import connect, listen, port_of
 from teachllm.worker.processes.rank_hosts import RankHosts
 from teachllm.worker.processes.rank_lines import Work
 from tests.processes import num_descriptors
+from tests.ready_children import environment_with
 from tests.waiting import wait_for
 from tests.worker.doors import make_engine
-from tests.worker.processes.process_trees import environment
 
 NAME = socket.gethostname()
 
@@ -89,7 +89,7 @@ time.sleep(60)
 def silent(address: str) -> subprocess.Popen[bytes]:
     """A machine that joins and does nothing."""
     code = _SILENT.replace("{versions!r}", repr(versions()))
-    return subprocess.Popen([sys.executable, "-c", code, address], env=environment())
+    return subprocess.Popen([sys.executable, "-c", code, address], env=environment_with())
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tests.ready_children import start_program
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.kill import program
-from tests.worker.processes.process_trees import environment, free_port, needs_proc
+from tests.worker.processes.process_trees import free_port, needs_proc
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -33,8 +33,7 @@ NAME = socket.gethostname()
 def machine(port: int, *arguments: str, secret: str = "sesame") -> Iterator[subprocess.Popen[str]]:
     """As a user starts it."""
     command = ("-m", "teachllm_cli", "worker", "--join", f"tcp://127.0.0.1:{port}", *arguments)
-    known = environment(TEACHLLM_SECRET=secret)
-    with start_program(*command, environment=known, stderr=subprocess.PIPE) as process:
+    with start_program(*command, environment={"TEACHLLM_SECRET": secret}, stderr=subprocess.PIPE) as process:
         try:
             yield process
         finally:

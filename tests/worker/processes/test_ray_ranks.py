@@ -18,9 +18,10 @@ import pytest
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.worker.processes.ray_ranks import _tell, by_machine
 from tests.processes import descendants, is_gone
+from tests.ready_children import environment_with
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
-from tests.worker.processes.process_trees import environment, needs_proc
+from tests.worker.processes.process_trees import needs_proc
 
 RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -46,7 +47,7 @@ def test_two_actors_give_what_one_process_gives_and_when_one_is_killed_nothing_i
     [expected] = LLM(**tiny()).generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
     code = _SCRIPT.format(settings=tiny(**RAY), prompt=prompt, greedy=GREEDY)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment(), text=True, **pipes) as engine:
+    with subprocess.Popen([sys.executable, "-c", code], env=environment_with(), text=True, **pipes) as engine:
         try:
             assert engine.stdout is not None and engine.stderr is not None
             assert json.loads(engine.stdout.readline()) == expected.outputs[0].token_ids

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.worker.processes.torchrun import plan_of_torchrun, works_for_process_0
 from tests.processes import children, is_gone
+from tests.ready_children import environment_with
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
-from tests.worker.processes.process_trees import environment, free_port, needs_proc
+from tests.worker.processes.process_trees import free_port, needs_proc
 
 TORCHRUN: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "torchrun"}
 
@@ -29,7 +30,7 @@ TORCHRUN: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_bac
 def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, *launcher, *command], env=environment(), **pipes) as process:
+    with subprocess.Popen([sys.executable, *launcher, *command], env=environment_with(), **pipes) as process:
         try:
             yield process
         finally:
