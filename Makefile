@@ -93,4 +93,5 @@ $(VENV)/.dev: $(SOURCES) | $(VENV)/.pip
 $(VENV)/.pip:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "teachllm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(VENV) >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip >&2  # an old one takes twice as long
 	@touch $@

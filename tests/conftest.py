@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
-from pathlib import Path
 
 # No test reads the user's ceilings, or leaves some there.
 os.environ["TEACHLLM_CACHE"] = os.path.join(tempfile.gettempdir(), f"teachllm-cache-{os.getpid()}")
@@ -31,18 +29,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("teachllm")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Kernels of notebooks have their ranks forked, as tests have."""
-    if sys.platform != "linux":
-        return
-    folder = Path(tempfile.mkdtemp(prefix="teachllm-ipython-"))
-    startup = folder / "profile_default" / "startup"
-    startup.mkdir(parents=True)
-    (startup / "ranks.py").write_text("from tests import ready_children\n\nready_children.install()\n")
-    os.environ["IPYTHONDIR"] = str(folder)
-    config.add_cleanup(lambda: shutil.rmtree(folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,15 +26,26 @@ import threading
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import IO, Any
 
 from teachllm.worker.processes import child
+from teachllm_lessons import mutants
 
 _SET_NAME, _SUBREAPER = 15, 36  # of prctl
 NURSERY = "nursery"  # its name in /proc
 _CORE, _RANK = "teachllm.engine.core_process", "teachllm.worker.processes.worker_process"
-_SERVER = "teachllm.server.serve"
+_IMPORTED = (
+    _CORE,
+    _RANK,
+    "teachllm.server.serve",
+    "ipykernel.ipkernel",
+    "matplotlib.figure",
+    "teachllm_lessons.breaking",
+)
 _MOST_DESCRIPTORS = 64
+_ROOT = str(Path(__file__).resolve().parent.parent)
 _lock = threading.Lock()
 _nursery: list[tuple[int, socket.socket]] = []  # its pid, and the wire to it
 
@@ -48,7 +59,7 @@ class ReadyChild(subprocess.Popen):  # type: ignore[type-arg]
         self,
         pid: int,
         arguments: Sequence[str],
-        stdin: IO[bytes] | None = None,
+        stdin: IO[Any] | None = None,
         stdout: IO[str] | None = None,
         stderr: IO[str] | None = None,
     ) -> None:
@@ -56,7 +67,7 @@ class ReadyChild(subprocess.Popen):  # type: ignore[type-arg]
         self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
         self._waitpid_lock, self._child_created = threading.Lock(), True
         self._sigint_wait_secs, self._communication_started = 0.25, False
-        self._input, self.text_mode, self.encoding, self.errors = None, stdin is None, None, None
+        self._input, self.text_mode, self.encoding, self.errors = None, True, None, None
 
 
 def start_nursery() -> None:
@@ -102,31 +113,40 @@ def environment_with(**variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} | variables
 
 
-def start_program(*arguments: str, environment: Mapping[str, str] | None = None, **pipes: int) -> subprocess.Popen[str]:
+def start_program(
+    *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None, **pipes: int
+) -> subprocess.Popen[str]:
     """Python with these arguments, `-m module` or `-c code` and those of the program, in a session of its own.
 
     Args:
         environment: set for it, whatever this process has.
-        pipes: `stdout`, `stderr`: PIPE or DEVNULL, this process's if they are not named. Text.
+        cwd: its folder; this process's if it is not named.
+        pipes: `stdin`: PIPE or nothing; `stdout`, `stderr`: PIPE or DEVNULL, this process's if not named. Text.
     """
     known = environment_with(**(environment or {}))
     if sys.platform != "linux":
-        options: dict[str, Any] = {"text": True, "stdin": subprocess.DEVNULL, "start_new_session": True, **pipes}
-        return subprocess.Popen([sys.executable, *arguments], env=known, **options)
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, **pipes, "cwd": cwd, "start_new_session": True}
+        return subprocess.Popen([sys.executable, *arguments], env=known, text=True, **options)
     null = os.open(os.devnull, os.O_RDWR)
     given, ours = {0: null, 1: 1, 2: 2}, dict[str, IO[str]]()
-    for name, number in (("stdout", 1), ("stderr", 2)):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if pipes.get(name) == subprocess.PIPE:
-            read, given[number] = os.pipe()
-            ours[name] = os.fdopen(read)
+            ends = os.pipe()
+            given[number] = ends[number > 0]
+            ours[name] = os.fdopen(ends[number == 0], "r" if number else "w")
         elif pipes.get(name) == subprocess.DEVNULL:
             given[number] = null
     try:
-        pid = _forked(arguments, known, given)
+        pid = _forked(arguments, known, given, cwd)
     finally:
-        for each in {*given.values()} - {1, 2}:
+        for each in {null, *given.values()} - {1, 2}:
             os.close(each)
     return ReadyChild(pid, arguments, **ours)
+
+
+def start_python_in(folder: Path, *arguments: str, **pipes: int) -> subprocess.Popen[str]:
+    """As `mutants.start_python`."""
+    return start_program(*arguments, environment=mutants.environment(folder), cwd=folder, **pipes)
 
 
 def run_program(
@@ -142,10 +162,21 @@ def run_program(
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
-def _forked(arguments: Sequence[str], environment: Mapping[str, str], given: Mapping[int, int]) -> int:
+def launch_kernel(
+    command: Sequence[str], env: Mapping[str, str], cwd: Path | str | None = None, **others: Any
+) -> subprocess.Popen[str]:
+    """As Jupyter's of this name: its kernels have imported what every notebook does."""
+    arguments = command[command.index("-m") :]
+    environment = environment_with(**env, JPY_PARENT_PID=str(os.getpid()))  # which it ends with
+    return ReadyChild(_forked(arguments, environment, {0: 0, 1: 1, 2: 2}, cwd), arguments)
+
+
+def _forked(
+    arguments: Sequence[str], environment: Mapping[str, str], given: Mapping[int, int], cwd: Path | str | None = None
+) -> int:
     """The pid of a new process: Python with these arguments; of each of its descriptors, which one it is here."""
     start_nursery()
-    asked = {"arguments": arguments, "cwd": os.getcwd(), "to": [*given], "environment": dict(environment)}
+    asked = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "to": [*given], "environment": dict(environment)}
     message = json.dumps(asked).encode()
     with _lock:
         wire = _nursery[0][1]
@@ -161,8 +192,18 @@ def _forked(arguments: Sequence[str], environment: Mapping[str, str], given: Map
 
 
 def install() -> None:
-    """From now on `start_child` is this one's: for modules that are imported after this."""
+    """From now on processes start so, for modules that are imported after this: those of `start_child`, programs that
+    import a copy of the project, and kernels."""
     child.start_child = start_ready_child
+    mutants.start_python = start_python_in
+    if _is_installed("jupyter_client"):
+        from jupyter_client.provisioning import local_provisioner
+
+        local_provisioner.launch_kernel = launch_kernel
+
+
+def _is_installed(module: str) -> bool:
+    return find_spec(module.partition(".")[0]) is not None
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
@@ -239,7 +280,10 @@ def _run(asked: Mapping[str, Any]) -> None:
     kind, what, *arguments = asked["arguments"]
     sys.argv = [what if kind == "-m" else kind, *arguments]
     sys.stdin = os.fdopen(0, closefd=False)
-    if what != _RANK:
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    if _ROOT not in path:
+        _forget_the_project()
+    elif what != _RANK:
         _fork_nursery()
     if kind == "-m":
         warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)
@@ -250,11 +294,18 @@ def _run(asked: Mapping[str, Any]) -> None:
     sys.exit()
 
 
+def _forget_the_project() -> None:
+    """For a process that has been forked to import a copy of it."""
+    for name in [*sys.modules]:
+        if name.startswith(("teachllm", "tests.")):
+            del sys.modules[name]
+
+
 def main() -> None:
     wire = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(wire.fileno(), False)
     install()
-    for module in (_CORE, _RANK, _SERVER):
+    for module in filter(_is_installed, _IMPORTED):
         __import__(module)
     gc.collect()
     gc.freeze()

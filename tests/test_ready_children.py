@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from teachllm.worker.processes import child
+from teachllm_lessons import mutants
 from tests.processes import children, is_gone
 from tests.ready_children import ReadyChild
 from tests.waiting import wait_for
@@ -40,3 +42,14 @@ def test_its_input_ends_when_this_process_closes_it() -> None:
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(30) == 1  # there was nothing to load
+
+
+def test_of_a_copy_of_the_project_nothing_has_been_imported_before(tmp_path: Path) -> None:
+    (tmp_path / "teachllm").mkdir()
+    (tmp_path / "teachllm" / "__init__.py").write_text("word = 'copied'\n")
+    code = "import os, sys, teachllm; print('torch' in sys.modules, teachllm.word, input(), os.getcwd())"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with mutants.start_python(tmp_path, "-c", code, **pipes) as process:
+        assert isinstance(process, ReadyChild)
+        printed, _ = process.communicate("a line\n", timeout=60)
+    assert (printed, process.returncode) == (f"True copied a line {tmp_path}\n", 0)

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from pathlib import Path
 
-from teachllm_lessons.mutants import environment, pytest_arguments
+from teachllm_lessons.mutants import pytest_arguments, start_python
 
 
 class BrokenProcess:
@@ -28,15 +29,8 @@ class BrokenProcess:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-B", "-W", "ignore", "-m", "teachllm_lessons.broken_process"],
-            cwd=folder,
-            env=os.environ | environment(folder),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = start_python(folder, "-m", "teachllm_lessons.broken_process", **pipes)
 
     def ask(self, kind: str, name: str, seconds: float) -> tuple[int, str]:
         """(exit code, what was printed); it is ended if that takes longer."""
@@ -86,6 +80,7 @@ def _exit_code(kind: str, name: str) -> int:
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is not printed by Python is nobody's answer
     for line in sys.stdin:

@@ -69,7 +69,18 @@ def environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".found"),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # to load them all takes longer than most tests
+        "PYTHONDONTWRITEBYTECODE": "1",  # a fault may be planted within the second that bytecode is dated with
     }
+
+
+def start_python(folder: Path, *arguments: str, **pipes: int) -> subprocess.Popen[str]:
+    """Python with these arguments, `-m module` and the module's, which imports the project that lies in a folder.
+
+    Args:
+        pipes: `stdin`, `stdout` and `stderr`, text, as of `Popen`.
+    """
+    known = os.environ | environment(folder)
+    return subprocess.Popen([sys.executable, *arguments], cwd=folder, env=known, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
 def pytest_arguments(test: str) -> list[str]:
@@ -87,16 +98,13 @@ def last_words(printed: str) -> str:
 
 def run_test(folder: Path, test: str) -> tuple[int, str]:
     """(exit code, its last words) of a test in a copy."""
-    ran = subprocess.run(
-        [sys.executable, "-B", "-m", "pytest", *pytest_arguments(test)],
-        cwd=folder,
-        env=os.environ | environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    return ran.returncode, last_words(ran.stdout)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with start_python(folder, "-m", "pytest", *pytest_arguments(test), **pipes) as process:
+        try:
+            printed, _ = process.communicate(timeout=_SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, last_words(printed)
 
 
 def try_fault(folder: Path, fault: Fault) -> Outcome:
