@@ -182,12 +182,14 @@ class _Watch:
 @contextlib.contextmanager
 def _little_garbage_collection() -> Iterator[None]:
     """A collection stops every stream for as long as it takes: what is here already need not be looked at."""
+    was_frozen = gc.get_freeze_count() > 0  # by somebody who wants it to stay so
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def _p99(values: Sequence[float]) -> float:
