@@ -41,7 +41,6 @@ _IMPORTED = (
     _CORE,
     _RANK,
     "teachllm.server.serve",
-    "ipykernel.ipkernel",
     "matplotlib.figure",
     "teachllm_lessons.breaking",
 )
