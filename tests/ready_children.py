@@ -1,10 +1,11 @@
 """Processes that have imported PyTorch when they begin: forked, in tests, from one that has and idles.
 
 A fresh interpreter takes four seconds of a processor to import what a rank or a core needs, and tests start hundreds.
-So `start_child` asks a nursery, which is started once and only imports: nobody patches anything there. What it forks
-has the descriptors, environment and session that a fresh interpreter would have, and is this process's own child: the
-nursery forks one that forks it and ends, and meanwhile this process adopts orphans. Whoever starts ranks in turn, a
-core or a program of a test (`start_program`), has a nursery of its own from its first moment.
+So a nursery is asked, which is started once and only imports: nobody patches anything there. What it forks has the
+descriptors, environment and session that a fresh interpreter would have, and is this process's own child: the nursery
+forks one that forks it and ends, and meanwhile this process adopts orphans. Whoever starts ranks in turn, such as a
+core, a program of a test (`start_program`) or a notebook's kernel, has a nursery of its own from its first moment. One
+that is to import a copy of the project, with a fault in it, forgets what it has of this one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 _lock = threading.Lock()
 _nursery: list[tuple[int, socket.socket]] = []  # its pid, and the wire to it
 
-start_fresh_child = child.start_child
+start_fresh_child, start_fresh_python = child.start_child, mutants.start_python
 
 
 class ReadyChild(subprocess.Popen):  # type: ignore[type-arg]

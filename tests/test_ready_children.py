@@ -11,6 +11,7 @@ import pytest
 
 from teachllm.worker.processes import child
 from teachllm_lessons import mutants
+from tests import ready_children
 from tests.processes import children, is_gone
 from tests.ready_children import ReadyChild
 from tests.waiting import wait_for
@@ -44,12 +45,14 @@ def test_its_input_ends_when_this_process_closes_it() -> None:
     assert process.wait(30) == 1  # there was nothing to load
 
 
-def test_of_a_copy_of_the_project_nothing_has_been_imported_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_of_a_copy_of_the_project_nothing_has_been_imported_before(is_ready: bool, tmp_path: Path) -> None:
     (tmp_path / "teachllm").mkdir()
     (tmp_path / "teachllm" / "__init__.py").write_text("word = 'copied'\n")
-    code = "import os, sys, teachllm; print('torch' in sys.modules, teachllm.word, input(), os.getcwd())"
+    code = "import os, sys, teachllm; print(teachllm.word, input(), os.getcwd(), sys.dont_write_bytecode)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with mutants.start_python(tmp_path, "-c", code, **pipes) as process:
-        assert isinstance(process, ReadyChild)
+    start = mutants.start_python if is_ready else ready_children.start_fresh_python
+    with start(tmp_path, "-c", code, **pipes) as process:
+        assert isinstance(process, ReadyChild) == is_ready
         printed, _ = process.communicate("a line\n", timeout=60)
-    assert (printed, process.returncode) == (f"True copied a line {tmp_path}\n", 0)
+    assert (printed, process.returncode) == (f"copied a line {tmp_path} True\n", 0)
