@@ -197,14 +197,10 @@ def install() -> None:
     import a copy of the project, and kernels."""
     child.start_child = start_ready_child
     mutants.start_python = start_python_in
-    if _is_installed("jupyter_client"):
+    if find_spec("jupyter_client"):
         from jupyter_client.provisioning import local_provisioner
 
         local_provisioner.launch_kernel = launch_kernel
-
-
-def _is_installed(module: str) -> bool:
-    return find_spec(module.partition(".")[0]) is not None
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
@@ -306,8 +302,9 @@ def main() -> None:
     wire = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(wire.fileno(), False)
     install()
-    for module in filter(_is_installed, _IMPORTED):
-        __import__(module)
+    for module in _IMPORTED:
+        with contextlib.suppress(ModuleNotFoundError):  # what is not installed no test starts
+            __import__(module)
     gc.collect()
     gc.freeze()
     for each in weakref.finalize._registry:  # type: ignore[attr-defined]

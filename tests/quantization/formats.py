@@ -116,7 +116,10 @@ def _fp4(kind: str) -> Format:
 
     def quantize(weight: torch.Tensor) -> GroupedCodes:
         codes = Fp4(kind).quantize(weight)
-        return codes if kind == "mxfp4" else replace(codes, scales=(codes.scales / _WHOLE).to(E4M3).float() * _WHOLE)
+        if kind == "mxfp4":
+            return codes
+        scales = (codes.scales / _WHOLE).clamp(max=rounding.E4M3_MAX)  # of what is larger, PyTorch 2.11 makes NaN
+        return replace(codes, scales=scales.to(E4M3).float() * _WHOLE)
 
     def write(codes: GroupedCodes) -> Tensors:
         tensors = {"weight_packed": codes.codes[:, ::2] | codes.codes[:, 1::2] << 4}
