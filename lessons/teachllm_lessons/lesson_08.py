@@ -515,12 +515,13 @@ def rising_scores() -> None:
     torch.manual_seed(8)
     head_size, block_size = 16, 16
     for length in (60, 120, 200):
-        q = torch.randn(1, 4, head_size)
-        rise = torch.linspace(0.0, 1.0, 208).view(13, block_size, 1, 1)
-        k, v = rise * q.mean((0, 1)) * 8 + torch.randn(2, 13, block_size, 1, head_size)
+        with _device():
+            q = torch.randn(1, 4, head_size)
+            rise = torch.linspace(0.0, 1.0, 208).view(13, block_size, 1, 1)
+            k, v = rise * q.mean((0, 1)) * 8 + torch.randn(2, 13, block_size, 1, head_size)
+            tables = torch.randperm(13).int().unsqueeze(0)
+            starts, lens = torch.arange(2, dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         cache = k.expand(-1, -1, 2, -1).contiguous(), v.expand(-1, -1, 2, -1).contiguous()
-        tables = torch.randperm(13).int().unsqueeze(0)
-        starts, lens = torch.arange(2, dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         plan = DecodePlan.allocate(1, 4, 2, head_size, q.device)
         plan_decode(plan, lens, starts, starts[:-1], 2)
         found = paged_decode_triton(q, *cache, tables, starts, plan, 1.0)

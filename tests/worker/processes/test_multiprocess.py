@@ -339,7 +339,7 @@ def test_an_engine_that_nobody_closes_leaves_no_process() -> None:
 
 @pytest.mark.parametrize("ranks", [MP, {"pipeline_parallel_size": 2}], ids=["one rank", "two stages"])
 def test_drafts_found_on_the_host_are_verified_elsewhere(ranks: dict[str, Any]) -> None:
-    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     prompt = random_ids(6) * 5
     found = []
     for settings in ({}, ranks | {"speculative_config": speculation}):
