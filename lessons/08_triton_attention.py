@@ -7,7 +7,7 @@
 # that moves each of them once, and the engine decodes with it.
 #
 # *Needs: 01 (attention, the cache), 02 (block tables). About 30 minutes. No GPU is needed: Triton's interpreter runs
-# kernels in Python, thousands of times slower and with the same results.*
+# kernels in Python, thousands of times slower and with the same results. Triton is there for Linux only.*
 
 # %%
 import os

@@ -78,6 +78,9 @@ class InterpretedRunner(GPUModelRunner):
 
     records_ahead = False  # it takes longer than a test
 
+    def close(self) -> None:
+        self._graphs.clear()  # what the tests have frozen stays so
+
 
 def interpret(patch: pytest.MonkeyPatch) -> None:
     """From now on an engine with device="cpu" computes as on a GPU."""
