@@ -44,10 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     """One more than there are processors: whoever has started a program, or a browser, waits for it."""
-    return 1 + (os.cpu_count() or 1)
+    return 1 + (yield)
 
 
 @pytest.hookimpl(wrapper=True)

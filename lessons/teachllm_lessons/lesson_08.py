@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -511,7 +513,6 @@ UPDATE = Exercise(
 
 def rising_scores() -> None:
     """A decode over keys that suit its query better and better, by the engine's kernel against the definition."""
-    decode_plan._MULTIPROCESSORS = 1  # of a GPU so small that it takes no more than two splits
     torch.manual_seed(8)
     head_size, block_size = 16, 16
     for length in (60, 120, 200):
@@ -522,21 +523,27 @@ def rising_scores() -> None:
             tables = torch.randperm(13).int().unsqueeze(0)
             starts, lens = torch.arange(2, dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         cache = k.expand(-1, -1, 2, -1).contiguous(), v.expand(-1, -1, 2, -1).contiguous()
-        plan = DecodePlan.allocate(1, 4, 2, head_size, q.device)
-        plan_decode(plan, lens, starts, starts[:-1], 2)
-        found = paged_decode_triton(q, *cache, tables, starts, plan, 1.0)
+        with _multiprocessors(1):  # so few that there are no more than two splits
+            plan = DecodePlan.allocate(1, 4, 2, head_size, q.device)
+            plan_decode(plan, lens, starts, starts[:-1], 2)
+            found = paged_decode_triton(q, *cache, tables, starts, plan, 1.0)
         exact = paged_attention_reference(q, *cache, tables, [1], [length], 1.0)
         print(f"{length:3} keys, tiles of 64: off by {(found - exact).abs().max():.3f}")
 
 
 def long_answer() -> None:
     """A question of two tiles, decoded by the engine's kernels on a GPU of two multiprocessors, interpreted."""
-    decode_plan._MULTIPROCESSORS = 2  # so that each tile is a split of its own
-    with Watch(pieces=Pieces(attention=EngineKernels()), num_gpu_blocks_override=24, max_model_len=256) as watch:
+    pieces = Pieces(attention=EngineKernels())
+    with _multiprocessors(2), Watch(pieces=pieces, num_gpu_blocks_override=24, max_model_len=256) as watch:
         begun = [*watch.ids(_FACTS + " Which of these decides who goes first?"), 35]  # "A"
         watch.add("A", begun, 2)  # the first of them comes with the prompt
         watch.run()
         print(f"the answer goes on with {watch.text('A')!r}, behind 'A'")
+
+
+def _multiprocessors(count: int) -> AbstractContextManager[Any]:
+    """Plans are made for a GPU of so many: each tile may be a split of its own."""
+    return mock.patch.object(decode_plan, "_MULTIPROCESSORS", count)
 
 
 _FACTS = (

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -73,14 +74,14 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def start_python(folder: Path, *arguments: str, **pipes: int) -> subprocess.Popen[str]:
+def start_python(folder: Path, *arguments: str, **pipes: Any) -> subprocess.Popen[str]:
     """Python with these arguments, `-m module` and the module's, which imports the project that lies in a folder.
 
     Args:
         pipes: `stdin`, `stdout` and `stderr`, text, as of `Popen`.
     """
     known = os.environ | environment(folder)
-    return subprocess.Popen([sys.executable, *arguments], cwd=folder, env=known, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen([sys.executable, *arguments], cwd=folder, env=known, text=True, **pipes)
 
 
 def pytest_arguments(test: str) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from teachllm.engine.pieces import Pieces
+from teachllm_kernels import decode_plan
 from teachllm_kernels._triton import tl, triton
 from teachllm_lessons.lesson_08 import UPDATE, Probe, draw_tiles, long_answer, rising_scores
 from teachllm_lessons.watch import Watch
@@ -89,12 +90,16 @@ def test_an_empty_frame_is_not_called_wrong() -> None:
 
 
 def test_without_a_fault_every_length_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    before = decode_plan._MULTIPROCESSORS
     rising_scores()
+    assert before == decode_plan._MULTIPROCESSORS
     assert [line.split("off by ")[1] for line in capsys.readouterr().out.splitlines()] == ["0.000"] * 3
 
 
 def test_without_a_fault_the_answer_is_the_engines_own(capsys: pytest.CaptureFixture[str]) -> None:
+    before = decode_plan._MULTIPROCESSORS
     long_answer()
+    assert before == decode_plan._MULTIPROCESSORS
     assert capsys.readouterr().out == "the answer goes on with ' token is', behind 'A'\n"
 
 
