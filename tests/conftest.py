@@ -33,6 +33,11 @@ settings.register_profile(
 settings.load_profile("teachllm")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if sys.platform == "linux" and config.pluginmanager.hasplugin("nbmake"):
+        ready_children.install_kernels()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:

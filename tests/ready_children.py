@@ -38,13 +38,7 @@ from teachllm_lessons import mutants
 _SET_NAME, _SUBREAPER = 15, 36  # of prctl
 NURSERY = "nursery"  # its name in /proc
 _CORE, _RANK = "teachllm.engine.core_process", "teachllm.worker.processes.worker_process"
-_IMPORTED = (
-    _CORE,
-    _RANK,
-    "teachllm.server.serve",
-    "matplotlib.figure",
-    "teachllm_lessons.breaking",
-)
+_IMPORTED = (_CORE, _RANK, "teachllm.server.serve", "matplotlib.figure", "teachllm_lessons.breaking")
 _MOST_DESCRIPTORS = 64
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _lock = threading.Lock()
@@ -193,14 +187,17 @@ def _forked(
 
 
 def install() -> None:
-    """From now on processes start so, for modules that are imported after this: those of `start_child`, programs that
-    import a copy of the project, and kernels."""
+    """From now on processes start so, for modules that are imported after this: those of `start_child`, and programs
+    that import a copy of the project."""
     child.start_child = start_ready_child
     mutants.start_python = start_python_in
-    if find_spec("jupyter_client"):
-        from jupyter_client.provisioning import local_provisioner
 
-        local_provisioner.launch_kernel = launch_kernel
+
+def install_kernels() -> None:
+    """And kernels of notebooks; Jupyter's client takes half a second to import."""
+    from jupyter_client.provisioning import local_provisioner
+
+    local_provisioner.launch_kernel = launch_kernel
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
@@ -302,6 +299,8 @@ def main() -> None:
     wire = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(wire.fileno(), False)
     install()
+    if find_spec("jupyter_client"):
+        install_kernels()
     for module in _IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # what is not installed no test starts
             __import__(module)

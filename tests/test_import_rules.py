@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.ready_children import environment_with
 
 ROOT = Path(__file__).resolve().parent.parent
 WINGS = {".": "teachllm", "kernels": "teachllm_kernels", "cli": "teachllm_cli"}
@@ -196,10 +197,9 @@ def test_the_folder_called_kernels_is_no_package() -> None:
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(str(ROOT / folder) for folder in WINGS)
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment_with(),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from teachllm.bench import ceilings
+from tests.ready_children import environment_with
 
 ENGINE = ("--device", "cpu", "--load-format", "dummy", "--max-model-len", "256", "--max-num-seqs", "8")
 SHORT = ("--input-len", "5", "--output-len", "4")
@@ -133,10 +132,8 @@ def test_both_commands_have_the_flags_of_vllm_and_every_knob_of_the_engine(teach
 
 
 def test_help_loads_neither_torch_nor_numpy() -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(str(root / folder) for folder in (".", "kernels", "cli"))
     command = [sys.executable, "-X", "importtime", "-m", "teachllm_cli", "bench", "latency", "--help"]
-    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=environment_with(), capture_output=True, text=True, timeout=60)
     assert "--batch-size" in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert not imported & {"torch", "numpy", "transformers"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.ready_children import environment_with
 
 SMALL = ("--num-prompts", "6", "--random-input-len", "5", "--random-output-len", "4", "--request-timeout", "20")
 
@@ -175,10 +175,8 @@ def test_what_cannot_be_run_is_one_line_before_anything_is_sent(teachllm, argume
 
 
 def test_help_lists_the_flags_of_vllm_and_loads_nothing_heavy() -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(str(root / folder) for folder in (".", "kernels", "cli"))
     command = [sys.executable, "-X", "importtime", "-m", "teachllm_cli", "bench", "serve", "--help"]
-    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+    environment = environment_with(COLUMNS="200")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     flags = "base-url host port endpoint model dataset-name dataset-path num-prompts random-input-len random-output-len"
     flags += " random-range-ratio random-prefix-len request-rate burstiness max-concurrency ignore-eos temperature seed"

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -24,9 +23,9 @@ from teachllm_cli.chat_session import ChatSession
 from teachllm_cli.conversation import Turn
 from teachllm_cli.openai_client import OpenAIClient, ServerError, TooLongError
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.ready_children import environment_with
 from tests.server.door import FakeDoor, Server, serving
 
-ROOT = Path(__file__).resolve().parents[2]
 TOO_LONG = {"error": {"message": "This model's maximum context length is 9 tokens.", "code": 400}}
 
 
@@ -188,10 +187,9 @@ def test_a_server_that_wants_a_key_is_told_apart(teachllm) -> None:
 
 
 def test_neither_torch_nor_an_engine_is_loaded_to_ask_a_server(ours: Server) -> None:
-    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "cli"))
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "teachllm_cli", "chat", "--url", ours.url],
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment_with(),
         input="Hi",
         capture_output=True,
         text=True,

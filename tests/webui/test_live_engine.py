@@ -29,6 +29,7 @@ from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Seen, Status, Timeline
 from teachllm_webui.trace_log import TraceLog
 from teachllm_webui.what_if import SHAPE_NAMES, WhatIf, run_what_if
+from tests.ready_children import environment_with
 from tests.waiting import wait_for
 
 CONFIG = EngineConfig(device="cpu", num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=256)
@@ -678,7 +679,6 @@ def test_without_gradio_one_line_says_what_installs_it(session: LiveSession, mon
 
 def test_loading_the_page_leaves_torch_to_the_thread_that_loads_the_engine() -> None:
     code = "import sys, teachllm_webui.page, teachllm_webui.session; print('torch' in sys.modules)"
-    path = os.pathsep.join(sys.path)
-    env = {**os.environ, "PYTHONPATH": path}
+    env = environment_with()
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "False", result.stderr
