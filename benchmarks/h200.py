@@ -141,11 +141,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit_here() -> str:
-    """The checked-out commit, or "unknown" outside a clone."""
+def commit_of(folder: Path) -> str:
+    """Return the commit that is checked out in a folder, or "unknown" outside a clone."""
     try:
         command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -155,7 +155,7 @@ def provenance(script: str, arguments: Sequence[str] | None, device: str, commit
     command = ["python3", f"benchmarks/{script}", *(sys.argv[1:] if arguments is None else arguments)]
     return {
         "device": device,
-        "commit": commit or commit_here(),
+        "commit": commit or commit_of(ROOT),
         "versions": versions(),
         "command": shlex.join(command),
         "variant": "bf16",
