@@ -1,41 +1,54 @@
-# Every target that runs something first makes .venv, once; it is made again only when what it is made of changes.
+# Each target installs what it needs into .venv on its first run, and again only after SOURCES have changed.
 # ARGS passes flags on: make chat ARGS="--stats --model Qwen/Qwen3-0.6B"
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
-# A tenth of what is installed is ever imported: to compile all of it takes longer than that does.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
+# Only a tenth of the installed modules is ever imported, so compiling all of them would take longer than it saves.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-# Tests start hundreds of interpreters: what one of them has compiled the others read.
+# PyPI's torch for Linux brings several GB of CUDA libraries. A Linux machine without an NVIDIA driver takes PyTorch's
+# CPU build instead, if PyTorch's index answers. TORCH_INDEX=URL takes torch from that index; TORCH_INDEX= (empty) takes
+# whatever pip finds by default.
+TORCH_INDEX ?= auto
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+# Only torch itself comes from that index. Its dependencies come with the rest, so an index that lacks them will do.
+INSTALL_TORCH := $(INSTALL) --no-deps torch --index-url
+HAS_DRIVER := test -e /dev/nvidiactl || command -v nvidia-smi >/dev/null
+# A timer ends the request after 5 seconds: urlopen's own timeout covers neither name resolution nor a second address.
+CPU_INDEX_ANSWERS := $(BIN)/python -c 'import os, threading, urllib.request; \
+	timer = threading.Timer(5, os._exit, [1]); timer.daemon = True; timer.start(); \
+	urllib.request.urlopen("$(CPU_INDEX)/torch/")' 2>/dev/null
+
+# Tests start hundreds of interpreters, which share the bytecode that the first of them compiles.
 test: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help chat serve viz lessons test test-thorough lint format-check types pytest format soak soak-server mutants clean
 .DEFAULT_GOAL := help
 
-help:  ## this list
+help:  ## print this list
 	@awk -F ':.*## +' '/^[a-z-]+:.*## /{printf "  make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 chat: $(VENV)/.core  ## talk to the embedded model
 	@$(BIN)/python -m teachllm_cli chat $(ARGS)
 
-serve: $(VENV)/.serve  ## serve the embedded model over HTTP, the way OpenAI does
+serve: $(VENV)/.serve  ## serve the embedded model over HTTP with OpenAI's API
 	@$(BIN)/python -m teachllm_cli serve $(ARGS)
 
-viz: $(VENV)/.ui  ## watch the embedded model's engine in a browser
+viz: $(VENV)/.ui  ## watch the engine run the embedded model, in a browser
 	@$(BIN)/python -m teachllm_cli viz $(ARGS)
 
-lessons: $(VENV)/.lessons  ## step through the engine in notebooks
+lessons: $(VENV)/.lessons  ## open the notebooks that step through the engine
 	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m jupyterlab lessons $(ARGS)
 
-test: format-check  ## format and lint checks, types, tests, every notebook
+test: format-check  ## run format and lint checks, the type checker, the tests and every notebook
 	@$(MAKE) --no-print-directory -j 2 types pytest
 
-test-thorough:  ## the same, but random tests try many times as often
+test-thorough:  ## run the same with many more examples per randomized test
 	@TEACHLLM_THOROUGH=1 $(MAKE) --no-print-directory test
 
-lint: format-check types  ## format and lint checks, types
+lint: format-check types  ## run format and lint checks and the type checker
 
 format-check: $(VENV)/.dev
 	$(BIN)/python -m ruff check
@@ -47,51 +60,61 @@ types: $(VENV)/.dev
 pytest: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake --nbmake-timeout=300 $(ARGS)
 
-format: $(VENV)/.dev  ## put every file into the project's format
+format: $(VENV)/.dev  ## format every file and apply the linter's fixes
 	$(BIN)/python -m ruff check --fix
 	$(BIN)/python -m ruff format
 
-soak: $(VENV)/.core  ## sixty seconds of random work for the scheduler, checked after every step
+soak: $(VENV)/.core  ## give the scheduler random work for a minute and check it after every step
 	PYTHONPATH=.:kernels:cli $(BIN)/python tests/core/soak.py --seconds 60
 
-soak-server: $(VENV)/.dev  ## thousands of requests of every kind for the server, and twenty deaths of each of its processes
+soak-server: $(VENV)/.dev  ## send the server thousands of valid and broken requests and kill each of its processes 20 times
 	PYTHONPATH=.:kernels:cli $(BIN)/python tests/server/soak.py $(ARGS)
 
-mutants: $(VENV)/.dev  ## plant the faults that lessons ask for, one after the other: each must be found by its test
+mutants: $(VENV)/.dev  ## plant each fault from the lessons in turn: its test must find it
 	PYTHONPATH=.:kernels:lessons $(BIN)/python -m teachllm_lessons.mutants $(ARGS)
 
-clean:  ## remove the virtual environment and every cache
+clean:  ## remove the virtual environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Installers talk on stderr: stdout belongs to the answer.
-$(VENV)/.core: $(SOURCES) | $(VENV)/.pip
+# Installers write to stderr: stdout belongs to the answer.
+$(VENV)/.core: $(SOURCES) | $(VENV)/.torch
 	@echo "installing what teachllm needs into $(VENV) (once) ..." >&2
-	@$(INSTALL) . >&2
+	@$(INSTALL) --editable . >&2
 	@touch $@
 
-$(VENV)/.ui: $(SOURCES) | $(VENV)/.pip
+$(VENV)/.ui: $(SOURCES) | $(VENV)/.torch
 	@echo "installing what teachllm's visualizer needs into $(VENV) (once) ..." >&2
-	@$(INSTALL) '.[ui]' >&2
+	@$(INSTALL) --editable '.[ui]' >&2
 	@touch $(VENV)/.core $@
 
-$(VENV)/.serve: $(SOURCES) | $(VENV)/.pip
+$(VENV)/.serve: $(SOURCES) | $(VENV)/.torch
 	@echo "installing what teachllm's server needs into $(VENV) (once) ..." >&2
-	@$(INSTALL) '.[serve]' >&2
+	@$(INSTALL) --editable '.[serve]' >&2
 	@touch $(VENV)/.core $@
 
-$(VENV)/.lessons: $(SOURCES) | $(VENV)/.pip
+$(VENV)/.lessons: $(SOURCES) | $(VENV)/.torch
 	@echo "installing what teachllm's lessons need into $(VENV) (once) ..." >&2
-	@$(INSTALL) '.[lessons,serve]' >&2
+	@$(INSTALL) --editable '.[lessons,serve]' >&2
 	@touch $(VENV)/.core $(VENV)/.serve $@
 
-$(VENV)/.dev: $(SOURCES) | $(VENV)/.pip
+$(VENV)/.dev: $(SOURCES) | $(VENV)/.torch
 	@echo "installing what teachllm and its tests need into $(VENV) (once) ..." >&2
-	@$(INSTALL) '.[dev]' >&2
+	@$(INSTALL) --editable '.[dev]' >&2
 	@touch $(VENV)/.core $(VENV)/.ui $(VENV)/.serve $@
+
+$(VENV)/.torch: constraints.txt | $(VENV)/.pip
+ifeq ($(TORCH_INDEX),auto)
+	@[ "$$(uname)" != Linux ] || $(HAS_DRIVER) || { $(CPU_INDEX_ANSWERS) && \
+		echo "installing PyTorch's CPU build into $(VENV) (once) ..." && $(INSTALL_TORCH) $(CPU_INDEX); } >&2 || \
+		echo "no CPU build of PyTorch from $(CPU_INDEX): taking the one that pip finds" >&2
+else ifneq ($(TORCH_INDEX),)
+	@$(INSTALL_TORCH) '$(TORCH_INDEX)' >&2
+endif
+	@touch $@
 
 $(VENV)/.pip:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "teachllm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(VENV) >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip >&2  # an old one takes twice as long
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip >&2  # an old pip takes twice as long
 	@touch $@
