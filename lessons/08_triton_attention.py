@@ -65,13 +65,13 @@ bars(moved, "MB that attention moves, all layers")
 # needs no contiguous cache.
 
 # %%
-from teachllm_kernels import paged_decode
+from teachllm_kernels import decode_tile, paged_decode
 
 show(
-    paged_decode._keys_and_values,
+    decode_tile.keys_and_values,
     {
         "kv_row =": "the physical block that the table names, and the place inside of it; one address for each key",
-        "k_at, v_at =": "K comes transposed, [D, TILE], since it is multiplied by the queries from the right",
+        "k_ptrs, v_ptrs =": "K comes transposed, [D, TILE], since it is multiplied by the queries from the right",
         "k = tl.load": "a load of a whole tile; what the mask leaves out is not read",
     },
 )
@@ -91,7 +91,7 @@ show(
 tiles = [([1.0, 0.0], [10.0, 20.0]), ([3.0, 1.0], [30.0, 40.0]), ([2.0, 3.0], [50.0, 60.0])]
 state = None
 for scores, v in tiles:
-    state = run_tile(paged_decode.add_tile, torch.tensor([scores]), torch.tensor([v]).T, state)
+    state = run_tile(decode_tile.add_tile, torch.tensor([scores]), torch.tensor([v]).T, state)
     largest, total, acc = (each.item() for each in state)
     print(f"{scores}: largest {largest:g}, total {total:.4f}, acc {acc:.4f}; acc / total = {acc / total:.4f}")
 

@@ -56,33 +56,33 @@ def head_map(heads: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @gluon.jit
-def pieces(desc, table, key, end, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def pieces(cache_desc, table_ptr, key, end, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """The slots where the pieces of a tile begin, for `fetch`: all are asked for before the first is needed."""
-    PIECE: gl.constexpr = desc.block_shape[0]
+    PIECE: gl.constexpr = cache_desc.block_shape[0]
     slots = ()
     for piece in gl.static_range(TILE // PIECE):
         at = key + piece * PIECE
-        block = gl.load(table + at // BLOCK_SIZE, mask=at < end, other=0)
+        block = gl.load(table_ptr + at // BLOCK_SIZE, mask=at < end, other=0)
         slots = slots + (block * BLOCK_SIZE + at % BLOCK_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
     return slots
 
 
 @gluon.jit
-def fetch(desc, to, arrived, slots, column, key, end):
+def fetch(cache_desc, to, arrived, slots, column, key, end):
     """Starts copying a tile of keys, or of values, piece by piece; each one is an arrival, those behind `end` too."""
-    PIECE: gl.constexpr = desc.block_shape[0]
+    PIECE: gl.constexpr = cache_desc.block_shape[0]
     for piece in gl.static_range(to.shape[0] // PIECE):
         place = to.slice(piece * PIECE, PIECE)
-        copy_or_arrive(desc, slots[piece], column, arrived, place, key + piece * PIECE, end)
+        copy_or_arrive(cache_desc, slots[piece], column, arrived, place, key + piece * PIECE, end)
 
 
 @gluon.jit
-def copy_or_arrive(desc, row, column, arrived, to, index, end):
+def copy_or_arrive(tile_desc, row, column, arrived, to, index, end):
     """Starts copying a tile of a matrix, which arrives with its bytes; one behind the end arrives without any."""
-    BYTES: gl.constexpr = desc.block_shape[0] * desc.block_shape[1] * to.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = tile_desc.block_shape[0] * tile_desc.block_shape[1] * to.dtype.primitive_bitwidth // 8
     hopper.mbarrier.expect(arrived, BYTES, index < end)
     hopper.mbarrier.arrive(arrived, pred=index >= end)
-    hopper.tma.async_copy_global_to_shared(desc, [row, column], arrived, to, index < end)
+    hopper.tma.async_copy_global_to_shared(tile_desc, [row, column], arrived, to, index < end)
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ MAX_FUSED = 8  # sequences, up to which the portable kernel that does all at onc
 _SPLITS_OF_ONE = 64  # of a sequence at most, in the mean
 _FEW = 8  # sequences, whose splits are of nearly the same length in any order
 _MULTIPROCESSORS = 128  # of 132: a few are left to what else runs
+_SHORTEST = 16  # keys per tile at least: tensor cores multiply that many at once
 _FIELDS = 8  # of an item, see `DecodePlan`
 
 FIELDS = tl.constexpr(_FIELDS)
@@ -98,6 +99,35 @@ def max_splits(num_seqs: int, num_kv_heads: int, shape: DecodeShape) -> int:
     """A bound for any batch of so many sequences: the number of items that a launch is made for."""
     wave = _wave(num_seqs, num_kv_heads, shape)
     return wave if num_seqs <= wave else wave + num_seqs
+
+
+def fitting_tile(
+    shape: DecodeShape, rows: int, head_padded: int, stored_bytes: int, operand_bytes: int, most_bytes: int
+) -> int:
+    """Return the keys per tile: the shape's, or fewer if its tiles do not fit in shared memory.
+
+    Shared memory holds the queries, K and V of all stages but one, one tile's weights and one number per row; with a
+    quantized cache also the dequantized values of one tile. Hopper's products of 64 rows and more need the last stage
+    as well, but no weights: there is room for it.
+
+    Args:
+        rows: query rows per program, padded.
+        head_padded: head size, padded.
+        stored_bytes: bytes per number in the cache.
+        operand_bytes: bytes per number in a matrix product.
+        most_bytes: shared memory per program.
+    """
+
+    def num_bytes(tile: int) -> int:
+        tiles = 2 * tile * head_padded
+        dequantized = tiles * operand_bytes if stored_bytes < operand_bytes else 0
+        operands = (rows * head_padded + rows * tile) * operand_bytes + dequantized
+        return operands + (shape.stages - 1) * tiles * stored_bytes + 4 * rows
+
+    tile = 32 if head_padded > 128 and operand_bytes > 2 else shape.tile  # room for two programs on a Hopper processor
+    while num_bytes(tile) > most_bytes and tile > _SHORTEST:
+        tile //= 2
+    return tile
 
 
 @dataclass(slots=True)
@@ -174,17 +204,18 @@ def _tiles_of_a_split(tiles, num_seqs, wave):
 
 @triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])  # which differ
 def _plan_decode(
-    items, spans, seq_lens, query_start, rows, num_seqs, wave, max_items, window,
+    items_ptr, spans_ptr, seq_lens_ptr, query_start_ptr, rows_ptr,
+    num_seqs, wave, max_items, window,
     SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
     if SORTED:  # the longest first: what is left at the end are short ones, and all programs end at about the same time
-        tiles = tl.cdiv(tl.minimum(tl.load(seq_lens + seq, mask=seq < num_seqs, other=0), window), TILE)
+        tiles = tl.cdiv(tl.minimum(tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0), window), TILE)
         seq = SEQS - 1 - tl.sort(tiles * SEQS + SEQS - 1 - seq, descending=True) % SEQS
     is_seq = seq < num_seqs
-    length = tl.load(seq_lens + seq, mask=is_seq, other=0)
-    token = tl.load(query_start + seq, mask=is_seq, other=0)
-    row = tl.load(rows + seq, mask=is_seq, other=0)
+    length = tl.load(seq_lens_ptr + seq, mask=is_seq, other=0)
+    token = tl.load(query_start_ptr + seq, mask=is_seq, other=0)
+    row = tl.load(rows_ptr + seq, mask=is_seq, other=0)
     seen = tl.minimum(length, window)
     tiles = tl.cdiv(seen, TILE)
     most = _tiles_of_a_split(tiles, num_seqs, wave)
@@ -193,24 +224,24 @@ def _plan_decode(
     num_splits = tl.cdiv(seen, split_len)
     last = tl.cumsum(num_splits, 0)
     first = last - num_splits
-    tl.store(spans + 2 * seq, first, mask=is_seq)
-    tl.store(spans + 2 * seq + 1, num_splits, mask=is_seq)
+    tl.store(spans_ptr + 2 * seq, first, mask=is_seq)
+    tl.store(spans_ptr + 2 * seq + 1, num_splits, mask=is_seq)
     for split in range(tl.max(num_splits)):
-        at = items + (first + split) * FIELDS
+        item_ptrs = items_ptr + (first + split) * FIELDS
         begin = length - seen + split * split_len
         has_split = split < num_splits
-        tl.store(at + SEQ, seq, mask=has_split)
-        tl.store(at + ROW, row, mask=has_split)
-        tl.store(at + TOKEN, token, mask=has_split)
-        tl.store(at + BEGIN, begin, mask=has_split)
-        tl.store(at + END, tl.minimum(begin + split_len, length), mask=has_split)
-        tl.store(at + SEQ_LEN, length, mask=has_split)
-        tl.store(at + FIRST_ITEM, first, mask=has_split)
-        tl.store(at + NUM_SPLITS, num_splits, mask=has_split)
+        tl.store(item_ptrs + SEQ, seq, mask=has_split)
+        tl.store(item_ptrs + ROW, row, mask=has_split)
+        tl.store(item_ptrs + TOKEN, token, mask=has_split)
+        tl.store(item_ptrs + BEGIN, begin, mask=has_split)
+        tl.store(item_ptrs + END, tl.minimum(begin + split_len, length), mask=has_split)
+        tl.store(item_ptrs + SEQ_LEN, length, mask=has_split)
+        tl.store(item_ptrs + FIRST_ITEM, first, mask=has_split)
+        tl.store(item_ptrs + NUM_SPLITS, num_splits, mask=has_split)
     for start in range(tl.sum(num_splits), max_items, SEQS):
         unused = start + seq
-        tl.store(items + unused * FIELDS + BEGIN, 0, mask=unused < max_items)
-        tl.store(items + unused * FIELDS + END, 0, mask=unused < max_items)
+        tl.store(items_ptr + unused * FIELDS + BEGIN, 0, mask=unused < max_items)
+        tl.store(items_ptr + unused * FIELDS + END, 0, mask=unused < max_items)
 
 
 def plan_decode(
@@ -236,9 +267,15 @@ def plan_decode(
     shape = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
     plan.filled_for = num_seqs, shape
     _plan_decode[(1,)](
-        *(plan.items, plan.spans, seq_lens, query_start, rows, num_seqs),
-        *(_wave(num_seqs, num_kv_heads, shape), max_splits(num_seqs, num_kv_heads, shape)),
-        window if window is not None else 2**31 - 1,
+        items_ptr=plan.items,
+        spans_ptr=plan.spans,
+        seq_lens_ptr=seq_lens,
+        query_start_ptr=query_start,
+        rows_ptr=rows,
+        num_seqs=num_seqs,
+        wave=_wave(num_seqs, num_kv_heads, shape),
+        max_items=max_splits(num_seqs, num_kv_heads, shape),
+        window=window if window is not None else 2**31 - 1,
         SEQS=triton.next_power_of_2(num_seqs),
         SORTED=num_seqs > _FEW,
         TILE=TILE,

@@ -22,7 +22,8 @@ _BLOCKS, _TILE_K = 4, 256  # of 16 outputs, and inputs, of a program
 
 @triton.jit
 def _dequantize(
-    codes, scales, zeros, out, magic, num_out, num_blocks,
+    codes_ptr, scales_ptr, zeros_ptr, out_ptr,
+    magic, num_out, num_blocks,
     NUM_IN: tl.constexpr, BLOCKS: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
     BITS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr, IN_TURNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -36,18 +37,18 @@ def _dequantize(
     magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # an argument would be read again for every use of it
     part = tl.arange(0, KB * BLOCKS)
     block, k_block = tl.minimum(first + part % BLOCKS, num_blocks - 1), start // (256 // BITS) + part // BLOCKS
-    at = codes + (block.to(tl.int64) * NUM_K + tl.minimum(k_block, NUM_K - 1))[:, None] * 128
-    words = tl.load(at + tl.arange(0, 128)[None, :], eviction_policy="evict_first")
+    word_ptrs = codes_ptr + (block.to(tl.int64) * NUM_K + tl.minimum(k_block, NUM_K - 1))[:, None] * 128
+    words = tl.load(word_ptrs + tl.arange(0, 128)[None, :], eviction_policy="evict_first")
     part = tl.arange(0, TILE_K // STEP * BLOCKS)
     group = tl.minimum(start + part // BLOCKS * STEP, NUM_IN - 1) // GROUP
     block, thread = tl.minimum(first + part % BLOCKS, num_blocks - 1), tl.arange(0, 32)
     pair = (block * NUM_GROUPS + group)[:, None] * 8 + thread[None, :] // 4
-    scale = tl.load(scales + pair[:, :, None] * 2 + tl.arange(0, 2)[None, None, :])
+    scale = tl.load(scales_ptr + pair[:, :, None] * 2 + tl.arange(0, 2)[None, None, :])
     zero = 0
     if HAS_ZEROS:
-        zero = of_steps(tl.load(zeros + pair)[:, :, None], KB, BLOCKS, STEPS, 1)
+        zero = of_steps(tl.load(zeros_ptr + pair)[:, :, None], KB, BLOCKS, STEPS, 1)
         zero = tl.reshape(zero, [KB * BLOCKS, 8, 4, STEPS])
-    w = numbers(words, zero, magic, out.dtype.element_ty, BITS, IS_E2M1, HAS_ZEROS)
+    w = numbers(words, zero, magic, out_ptr.dtype.element_ty, BITS, IS_E2M1, HAS_ZEROS)
     w = scaled(w, of_steps(scale, KB, BLOCKS, STEPS, 2))
     w = tl.reshape(w, [KB, BLOCKS, 8, 4, STEPS, 2, 2, 2])  # k block, block, g, q, step, i, j, h
     w = tl.reshape(tl.permute(w, [1, 5, 2, 0, 4, 6, 3, 7]), [BLOCKS * 16, TILE_K])
@@ -61,8 +62,8 @@ def _dequantize(
         is_row = row < num_out
     if PDL:
         gdc_wait()
-    at = out + row.to(tl.int64)[:, None] * NUM_IN + k[None, :]
-    tl.store(at, w, mask=is_row[:, None] & (k < NUM_IN)[None, :])
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * NUM_IN + k[None, :]
+    tl.store(out_ptrs, w, mask=is_row[:, None] & (k < NUM_IN)[None, :])
 
 
 def dequantize_triton(weight: PackedWeight, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,7 +78,13 @@ def dequantize_triton(weight: PackedWeight, dtype: torch.dtype, out: torch.Tenso
     assert out.shape == (weight.num_out, weight.num_in) and out.dtype == dtype and out.is_contiguous()
     num_blocks, zeros = weight.codes.shape[0], pairs_of_zeros(weight)
     _dequantize[(triton.cdiv(weight.num_in, _TILE_K), triton.cdiv(num_blocks, _BLOCKS))](
-        *(weight.codes, weight.scales, zeros, out, conversion(dtype, weight), weight.num_out, num_blocks),
+        codes_ptr=weight.codes,
+        scales_ptr=weight.scales,
+        zeros_ptr=zeros,
+        out_ptr=out,
+        magic=conversion(dtype, weight),
+        num_out=weight.num_out,
+        num_blocks=num_blocks,
         NUM_IN=weight.num_in,
         BLOCKS=_BLOCKS,
         TILE_K=_TILE_K,

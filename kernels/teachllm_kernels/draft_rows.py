@@ -22,33 +22,33 @@ _BLOCK = 64
 
 @triton.jit(do_not_specialize=["offset", "id_shift", "least", "depth"])
 def _draft_inputs(
-    rows, num_drafts, token_ids, num_known, block_tables, input_ids, positions, slot_mapping, seq_lens,
+    rows_ptr, num_drafts_ptr, token_ids_ptr, num_known_ptr, block_tables_ptr,
+    input_ids_ptr, positions_ptr, slot_mapping_ptr, seq_lens_ptr,
     offset, id_shift, least, depth, token_stride, table_stride,
-    LEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, FOLLOWS: tl.constexpr,
-    PDL: tl.constexpr,
+    LEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, FOLLOWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     seq = tl.program_id(0)
-    row = tl.load(rows + seq).to(tl.int64)
-    asks = (row >= 0) & (tl.load(num_drafts + seq) >= least)
+    row = tl.load(rows_ptr + seq).to(tl.int64)
+    asks = (row >= 0) & (tl.load(num_drafts_ptr + seq) >= least)
     has_any = (row >= 0) if FOLLOWS else asks
-    known = tl.load(num_known + row, mask=has_any, other=0)
+    known = tl.load(num_known_ptr + row, mask=has_any, other=0)
     begin = known + offset
-    tl.store(seq_lens + seq, tl.where(has_any, begin + LEN, 0))
+    tl.store(seq_lens_ptr + seq, tl.where(has_any, begin + LEN, 0))
     for index in tl.static_range(LEN):
         position = begin + index
         is_token = (has_any if index == 0 else asks) & (position >= 0)
-        token = tl.load(token_ids + row * token_stride + position + id_shift, mask=is_token, other=0)
-        block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE, mask=is_token, other=0)
+        token = tl.load(token_ids_ptr + row * token_stride + position + id_shift, mask=is_token, other=0)
+        block = tl.load(block_tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_token, other=0)
         at = seq * LEN + index
-        tl.store(input_ids + at, token.to(tl.int64))
+        tl.store(input_ids_ptr + at, token.to(tl.int64))
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         if SIDE_BY_SIDE:
             position = known + depth
-        tl.store(positions + at, tl.where(is_token, position, 0).to(tl.int64))
-        tl.store(slot_mapping + at, tl.where(is_token, slot, -1))
+        tl.store(positions_ptr + at, tl.where(is_token, position, 0).to(tl.int64))
+        tl.store(slot_mapping_ptr + at, tl.where(is_token, slot, -1))
 
 
 def draft_inputs(
@@ -85,8 +85,21 @@ def draft_inputs(
         follows: who asks for fewer gets the first token still.
     """
     _draft_inputs[(rows.shape[0],)](
-        *(rows, num_drafts, token_ids, num_known, block_tables, input_ids, positions, slot_mapping, seq_lens),
-        *(offset, id_shift, least, depth or 0, token_ids.stride(0), block_tables.stride(0)),
+        rows_ptr=rows,
+        num_drafts_ptr=num_drafts,
+        token_ids_ptr=token_ids,
+        num_known_ptr=num_known,
+        block_tables_ptr=block_tables,
+        input_ids_ptr=input_ids,
+        positions_ptr=positions,
+        slot_mapping_ptr=slot_mapping,
+        seq_lens_ptr=seq_lens,
+        offset=offset,
+        id_shift=id_shift,
+        least=least,
+        depth=depth or 0,
+        token_stride=token_ids.stride(0),
+        table_stride=block_tables.stride(0),
         LEN=num_tokens,
         BLOCK_SIZE=block_size,
         SIDE_BY_SIDE=depth is not None,
@@ -98,20 +111,21 @@ def draft_inputs(
 
 @triton.jit(do_not_specialize=["index", "num_seqs"])
 def _push_drafts(
-    rows, num_drafts, drafted, token_ids, num_known, num_real, index, num_seqs, token_stride,
+    rows_ptr, num_drafts_ptr, drafted_ptr, token_ids_ptr, num_known_ptr, num_real_ptr,
+    index, num_seqs, token_stride,
     SEQS: tl.constexpr, NUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     seq = tl.arange(0, SEQS)
-    row = tl.load(rows + seq, mask=seq < num_seqs, other=-1).to(tl.int64)
-    num_asked = tl.load(num_drafts + seq, mask=row >= 0, other=0)
-    known = tl.load(num_known + row, mask=row >= 0, other=0)
+    row = tl.load(rows_ptr + seq, mask=seq < num_seqs, other=-1).to(tl.int64)
+    num_asked = tl.load(num_drafts_ptr + seq, mask=row >= 0, other=0)
+    known = tl.load(num_known_ptr + row, mask=row >= 0, other=0)
     for i in tl.static_range(NUM):
-        token = tl.load(drafted + seq * NUM + i, mask=num_asked > index + i, other=0)
-        tl.store(token_ids + row * token_stride + known + index + i, token.to(tl.int32), mask=num_asked > index + i)
-    tl.store(num_real + row, tl.minimum(num_asked, index + NUM), mask=num_asked > index)
+        token = tl.load(drafted_ptr + seq * NUM + i, mask=num_asked > index + i, other=0)
+        tl.store(token_ids_ptr + row * token_stride + known + index + i, token.to(tl.int32), mask=num_asked > index + i)
+    tl.store(num_real_ptr + row, tl.minimum(num_asked, index + NUM), mask=num_asked > index)
 
 
 def push(
@@ -132,7 +146,15 @@ def push(
     """
     num_seqs = rows.shape[0]
     _push_drafts[(1,)](
-        *(rows, num_drafts, drafted, token_ids, num_known, num_real, index, num_seqs, token_ids.stride(0)),
+        rows_ptr=rows,
+        num_drafts_ptr=num_drafts,
+        drafted_ptr=drafted,
+        token_ids_ptr=token_ids,
+        num_known_ptr=num_known,
+        num_real_ptr=num_real,
+        index=index,
+        num_seqs=num_seqs,
+        token_stride=token_ids.stride(0),
         SEQS=triton.next_power_of_2(num_seqs),
         NUM=1 if drafted.dim() == 1 else drafted.shape[1],
         **launch_options(rows.device),
@@ -141,22 +163,24 @@ def push(
 
 @triton.jit
 def _following(
-    rows, query_start, seq_lens, token_ids, following, positions, token_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    rows_ptr, query_start_ptr, seq_lens_ptr, token_ids_ptr, following_ptr, positions_ptr,
+    token_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     seq = tl.program_id(0)
-    row = tl.load(rows + seq).to(tl.int64)
-    begin, end = tl.load(query_start + seq), tl.load(query_start + seq + 1)
-    before = tl.load(seq_lens + seq) - (end - begin)
+    row = tl.load(rows_ptr + seq).to(tl.int64)
+    begin, end = tl.load(query_start_ptr + seq), tl.load(query_start_ptr + seq + 1)
+    before = tl.load(seq_lens_ptr + seq) - (end - begin)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside, is_token = at < end, (at < end) & (row >= 0)
         position = before + at - begin
-        token = tl.load(token_ids + row * token_stride + position + 1, mask=is_token, other=0)
-        tl.store(following + at, token.to(tl.int64), mask=inside)
-        tl.store(positions + at, tl.where(is_token, position, 0).to(tl.int64), mask=inside)
+        token = tl.load(token_ids_ptr + row * token_stride + position + 1, mask=is_token, other=0)
+        tl.store(following_ptr + at, token.to(tl.int64), mask=inside)
+        tl.store(positions_ptr + at, tl.where(is_token, position, 0).to(tl.int64), mask=inside)
 
 
 def following_ids(
@@ -174,7 +198,13 @@ def following_ids(
         following, positions: [num_tokens] int64, written; 0 for padding.
     """
     _following[(rows.shape[0],)](
-        *(rows, query_start, seq_lens, token_ids, following, positions, token_ids.stride(0)),
+        rows_ptr=rows,
+        query_start_ptr=query_start,
+        seq_lens_ptr=seq_lens,
+        token_ids_ptr=token_ids,
+        following_ptr=following,
+        positions_ptr=positions,
+        token_stride=token_ids.stride(0),
         BLOCK=_BLOCK,
         **launch_options(rows.device),
     )

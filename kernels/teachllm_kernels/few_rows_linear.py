@@ -29,7 +29,8 @@ _BLOCKS_WANTED = 64  # programs; more, with less in flight each, read no faster
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _few_rows_linear(
-    x, weight, bias, out, partial, arrived, num_rows, num_out,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
+    num_rows, num_out,
     NUM_IN: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +42,7 @@ def _few_rows_linear(
     m = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     is_n, is_m = n < num_out, m < num_rows
-    w_row = weight + n.to(tl.int64)[:, None] * NUM_IN
+    w_row_ptrs = weight_ptr + n.to(tl.int64)[:, None] * NUM_IN
     up = num_out.to(tl.int64) * NUM_IN
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -50,11 +51,11 @@ def _few_rows_linear(
         is_w, is_x = is_n[:, None], is_m[None, :]
         if SPAN * SPLITS != NUM_IN:
             is_w, is_x = is_w & (column < NUM_IN)[None, :], is_x & (column < NUM_IN)[:, None]
-        x_t = tl.load(x + m[None, :] * NUM_IN + column[:, None], mask=is_x, other=0.0)
-        w = tl.load(w_row + column[None, :], mask=is_w, other=0.0, eviction_policy="evict_first")
+        x_t = tl.load(x_ptr + m[None, :] * NUM_IN + column[:, None], mask=is_x, other=0.0)
+        w = tl.load(w_row_ptrs + column[None, :], mask=is_w, other=0.0, eviction_policy="evict_first")
         acc = tl.dot(w, x_t, acc, input_precision="ieee")
         if GATED:
-            w_up = tl.load(w_row + up + column[None, :], mask=is_w, other=0.0, eviction_policy="evict_first")
+            w_up = tl.load(w_row_ptrs + up + column[None, :], mask=is_w, other=0.0, eviction_policy="evict_first")
             acc_up = tl.dot(w_up, x_t, acc_up, input_precision="ieee")
 
     at = m[None, :] * num_out + n[:, None]  # in a result [num_rows, num_out]
@@ -62,30 +63,30 @@ def _few_rows_linear(
     is_last = True
     if SPLITS > 1:
         size = num_rows * num_out
-        tl.store(partial + split * size + at, acc, mask=inside)
+        tl.store(partial_ptr + split * size + at, acc, mask=inside)
         if GATED:
-            tl.store(partial + (SPLITS + split) * size + at, acc_up, mask=inside)
+            tl.store(partial_ptr + (SPLITS + split) * size + at, acc_up, mask=inside)
         tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        is_last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
+        is_last = tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
-            tl.store(arrived + block, 0)
+            tl.store(arrived_ptr + block, 0)
             acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
             acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
             for part in tl.static_range(SPLITS):  # past the first-level cache, which may hold older numbers
-                acc += tl.load(partial + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+                acc += tl.load(partial_ptr + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
-                    other_half = partial + (SPLITS + part) * size + at
-                    acc_up += tl.load(other_half, mask=inside, other=0.0, cache_modifier=".cg")
+                    other_half_ptrs = partial_ptr + (SPLITS + part) * size + at
+                    acc_up += tl.load(other_half_ptrs, mask=inside, other=0.0, cache_modifier=".cg")
     if is_last:
         y = acc
         if HAS_BIAS:
-            y += tl.load(bias + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
+            y += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
         if GATED:
             y_up = acc_up
             if HAS_BIAS:
-                y_up += tl.load(bias + num_out + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
+                y_up += tl.load(bias_ptr + num_out + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
             y = y * tl.sigmoid(y) * y_up
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def few_rows_linear_triton(
@@ -108,7 +109,14 @@ def few_rows_linear_triton(
         partial = torch.empty((2 * splits, num_rows, num_out), dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
     _few_rows_linear[(blocks, splits)](
-        *(x, weight, bias, out, partial, arrived, num_rows, num_out),
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        out_ptr=out,
+        partial_ptr=partial,
+        arrived_ptr=arrived,
+        num_rows=num_rows,
+        num_out=num_out,
         NUM_IN=num_in,
         SPAN=triton.cdiv(num_in, splits * block_k) * block_k,
         ROWS=MAX_ROWS,

@@ -48,41 +48,46 @@ def is_filtered(top_k, top_p, min_p, vocab_size):
 
 
 @triton.jit
-def group_stats(logits, first, end, temperature, group_max, group_mass, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def group_stats(
+    logits_ptr, first, end, temperature, group_max_ptr, group_mass_ptr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
     """Notes the largest logit and the mass of each group of the tokens `first` up to `end`."""
     scale = 1.4426950408889634 / temperature  # of logits, for a power of 2 where exp is meant
     for start in range(first, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
         x = tl.reshape(x, [BLOCK // GROUP, GROUP])
         # Minus infinity stays out of the differences, where it would make a NaN.
         largest = tl.maximum(tl.max(x, axis=1), -3.4e38)
         mass = tl.sum(tl.exp2((x - largest[:, None]) * scale), axis=1)
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)
-        tl.store(group_max + group, largest, mask=group * GROUP < end)
-        tl.store(group_mass + group, mass, mask=group * GROUP < end)
+        tl.store(group_max_ptr + group, largest, mask=group * GROUP < end)
+        tl.store(group_mass_ptr + group, mass, mask=group * GROUP < end)
 
 
 @triton.jit
 def filtered_draw(
-    logits, temperature, top_k, top_p, min_p, seed, child_index, output_index,
-    group_max, group_mass, listed, few, vocab_size, num_groups, STREAM: tl.constexpr,
-    GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+    logits_ptr, temperature, top_k, top_p, min_p, seed, child_index, output_index,
+    group_max_ptr, group_mass_ptr, listed_ptr, few_ptr,
+    vocab_size, num_groups,
+    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The token id, int64. The pointers are to this row's values; `listed` [num_groups] and `few` [FEW] are scratch."""
     threshold, last_tied, num_listed, _ = filtered_cut(
-        logits, temperature, top_k, top_p, min_p, group_max, group_mass, listed, few, vocab_size, num_groups,
-        GROUP, NUM_GROUPS_PADDED, TILE, FEW,
+        logits_ptr, temperature, top_k, top_p, min_p, group_max_ptr, group_mass_ptr, listed_ptr, few_ptr,
+        vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, FEW,
     )  # fmt: skip
     return kept_draw(
-        logits, temperature, threshold, last_tied, seed, child_index, output_index, listed, num_listed, vocab_size,
-        STREAM, GROUP, TILE,
+        logits_ptr, temperature, threshold, last_tied, seed, child_index, output_index,
+        listed_ptr, num_listed, vocab_size, STREAM, GROUP, TILE,
     )  # fmt: skip
 
 
 @triton.jit
 def filtered_cut(
-    logits, temperature, top_k, top_p, min_p, group_max, group_mass, listed, few, vocab_size, num_groups,
+    logits_ptr, temperature, top_k, top_p, min_p,
+    group_max_ptr, group_mass_ptr, listed_ptr, few_ptr,
+    vocab_size, num_groups,
     GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """What the filters keep, for `is_kept`.
@@ -92,14 +97,14 @@ def filtered_cut(
     """
     scale = 1.4426950408889634 / temperature  # of logits, for a power of 2 where exp is meant
     group = tl.arange(0, NUM_GROUPS_PADDED)
-    largest = tl.load(group_max + group, mask=group < num_groups, other=-3.4e38)
+    largest = tl.load(group_max_ptr + group, mask=group < num_groups, other=-3.4e38)
     top = tl.max(largest)
     top = tl.where(top == 0.0, 0.0, top)  # not -0, after which the next integer is a 0 as large
     bound = tl.maximum(top + temperature * tl.log(min_p), -3.3e38)  # what min-p keeps; log(0) is minus infinity
     mass = 0.0
     only_top_p = (top_p < 1.0) & (top_k >= vocab_size) & (min_p <= 0.0)
     if only_top_p:
-        group_weight = tl.load(group_mass + group, mask=group < num_groups, other=0.0)
+        group_weight = tl.load(group_mass_ptr + group, mask=group < num_groups, other=0.0)
         group_weight *= tl.exp2((largest - top) * scale)
         mass = tl.sum(group_weight)
         bound = _nucleus_bound(largest, group_weight, mass, top, top_p, scale, vocab_size, GROUP)
@@ -108,32 +113,34 @@ def filtered_cut(
 
     has_candidates = largest >= bound
     place = tl.cumsum(has_candidates.to(tl.int32), axis=0) - 1
-    tl.store(listed + place, group, mask=has_candidates)
+    tl.store(listed_ptr + place, group, mask=has_candidates)
     num_listed = tl.sum(has_candidates.to(tl.int32))
     tl.debug_barrier()  # what one thread stored, others are going to read
 
     threshold = bound
-    num_at_least, mass_at_least = _weigh(logits, listed, num_listed, vocab_size, bound, top, scale, GROUP, TILE)
+    num_at_least, mass_at_least = _weigh(logits_ptr, listed_ptr, num_listed, vocab_size, bound, top, scale, GROUP, TILE)
     num_kept, num_above = num_at_least, 0
     if not only_top_p:
         mass = mass_at_least
     if top_k < num_at_least:
         threshold, num_at_least, mass_at_least, num_above, num_kept = _search(
-            logits, listed, num_listed, vocab_size, threshold, num_at_least, mass_at_least, top, scale,
-            top_k, 0.0, few, False, GROUP, TILE, FEW,
+            logits_ptr, listed_ptr, num_listed, vocab_size, threshold, num_at_least, mass_at_least, top, scale,
+            top_k, 0.0, few_ptr, False, GROUP, TILE, FEW,
         )  # fmt: skip
         mass = mass_at_least - (num_at_least - num_kept) * tl.exp2((threshold - top) * scale)
     if top_p < 1.0:
         num_in_top_k = num_kept
         threshold, num_at_least, mass_at_least, num_above, num_kept = _search(
-            logits, listed, num_listed, vocab_size, threshold, num_at_least, mass_at_least, top, scale,
-            0, top_p * mass, few, True, GROUP, TILE, FEW,
+            logits_ptr, listed_ptr, num_listed, vocab_size, threshold, num_at_least, mass_at_least, top, scale,
+            0, top_p * mass, few_ptr, True, GROUP, TILE, FEW,
         )  # fmt: skip
         num_kept = tl.minimum(num_kept, num_in_top_k)
 
     last_tied = vocab_size
     if num_kept < num_at_least:
-        last_tied = _find_tied(logits, listed, num_listed, vocab_size, threshold, num_kept - num_above, GROUP, TILE)
+        last_tied = _find_tied(
+            logits_ptr, listed_ptr, num_listed, vocab_size, threshold, num_kept - num_above, GROUP, TILE
+        )
     return threshold, last_tied, num_listed, top
 
 
@@ -144,14 +151,14 @@ def is_kept(x, ids, threshold, last_tied):
 
 @triton.jit
 def kept_draw(
-    logits, temperature, threshold, last_tied, seed, child_index, output_index, listed, num_listed, vocab_size,
+    logits_ptr, temperature, threshold, last_tied, seed, child_index, output_index, listed_ptr, num_listed, vocab_size,
     STREAM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The token id, int64, drawn from what `filtered_cut` keeps."""
     best = tl.full([TILE * GROUP], float("-inf"), tl.float32)
     best_id = tl.zeros([TILE * GROUP], tl.int32)
     for start in range(0, num_listed, TILE):
-        x, ids = _candidates(logits, listed, start, num_listed, vocab_size, GROUP, TILE)
+        x, ids = _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP, TILE)
         x, ids = tl.reshape(x, [TILE * GROUP]), tl.reshape(ids, [TILE * GROUP])
         quads = tl.min(tl.reshape(ids // 4, [TILE * GROUP // 4, 4]), axis=1)  # four neighbours share a number
         score = x + temperature * gumbel_noise(quads, seed, output_index, child_index, STREAM)
@@ -163,14 +170,14 @@ def kept_draw(
 
 @triton.jit
 def kept_mass(
-    logits, temperature, threshold, last_tied, top, listed, num_listed, vocab_size,
+    logits_ptr, temperature, threshold, last_tied, top, listed_ptr, num_listed, vocab_size,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The sum of exp((logit - top) / temperature) of what `filtered_cut` keeps."""
     scale = 1.4426950408889634 / temperature
     mass = tl.zeros([TILE, GROUP], tl.float32)
     for start in range(0, num_listed, TILE):
-        x, ids = _candidates(logits, listed, start, num_listed, vocab_size, GROUP, TILE)
+        x, ids = _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP, TILE)
         mass += tl.where(is_kept(x, ids, threshold, last_tied), tl.exp2((x - top) * scale), 0.0)
     return tl.sum(mass)
 
@@ -210,7 +217,8 @@ def _nucleus_bound(largest, group_weight, mass, top, top_p, scale, vocab_size, G
 
 @triton.jit
 def _search(
-    logits, listed, num_listed, vocab_size, threshold, num_low, mass_low, top, scale, target_count, target_mass, few,
+    logits_ptr, listed_ptr,
+    num_listed, vocab_size, threshold, num_low, mass_low, top, scale, target_count, target_mass, few_ptr,
     BY_MASS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The largest threshold at or above which enough tokens lie, given one where `num_low` do, with `mass_low`.
@@ -224,7 +232,7 @@ def _search(
     is_exact = (mass_low <= target_mass) if BY_MASS else (num_low <= target_count)
     while (high - low > 1) & (num_low - num_high > FEW) & (not is_exact):
         middle = (low + high) >> 1
-        num, mass = _weigh(logits, listed, num_listed, vocab_size, _float(middle), top, scale, GROUP, TILE)
+        num, mass = _weigh(logits_ptr, listed_ptr, num_listed, vocab_size, _float(middle), top, scale, GROUP, TILE)
         is_enough = (mass >= target_mass) if BY_MASS else (num >= target_count)
         low, num_low, mass_low = _either(is_enough, middle, num, mass, low, num_low, mass_low)
         high, num_high, mass_high = _either(is_enough, high, num_high, mass_high, middle, num, mass)
@@ -232,7 +240,7 @@ def _search(
 
     # Of what lies between `low` and `high`, few enough are left to hold them in registers from here on.
     num_to_read = tl.where((num_low - num_high > 1) & (not is_exact), num_listed, 0)
-    x = _between(logits, listed, num_to_read, vocab_size, _float(low), _float(high), few, GROUP, TILE, FEW)
+    x = _between(logits_ptr, listed_ptr, num_to_read, vocab_size, _float(low), _float(high), few_ptr, GROUP, TILE, FEW)
     weight = tl.exp2((x - top) * scale)
     num_above, mass_above = num_high, mass_high
     # Two tokens apart are told apart long before the integers between them run out: stop when one is left between.
@@ -264,31 +272,34 @@ def _either(condition, a, b, c, otherwise_a, otherwise_b, otherwise_c):
 
 @triton.jit
 def _between(
-    logits, listed, num_listed, vocab_size, low, high, few, GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr
+    logits_ptr, listed_ptr, num_listed, vocab_size, low, high, few_ptr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """[FEW] the logits from `low` up to below `high`, by way of `few` in memory; minus infinity past the last."""
     num_found = 0
     for start in range(0, num_listed, TILE):
-        x, _ = _candidates(logits, listed, start, num_listed, vocab_size, GROUP, TILE)
+        x, _ = _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP, TILE)
         x = tl.reshape(x, [TILE * GROUP])
         is_between = (x >= low) & (x < high)
         place = num_found + tl.cumsum(is_between.to(tl.int32), axis=0) - 1
-        tl.store(few + place, x, mask=is_between & (place < FEW))  # more only if they are all equal: not needed then
+        is_written = is_between & (place < FEW)  # there are more only if all of them are equal: not needed then
+        tl.store(few_ptr + place, x, mask=is_written)
         num_found += tl.sum(is_between.to(tl.int32))
     tl.debug_barrier()
     place = tl.arange(0, FEW)
-    return tl.load(few + place, mask=place < num_found, other=float("-inf"))
+    return tl.load(few_ptr + place, mask=place < num_found, other=float("-inf"))
 
 
 @triton.jit
 def _weigh(
-    logits, listed, num_listed, vocab_size, threshold, top, scale, GROUP: tl.constexpr, TILE: tl.constexpr
+    logits_ptr, listed_ptr, num_listed, vocab_size, threshold, top, scale,
+    GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """How many tokens are at least `threshold`, and their mass, where that of `top` is 1."""
     count = tl.zeros([TILE, GROUP], tl.int32)
     mass = tl.zeros([TILE, GROUP], tl.float32)
     for start in range(0, num_listed, TILE):
-        x, _ = _candidates(logits, listed, start, num_listed, vocab_size, GROUP, TILE)
+        x, _ = _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP, TILE)
         is_inside = x >= threshold
         count += is_inside.to(tl.int32)
         mass += tl.where(is_inside, tl.exp2((x - top) * scale), 0.0)
@@ -297,13 +308,14 @@ def _weigh(
 
 @triton.jit
 def _find_tied(
-    logits, listed, num_listed, vocab_size, threshold, num_tied, GROUP: tl.constexpr, TILE: tl.constexpr
+    logits_ptr, listed_ptr, num_listed, vocab_size, threshold, num_tied,
+    GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The id of the `num_tied`-th token, counted from 1, that equals `threshold`."""
     found = vocab_size
     before = 0
     for start in range(0, num_listed, TILE):
-        x, ids = _candidates(logits, listed, start, num_listed, vocab_size, GROUP, TILE)
+        x, ids = _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP, TILE)
         is_tied = (tl.reshape(x, [TILE * GROUP]) == threshold).to(tl.int32)  # in the order of their ids
         is_it = (is_tied > 0) & (before + tl.cumsum(is_tied, axis=0) == num_tied)
         found = tl.minimum(found, tl.min(tl.where(is_it, tl.reshape(ids, [TILE * GROUP]), vocab_size)))
@@ -312,12 +324,12 @@ def _find_tied(
 
 
 @triton.jit
-def _candidates(logits, listed, start, num_listed, vocab_size, GROUP: tl.constexpr, TILE: tl.constexpr):
+def _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP: tl.constexpr, TILE: tl.constexpr):
     """[TILE, GROUP] logits and ids of the groups listed from place `start` on; minus infinity past the last."""
     place = start + tl.arange(0, TILE)
-    group = tl.load(listed + place, mask=place < num_listed, other=vocab_size)  # which is past the vocabulary
+    group = tl.load(listed_ptr + place, mask=place < num_listed, other=vocab_size)  # which is past the vocabulary
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf"))
+    x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
     return x.to(tl.float32), ids
 
 

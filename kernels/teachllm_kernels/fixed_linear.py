@@ -22,7 +22,8 @@ _WIDE = 8192  # columns from which on wide tiles, which read x less often, still
 
 @triton.jit(do_not_specialize=["num_rows"])  # or one row would have a kernel of its own
 def _fixed_linear(
-    x, weight, bias, out, num_rows, num_out,
+    x_ptr, weight_ptr, bias_ptr, out_ptr,
+    num_rows, num_out,
     NUM_IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -37,21 +38,21 @@ def _fixed_linear(
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     is_m, is_n = m < num_rows, n < num_out
-    x_at = x + m.to(tl.int64)[:, None] * NUM_IN + k[None, :]
-    w_at = weight + n.to(tl.int64)[None, :] * NUM_IN + k[:, None]
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * NUM_IN + k[None, :]
+    w_ptrs = weight_ptr + n.to(tl.int64)[None, :] * NUM_IN + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, NUM_IN, BLOCK_K, num_stages=STAGES):
         is_x, is_w = is_m[:, None], is_n[None, :]
         if NUM_IN % BLOCK_K != 0:
             is_k = start + k < NUM_IN
             is_x, is_w = is_x & is_k[None, :], is_w & is_k[:, None]
-        x_tile = tl.load(x_at + start, mask=is_x, other=0.0)
-        w_tile = tl.load(w_at + start, mask=is_w, other=0.0)
+        x_tile = tl.load(x_ptrs + start, mask=is_x, other=0.0)
+        w_tile = tl.load(w_ptrs + start, mask=is_w, other=0.0)
         acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
     if HAS_BIAS:
-        acc += tl.load(bias + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
     at = m.to(tl.int64)[:, None] * num_out + n[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
 
 
 def fixed_linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,7 +64,12 @@ def fixed_linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     options = _tile(num_out, x.dtype)
     programs = triton.cdiv(num_rows, options["BLOCK_M"]) * triton.cdiv(num_out, options["BLOCK_N"])
     _fixed_linear[(programs,)](
-        *(x, weight, bias, out, num_rows, num_out),
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        out_ptr=out,
+        num_rows=num_rows,
+        num_out=num_out,
         NUM_IN=num_in,
         GROUP=8,
         HAS_BIAS=bias is not None,

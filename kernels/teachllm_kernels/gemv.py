@@ -57,9 +57,10 @@ def gemv_reference(
 
 @triton.jit
 def _gemv(
-    x, weight, bias, norm_weight, residual, out, eps, num_out,
-    NUM_IN: tl.constexpr, IN_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr,
+    eps, num_out,
+    NUM_IN: tl.constexpr, IN_PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -67,28 +68,29 @@ def _gemv(
     k = tl.arange(0, IN_PADDED)
     is_row, is_k = row < num_out, k < NUM_IN
     inside = is_row[:, None] & is_k[None, :]
-    at = weight + row.to(tl.int64)[:, None] * NUM_IN + k[None, :]
-    w = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * NUM_IN + k[None, :]
+    w = tl.load(weight_ptrs, mask=inside, other=0.0, eviction_policy="evict_first")
     if GATED:
-        w_up = tl.load(at + num_out.to(tl.int64) * NUM_IN, mask=inside, other=0.0, eviction_policy="evict_first")
+        up_ptrs = weight_ptrs + num_out.to(tl.int64) * NUM_IN
+        w_up = tl.load(up_ptrs, mask=inside, other=0.0, eviction_policy="evict_first")
     if HAS_NORM:
-        scale = tl.load(norm_weight + k, mask=is_k, other=0.0).to(tl.float32)
+        scale = tl.load(norm_weight_ptr + k, mask=is_k, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    h = tl.load(x + k, mask=is_k, other=0.0).to(tl.float32)
+    h = tl.load(x_ptr + k, mask=is_k, other=0.0).to(tl.float32)
     if HAS_NORM:
         h = h * scale * tl.rsqrt(tl.sum(h * h) / NUM_IN + eps)
     y = tl.sum(w.to(tl.float32) * h[None, :], axis=1)
     if HAS_BIAS:
-        y += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     if GATED:
         up = tl.sum(w_up.to(tl.float32) * h[None, :], axis=1)
         if HAS_BIAS:
-            up += tl.load(bias + num_out + row, mask=is_row, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + num_out + row, mask=is_row, other=0.0).to(tl.float32)
         y = y * tl.sigmoid(y) * up
     if HAS_RESIDUAL:
-        y += tl.load(residual + row, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out + row, y.to(out.dtype.element_ty), mask=is_row)
+        y += tl.load(residual_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 def gemv_triton(
@@ -107,7 +109,14 @@ def gemv_triton(
     padded = triton.next_power_of_2(num_in)
     rows = max(_NUMBERS // padded, 1)
     _gemv[(triton.cdiv(num_out, rows),)](
-        *(x, weight, bias, norm_weight, residual, out, eps, num_out),
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        norm_weight_ptr=norm_weight,
+        residual_ptr=residual,
+        out_ptr=out,
+        eps=eps,
+        num_out=num_out,
         NUM_IN=num_in,
         IN_PADDED=padded,
         ROWS=rows,

@@ -70,7 +70,8 @@ def _rows_of(groups: Groups) -> list[tuple[int, slice]]:
 
 @triton.jit(do_not_specialize=["num_tiles"])  # which differs from batch to batch
 def _grouped_linear(
-    x, weight, counts, pairs, routing_weights, out, num_tiles, num_out, num_experts,
+    x_ptr, weight_ptr, counts_ptr, pairs_ptr, routing_weights_ptr, out_ptr,
+    num_tiles, num_out, num_experts,
     NUM_IN: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +83,7 @@ def _grouped_linear(
     tile, block = tl.swizzle2d(program // num_n, program % num_n, num_tiles, num_n, SIDE_BY_SIDE)
 
     each = tl.arange(0, EXPERTS)
-    count = tl.load(counts + each, mask=each < num_experts, other=0)
+    count = tl.load(counts_ptr + each, mask=each < num_experts, other=0)
     tiles = (count + ROWS - 1) // ROWS
     expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))  # those whose tiles have all come before
     if expert >= num_experts:
@@ -95,10 +96,10 @@ def _grouped_linear(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_n = n < num_out
     k = tl.arange(0, BLOCK_K)
-    pair = tl.load(pairs + m, mask=is_m, other=0)
-    x_row = x + (pair // TOP_K if GATED else m).to(tl.int64)[None, :] * NUM_IN
+    pair = tl.load(pairs_ptr + m, mask=is_m, other=0)
+    x_row_ptrs = x_ptr + (pair // TOP_K if GATED else m).to(tl.int64)[None, :] * NUM_IN
     num_weights = num_out.to(tl.int64) * NUM_IN  # of gate, of up, of the one
-    w_row = weight + expert.to(tl.int64) * num_weights * (2 if GATED else 1) + n.to(tl.int64)[:, None] * NUM_IN
+    w_row_ptrs = weight_ptr + expert.to(tl.int64) * num_weights * (2 if GATED else 1) + n.to(tl.int64)[:, None] * NUM_IN
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in tl.range(0, NUM_IN, BLOCK_K, num_stages=STAGES):
@@ -106,19 +107,19 @@ def _grouped_linear(
         is_w, is_x = is_n[:, None], is_m[None, :]
         if NUM_IN % BLOCK_K != 0:
             is_w, is_x = is_w & (column < NUM_IN)[None, :], is_x & (column < NUM_IN)[:, None]
-        x_t = tl.load(x_row + column[:, None], mask=is_x, other=0.0)
-        w = tl.load(w_row + column[None, :], mask=is_w, other=0.0)
+        x_t = tl.load(x_row_ptrs + column[:, None], mask=is_x, other=0.0)
+        w = tl.load(w_row_ptrs + column[None, :], mask=is_w, other=0.0)
         acc = tl.dot(w, x_t, acc, input_precision="ieee")
         if GATED:
-            w_up = tl.load(w_row + num_weights + column[None, :], mask=is_w, other=0.0)
+            w_up = tl.load(w_row_ptrs + num_weights + column[None, :], mask=is_w, other=0.0)
             acc_up = tl.dot(w_up, x_t, acc_up, input_precision="ieee")
 
     if GATED:
         y, row = acc * tl.sigmoid(acc) * acc_up, m
     else:
-        y, row = acc * tl.load(routing_weights + pair, mask=is_m, other=0.0)[None, :], pair
+        y, row = acc * tl.load(routing_weights_ptr + pair, mask=is_m, other=0.0)[None, :], pair
     at = row.to(tl.int64)[None, :] * num_out + n[:, None]
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=is_n[:, None] & is_m[None, :])
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_n[:, None] & is_m[None, :])
 
 
 def grouped_gated_triton(x: torch.Tensor, weight: torch.Tensor, groups: Groups, is_fixed: bool = False) -> torch.Tensor:
@@ -153,7 +154,15 @@ def _launch(
     tile = _tile(rows_each, gated, x.element_size(), shared_memory(x.device))
     num_tiles = _most_tiles(num_pairs, num_experts, tile["ROWS"])
     _grouped_linear[(num_tiles * triton.cdiv(num_out, tile["BLOCK_N"]),)](
-        *(x, weight, *groups, routing_weights, out, num_tiles, num_out, num_experts),
+        x_ptr=x,
+        weight_ptr=weight,
+        counts_ptr=groups.counts,
+        pairs_ptr=groups.pairs,
+        routing_weights_ptr=routing_weights,
+        out_ptr=out,
+        num_tiles=num_tiles,
+        num_out=num_out,
+        num_experts=num_experts,
         NUM_IN=num_in,
         TOP_K=top_k,
         EXPERTS=triton.next_power_of_2(num_experts),

@@ -32,7 +32,7 @@ __all__ = [
     *("sums_of_few_rows", "sums_of_many_rows"),
 ]
 
-_group = gl.constexpr(GROUP)
+_GROUP = gl.constexpr(GROUP)
 COPIERS = gl.constexpr(32)  # threads of the copying warp: each arrives when its scales have
 
 
@@ -51,7 +51,7 @@ def room_for_scales(NUM: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def fetch_scales(x_scales, to, first_row, num_rows, group, num_groups):
+def fetch_scales(x_scales_ptr, to, first_row, num_rows, group, num_groups):
     """Starts copying a group's scales of some rows; for the copying warp. There are zeros behind the last row or group.
 
     Args:
@@ -61,29 +61,31 @@ def fetch_scales(x_scales, to, first_row, num_rows, group, num_groups):
     ROWS: gl.constexpr = to.shape[0]
     m = first_row + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     is_there = (m < num_rows) & (group < num_groups)
-    hopper.async_copy.async_copy_global_to_shared(to, x_scales + group * num_rows + m, is_there)
+    hopper.async_copy.async_copy_global_to_shared(to, x_scales_ptr + group * num_rows + m, is_there)
 
 
 @gluon.jit
-def fetch_scales_of_two(x_scales, to, arrived, stage, first_row, num_rows, k, REST: gl.constexpr, GROUPS: gl.constexpr):
+def fetch_scales_of_two(
+    x_scales_ptr, to, arrived, stage, first_row, num_rows, k, REST: gl.constexpr, GROUPS: gl.constexpr
+):
     """The same for both products of a tile, see `sums_of_few_rows`; who copied arrives."""
     for i in gl.static_range(2):
         row = first_row + (i * to.shape[1] if REST > 0 else 0)
-        fetch_scales(x_scales, to.index(stage * 2 + i), row, num_rows, k // _group + (0 if REST > 0 else i), GROUPS)
+        fetch_scales(x_scales_ptr, to.index(stage * 2 + i), row, num_rows, k // _GROUP + (0 if REST > 0 else i), GROUPS)
     hopper.async_copy.mbarrier_arrive(arrived.index(stage), increment_count=False)
 
 
 @gluon.jit
-def _block_scale(scales, first, num_out, group, num_groups, is_up, GATED: gl.constexpr):
+def _block_scale(scales_ptr, first, num_out, group, num_groups, is_up, GATED: gl.constexpr):
     """Of outputs from the `first` on, all of one block: its scale. Gated, that of gate or of up, in the shape of is_up.
 
     Args:
         scales: [blocks of outputs, num_groups] float32; gated, those of gate above those of up.
     """
     is_there = (first < num_out) & (group < num_groups)
-    found = gl.load(scales + first // _group * num_groups + group, is_there, 0.0)
+    found = gl.load(scales_ptr + first // _GROUP * num_groups + group, is_there, 0.0)
     if GATED:
-        of_up = gl.load(scales + (num_out + first) // _group * num_groups + group, is_there, 0.0)
+        of_up = gl.load(scales_ptr + (num_out + first) // _GROUP * num_groups + group, is_there, 0.0)
         found = gl.where(is_up == 1, of_up, found)
     return found
 
@@ -96,7 +98,7 @@ def product(a, b, part):
 
 @gluon.jit
 def sums_of_few_rows(
-    acc, more, buffers, scales, where,
+    acc, more, buffers, scales_ptr, where,
     AT: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
@@ -119,20 +121,20 @@ def sums_of_few_rows(
     is_up = (gl.arange(0, 64, gl.SliceLayout(1, OF_FIRST)) // 8 % 2)[:, None]  # rows of gate and up in turns, 8 of each
     for tile in range(TILES):
         stage = tile % STAGES
-        group = first_k // _group + tile * (1 if REST > 0 else 2)
-        of_block = _block_scale(scales, output, num_out, group, GROUPS, is_up, GATED)
+        group = first_k // _GROUP + tile * (1 if REST > 0 else 2)
+        of_block = _block_scale(scales_ptr, output, num_out, group, GROUPS, is_up, GATED)
         of_second = of_block
         if REST == 0:
-            of_second = _block_scale(scales, output, num_out, group + 1, GROUPS, is_up, GATED)
+            of_second = _block_scale(scales_ptr, output, num_out, group + 1, GROUPS, is_up, GATED)
         elif GATED:
             of_second = gl.convert_layout(of_block, OF_SECOND)
         hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
         weight, rows = w.index(stage * STRIPES + AT).reshape([64, x.shape[2]]), x.index(stage)
-        second_weight = weight if REST > 0 else weight.slice(_group, _group, 1)
-        second_rows = rest.index(stage) if REST > 0 else rows.slice(_group, _group, 1)
+        second_weight = weight if REST > 0 else weight.slice(_GROUP, _GROUP, 1)
+        second_rows = rest.index(stage) if REST > 0 else rows.slice(_GROUP, _GROUP, 1)
         part = gl.zeros_like(acc)
         second = gl.zeros_like(more if REST > 0 else acc)
-        part = product(weight.slice(0, _group, 1), rows.slice(0, _group, 1), part)
+        part = product(weight.slice(0, _GROUP, 1), rows.slice(0, _GROUP, 1), part)
         if BOTH:
             second = product(second_weight, second_rows, second)
         scale = of_rows.index(stage * 2).load(gl.SliceLayout(0, OF_FIRST))[None, :] * of_block
@@ -151,7 +153,9 @@ def sums_of_few_rows(
 
 
 @gluon.jit
-def sums_of_many_rows(buffers, count, scales, where, HALF: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr):
+def sums_of_many_rows(
+    buffers, count, scales_ptr, where, HALF: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr
+):
     """The products of half of the rows of the next `num_tiles` stages, a group each; see `hopper_scaled_mm.py`.
 
     A wide tile is two products in turns, so that registers hold 256 sums of a row and a part of 128. Compilers would
@@ -170,23 +174,23 @@ def sums_of_many_rows(buffers, count, scales, where, HALF: gl.constexpr, COLUMNS
     STAGES: gl.constexpr = x.shape[0]
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     OUTPUTS: gl.constexpr = 64 if GATED else 128
-    is_wide: gl.constexpr = COLUMNS == 256
+    IS_WIDE: gl.constexpr = COLUMNS == 256
     output = column_block * (COLUMNS // 128 * OUTPUTS)
     is_up = (gl.arange(0, 128, gl.SliceLayout(0, PRODUCT)) // 8 % 2)[None, :]
     left = gl.zeros([64, 128], gl.float32, PRODUCT)
     right, part = left, left
     for tile in range(num_tiles):
         stage = count % STAGES
-        of_left = _block_scale(scales, output, num_out, tile, num_tiles, is_up, GATED)
+        of_left = _block_scale(scales_ptr, output, num_out, tile, num_tiles, is_up, GATED)
         of_right = of_left
-        if is_wide:
-            of_right = _block_scale(scales, output + OUTPUTS, num_out, tile, num_tiles, is_up, GATED)
+        if IS_WIDE:
+            of_right = _block_scale(scales_ptr, output + OUTPUTS, num_out, tile, num_tiles, is_up, GATED)
         hopper.mbarrier.wait(arrived.index(stage), count // STAGES & 1)
         rows = x.index(stage).slice(HALF * 64, 64)
         weight = w.index(stage).reshape([COLUMNS, x.shape[2]])
         scale = of_rows.index(stage).slice(HALF * 64, 64).load(gl.SliceLayout(1, PRODUCT))[:, None]
         part = hopper.warpgroup_mma_wait(0, [product(rows, weight.slice(0, 128), part)])
-        if is_wide:
+        if IS_WIDE:
             left = hopper.warpgroup_mma_wait(0, [left + part * (scale * of_left)])
             part = hopper.warpgroup_mma_wait(0, [product(rows, weight.slice(128, 128), part)])
             right += part * (scale * of_right)
@@ -194,6 +198,6 @@ def sums_of_many_rows(buffers, count, scales, where, HALF: gl.constexpr, COLUMNS
             left += part * (scale * of_left)
         hopper.mbarrier.arrive(free.index(stage))
         count += 1
-    if is_wide:
+    if IS_WIDE:
         left = gl.join(left, right).permute((0, 2, 1)).reshape([64, 256])
     return left, count

@@ -106,13 +106,13 @@ def channel_of(row, D: gl.constexpr):
 
 
 @gluon.jit
-def encode(x, scale, code_dtype: gl.constexpr):
+def encode(x, scale, CODE_DTYPE: gl.constexpr):
     """As `kv_codes.encode_reference`, of what the model's dtype has rounded."""
     steps = gl.div_rn(x.to(gl.float32), scale)
-    if code_dtype == gl.int8:
+    if gl.int8 == CODE_DTYPE:
         clamped = gl.minimum(gl.maximum(steps, -127.0), 127.0)
         return (clamped + 12582912.0 - 12582912.0).to(gl.int8)
-    return gl.minimum(gl.maximum(steps, -448.0), 448.0).to(code_dtype)
+    return gl.minimum(gl.maximum(steps, -448.0), 448.0).to(CODE_DTYPE)
 
 
 @gluon.jit

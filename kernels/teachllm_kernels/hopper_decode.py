@@ -52,7 +52,7 @@ __all__ = ["cost", "fits_hopper_decode", "hopper_decode"]
 
 
 @gluon.jit
-def _copy(descs, buffers, task, table, D: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _copy(descs, buffers, task, table_ptr, D: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """The copying warp. Earlier steps wrote what it asks for: there is nothing to wait for but room."""
     k_desc, v_desc = descs
     k, v, arrived, free = buffers
@@ -60,7 +60,7 @@ def _copy(descs, buffers, task, table, D: gl.constexpr, STAGES: gl.constexpr, BL
     TILE: gl.constexpr = k.shape[1]
     for tile in range(gl.cdiv(end - first, TILE)):
         stage, key = tile % STAGES, first + tile * TILE
-        slots = pieces(k_desc, table, key, end, TILE, BLOCK_SIZE)
+        slots = pieces(k_desc, table_ptr, key, end, TILE, BLOCK_SIZE)
         hopper.mbarrier.wait(free.index(stage), (tile // STAGES - 1) & 1, tile >= STAGES)
         fetch(k_desc, k.index(stage), arrived.index(stage), slots, kv_head * D, key, end)
         fetch(v_desc, v.index(stage), arrived.index(stage), slots, kv_head * D, key, end)
@@ -75,27 +75,27 @@ def _attend(
     """Four warps: (weighted sums of the values [D, HEADS], sums of the weights [HEADS], highest scores [HEADS])."""
     k, v, arrived, free = buffers
     kv_head, first, begin, end, holds_new = task
-    qkv_at, _, _, _, _, k_slot, v_slot = new
+    qkv_ptr, _, _, _, _, k_slot_ptr, v_slot_ptr = new
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
-    dtype: gl.constexpr = k.dtype
-    queries = gl.allocate_shared_memory(dtype, [HEADS, D], k.layout)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, TILE], dtype)
-    weights = gl.allocate_shared_memory(dtype, [HEADS, TILE], WEIGHTS)
+    DTYPE: gl.constexpr = k.dtype
+    queries = gl.allocate_shared_memory(DTYPE, [HEADS, D], k.layout)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, TILE], DTYPE)
+    weights = gl.allocate_shared_memory(DTYPE, [HEADS, TILE], WEIGHTS)
     new_score = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gdc_wait()
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
     channel = gl.arange(0, D, gl.SliceLayout(1, PRODUCT))
-    new_v = qkv_at + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
-    value = gl.where(holds_new, gl.load(new_v + channel).to(gl.float32), 0.0)
+    new_v_ptr = qkv_ptr + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
+    value = gl.where(holds_new, gl.load(new_v_ptr + channel).to(gl.float32), 0.0)
     query, new_k = query_and_key(new, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
-    query, new_k = query.to(dtype), new_k.to(dtype)
+    query, new_k = query.to(DTYPE), new_k.to(DTYPE)
     queries.store(query)
     hopper.fence_async_shared()
     new_score.store(gl.sum(query.to(gl.float32) * new_k.to(gl.float32)[None, :], axis=1))
     if holds_new:
-        gl.store(k_slot + column, new_k)
-        gl.store(v_slot + column, gl.load(new_v + column))
+        gl.store(k_slot_ptr + column, new_k)
+        gl.store(v_slot_ptr + column, gl.load(new_v_ptr + column))
     # Sums begin with the new token, which is not among the tiles, and go on with those before it.
     key = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
     nothing = gl.zeros([TILE, HEADS], gl.float32, PRODUCT)
@@ -116,7 +116,7 @@ def _attend(
         shrink = gl.exp2(highest - higher)[None, :]
         total = total * shrink + weight
         highest = higher
-        weights.permute((1, 0)).store(weight.to(dtype))
+        weights.permute((1, 0)).store(weight.to(DTYPE))
         if start + TILE > end:  # slots behind the end may hold NaN, and 0 * NaN is NaN
             mine = v.index(stage)
             inside = start + gl.arange(0, TILE, gl.SliceLayout(1, LOADED)) < end
@@ -129,7 +129,8 @@ def _attend(
 
 @gluon.jit
 def _merge(
-    partial, lse, out, first_item, num_splits, kv_head,
+    partial_ptr, lse_ptr, out_ptr,
+    first_item, num_splits, kv_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
     """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGED` at a time."""
@@ -144,8 +145,8 @@ def _merge(
             row = ((first_item + split) * NUM_KV_HEADS + kv_head) * GROUP + member
             is_split = split < num_splits
             # Past the first-level cache, which may hold what these addresses were before.
-            part_lse = gl.load(lse + row, is_split, float("-inf"), cache_modifier=".cg")
-            at = partial + row[:, None] * D + column[None, :]
+            part_lse = gl.load(lse_ptr + row, is_split, float("-inf"), cache_modifier=".cg")
+            at = partial_ptr + row[:, None] * D + column[None, :]
             part = gl.load(at, is_split[:, None], 0.0, cache_modifier=".cg")
             higher = gl.maximum(highest, gl.max(part_lse, axis=0))
             weight = gl.exp2(part_lse - higher)
@@ -153,13 +154,16 @@ def _merge(
             acc = acc * shrink + gl.sum(part * weight[:, None], axis=0)
             total = total * shrink + gl.sum(weight, axis=0)
             highest = higher
-        gl.store(out + member * D + column, (acc / total).to(out.dtype.element_ty))
+        gl.store(out_ptr + member * D + column, (acc / total).to(out_ptr.dtype.element_ty))
 
 
 @gluon.jit
 def _hopper_decode(
-    qkv, cos, signed_sin, qk_weight, eps, k_desc, v_desc, k_cache, v_cache, out, block_tables,
-    items, partial, lse, finished, k_scale, v_scale, scale_log2, table_stride,
+    qkv_ptr, cos_ptr, signed_sin_ptr, qk_weight_ptr,
+    eps,
+    k_desc, v_desc, k_cache_ptr, v_cache_ptr, out_ptr, block_tables_ptr, items_ptr, partial_ptr, lse_ptr, finished_ptr,
+    k_scale_ptr, v_scale_ptr,
+    scale_log2, table_stride,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, MERGED: gl.constexpr, HAS_NORM: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr,
     num_warps: gl.constexpr,
@@ -174,46 +178,54 @@ def _hopper_decode(
     gdc_launch_dependents()
     PIECE: gl.constexpr = k_desc.block_shape[0]
     D: gl.constexpr = k_desc.block_shape[1]
-    dtype: gl.constexpr = k_desc.dtype
+    DTYPE: gl.constexpr = k_desc.dtype
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     item, kv_head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
     # The plan, the tables and what earlier steps wrote to the cache are there already, see `paged_decode.py`.
-    fields = items + item * FIELDS
-    seq = gl.load(fields + SEQ)
-    table = block_tables + gl.load(fields + ROW).to(gl.int64) * table_stride
-    begin = gl.load(fields + BEGIN)
-    end = gl.load(fields + END)
-    seq_len = gl.load(fields + SEQ_LEN)
-    first_item = gl.load(fields + FIRST_ITEM)
-    num_splits = gl.load(fields + NUM_SPLITS)
+    fields_ptr = items_ptr + item * FIELDS
+    seq = gl.load(fields_ptr + SEQ)
+    table_ptr = block_tables_ptr + gl.load(fields_ptr + ROW).to(gl.int64) * table_stride
+    begin = gl.load(fields_ptr + BEGIN)
+    end = gl.load(fields_ptr + END)
+    seq_len = gl.load(fields_ptr + SEQ_LEN)
+    first_item = gl.load(fields_ptr + FIRST_ITEM)
+    num_splits = gl.load(fields_ptr + NUM_SPLITS)
     has_work = begin < end
-    token = gl.load(fields + TOKEN, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
+    token = gl.load(fields_ptr + TOKEN, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
     holds_new = has_work & (end == seq_len)
     end = gl.where(holds_new, end - 1, end)
     first = gl.where(has_work, begin // PIECE * PIECE, end)
-    block = gl.load(table + (seq_len - 1) // BLOCK_SIZE, holds_new, 0).to(gl.int64)
+    block = gl.load(table_ptr + (seq_len - 1) // BLOCK_SIZE, holds_new, 0).to(gl.int64)
     slot = ((block * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D
-    qkv_at = qkv + token * (NUM_KV_HEADS * (GROUP + 2) * D)
+    qkv_ptr = qkv_ptr + token * (NUM_KV_HEADS * (GROUP + 2) * D)
 
-    k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
+    k = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, D], k_desc.layout)
+    v = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, D], v_desc.layout)
     arrived, free = barriers(STAGES, 2 * (TILE // PIECE)), barriers(STAGES, 1)
     descs, buffers = (k_desc, v_desc), (k, v, arrived, free)
     task = (kv_head, first, begin, end, holds_new)
-    new = (qkv_at, cos + token * D, signed_sin + token * D, qk_weight, eps, k_cache + slot, v_cache + slot)
-    if k_scale is None:
+    new = (
+        qkv_ptr,
+        cos_ptr + token * D,
+        signed_sin_ptr + token * D,
+        qk_weight_ptr,
+        eps,
+        k_cache_ptr + slot,
+        v_cache_ptr + slot,
+    )
+    if k_scale_ptr is None:
         acc, total, highest = gl.warp_specialize([
             (_attend, (buffers, task, new, scale_log2, NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED)),
-            (_copy, (descs, buffers, task, table, D, STAGES, BLOCK_SIZE)),
+            (_copy, (descs, buffers, task, table_ptr, D, STAGES, BLOCK_SIZE)),
         ], [1], [56])  # fmt: skip
     else:
         acc, total, highest = gl.warp_specialize([
             (attend_codes, (
-                buffers, task, new, (k_scale, v_scale), scale_log2,
+                buffers, task, new, (k_scale_ptr, v_scale_ptr), scale_log2,
                 NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED, KEYS, VALUES,
             )),
-            (_copy, (descs, buffers, task, table, D, STAGES, BLOCK_SIZE)),
+            (_copy, (descs, buffers, task, table_ptr, D, STAGES, BLOCK_SIZE)),
         ], [1], [56])  # fmt: skip
     for i in gl.static_range(STAGES):
         hopper.mbarrier.invalidate(arrived.index(i))
@@ -223,23 +235,23 @@ def _hopper_decode(
     member = gl.arange(0, HEADS, gl.SliceLayout(0, PRODUCT))
     is_mine = (member < GROUP) & has_work
     normalised = acc / total[None, :]
-    if k_scale is not None:
+    if k_scale_ptr is not None:
         channel = channel_of(channel, D)
-        normalised *= gl.load(v_scale + kv_head)
+        normalised *= gl.load(v_scale_ptr + kv_head)
     at = member[None, :] * D + channel[:, None]
-    out_at = out + (token * NUM_KV_HEADS + kv_head) * GROUP * D
+    out_ptr = out_ptr + (token * NUM_KV_HEADS + kv_head) * GROUP * D
     if num_splits == 1:
-        y = normalised.to(out.dtype.element_ty)
-        gl.store(out_at + at, y, is_mine[None, :], eviction_policy="evict_last")  # see `rms_norm.py`
+        y = normalised.to(out_ptr.dtype.element_ty)
+        gl.store(out_ptr + at, y, is_mine[None, :], eviction_policy="evict_last")  # see `rms_norm.py`
     elif has_work:
         part = (item * NUM_KV_HEADS + kv_head) * GROUP
-        gl.store(partial + (part * D + at), normalised, is_mine[None, :])
-        gl.store(lse + part + member, highest + gl.log2(total), is_mine)
+        gl.store(partial_ptr + (part * D + at), normalised, is_mine[None, :])
+        gl.store(lse_ptr + part + member, highest + gl.log2(total), is_mine)
         barrier()  # every thread's part is written before the arrival is counted
-        counter = finished + seq * NUM_KV_HEADS + kv_head
-        if gl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
-            gl.store(counter, 0)
-            _merge(partial, lse, out_at, first_item, num_splits, kv_head, NUM_KV_HEADS, GROUP, D, MERGED)
+        counter_ptr = finished_ptr + seq * NUM_KV_HEADS + kv_head
+        if gl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1:
+            gl.store(counter_ptr, 0)
+            _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_splits, kv_head, NUM_KV_HEADS, GROUP, D, MERGED)
 
 
 def hopper_decode(
@@ -265,12 +277,28 @@ def hopper_decode(
     num_seqs, group = qkv.shape[0], qkv.shape[1] // num_kv_heads - 2
     out = qkv.new_empty((num_seqs, num_kv_heads * group, head_size))
     assert plan.filled_for == (num_seqs, HOPPER_SHAPE)
-    slots = (tile_map(cache.view(num_blocks * block_size, -1), [PIECE, head_size]) for cache in (k_cache, v_cache))
+    num_slots = num_blocks * block_size
+    k_scale, v_scale = scales or (None, None)
     _hopper_decode[(max_splits(num_seqs, num_kv_heads, HOPPER_SHAPE) * num_kv_heads,)](
-        *(qkv, cos, signed_sin, qkv if qk_weight is None else qk_weight, eps),
-        *(*slots, k_cache, v_cache, out, block_tables),
-        *(plan.items, plan.partial, plan.lse, plan.finished, *(scales or (None, None))),
-        *(scale * LOG2_E, block_tables.stride(0)),
+        qkv_ptr=qkv,
+        cos_ptr=cos,
+        signed_sin_ptr=signed_sin,
+        qk_weight_ptr=qkv if qk_weight is None else qk_weight,
+        eps=eps,
+        k_desc=tile_map(k_cache.view(num_slots, -1), [PIECE, head_size]),
+        v_desc=tile_map(v_cache.view(num_slots, -1), [PIECE, head_size]),
+        k_cache_ptr=k_cache,
+        v_cache_ptr=v_cache,
+        out_ptr=out,
+        block_tables_ptr=block_tables,
+        items_ptr=plan.items,
+        partial_ptr=plan.partial,
+        lse_ptr=plan.lse,
+        finished_ptr=plan.finished,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        scale_log2=scale * LOG2_E,
+        table_stride=block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEADS=max(8, triton.next_power_of_2(group)),

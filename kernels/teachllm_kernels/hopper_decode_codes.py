@@ -26,10 +26,10 @@ def attend_codes(
     """As `hopper_decode._attend`, of codes without V's scale; rows of the sums are `channel_of`'s."""
     k, v, arrived, free = buffers
     kv_head, first, begin, end, holds_new = task
-    qkv_at, _, _, _, _, k_slot, v_slot = new
+    qkv_ptr, _, _, _, _, k_slot_ptr, v_slot_ptr = new
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
-    x_dtype: gl.constexpr = qkv_at.dtype.element_ty
+    X_DTYPE: gl.constexpr = qkv_ptr.dtype.element_ty
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, D], gl.float16)
     queries = gl.allocate_shared_memory(gl.float16, [HEADS, D], QUERIES)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, TILE], gl.float16)
@@ -40,17 +40,17 @@ def attend_codes(
     gdc_wait()
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
     channel = channel_of(gl.arange(0, D, gl.SliceLayout(1, PRODUCT)), D)
-    new_v = qkv_at + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
-    value = encode(gl.load(new_v + channel), v_scale, v.dtype)
+    new_v_ptr = qkv_ptr + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
+    value = encode(gl.load(new_v_ptr + channel), v_scale, v.dtype)
     value = gl.where(holds_new, value.to(gl.float32), 0.0)
     query, new_k = query_and_key(new, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
-    query, new_k = multiplicand(query.to(x_dtype)), encode(new_k.to(x_dtype), k_scale, k.dtype)
+    query, new_k = multiplicand(query.to(X_DTYPE)), encode(new_k.to(X_DTYPE), k_scale, k.dtype)
     queries.store(in_order_of_keys(query))
     hopper.fence_async_shared()
     new_score.store(gl.sum(query.to(gl.float32) * new_k.to(gl.float32)[None, :], axis=1))
     if holds_new:
-        gl.store(k_slot + column, new_k)
-        gl.store(v_slot + column, encode(gl.load(new_v + column), v_scale, v.dtype))
+        gl.store(k_slot_ptr + column, new_k)
+        gl.store(v_slot_ptr + column, encode(gl.load(new_v_ptr + column), v_scale, v.dtype))
     key = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
     nothing = gl.zeros([TILE, HEADS], gl.float32, PRODUCT)
     no_sums = gl.zeros([D, HEADS], gl.float32, PRODUCT)

@@ -99,13 +99,14 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["num_row_blocks", "num_column_blocks", "num_tiles"])
 def _hopper_gated_linear(
-    x_desc, w_desc, out_desc, num_row_blocks, num_column_blocks, num_tiles,
+    x_desc, w_desc, out_desc,
+    num_row_blocks, num_column_blocks, num_tiles,
     STAGES: gl.constexpr, AT_ONCE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = x_desc.dtype
-    x = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_shape, x_desc.layout)  # noqa: RUF005
-    w = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
-    staged = gl.allocate_shared_memory(dtype, [2] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
+    DTYPE: gl.constexpr = x_desc.dtype
+    x = gl.allocate_shared_memory(DTYPE, [STAGES] + x_desc.block_shape, x_desc.layout)  # noqa: RUF005
+    w = gl.allocate_shared_memory(DTYPE, [STAGES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
+    staged = gl.allocate_shared_memory(DTYPE, [2] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
     arrived, free = barriers(STAGES, 1), barriers(STAGES, 2)
     buffers, grid = (x, w, arrived, free), (num_row_blocks, num_column_blocks)
     gl.warp_specialize([
@@ -130,10 +131,12 @@ def hopper_gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_row_blocks, num_column_blocks = -(-num_rows // _ROWS), -(-num_out // _COLUMNS)
     num_programs = min(num_row_blocks * num_column_blocks, num_multiprocessors(x.device))
     _hopper_gated_linear[(num_programs,)](
-        tile_map(x, [_ROWS, _BLOCK_K]),
-        gate_up_map(weight, 2 * _COLUMNS, _BLOCK_K),
-        tile_map(out, [_ROWS // 2, _COLUMNS]),
-        *(num_row_blocks, num_column_blocks, -(-num_in // _BLOCK_K)),
+        x_desc=tile_map(x, [_ROWS, _BLOCK_K]),
+        w_desc=gate_up_map(weight, 2 * _COLUMNS, _BLOCK_K),
+        out_desc=tile_map(out, [_ROWS // 2, _COLUMNS]),
+        num_row_blocks=num_row_blocks,
+        num_column_blocks=num_column_blocks,
+        num_tiles=-(-num_in // _BLOCK_K),
         STAGES=_STAGES,
         AT_ONCE=_AT_ONCE,
         num_warps=4,

@@ -65,7 +65,8 @@ def fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
 
 @gluon.jit
 def _copy(
-    w_desc, x_desc, x_scales, buffers, task,
+    w_desc, x_desc, x_scales_ptr,
+    buffers, task,
     TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
@@ -87,7 +88,7 @@ def _copy(
             fetch_x(x_desc, rest, arrived, i, first_row + ROWS, num_rows, first_k + i * BLOCK_K)
         if GROUPS > 0:
             k = first_k + i * BLOCK_K
-            fetch_scales_of_two(x_scales, of_rows, arrived, i, first_row, num_rows, k, REST, GROUPS)
+            fetch_scales_of_two(x_scales_ptr, of_rows, arrived, i, first_row, num_rows, k, REST, GROUPS)
     for tile in range(STAGES, TILES):
         stage = tile % STAGES
         k = first_k + tile * BLOCK_K
@@ -97,7 +98,7 @@ def _copy(
         if REST > 0:
             fetch_x(x_desc, rest, arrived, stage, first_row + ROWS, num_rows, k)
         if GROUPS > 0:
-            fetch_scales_of_two(x_scales, of_rows, arrived, stage, first_row, num_rows, k, REST, GROUPS)
+            fetch_scales_of_two(x_scales_ptr, of_rows, arrived, stage, first_row, num_rows, k, REST, GROUPS)
 
 
 @gluon.jit
@@ -126,9 +127,9 @@ def _multiply(
             of_rows = _row_scales(task, result, 0, ROWS, OF_ACC)
     if GROUPS > 0:
         _, _, num_out, block, _, first_k = task
-        _, _, scales, _, _, _ = result
+        _, _, scales_ptr, _, _, _ = result
         where = ((block * STRIPES + STRIPE) * (32 if GATED else 64), num_out, first_k)
-        acc, more = sums_of_few_rows(acc, more, buffers, scales, where, STRIPE, STRIPES, TILES, REST, GROUPS, GATED)
+        acc, more = sums_of_few_rows(acc, more, buffers, scales_ptr, where, STRIPE, STRIPES, TILES, REST, GROUPS, GATED)
     elif ROOMY and x.dtype.is_fp8():
         acc = sums_by_tile(acc, buffers, STRIPE, STRIPES, TILES)
     else:
@@ -160,16 +161,16 @@ def _outputs(stripe, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _output_scales(
-    task, result, STRIPE: gl.constexpr, STRIPES: gl.constexpr, GATED: gl.constexpr, BY_OUTPUT: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    task, result,
+    STRIPE: gl.constexpr, STRIPES: gl.constexpr, GATED: gl.constexpr, BY_OUTPUT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[64, 1] of the rows of the weight, or one for all."""
     _, _, num_out, block, _, _ = task
-    _, _, scales, _, _, _ = result
-    found = gl.load(scales)
+    _, _, scales_ptr, _, _, _ = result
+    found = gl.load(scales_ptr)
     if BY_OUTPUT:
         output, is_output = _outputs(block * STRIPES + STRIPE, num_out, GATED, LAYOUT)
-        found = gl.load(scales + output, is_output, 0.0)[:, None]
+        found = gl.load(scales_ptr + output, is_output, 0.0)[:, None]
     return found
 
 
@@ -181,27 +182,28 @@ def _row_scales(task, result, BEFORE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: 
     for all of them, and its threads exchange them. Each asking for its own takes longer than a tenth of the product.
     """
     first_row, num_rows, _, _, _, _ = task
-    _, x_scales, _, _, _, _ = result
+    _, x_scales_ptr, _, _, _, _ = result
     OF_WARP: gl.constexpr = gl.BlockedLayout([max(ROWS // 32, 1)], [32], [4], [0])
     m = first_row + BEFORE + gl.arange(0, ROWS, OF_WARP)
-    found = gl.load(x_scales + m, m < num_rows, 0.0, cache_modifier=".cg")
+    found = gl.load(x_scales_ptr + m, m < num_rows, 0.0, cache_modifier=".cg")
     return gl.convert_layout(found, gl.SliceLayout(0, LAYOUT))[None, :]
 
 
 @gluon.jit
 def finish(
-    acc, task, result, BEFORE: gl.constexpr, STRIPE: gl.constexpr, STRIPES: gl.constexpr,
-    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    acc, task, result,
+    BEFORE: gl.constexpr, STRIPE: gl.constexpr, STRIPES: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """From the product of a stripe with some rows of x to the result. BEFORE: rows that are another product's."""
     first_row, num_rows, num_out, block, split, _ = task
-    bias, _, _, staged, out_desc, out = result
+    bias_ptr, _, _, staged, out_desc, out_ptr = result
     stripe = block * STRIPES + STRIPE
     ROWS: gl.constexpr = acc.shape[1]
     if HAS_BIAS:
         LAYOUT: gl.constexpr = acc.type.layout
         output, is_output = _outputs(stripe, num_out, GATED, LAYOUT)
-        acc += gl.load(bias + output, is_output & (split == 0), 0.0).to(gl.float32)[:, None]
+        acc += gl.load(bias_ptr + output, is_output & (split == 0), 0.0).to(gl.float32)[:, None]
     y = acc
     if GATED:
         gate, up = gl.split(acc.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)))
@@ -212,7 +214,9 @@ def finish(
         m = first_row + BEFORE + gl.arange(0, ROWS, gl.SliceLayout(0, y.type.layout))
         at = (split * num_rows + m)[None, :] * num_out + n[:, None]
         is_mine = (m < num_rows)[None, :] & (n < num_out)[:, None]
-        gl.store(out + at, y.to(out.dtype.element_ty), is_mine, eviction_policy="evict_last")  # see `rms_norm.py`
+        gl.store(
+            out_ptr + at, y.to(out_ptr.dtype.element_ty), is_mine, eviction_policy="evict_last"
+        )  # see `rms_norm.py`
     else:
         BOX: gl.constexpr = out_desc.block_shape[0]
         mine = staged.index(STRIPE).slice(0, ROWS)
@@ -228,21 +232,22 @@ def finish(
 
 @gluon.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _hopper_linear(
-    w_desc, x_desc, bias, x_scales, scales, out_desc, out, num_rows, num_out,
+    w_desc, x_desc, bias_ptr, x_scales_ptr, scales_ptr, out_desc, out_ptr,
+    num_rows, num_out,
     ROWS: gl.constexpr, REST: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, BY_OUTPUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     first_row, block, split = gl.program_id(0) * (ROWS + REST), gl.program_id(1), gl.program_id(2)
-    dtype: gl.constexpr = x_desc.dtype
+    DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
     BOX: gl.constexpr = x_desc.block_shape[0]
-    w = gl.allocate_shared_memory(dtype, [STAGES * STRIPES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
-    x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
+    w = gl.allocate_shared_memory(DTYPE, [STAGES * STRIPES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
+    x = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, BLOCK_K], x_desc.layout)
     rest = x  # not used, as other buffers below
     if REST > 0:  # a buffer's rows are a power of two
-        rest = gl.allocate_shared_memory(dtype, [STAGES, REST, BLOCK_K], x_desc.layout)
+        rest = gl.allocate_shared_memory(DTYPE, [STAGES, REST, BLOCK_K], x_desc.layout)
     of_rows = x
     if GROUPS > 0:
         of_rows = room_for_scales(STAGES * 2, ROWS)
@@ -256,24 +261,24 @@ def _hopper_linear(
         free = barriers(STAGES, STRIPES)
     buffers = (w, x, rest, of_rows, arrived, free)
     task = (first_row, num_rows, num_out, block, split, split * TILES * BLOCK_K)
-    result = (bias, x_scales, scales, staged, out_desc, out)
+    result = (bias_ptr, x_scales_ptr, scales_ptr, staged, out_desc, out_ptr)
     if STRIPES == 1:
         gl.warp_specialize([
             (_multiply, (buffers, task, result, 0, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
-            (_copy, (w_desc, x_desc, x_scales, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
+            (_copy, (w_desc, x_desc, x_scales_ptr, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
         ], [1], [72])  # fmt: skip
     elif STRIPES == 2:
         gl.warp_specialize([
             (_multiply, (buffers, task, result, 0, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
             (_multiply, (buffers, task, result, 1, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
-            (_copy, (w_desc, x_desc, x_scales, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
+            (_copy, (w_desc, x_desc, x_scales_ptr, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
         ], [4, 1], [168, 72])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (buffers, task, result, 0, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
             (_multiply, (buffers, task, result, 1, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
             (_multiply, (buffers, task, result, 2, STRIPES, TILES, REST, GROUPS, GATED, DIRECT, HAS_BIAS, BY_OUTPUT)),
-            (_copy, (w_desc, x_desc, x_scales, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
+            (_copy, (w_desc, x_desc, x_scales_ptr, buffers, task, TILES, STAGES, STRIPES, REST, GROUPS, GATED)),
         ], [4, 4, 1], [144, 144, 72])  # fmt: skip
 
 
@@ -336,11 +341,15 @@ def _launch(
     out = torch.empty(shape, dtype=torch.float32 if parts else dtype, device=x.device)
     blocks = -(-weight.shape[0] // (STRIPE * tiling.stripes))
     _hopper_linear[(-(-num_rows // (tiling.rows + tiling.rest)), blocks, tiling.splits)](
-        (gate_up_map(weight, STRIPE, tiling.block_k) if gated else tile_map(weight, [STRIPE, tiling.block_k])),
-        tile_map(x, [tiling.box, tiling.block_k]),
-        *(bias, x_scales, scales),
-        None if tiling.direct else tile_map(out, [tiling.box, result_columns(gated)]),
-        *(out, num_rows, num_out),
+        w_desc=gate_up_map(weight, STRIPE, tiling.block_k) if gated else tile_map(weight, [STRIPE, tiling.block_k]),
+        x_desc=tile_map(x, [tiling.box, tiling.block_k]),
+        bias_ptr=bias,
+        x_scales_ptr=x_scales,
+        scales_ptr=scales,
+        out_desc=None if tiling.direct else tile_map(out, [tiling.box, result_columns(gated)]),
+        out_ptr=out,
+        num_rows=num_rows,
+        num_out=num_out,
         ROWS=tiling.rows,
         REST=tiling.rest,
         STRIPES=tiling.stripes,

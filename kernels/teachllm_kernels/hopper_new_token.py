@@ -24,11 +24,12 @@ def _normed_and_turned(x, y, weight_x, weight_y, cos, signed_sin, eps, AXIS: gl.
 
 @gluon.jit
 def query_and_key(
-    new, kv_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    HAS_NORM: gl.constexpr, LOADED: gl.constexpr,
+    new, kv_head,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, HAS_NORM: gl.constexpr,
+    LOADED: gl.constexpr,
 ):  # fmt: skip
     """Of this step's token: the query heads of a KV head, [HEADS, D], and its key, [D], normed and turned, float32."""
-    qkv_at, cos_at, sin_at, qk_weight, eps, _, _ = new
+    qkv_ptr, cos_ptr, sin_ptr, qk_weight_ptr, eps, _, _ = new
     head = gl.arange(0, HEADS, gl.SliceLayout(1, LOADED))
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
     across = gl.max_contiguous(gl.multiple_of((column + D // 2) % D, 8), 8)  # what the rotation pairs each with
@@ -37,12 +38,15 @@ def query_and_key(
     q_at, q_across = q_head + column[None, :], q_head + across[None, :]
     k_head = (NUM_KV_HEADS * GROUP + kv_head) * D
     # All that is asked for at once: one trip to memory.
-    cos, signed_sin = gl.load(cos_at + column), gl.load(sin_at + column)
-    q_x, q_y = gl.load(qkv_at + q_at, is_query, 0.0), gl.load(qkv_at + q_across, is_query, 0.0)
-    k_x, k_y = gl.load(qkv_at + (k_head + column)), gl.load(qkv_at + (k_head + across))
+    cos, signed_sin = gl.load(cos_ptr + column), gl.load(sin_ptr + column)
+    q_x, q_y = gl.load(qkv_ptr + q_at, is_query, 0.0), gl.load(qkv_ptr + q_across, is_query, 0.0)
+    k_x, k_y = gl.load(qkv_ptr + (k_head + column)), gl.load(qkv_ptr + (k_head + across))
     norm_q_x, norm_q_y, norm_k_x, norm_k_y = q_x, q_y, k_x, k_y
     if HAS_NORM:
-        norm_q_x, norm_q_y = gl.load(qk_weight + q_at, is_query, 0.0), gl.load(qk_weight + q_across, is_query, 0.0)
-        norm_k_x, norm_k_y = gl.load(qk_weight + (k_head + column)), gl.load(qk_weight + (k_head + across))
+        norm_q_x, norm_q_y = (
+            gl.load(qk_weight_ptr + q_at, is_query, 0.0),
+            gl.load(qk_weight_ptr + q_across, is_query, 0.0),
+        )
+        norm_k_x, norm_k_y = gl.load(qk_weight_ptr + (k_head + column)), gl.load(qk_weight_ptr + (k_head + across))
     query = _normed_and_turned(q_x, q_y, norm_q_x, norm_q_y, cos[None, :], signed_sin[None, :], eps, 1, HAS_NORM)
     return query, _normed_and_turned(k_x, k_y, norm_k_x, norm_k_y, cos, signed_sin, eps, 0, HAS_NORM)

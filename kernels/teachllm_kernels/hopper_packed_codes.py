@@ -103,8 +103,9 @@ def _of_outputs(loaded, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def operand(
-    buffers, at, magic, BITS: gl.constexpr, IS_E2M1: gl.constexpr, DTYPE: gl.constexpr,
-    WORDS: gl.constexpr, BY_GROUP: gl.constexpr, PRODUCT: gl.constexpr,
+    buffers, at, magic,
+    BITS: gl.constexpr, IS_E2M1: gl.constexpr, DTYPE: gl.constexpr, WORDS: gl.constexpr, BY_GROUP: gl.constexpr,
+    PRODUCT: gl.constexpr,
 ):  # fmt: skip
     """A tile's [64 outputs, TILE_K], to be multiplied from the left: whole numbers, or if groups are short, scaled."""
     w, scales, zeros, _, _, _ = buffers

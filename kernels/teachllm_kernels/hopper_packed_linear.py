@@ -49,7 +49,8 @@ _MAX_STAGES = 12
 
 @gluon.jit
 def _copy(
-    w_desc, scale_desc, zero_desc, x_desc, buffers, task,
+    w_desc, scale_desc, zero_desc, x_desc,
+    buffers, task,
     GROUP: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: fills stages, each as soon as it is free."""
@@ -90,8 +91,8 @@ def _fetch_weight(w_desc, scale_desc, zero_desc, buffers, stage, block, k, GROUP
 def _multiply(
     given,
     WHICH: gl.constexpr, STRIPES: gl.constexpr, TURNS: gl.constexpr, TILES: gl.constexpr, BITS: gl.constexpr,
-    IS_E2M1: gl.constexpr, WORDS: gl.constexpr, BY_GROUP: gl.constexpr,
-    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    IS_E2M1: gl.constexpr, WORDS: gl.constexpr, BY_GROUP: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: the product of a stripe, or of every tile of it whose turn is its own."""
     buffers, sums, added, task, result, magic = given
@@ -137,11 +138,11 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _hopper_packed_linear(
-    w_desc, scale_desc, zero_desc, x_desc, bias, out_desc, out, magic, num_rows, num_out,
+    w_desc, scale_desc, zero_desc, x_desc, bias_ptr, out_desc, out_ptr,
+    magic, num_rows, num_out,
     ROWS: gl.constexpr, STRIPES: gl.constexpr, TURNS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, BITS: gl.constexpr, IS_E2M1: gl.constexpr, WORDS: gl.constexpr, BY_GROUP: gl.constexpr,
-    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, REGISTERS: gl.constexpr,
-    num_warps: gl.constexpr,
+    GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     first_row, block, split = gl.program_id(0) * ROWS, gl.program_id(1), gl.program_id(2)
@@ -168,7 +169,7 @@ def _hopper_packed_linear(
         added = barriers(1, TURNS - 1).index(0)
     buffers = (w, scales, zeros, x, arrived, free)
     task = (first_row, num_rows, num_out, block, split, split * TILES * TILE_K)
-    result = (bias, out, out, staged, out_desc, out)
+    result = (bias_ptr, out_ptr, out_ptr, staged, out_desc, out_ptr)
     given = (buffers, sums, added, task, result, magic)
     if STRIPES * TURNS == 1:
         gl.warp_specialize([
@@ -286,13 +287,16 @@ def hopper_packed_linear(
     codes = weight.codes.view(num_blocks, -1, 32)
     zeros = None if weight.zeros is None else weight.zeros.view(num_blocks, -1)
     _hopper_packed_linear[(-(-num_rows // tiling.rows), -(-num_blocks // (4 * tiling.stripes)), tiling.splits)](
-        _map(codes, [4, rows, 32]),
-        _map(weight.scales.view(num_blocks, -1), [4, 16 * of_tile]),
-        None if zeros is None else _map(zeros, [8 if of_tile == 1 else 4, 16 * of_tile]),
-        tile_map(x, [box, _DEPTH]),
-        bias,
-        None if parts else tile_map(out, [box, result_columns(gated)]),
-        *(out, conversion(x.dtype, weight), num_rows, num_out),
+        w_desc=_map(codes, [4, rows, 32]),
+        scale_desc=_map(weight.scales.view(num_blocks, -1), [4, 16 * of_tile]),
+        zero_desc=None if zeros is None else _map(zeros, [8 if of_tile == 1 else 4, 16 * of_tile]),
+        x_desc=tile_map(x, [box, _DEPTH]),
+        bias_ptr=bias,
+        out_desc=None if parts else tile_map(out, [box, result_columns(gated)]),
+        out_ptr=out,
+        magic=conversion(x.dtype, weight),
+        num_rows=num_rows,
+        num_out=num_out,
         ROWS=tiling.rows,
         STRIPES=tiling.stripes,
         TURNS=tiling.turns,

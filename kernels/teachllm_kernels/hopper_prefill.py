@@ -22,114 +22,28 @@ Sources: those of `paged_prefill.py` and `hopper_decode.py`; Shah et al., "Flash
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from teachllm_kernels._hopper import PIECE, barriers, fetch, has_hopper, head_map, num_multiprocessors, pieces, tile_map
-from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper, tl, triton
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.decode_plan import LOG2_E
 from teachllm_kernels.hopper_codes import multiplicand
 from teachllm_kernels.hopper_prefill_codes import STAGES as CODES_STAGES
 from teachllm_kernels.hopper_prefill_codes import TILE as CODES_TILE
 from teachllm_kernels.hopper_prefill_codes import convert
-from teachllm_kernels.hopper_tasks import (
-    FIELDS,
-    NUM_FIELDS,
-    NUM_QUERIES,
-    POSITION,
-    ROW,
-    TOKEN,
-    num_tasks,
-    task_of,
-)
+from teachllm_kernels.hopper_tasks import num_tasks, task_of
 from teachllm_kernels.kv_codes import KVScales
 from teachllm_kernels.paged_attention import cost
+from teachllm_kernels.prefill_plan import ROWS, PrefillPlan
 
-__all__ = ["PrefillPlan", "cost", "fits_hopper_prefill", "hopper_prefill", "plan_prefill"]
+__all__ = ["cost", "fits_hopper_prefill", "hopper_prefill"]
 
-_ROWS = 128  # of a tile of queries: tokens times the query heads of a KV head
-# Tiles of 64 keys compute less beyond the diagonal, those of 128 make longer products, which wins from here on.
-_SHORT = 2048  # tokens of the longest sequence
 _STAGES = {64: 4, 128: 2}  # by the keys of a tile; 128 KiB with heads of 128, and two tiles of queries take 64
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """A step's tiles of queries, on the device.
-
-    Attributes:
-        items: [max_items, 4] int32, a tile each. TOKEN: its first token in the batch; NUM_QUERIES: how many it has;
-            POSITION: of the first in its sequence; ROW: the sequence's row of the block tables.
-        count: [1] int32, how many there are.
-        group: query heads of a KV head, for which it was made.
-        tile: keys of a step of the loop, 64 or 128.
-    """
-
-    items: torch.Tensor
-    count: torch.Tensor
-    group: int
-    tile: int
-
-
-@triton.jit(do_not_specialize=["seq_lens", "rows", "num_seqs"])  # which differ from batch to batch
-def _plan_prefill(items, count, query_start, seq_lens, rows, num_seqs, QUERIES: tl.constexpr, SEQS: tl.constexpr):
-    seq = tl.arange(0, SEQS)
-    is_seq = seq < num_seqs
-    token = tl.load(query_start + seq, mask=is_seq, other=0)
-    num_tokens = tl.load(query_start + seq + 1, mask=is_seq, other=0) - token
-    row = tl.load(rows + seq, mask=is_seq, other=-1)
-    context = tl.load(seq_lens + seq, mask=is_seq, other=0) - num_tokens
-    num_tiles = tl.where(row >= 0, tl.cdiv(num_tokens, QUERIES), 0)
-    # A level: the tiles, of any sequence, that see about the same number of keys. From the highest one down.
-    lowest = context // QUERIES
-    highest = lowest + num_tiles - 1
-    level = tl.max(tl.where(num_tiles > 0, highest, -1))
-    end = 0
-    while level >= 0:
-        tile = level - lowest
-        has_tile = (tile >= 0) & (tile < num_tiles)
-        at = items + (end + tl.cumsum(has_tile.to(tl.int32), 0) - 1) * FIELDS
-        first = tile * QUERIES
-        tl.store(at + TOKEN, token + first, mask=has_tile)
-        tl.store(at + NUM_QUERIES, tl.minimum(num_tokens - first, QUERIES), mask=has_tile)
-        tl.store(at + POSITION, context + first, mask=has_tile)
-        tl.store(at + ROW, row, mask=has_tile)
-        end += tl.sum(has_tile.to(tl.int32))
-        level = tl.max(tl.where((tile > 0) & (num_tiles > 0), tl.minimum(level - 1, highest), -1))
-    tl.store(count, end)
-
-
-def plan_prefill(
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    rows: torch.Tensor,
-    num_tokens: int,
-    group: int,
-    longest: int = 0,
-) -> PrefillPlan:
-    """Lists the tiles of a batch's queries; one launch, nothing crosses to the host.
-
-    Args:
-        query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
-        seq_lens: [num_seqs] int32, this step's tokens included.
-        rows: [num_seqs] int32, each sequence's row of the block tables; -1 is padding, which has no tiles.
-        num_tokens: no sequence ends later than this.
-        group: query heads of a KV head, a power of two.
-        longest: about how many tokens the longest sequence has, this step's included, if the host knows it.
-    """
-    num_seqs, queries = rows.shape[0], _ROWS // group
-    items = torch.empty((num_tokens // queries + num_seqs, NUM_FIELDS), dtype=torch.int32, device=rows.device)
-    count = torch.empty(1, dtype=torch.int32, device=rows.device)
-    seqs = max(triton.next_power_of_2(num_seqs), 64)  # or every few a kernel of their own would be compiled for
-    where = (items, count, query_start, seq_lens, rows, num_seqs)
-    _plan_prefill[(1,)](*where, QUERIES=queries, SEQS=seqs)
-    return PrefillPlan(items, count, group, tile=64 if longest <= _SHORT else 128)
 
 
 @gluon.jit
 def _copy(
-    descs, buffers, told, work, block_tables, table_stride,
+    descs, buffers, told, work, block_tables_ptr, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: queries, keys and values of one tile after the other, each as soon as there is room."""
@@ -145,7 +59,7 @@ def _copy(
     gdc_wait()
     for task in range(num_tasks(work, NUM_KV_HEADS)):
         kv_head, token, _, _, row, begin, end = task_of(work, task, NUM_KV_HEADS, TILE, WINDOW)
-        table = block_tables + row.to(gl.int64) * table_stride
+        table_ptr = block_tables_ptr + row.to(gl.int64) * table_stride
         here = task % 2
         hopper.mbarrier.wait(q_free.index(here), (task // 2 - 1) & 1, task >= 2)
         hopper.mbarrier.expect(q_arrived.index(here), Q_BYTES)
@@ -153,7 +67,7 @@ def _copy(
         hopper.tma.async_copy_global_to_shared(q_desc, at, q_arrived.index(here), q.index(here))
         for key in range(begin, end, TILE):
             stage, parity = count % STAGES, (count // STAGES - 1) & 1
-            slots = pieces(k_desc, table, key, end, TILE, BLOCK_SIZE)
+            slots = pieces(k_desc, table_ptr, key, end, TILE, BLOCK_SIZE)
             hopper.mbarrier.wait(k_free.index(stage), parity, count >= STAGES)
             fetch(k_desc, k.index(stage), k_arrived.index(stage), slots, kv_head * D, key, end)
             hopper.mbarrier.wait(v_free.index(stage), parity, count >= STAGES)
@@ -195,7 +109,9 @@ def _clean_slots(values, clean, num_cleaned, first_key, end, HALF: gl.constexpr,
 
 @gluon.jit
 def _attend(
-    buffers, told, clean, work, out, k_scale, v_scale, scale_log2,
+    buffers, told, clean, work,
+    out_ptr, k_scale_ptr, v_scale_ptr,
+    scale_log2,
     HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Four warps: attention of half of the rows of each tile.
@@ -210,7 +126,7 @@ def _attend(
     STAGES: gl.constexpr = k.shape[0]
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
-    dtype: gl.constexpr = k.dtype
+    DTYPE: gl.constexpr = k.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -228,10 +144,10 @@ def _attend(
         hopper.mbarrier.wait(q_arrived.index(here), task // 2 & 1)
         queries = q.index(here).reshape([QUERIES * GROUP, D]).slice(HALF * 64, 64)
         score_scale = scale_log2
-        if k_scale is not None:
+        if k_scale_ptr is not None:
             queries = multiplicand(queries.load(QUERIES_OF_CODES))
             hopper.mbarrier.arrive(q_free.index(here))
-            score_scale = scale_log2 * gl.load(k_scale + kv_head)
+            score_scale = scale_log2 * gl.load(k_scale_ptr + kv_head)
         top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: a row may see nothing of a tile
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.zeros([64, D], gl.float32, SUMS)
@@ -242,7 +158,7 @@ def _attend(
         score = hopper.warpgroup_mma_wait(0, [score])
         hopper.mbarrier.arrive(k_free.index(stage))
         weight, _, top, total = _weigh(score, begin, first_position, position, top, total, score_scale, TILE, WINDOW)
-        weight = gl.convert_layout(weight.to(dtype), WEIGHTS)
+        weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
         count += 1
         hopper.mbarrier.wait(k_arrived.index(count % STAGES), count // STAGES & 1, begin + TILE < end)
         for first_key in range(begin + TILE, end, TILE):
@@ -263,8 +179,8 @@ def _attend(
             acc = hopper.warpgroup_mma_wait(0, [sums])
             hopper.mbarrier.arrive(v_free.index(before))
             acc *= gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            weight = gl.convert_layout(next_weight.to(dtype), WEIGHTS)  # the old ones were in use until now
-        if k_scale is None:
+            weight = gl.convert_layout(next_weight.to(DTYPE), WEIGHTS)  # the old ones were in use until now
+        if k_scale_ptr is None:
             hopper.mbarrier.arrive(q_free.index(here))
         hopper.mbarrier.wait(v_arrived.index(stage), parity)
         if clean is not None:
@@ -276,19 +192,20 @@ def _attend(
         hopper.mbarrier.arrive(v_free.index(stage))
 
         sums = sums / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
-        if v_scale is not None:
-            sums *= gl.load(v_scale + kv_head)
-        moved = gl.convert_layout(sums.to(out.dtype.element_ty), MOVED)
+        if v_scale_ptr is not None:
+            sums *= gl.load(v_scale_ptr + kv_head)
+        moved = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), MOVED)
         out_row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, MOVED))
         head = kv_head * GROUP + out_row % GROUP
         at = ((token + out_row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * D
         at = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]
-        gl.store(out + at, moved, (out_row // GROUP < num_queries)[:, None])
+        gl.store(out_ptr + at, moved, (out_row // GROUP < num_queries)[:, None])
 
 
 @gluon.jit
 def _hopper_prefill(
-    q_desc, k_desc, v_desc, out, block_tables, items, num_items, k_scale, v_scale, scale_log2, table_stride,
+    q_desc, k_desc, v_desc, out_ptr, block_tables_ptr, items_ptr, num_items_ptr, k_scale_ptr, v_scale_ptr,
+    scale_log2, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -310,27 +227,24 @@ def _hopper_prefill(
     gdc_launch_dependents()
     PIECES: gl.constexpr = TILE // k_desc.block_shape[0]
     D: gl.constexpr = k_desc.block_shape[1]
-    dtype: gl.constexpr = k_desc.dtype
+    DTYPE: gl.constexpr = k_desc.dtype
     q = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
-    k = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, TILE, D], v_desc.layout)
+    k = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, D], k_desc.layout)
+    v = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, D], v_desc.layout)
     q_arrived, q_free = barriers(2, 1), barriers(2, 2)
-    FREED_BY: gl.constexpr = 2 if k_scale is None else 1
+    FREED_BY: gl.constexpr = 2 if k_scale_ptr is None else 1
     k_arrived, k_free = barriers(STAGES, PIECES), barriers(STAGES, FREED_BY)
     v_arrived, v_free = barriers(STAGES, PIECES), barriers(STAGES, FREED_BY)
     told = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free)
-    descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items, num_items)
-    if k_scale is None:
+    descs, buffers, work = (q_desc, k_desc, v_desc), (q, k, v), (items_ptr, num_items_ptr)
+    if k_scale_ptr is None:
         clean = barriers(1, 2)
-        gl.warp_specialize(
-            [
-                (_attend, (buffers, told, clean, work, out, None, None, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
-                (_attend, (buffers, told, clean, work, out, None, None, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
-                (_copy, (descs, buffers, told, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
-            ],
-            [4, 1],
-            [224, 56],
-        )  # fmt: skip - warps and registers of the second and third; 224 are left to the first
+        gl.warp_specialize([
+            (_attend, (buffers, told, clean, work, out_ptr, None, None, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
+            (_attend, (buffers, told, clean, work, out_ptr, None, None, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
+            (_copy, (descs, buffers, told, work, block_tables_ptr, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
+        ], [4, 1], [224, 56])  # fmt: skip
+        # (Warps and registers of the second role and the third; the first keeps 224 registers.)
     else:
         NUMBERS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], gl.float16)
         k_numbers = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, D], NUMBERS)
@@ -339,16 +253,14 @@ def _hopper_prefill(
         made = (barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2))
         heard = (q_arrived, q_free, made[0], made[1], made[2], made[3])
         fetched = (k_arrived, k_free, v_arrived, v_free)
-        gl.warp_specialize(
-            [
-                (_attend, (numbers, heard, None, work, out, k_scale, v_scale, scale_log2, 0, NUM_KV_HEADS, WINDOW)),
-                (_attend, (numbers, heard, None, work, out, k_scale, v_scale, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
-                (convert, ((k, v), fetched, (k_numbers, v_numbers), made, work, NUM_KV_HEADS, WINDOW)),
-                (_copy, (descs, buffers, told, work, block_tables, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
-            ],
-            [4, 4, 1],
-            [200, 72, 40],
-        )  # fmt: skip - 200 registers are left to the first
+        gl.warp_specialize([
+            (_attend, (numbers, heard, None, work, out_ptr, k_scale_ptr, v_scale_ptr, scale_log2, 0,
+                       NUM_KV_HEADS, WINDOW)),
+            (_attend, (numbers, heard, None, work, out_ptr, k_scale_ptr, v_scale_ptr, scale_log2, 1,
+                       NUM_KV_HEADS, WINDOW)),
+            (convert, ((k, v), fetched, (k_numbers, v_numbers), made, work, NUM_KV_HEADS, WINDOW)),
+            (_copy, (descs, buffers, told, work, block_tables_ptr, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
+        ], [4, 4, 1], [200, 72, 40])  # fmt: skip
 
 
 def hopper_prefill(
@@ -377,11 +289,21 @@ def hopper_prefill(
     assert plan.group == group
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    slots = (tile_map(cache.view(num_blocks * block_size, -1), [PIECE, head_size]) for cache in (k_cache, v_cache))
+    num_slots = num_blocks * block_size
+    k_scale, v_scale = scales or (None, None)
     num_programs = min(plan.items.shape[0] * num_kv_heads, num_multiprocessors(q.device))
     _hopper_prefill[(num_programs,)](
-        *(head_map(q, [_ROWS // group, group, head_size]), *slots, out, block_tables),
-        *(plan.items, plan.count, *(scales or (None, None)), scale * LOG2_E, block_tables.stride(0)),
+        q_desc=head_map(q, [ROWS // group, group, head_size]),
+        k_desc=tile_map(k_cache.view(num_slots, -1), [PIECE, head_size]),
+        v_desc=tile_map(v_cache.view(num_slots, -1), [PIECE, head_size]),
+        out_ptr=out,
+        block_tables_ptr=block_tables,
+        items_ptr=plan.items,
+        num_items_ptr=plan.count,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        scale_log2=scale * LOG2_E,
+        table_stride=block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
         TILE=plan.tile if scales is None else CODES_TILE,

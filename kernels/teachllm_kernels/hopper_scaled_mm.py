@@ -40,7 +40,8 @@ _AT_ONCE = 16  # blocks of rows that are worked on at once
 
 @gluon.jit
 def _copy(
-    x_desc, w_desc, x_scales, buffers, grid, sizes,
+    x_desc, w_desc, x_scales_ptr,
+    buffers, grid, sizes,
     BY_BLOCK: gl.constexpr, GATED: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: fills stages, each as soon as both groups are done with what it held."""
@@ -67,7 +68,7 @@ def _copy(
                 at = [column_block * COLUMNS, k]
                 hopper.tma.async_copy_global_to_shared(w_desc, at, arrived.index(stage), w.index(stage))
             if BY_BLOCK:
-                fetch_scales(x_scales, of_rows.index(stage), row_block * ROWS, num_rows, tile, num_tiles)
+                fetch_scales(x_scales_ptr, of_rows.index(stage), row_block * ROWS, num_rows, tile, num_tiles)
                 hopper.async_copy.mbarrier_arrive(arrived.index(stage), increment_count=False)
             count += 1
 
@@ -95,15 +96,15 @@ def _sums(acc, buffers, count, num_tiles, HALF: gl.constexpr, COLUMNS: gl.conste
 @gluon.jit
 def _multiply(
     task,
-    HALF: gl.constexpr, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr, LEVEL: gl.constexpr,
-    BY_BLOCK: gl.constexpr, GATED: gl.constexpr, BY_OUTPUT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HALF: gl.constexpr, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr, LEVEL: gl.constexpr, BY_BLOCK: gl.constexpr,
+    GATED: gl.constexpr, BY_OUTPUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: half of the rows of each tile."""
     out_desc, buffers, staged, grid, sizes, values = task
     x, _, _, arrived, _ = buffers
     num_row_blocks, num_column_blocks = grid
     num_rows, num_out, num_tiles = sizes
-    x_scales, scales, bias = values
+    x_scales_ptr, scales_ptr, bias_ptr = values
     SUMS: gl.constexpr = gl.int32 if x.dtype.is_int() else gl.float32
     AT_A_TIME: gl.constexpr = 128 if x.dtype.is_int() else COLUMNS  # of integers, instructions take no 256
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, AT_A_TIME, 32])
@@ -123,14 +124,14 @@ def _multiply(
         n = column_block * (COLUMNS // 2 if GATED else COLUMNS) + column
         of_rows, of_columns = 1.0, 1.0
         if not BY_BLOCK:
-            of_rows = gl.load(x_scales + m, m < num_rows, 0.0)[:, None]
-            of_columns = gl.load(scales)
+            of_rows = gl.load(x_scales_ptr + m, m < num_rows, 0.0)[:, None]
+            of_columns = gl.load(scales_ptr)
         if BY_OUTPUT:
-            of_columns = gl.load(scales + is_up * num_out + n, n < num_out, 0.0)[None, :]
+            of_columns = gl.load(scales_ptr + is_up * num_out + n, n < num_out, 0.0)[None, :]
         acc = gl.zeros([64, COLUMNS], SUMS, PRODUCT)
         if BY_BLOCK:
             where = (column_block, num_out, num_tiles)
-            acc, count = sums_of_many_rows(buffers, count, scales, where, HALF, COLUMNS, GATED)
+            acc, count = sums_of_many_rows(buffers, count, scales_ptr, where, HALF, COLUMNS, GATED)
             acc = gl.convert_layout(acc, PRODUCT, assert_trivial=True)
         elif LEVEL > 0:
             for first in range(0, num_tiles, LEVEL):
@@ -141,7 +142,7 @@ def _multiply(
             acc, count = _sums(acc, buffers, count, num_tiles, HALF, COLUMNS)
         y = acc.to(gl.float32) * of_rows * of_columns
         if HAS_BIAS:
-            y += gl.load(bias + is_up * num_out + n, n < num_out, 0.0).to(gl.float32)[None, :]
+            y += gl.load(bias_ptr + is_up * num_out + n, n < num_out, 0.0).to(gl.float32)[None, :]
         at = row_block * x.shape[1] + HALF * 64
         if GATED:
             gate, up = gl.split(y.reshape([64, COLUMNS // 16, 2, 8]).permute((0, 1, 3, 2)))
@@ -164,27 +165,28 @@ def _write(y, staged, out_desc, row, column):
 
 @gluon.jit(do_not_specialize=["num_rows", "num_row_blocks", "num_column_blocks", "num_tiles"])
 def _hopper_scaled_mm(
-    x_desc, w_desc, out_desc, x_scales, scales, bias, num_rows, num_out, num_row_blocks, num_column_blocks, num_tiles,
-    STAGES: gl.constexpr, AT_ONCE: gl.constexpr, LEVEL: gl.constexpr, BY_BLOCK: gl.constexpr,
-    GATED: gl.constexpr, BY_OUTPUT: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, w_desc, out_desc, x_scales_ptr, scales_ptr, bias_ptr,
+    num_rows, num_out, num_row_blocks, num_column_blocks, num_tiles,
+    STAGES: gl.constexpr, AT_ONCE: gl.constexpr, LEVEL: gl.constexpr, BY_BLOCK: gl.constexpr, GATED: gl.constexpr,
+    BY_OUTPUT: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = x_desc.dtype
+    DTYPE: gl.constexpr = x_desc.dtype
     ROWS: gl.constexpr = x_desc.block_shape[0]
     COLUMNS: gl.constexpr = 2 * out_desc.block_shape[1]
-    x = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_shape, x_desc.layout)  # noqa: RUF005
-    w = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
+    x = gl.allocate_shared_memory(DTYPE, [STAGES] + x_desc.block_shape, x_desc.layout)  # noqa: RUF005
+    w = gl.allocate_shared_memory(DTYPE, [STAGES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
     staged = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
     of_rows = x  # not used
     if BY_BLOCK:
         of_rows = room_for_scales(STAGES, ROWS)
     arrived, free = barriers(STAGES, 1 + (COPIERS if BY_BLOCK else 0)), barriers(STAGES, 2)
     buffers, grid = (x, w, of_rows, arrived, free), (num_row_blocks, num_column_blocks)
-    sizes, values = (num_rows, num_out, num_tiles), (x_scales, scales, bias)
+    sizes, values = (num_rows, num_out, num_tiles), (x_scales_ptr, scales_ptr, bias_ptr)
     task = (out_desc, buffers, staged, grid, sizes, values)
     gl.warp_specialize([
         (_multiply, (task, 0, COLUMNS, AT_ONCE, LEVEL, BY_BLOCK, GATED, BY_OUTPUT, HAS_BIAS)),
         (_multiply, (task, 1, COLUMNS, AT_ONCE, LEVEL, BY_BLOCK, GATED, BY_OUTPUT, HAS_BIAS)),
-        (_copy, (x_desc, w_desc, x_scales, buffers, grid, sizes, BY_BLOCK, GATED, AT_ONCE)),
+        (_copy, (x_desc, w_desc, x_scales_ptr, buffers, grid, sizes, BY_BLOCK, GATED, AT_ONCE)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -218,10 +220,17 @@ def hopper_scaled_mm(
     num_column_blocks = -(-weight.shape[0] // columns)
     num_programs = min(num_row_blocks * num_column_blocks, places)
     _hopper_scaled_mm[(num_programs,)](
-        tile_map(x.codes, [_ROWS, _BLOCK_K]),
-        gate_up_map(weight, columns, _BLOCK_K) if gated else tile_map(weight, [columns, _BLOCK_K]),
-        tile_map(out, [_ROWS // 2, columns // 2]),
-        *(x.scales, scales, bias, num_rows, num_out, num_row_blocks, num_column_blocks, -(-num_in // _BLOCK_K)),
+        x_desc=tile_map(x.codes, [_ROWS, _BLOCK_K]),
+        w_desc=gate_up_map(weight, columns, _BLOCK_K) if gated else tile_map(weight, [columns, _BLOCK_K]),
+        out_desc=tile_map(out, [_ROWS // 2, columns // 2]),
+        x_scales_ptr=x.scales,
+        scales_ptr=scales,
+        bias_ptr=bias,
+        num_rows=num_rows,
+        num_out=num_out,
+        num_row_blocks=num_row_blocks,
+        num_column_blocks=num_column_blocks,
+        num_tiles=-(-num_in // _BLOCK_K),
         STAGES=(_SHARED - _ROWS * columns // 2 * 2) // stage,
         AT_ONCE=_AT_ONCE,
         LEVEL=level // _BLOCK_K,

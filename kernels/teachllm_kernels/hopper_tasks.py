@@ -27,11 +27,11 @@ def _place(round_):
 @gluon.jit
 def task_of(work, round_, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
     """A round's: (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
-    items, _ = work
+    items_ptr, _ = work
     index = round_ * gl.num_programs(0) + _place(round_)
-    fields = items + index // NUM_KV_HEADS * FIELDS
-    kv_head, token, num_queries = index % NUM_KV_HEADS, gl.load(fields + TOKEN), gl.load(fields + NUM_QUERIES)
-    position, row = gl.load(fields + POSITION), gl.load(fields + ROW)
+    fields_ptr = items_ptr + index // NUM_KV_HEADS * FIELDS
+    kv_head, token, num_queries = index % NUM_KV_HEADS, gl.load(fields_ptr + TOKEN), gl.load(fields_ptr + NUM_QUERIES)
+    position, row = gl.load(fields_ptr + POSITION), gl.load(fields_ptr + ROW)
     begin = 0
     if WINDOW is not None:
         begin = gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE

@@ -65,7 +65,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 @triton.jit
-def encode(x, scale, code_dtype: tl.constexpr):
+def encode(x, scale, CODE_DTYPE: tl.constexpr):
     """As `encode_reference`, bit by bit the same on every device, inside of a kernel.
 
     Args:
@@ -74,7 +74,7 @@ def encode(x, scale, code_dtype: tl.constexpr):
         code_dtype: the cache's element type: int8, float8e4nv, or uint8 in its place.
     """
     steps = tl.div_rn(x.to(tl.float32), scale)
-    if code_dtype == tl.int8:
+    if tl.int8 == CODE_DTYPE:
         clamped = tl.minimum(tl.maximum(steps, -127.0), 127.0)
         return (clamped + 12582912.0 - 12582912.0).to(tl.int8)  # 1.5 * 2^23: what is left of a fraction is rounded
     size = tl.minimum(tl.abs(steps), 448.0)
@@ -85,22 +85,22 @@ def encode(x, scale, code_dtype: tl.constexpr):
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, small, normal)
     code = (code | ((steps.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
-    return code if code_dtype == tl.uint8 else code.to(code_dtype, bitcast=True)
+    return code if tl.uint8 == CODE_DTYPE else code.to(CODE_DTYPE, bitcast=True)
 
 
 @triton.jit
-def numbers(codes, operand: tl.constexpr):
+def numbers(codes, OPERAND: tl.constexpr):
     """Codes as they are multiplied, in float16 or float32; without their scale."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.uint16)
         halves = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # an exponent whose bias is 15 in place of 7
-        return (halves.to(tl.float16, bitcast=True) * 256.0).to(operand)
-    return codes.to(operand)
+        return (halves.to(tl.float16, bitcast=True) * 256.0).to(OPERAND)
+    return codes.to(OPERAND)
 
 
 @triton.jit
-def multiplicand(x, operand: tl.constexpr):
+def multiplicand(x, OPERAND: tl.constexpr):
     """q as codes are multiplied with it. From bfloat16 exact within float16's range, at whose end it stops."""
-    if operand == tl.float16:
+    if tl.float16 == OPERAND:
         return tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-    return x.to(operand)
+    return x.to(OPERAND)

@@ -20,7 +20,8 @@ _BLOCK = 512  # words
 
 @triton.jit
 def _move_kv(
-    addresses, widths, path, first, rows, num_known, block_tables, table_stride,
+    addresses_ptr, widths_ptr, path_ptr, first_ptr, rows_ptr, num_known_ptr, block_tables_ptr,
+    table_stride,
     LEVELS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -29,24 +30,24 @@ def _move_kv(
         gdc_wait()
     seq = tl.program_id(0)
     level = tl.arange(0, PADDED)
-    nodes = tl.load(path + seq * LEVELS + level, mask=level < LEVELS, other=-1)
+    nodes = tl.load(path_ptr + seq * LEVELS + level, mask=level < LEVELS, other=-1)
     if tl.sum((nodes > level).to(tl.int32)) == 0:
         return
-    cache = tl.load(addresses + tl.program_id(1)).to(tl.pointer_type(WORD))
-    width = tl.load(widths + tl.program_id(1))
-    row = tl.load(rows + tl.load(first + seq)).to(tl.int64)
-    table = block_tables + row * table_stride
-    behind = tl.load(num_known + row) - 1 - tl.sum((nodes >= 0).to(tl.int32))
+    cache_ptr = tl.load(addresses_ptr + tl.program_id(1)).to(tl.pointer_type(WORD))
+    width = tl.load(widths_ptr + tl.program_id(1))
+    row = tl.load(rows_ptr + tl.load(first_ptr + seq)).to(tl.int64)
+    table_ptr = block_tables_ptr + row * table_stride
+    behind = tl.load(num_known_ptr + row) - 1 - tl.sum((nodes >= 0).to(tl.int32))
     for begin in range(0, width, BLOCK):
         word = begin + tl.arange(0, BLOCK)
         for place in range(LEVELS):
-            node = tl.load(path + seq * LEVELS + place)
+            node = tl.load(path_ptr + seq * LEVELS + place)
             if node > place:
                 source, target = behind + node, behind + place
-                source_slot = tl.load(table + source // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + source % BLOCK_SIZE
-                target_slot = tl.load(table + target // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + target % BLOCK_SIZE
-                moved = tl.load(cache + source_slot * width + word, mask=word < width)
-                tl.store(cache + target_slot * width + word, moved, mask=word < width)
+                source_slot = tl.load(table_ptr + source // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + source % BLOCK_SIZE
+                target_slot = tl.load(table_ptr + target // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + target % BLOCK_SIZE
+                moved = tl.load(cache_ptr + source_slot * width + word, mask=word < width)
+                tl.store(cache_ptr + target_slot * width + word, moved, mask=word < width)
 
 
 class KVMover:
@@ -81,7 +82,14 @@ class KVMover:
         """
         num_seqs, num_levels = path.shape
         _move_kv[(num_seqs, self._widths.shape[0])](
-            *(self._addresses, self._widths, path, first, rows, num_known, block_tables, block_tables.stride(0)),
+            addresses_ptr=self._addresses,
+            widths_ptr=self._widths,
+            path_ptr=path,
+            first_ptr=first,
+            rows_ptr=rows,
+            num_known_ptr=num_known,
+            block_tables_ptr=block_tables,
+            table_stride=block_tables.stride(0),
             LEVELS=num_levels,
             PADDED=triton.next_power_of_2(num_levels),
             BLOCK_SIZE=self._block_size,

@@ -54,27 +54,32 @@ def kv_write_cpu(
 
 @triton.jit
 def _kv_write(
-    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_stride, v_stride, size,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_scale_ptr, v_scale_ptr,
+    k_stride, v_stride, size,
     HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping_ptr + token)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     written = (column < size) & (slot >= 0)
-    if k_scale is None:
-        tl.store(k_cache + slot * size + column, tl.load(k + token * k_stride + column, mask=written), mask=written)
-        tl.store(v_cache + slot * size + column, tl.load(v + token * v_stride + column, mask=written), mask=written)
+    if k_scale_ptr is None:
+        tl.store(
+            k_cache_ptr + slot * size + column, tl.load(k_ptr + token * k_stride + column, mask=written), mask=written
+        )
+        tl.store(
+            v_cache_ptr + slot * size + column, tl.load(v_ptr + token * v_stride + column, mask=written), mask=written
+        )
     else:
         head = column // HEAD_SIZE
-        k_number = tl.load(k + token * k_stride + column, mask=written, other=0.0)
-        v_number = tl.load(v + token * v_stride + column, mask=written, other=0.0)
-        k_code = encode(k_number, tl.load(k_scale + head, mask=written, other=1.0), k_cache.dtype.element_ty)
-        v_code = encode(v_number, tl.load(v_scale + head, mask=written, other=1.0), v_cache.dtype.element_ty)
-        tl.store(k_cache + slot * size + column, k_code, mask=written)
-        tl.store(v_cache + slot * size + column, v_code, mask=written)
+        k_number = tl.load(k_ptr + token * k_stride + column, mask=written, other=0.0)
+        v_number = tl.load(v_ptr + token * v_stride + column, mask=written, other=0.0)
+        k_code = encode(k_number, tl.load(k_scale_ptr + head, mask=written, other=1.0), k_cache_ptr.dtype.element_ty)
+        v_code = encode(v_number, tl.load(v_scale_ptr + head, mask=written, other=1.0), v_cache_ptr.dtype.element_ty)
+        tl.store(k_cache_ptr + slot * size + column, k_code, mask=written)
+        tl.store(v_cache_ptr + slot * size + column, v_code, mask=written)
 
 
 def kv_write_triton(
@@ -88,9 +93,18 @@ def kv_write_triton(
     """As `kv_write_reference`; a token's heads lie side by side, tokens may lie apart."""
     num_tokens, num_kv_heads, head_size = k.shape
     size = num_kv_heads * head_size
+    k_scale, v_scale = scales or (None, None)
     _kv_write[(num_tokens, triton.cdiv(size, _BLOCK))](
-        *(k, v, for_kernel(k_cache), for_kernel(v_cache), slot_mapping, *(scales or (None, None))),
-        *(k.stride(0), v.stride(0), size),
+        k_ptr=k,
+        v_ptr=v,
+        k_cache_ptr=for_kernel(k_cache),
+        v_cache_ptr=for_kernel(v_cache),
+        slot_mapping_ptr=slot_mapping,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        size=size,
         HEAD_SIZE=head_size,
         BLOCK=_BLOCK,
         **launch_options(k.device),

@@ -18,7 +18,8 @@ MERGED = 4096  # numbers that a program holds at once
 
 @triton.jit
 def merge(
-    partial, lse, out, first, num_splits, kv_head, token, channel, is_channel,
+    partial_ptr, lse_ptr, out_ptr,
+    first, num_splits, kv_head, token, channel, is_channel,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGE` splits of `MERGE_ROWS` at a time."""
@@ -33,9 +34,9 @@ def merge(
             part_row = ((first + split) * NUM_KV_HEADS + kv_head)[:, None] * GROUP + row[None, :]
             is_part = (split < num_splits)[:, None] & is_row[None, :]
             # Past the first-level cache, which may hold what these addresses were before.
-            part_lse = tl.load(lse + part_row, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+            part_lse = tl.load(lse_ptr + part_row, mask=is_part, other=-float("inf"), cache_modifier=".cg")
             part = tl.load(
-                partial + part_row[:, :, None] * D + channel[None, None, :],
+                partial_ptr + part_row[:, :, None] * D + channel[None, None, :],
                 mask=is_part[:, :, None] & is_channel[None, None, :], other=0.0, cache_modifier=".cg",
             )  # fmt: skip
             higher = tl.maximum(highest, tl.max(part_lse, axis=0))
@@ -45,14 +46,16 @@ def merge(
             acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
             total = total * shrink + tl.sum(weight, axis=0)
             highest = higher
-        to = out + (token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + row)[:, None] * D
+        out_ptrs = out_ptr + (token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + row)[:, None] * D
         merged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(to + channel[None, :], merged.to(out.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])
+        tl.store(
+            out_ptrs + channel[None, :], merged.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :]
+        )
 
 
 @triton.jit
 def _merge_splits(
-    partial, lse, out, spans, query_start,
+    partial_ptr, lse_ptr, out_ptr, spans_ptr, query_start_ptr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -61,11 +64,11 @@ def _merge_splits(
         gdc_launch_dependents()
         gdc_wait()
     seq, query, head = tl.program_id(0) // MAX_Q, tl.program_id(0) % MAX_Q, tl.program_id(1)
-    num_splits = tl.load(spans + 2 * seq + 1)
-    token = tl.load(query_start + seq) + query
-    if (num_splits < 2) | (token >= tl.load(query_start + seq + 1)):
+    num_splits = tl.load(spans_ptr + 2 * seq + 1)
+    token = tl.load(query_start_ptr + seq) + query
+    if (num_splits < 2) | (token >= tl.load(query_start_ptr + seq + 1)):
         return
-    first = tl.load(spans + 2 * seq)
+    first = tl.load(spans_ptr + 2 * seq)
     row = query * GROUP + head % GROUP
     channel = tl.arange(0, D_PADDED)
     highest = tl.full([1], -float("inf"), tl.float32)
@@ -74,9 +77,9 @@ def _merge_splits(
     for start in range(0, num_splits, MERGE):
         split = start + tl.arange(0, MERGE)
         part_row = ((first + split) * NUM_KV_HEADS + head // GROUP) * GROUP * MAX_Q + row
-        part_lse = tl.load(lse + part_row, mask=split < num_splits, other=-float("inf"))
+        part_lse = tl.load(lse_ptr + part_row, mask=split < num_splits, other=-float("inf"))
         is_part = (split < num_splits)[:, None] & (channel < D)[None, :]
-        part = tl.load(partial + part_row[:, None] * D + channel[None, :], mask=is_part, other=0.0)
+        part = tl.load(partial_ptr + part_row[:, None] * D + channel[None, :], mask=is_part, other=0.0)
         higher = tl.maximum(highest, tl.max(part_lse, axis=0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
         weight = tl.exp2(part_lse - base)
@@ -85,8 +88,8 @@ def _merge_splits(
         total = total * shrink + tl.sum(weight, axis=0)
         highest = higher
     merged = acc / tl.where(total == 0.0, 1.0, total)
-    to = out + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * D + channel
-    tl.store(to, merged.to(out.dtype.element_ty), mask=channel < D)
+    out_ptrs = out_ptr + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * D + channel
+    tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), mask=channel < D)
 
 
 def merge_splits(
@@ -108,7 +111,11 @@ def merge_splits(
     num_heads, head_size = out.shape[1:]
     padded = triton.next_power_of_2(head_size)
     _merge_splits[((query_start.shape[0] - 1) * max_query_len, num_heads)](
-        *(partial, lse, out, spans, query_start),
+        partial_ptr=partial,
+        lse_ptr=lse,
+        out_ptr=out,
+        spans_ptr=spans,
+        query_start_ptr=query_start,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         MAX_Q=max_query_len,

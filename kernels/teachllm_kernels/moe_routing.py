@@ -78,7 +78,8 @@ def combine_reference(y: torch.Tensor, experts: torch.Tensor, held: range) -> to
 
 @triton.jit
 def _route(
-    logits, experts, weights, num_experts,
+    logits_ptr, experts_ptr, weights_ptr,
+    num_experts,
     TOP_K: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, RENORMALIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -87,7 +88,7 @@ def _route(
     token = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, BLOCK), tl.arange(0, PLACES)
     inside = expert < num_experts
-    score = tl.load(logits + token * num_experts + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    score = tl.load(logits_ptr + token * num_experts + expert, mask=inside, other=float("-inf")).to(tl.float32)
     shares = tl.exp(score - tl.max(score))
     left = tl.where(inside, shares, -1.0)
     chosen, share = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.float32)
@@ -98,12 +99,12 @@ def _route(
         left = tl.where(expert == best, -1.0, left)
     share = share / (tl.sum(share) if RENORMALIZES else tl.sum(shares))
     at, is_place = token * TOP_K + place, place < TOP_K
-    tl.store(experts + at, chosen, mask=is_place)
-    tl.store(weights + at, share, mask=is_place)
+    tl.store(experts_ptr + at, chosen, mask=is_place)
+    tl.store(weights_ptr + at, share, mask=is_place)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first"])  # the one differs from batch to batch, the other by holder
-def _group(experts, counts, pairs, num_pairs, first, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _group(experts_ptr, counts_ptr, pairs_ptr, num_pairs, first, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -111,21 +112,23 @@ def _group(experts, counts, pairs, num_pairs, first, BLOCK: tl.constexpr, PDL: t
     num_before, num_own = 0, 0
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
-        expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+        expert = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1)
         num_before += tl.sum(((expert >= first) & (expert < own)).to(tl.int32))
         num_own += tl.sum((expert == own).to(tl.int32))
-    tl.store(counts + tl.program_id(0), num_own)
+    tl.store(counts_ptr + tl.program_id(0), num_own)
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
-        is_own = tl.load(experts + pair, mask=pair < num_pairs, other=-1) == own
+        is_own = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1) == own
         place = num_before + tl.cumsum(is_own.to(tl.int32), 0) - 1
-        tl.store(pairs + place, pair, mask=is_own)
+        tl.store(pairs_ptr + place, pair, mask=is_own)
         num_before += tl.sum(is_own.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["first"])
 def _combine(
-    y, experts, out, size, first, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    y_ptr, experts_ptr, out_ptr,
+    size, first, num_experts,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -136,10 +139,10 @@ def _combine(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
-        expert = tl.load(experts + pair) - first
+        expert = tl.load(experts_ptr + pair) - first
         is_held = (expert >= 0) & (expert < num_experts)
-        total += tl.load(y + pair * size + column, mask=inside & is_held, other=0.0).to(tl.float32)
-    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(y_ptr + pair * size + column, mask=inside & is_held, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def route_triton(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
@@ -148,7 +151,10 @@ def route_triton(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Routes
     experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     _route[(num_tokens,)](
-        *(logits, experts, weights, num_experts),
+        logits_ptr=logits,
+        experts_ptr=experts,
+        weights_ptr=weights,
+        num_experts=num_experts,
         TOP_K=top_k,
         PLACES=triton.next_power_of_2(top_k),
         BLOCK=triton.next_power_of_2(num_experts),
@@ -164,7 +170,15 @@ def group_triton(experts: torch.Tensor, held: range) -> Groups:
     counts = torch.empty(len(held), dtype=torch.int32, device=experts.device)
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     options = launch_options(experts.device)
-    _group[(len(held),)](experts, counts, pairs, experts.numel(), held.start, BLOCK=_PAIRS_AT_ONCE, **options)
+    _group[(len(held),)](
+        experts_ptr=experts,
+        counts_ptr=counts,
+        pairs_ptr=pairs,
+        num_pairs=experts.numel(),
+        first=held.start,
+        BLOCK=_PAIRS_AT_ONCE,
+        **options,
+    )
     return Groups(counts, pairs)
 
 
@@ -174,7 +188,17 @@ def combine_triton(y: torch.Tensor, experts: torch.Tensor, held: range) -> torch
     out = torch.empty((num_tokens, size), dtype=y.dtype, device=y.device)
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
     options = launch_options(y.device)
-    _combine[grid](y, experts, out, size, held.start, len(held), TOP_K=top_k, BLOCK=_BLOCK, **options)
+    _combine[grid](
+        y_ptr=y,
+        experts_ptr=experts,
+        out_ptr=out,
+        size=size,
+        first=held.start,
+        num_experts=len(held),
+        TOP_K=top_k,
+        BLOCK=_BLOCK,
+        **options,
+    )
     return out
 
 

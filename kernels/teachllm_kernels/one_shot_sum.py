@@ -86,8 +86,11 @@ class Unsummed(NamedTuple):
 
 @triton.jit
 def sum_over_ranks(
-    own, addresses, box, slots, row, column, inside, num_box_rows, size, RANK: tl.constexpr, NUM_RANKS: tl.constexpr
-):
+    own,
+    addresses_ptr, box_ptr, slots_ptr,
+    row, column, inside, num_box_rows, size,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
+):  # fmt: skip
     """A row of the sum, in float32.
 
     Args:
@@ -95,35 +98,36 @@ def sum_over_ranks(
         addresses, box, slots, num_box_rows: of a `Mailbox`.
         row, column, inside: which row, and [BLOCK] which of its columns, if there are so many.
     """
-    WORD: tl.constexpr = box.dtype.element_ty
+    WORD: tl.constexpr = box_ptr.dtype.element_ty
     EMPTY: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))  # the bits of -0.0
-    slot = tl.load(slots + row, volatile=True)  # other rows' lie beside it, and were written elsewhere
+    slot = tl.load(slots_ptr + row, volatile=True)  # other rows' lie beside it, and were written elsewhere
     from_one = num_box_rows.to(tl.int64) * size
     at = row.to(tl.int64) * size + column
     sent = own.to(WORD, bitcast=True)
     sent = tl.where(sent == EMPTY, tl.zeros_like(sent), sent)
     for step in tl.static_range(1, NUM_RANKS):  # not all to the same one at first
-        other = tl.multiple_of(tl.load(addresses + (RANK + step) % NUM_RANKS).to(tl.pointer_type(WORD)), 16)
-        tl.store(other + (slot * NUM_RANKS + RANK) * from_one + at, sent, mask=inside)
+        other_box_ptr = tl.multiple_of(tl.load(addresses_ptr + (RANK + step) % NUM_RANKS).to(tl.pointer_type(WORD)), 16)
+        tl.store(other_box_ptr + (slot * NUM_RANKS + RANK) * from_one + at, sent, mask=inside)
     total = tl.zeros(own.shape, tl.float32)
     before = (slot + _SLOTS - 1) % _SLOTS
     for rank in tl.static_range(NUM_RANKS):
         got = sent
         if rank != RANK:
-            place = box + (slot * NUM_RANKS + rank) * from_one + at
-            got = tl.load(place, mask=inside, other=0, volatile=True)
+            place_ptrs = box_ptr + (slot * NUM_RANKS + rank) * from_one + at
+            got = tl.load(place_ptrs, mask=inside, other=0, volatile=True)
             while tl.max((got == EMPTY).to(tl.int32)) > 0:
-                got = tl.load(place, mask=inside, other=0, volatile=True)
+                got = tl.load(place_ptrs, mask=inside, other=0, volatile=True)
             empty = tl.full(own.shape, EMPTY, WORD)
-            tl.store(box + (before * NUM_RANKS + rank) * from_one + at, empty, mask=inside)
+            tl.store(box_ptr + (before * NUM_RANKS + rank) * from_one + at, empty, mask=inside)
         total += got.to(own.dtype, bitcast=True).to(tl.float32)
-    tl.store(slots + row, (slot + 1) % _SLOTS)
+    tl.store(slots_ptr + row, (slot + 1) % _SLOTS)
     return total
 
 
 @triton.jit
 def _one_shot_sum(
-    y, total, addresses, box, slots, num_box_rows, size,
+    y_ptr, total_ptr, addresses_ptr, box_ptr, slots_ptr,
+    num_box_rows, size,
     BLOCK: tl.constexpr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -132,11 +136,11 @@ def _one_shot_sum(
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < size
     at = row.to(tl.int64) * size + column
-    own = tl.load(y + at, mask=inside, other=0.0)
+    own = tl.load(y_ptr + at, mask=inside, other=0.0)
     whole = sum_over_ranks(
-        own, addresses, box, slots, row, column, inside, num_box_rows, size, RANK=RANK, NUM_RANKS=NUM_RANKS
+        own, addresses_ptr, box_ptr, slots_ptr, row, column, inside, num_box_rows, size, RANK=RANK, NUM_RANKS=NUM_RANKS
     )
-    tl.store(total + at, whole.to(total.dtype.element_ty), mask=inside)
+    tl.store(total_ptr + at, whole.to(total_ptr.dtype.element_ty), mask=inside)
 
 
 def one_shot_sum(y: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
@@ -150,8 +154,15 @@ def one_shot_sum(y: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
     """
     assert mailbox.takes(y) and y.is_contiguous()
     total, block = torch.empty_like(y), triton.next_power_of_2(mailbox.size)
+    addresses, box, slots, num_box_rows = mailbox.arguments
     _one_shot_sum[(len(y),)](
-        *(y, total, *mailbox.arguments, mailbox.size),
+        y_ptr=y,
+        total_ptr=total,
+        addresses_ptr=addresses,
+        box_ptr=box,
+        slots_ptr=slots,
+        num_box_rows=num_box_rows,
+        size=mailbox.size,
         BLOCK=block,
         RANK=mailbox.rank,
         NUM_RANKS=mailbox.num_ranks,

@@ -44,18 +44,18 @@ def _fetch(
 
     Scales are read by those threads only whose products count; the others have zeros.
     """
-    codes, scales, zeros, norm_weight = weight
+    codes_ptr, scales_ptr, zeros_ptr, norm_weight_ptr = weight
     BLOCK_K: tl.constexpr = 256 // BITS
     NUM_BLOCKS: tl.constexpr = (NUM_IN + 63) // 64 * (64 // BLOCK_K)
     NUM_GROUPS: tl.constexpr = (NUM_IN + GROUP - 1) // GROUP
     BLOCKS: tl.constexpr = 8 * WARPS
     block = tl.arange(0, BLOCKS)[:, None]  # piece * WARPS + warp
-    at = codes + (row.to(tl.int64) * NUM_BLOCKS + chunk * BLOCKS) * 128
-    at = at + block * 128 + tl.arange(0, 128)[None, :]
+    word_ptrs = codes_ptr + (row.to(tl.int64) * NUM_BLOCKS + chunk * BLOCKS) * 128
+    word_ptrs = word_ptrs + block * 128 + tl.arange(0, 128)[None, :]
     if NUM_BLOCKS % BLOCKS == 0:
-        words = tl.load(at, eviction_policy="evict_first")
+        words = tl.load(word_ptrs, eviction_policy="evict_first")
     else:
-        words = tl.load(at, mask=chunk * BLOCKS + block < NUM_BLOCKS, other=0, eviction_policy="evict_first")
+        words = tl.load(word_ptrs, mask=chunk * BLOCKS + block < NUM_BLOCKS, other=0, eviction_policy="evict_first")
 
     place = tl.arange(0, BLOCK_K // STEP * BLOCKS * 32)  # those blocks' threads, once for each scale that a block has
     thread, warp = place % 32, place // 32 % WARPS  # a thread is 4 * g + q
@@ -68,18 +68,18 @@ def _fetch(
         k = (chunk * BLOCKS + piece * WARPS + warp) * BLOCK_K + step * STEP
         counts = counts & (k < NUM_IN)
         pair = (row * NUM_GROUPS + k // GROUP) * 8 + thread // 4
-    scale = load_pairs(scales, pair, counts)
+    scale = load_pairs(scales_ptr, pair, counts)
     zero = 0
-    if zeros is not None:
-        zero = tl.load(zeros + pair, mask=counts, other=0).to(tl.uint16, bitcast=True)
+    if zeros_ptr is not None:
+        zero = tl.load(zeros_ptr + pair, mask=counts, other=0).to(tl.uint16, bitcast=True)
     weight_of_norm = 0
-    if norm_weight is not None:
-        weight_of_norm = _fetch_x(norm_weight, chunk, NUM_IN, BITS, WARPS)
+    if norm_weight_ptr is not None:
+        weight_of_norm = _fetch_x(norm_weight_ptr, chunk, NUM_IN, BITS, WARPS)
     return words, scale, zero, weight_of_norm
 
 
 @triton.jit
-def _fetch_x(x, chunk, NUM_IN: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr):
+def _fetch_x(x_ptr, chunk, NUM_IN: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr):
     """Asks for a chunk of x, or of anything like it, for `halves`: [32 / BITS * WARPS * 32] pairs.
 
     By part of a block, warp, and thread: thread 4 * n + q has what it will multiply, of the nth piece. `& 3` is `% 4`,
@@ -91,29 +91,29 @@ def _fetch_x(x, chunk, NUM_IN: tl.constexpr, BITS: tl.constexpr, WARPS: tl.const
     at = (chunk * (8 * WARPS) + warp + thread // 4 * WARPS) * SIZE + (thread & 3) + part * 4
     if NUM_IN % 2:
         k = tl.arange(0, 2)[None, :] + at[:, None] * 2
-        return tl.load(x + k, mask=k < NUM_IN, other=0.0)
+        return tl.load(x_ptr + k, mask=k < NUM_IN, other=0.0)
     else:  # not after it: what follows a return of an `if` is compiled, too
-        return load_pairs(x, at, at < NUM_IN // 2)
+        return load_pairs(x_ptr, at, at < NUM_IN // 2)
 
 
 @triton.jit
 def _multiply(
-    fetched, x_words, x, weight, magic,
+    fetched, x_words, x_ptr, weight, magic,
     NUM_IN: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, IS_E2M1: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's share of the result, [WARPS, 8, 4, 2], to be summed over warps and quads; and of x's squares."""
     words, scale, zero, weight_of_norm = fetched
-    _, scales, zeros, norm_weight = weight
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    _, scales_ptr, zeros_ptr, norm_weight_ptr = weight
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     SCALES: tl.constexpr = 256 // BITS // STEP
     STEPS: tl.constexpr = STEP // 16
     IS_ODD: tl.constexpr = NUM_IN % 2
     h = x_words if IS_ODD else halves(x_words, DTYPE)
     squares = 0.0
-    if norm_weight is not None:
+    if norm_weight_ptr is not None:
         squares = tl.reshape(h.to(tl.float32) * h.to(tl.float32), [32 // BITS, WARPS, 32, 2])
         squares = tl.sum(tl.sum(squares, axis=3), axis=0)
-        h = (h * (weight_of_norm if IS_ODD else halves(weight_of_norm, norm_weight.dtype.element_ty))).to(DTYPE)
+        h = (h * (weight_of_norm if IS_ODD else halves(weight_of_norm, norm_weight_ptr.dtype.element_ty))).to(DTYPE)
     # An input's place in the product is free, as long as x has the same. This one is where Triton lays out what was
     # joined: of a step's inputs the four of a thread in a row.
     h = tl.reshape(h, [SCALES, STEPS, 2, WARPS, 8, 4, 2])  # scale, step, j, warp, piece, q, h
@@ -122,10 +122,12 @@ def _multiply(
     IS_RAW: tl.constexpr = tl.bfloat16 == DTYPE and not IS_E2M1
     LEAST: tl.constexpr = (128 * (17 if BITS == 8 else 1)) if IS_RAW else -(2 ** (BITS - 1))  # what code 0 became
     start = tl.zeros([SCALES * WARPS, 128, 8], tl.float32)
-    if zeros is not None or IS_RAW:
-        ones = tl.full([SCALES * WARPS, 16, STEP], -1.0 if zeros is not None else -(LEAST + 2.0 ** (BITS - 1)), DTYPE)
+    if zeros_ptr is not None or IS_RAW:
+        ones = tl.full(
+            [SCALES * WARPS, 16, STEP], -1.0 if zeros_ptr is not None else -(LEAST + 2.0 ** (BITS - 1)), DTYPE
+        )
         sums = tl.dot(ones, h, input_precision="ieee")[:, None, :, :]  # of x, in all rows
-        if zeros is not None:
+        if zeros_ptr is not None:
             zero = tl.join(zero & 0xFF, zero >> 8).to(tl.float32) + LEAST
             sums = tl.reshape(sums, [SCALES, WARPS, 1, 2, 8, 4, 2])
             sums = _by_piece(zero, SCALES, WARPS)[:, :, :, :, :, :, None] * sums
@@ -140,7 +142,7 @@ def _multiply(
         a = numbers(words, 0, magic, DTYPE, BITS, IS_E2M1, False, IS_RAW)
     product = tl.dot(_in_order(a, SCALES, STEPS, WARPS), h, start, input_precision="ieee")
     product = tl.reshape(product, [SCALES, WARPS, 8, 2, 8, 4, 2])  # columns: the last two
-    scale = _by_piece(halves(scale, scales.dtype.element_ty), SCALES, WARPS).to(tl.float32)
+    scale = _by_piece(halves(scale, scales_ptr.dtype.element_ty), SCALES, WARPS).to(tl.float32)
     piece = tl.reshape(tl.arange(0, 8), [1, 1, 8, 1, 1, 1, 1])
     is_own = piece % 2 == tl.reshape(tl.arange(0, 2), [1, 1, 1, 1, 1, 1, 2])  # in the quad that has a scale
     product = tl.where(is_own, product * scale[:, :, :, :, :, :, None], 0.0)
@@ -163,14 +165,15 @@ def _by_piece(of_groups, SCALES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _packed_gemv(
-    x, codes, scales, zeros, bias, norm_weight, residual, out, eps, magic, num_out,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr,
+    eps, magic, num_out,
     NUM_IN: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, IS_E2M1: tl.constexpr,
     WARPS: tl.constexpr, IN_TURNS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     CHUNKS: tl.constexpr = (NUM_IN * BITS + WARPS * 2048 - 1) // (WARPS * 2048)
-    block, weight = tl.program_id(0), (codes, scales, zeros, norm_weight)
+    block, weight = tl.program_id(0), (codes_ptr, scales_ptr, zeros_ptr, norm_weight_ptr)
     magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # an argument would be read again for every use of it
     fetched = _fetch(weight, block, 0, NUM_IN, GROUP, STEP, BITS, WARPS)
     fetched_next = fetched
@@ -184,41 +187,41 @@ def _packed_gemv(
     else:
         row = block * 16 + half * 8 + g
         is_row = row < num_out
-    if bias is not None:
-        shift = tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        shift = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    x_words = _fetch_x(x, 0, NUM_IN, BITS, WARPS)
+    x_words = _fetch_x(x_ptr, 0, NUM_IN, BITS, WARPS)
     next_x_words = x_words
     if CHUNKS > 1:
-        next_x_words = _fetch_x(x, 1, NUM_IN, BITS, WARPS)
-    if residual is not None:
-        before = tl.load(residual + row, mask=is_row & (half < (1 if GATED else 2)), other=0.0).to(tl.float32)
+        next_x_words = _fetch_x(x_ptr, 1, NUM_IN, BITS, WARPS)
+    if residual_ptr is not None:
+        before = tl.load(residual_ptr + row, mask=is_row & (half < (1 if GATED else 2)), other=0.0).to(tl.float32)
     total = tl.zeros([WARPS, 8, 4, 2], tl.float32)
     squares = tl.zeros([WARPS, 32], tl.float32)
     for chunk in tl.range(2, CHUNKS, num_stages=1):
-        found, of_x = _multiply(fetched, x_words, x, weight, magic, NUM_IN, STEP, BITS, IS_E2M1, WARPS)
+        found, of_x = _multiply(fetched, x_words, x_ptr, weight, magic, NUM_IN, STEP, BITS, IS_E2M1, WARPS)
         total, squares = total + found, squares + of_x
         fetched, x_words = fetched_next, next_x_words
         fetched_next = _fetch(weight, block, chunk, NUM_IN, GROUP, STEP, BITS, WARPS)
-        next_x_words = _fetch_x(x, chunk, NUM_IN, BITS, WARPS)
+        next_x_words = _fetch_x(x_ptr, chunk, NUM_IN, BITS, WARPS)
     for _last in tl.static_range(min(CHUNKS, 2)):
-        found, of_x = _multiply(fetched, x_words, x, weight, magic, NUM_IN, STEP, BITS, IS_E2M1, WARPS)
+        found, of_x = _multiply(fetched, x_words, x_ptr, weight, magic, NUM_IN, STEP, BITS, IS_E2M1, WARPS)
         total, squares = total + found, squares + of_x
         fetched, x_words = fetched_next, next_x_words
 
     y = tl.sum(tl.sum(total, axis=2), axis=0)  # [8, 2]
-    if norm_weight is not None:
+    if norm_weight_ptr is not None:
         y *= tl.rsqrt(tl.sum(squares) / NUM_IN + eps)
-    if bias is not None:
+    if bias_ptr is not None:
         y += shift
     if GATED:
         gate, up = tl.split(y)
         y = (gate * tl.sigmoid(gate) * up)[:, None]
         is_row = is_row & (half == 0)
-    if residual is not None:
+    if residual_ptr is not None:
         y += before
-    tl.store(out + row, tl.broadcast_to(y, [8, 2]).to(out.dtype.element_ty), mask=is_row)
+    tl.store(out_ptr + row, tl.broadcast_to(y, [8, 2]).to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 def packed_gemv_triton(
@@ -250,8 +253,17 @@ def packed_gemv_triton(
     norm_weight, eps = norm or (None, 0.0)
     warps, magic = _warps(weight, x.dtype), conversion(x.dtype, weight)
     _packed_gemv[(weight.codes.shape[0],)](
-        *(x, weight.codes, weight.scales, pairs_of_zeros(weight), bias, norm_weight, residual, out, eps, magic),
-        num_out,
+        x_ptr=x,
+        codes_ptr=weight.codes,
+        scales_ptr=weight.scales,
+        zeros_ptr=pairs_of_zeros(weight),
+        bias_ptr=bias,
+        norm_weight_ptr=norm_weight,
+        residual_ptr=residual,
+        out_ptr=out,
+        eps=eps,
+        magic=magic,
+        num_out=num_out,
         NUM_IN=weight.num_in,
         GROUP=weight.group_size if weight.scales.shape[1] > 1 else 1 << 30,
         STEP=scale_step(weight),

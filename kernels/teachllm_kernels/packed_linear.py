@@ -43,7 +43,7 @@ _LEAST_TILES = 8  # of a program that shares its outputs: shorter ones are mostl
 
 @triton.jit
 def _fetch_groups(
-    scales, zeros, first, num_blocks, start,
+    scales_ptr, zeros_ptr, first, num_blocks, start,
     NUM_IN: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, TILE_K: tl.constexpr,
     LATE: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
@@ -56,24 +56,25 @@ def _fetch_groups(
     pair = (block * NUM_GROUPS + k // GROUP)[:, None] * 8 + thread[None, :] // 4
     zero = part
     if HAS_ZEROS:
-        zero = tl.load(zeros + pair)
+        zero = tl.load(zeros_ptr + pair)
     if LATE:
         n = tl.arange(0, BLOCKS * 8)
         block = tl.minimum(first + n // 8, num_blocks - 1)
         at = (block * NUM_GROUPS + tl.minimum(start, NUM_IN - 1) // GROUP) * 8 + n % 8
-        scale = load_pairs(scales, at, n >= 0)
+        scale = load_pairs(scales_ptr, at, n >= 0)
     else:
-        scale = load_pairs(scales, pair, pair >= 0)
+        scale = load_pairs(scales_ptr, pair, pair >= 0)
     return scale, zero
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _packed_linear(
-    x, codes, scales, zeros, bias, out, partial, arrived, magic, num_rows, num_out, num_blocks,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
+    magic, num_rows, num_out, num_blocks,
     NUM_IN: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, TILE_K: tl.constexpr,
     STAGES: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, LATE: tl.constexpr,
-    BITS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IN_TURNS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, IN_TURNS: tl.constexpr,
+    GATED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -87,33 +88,33 @@ def _packed_linear(
     m = row_block * ROWS + tl.arange(0, ROWS)
     is_m = m < num_rows
     k = tl.arange(0, TILE_K)
-    x_t_at = x + m[None, :] * NUM_IN + k[:, None]
+    x_t_ptrs = x_ptr + m[None, :] * NUM_IN + k[:, None]
     part = tl.arange(0, KB * BLOCKS)
     block, k_block = tl.minimum(first + part % BLOCKS, num_blocks - 1), part // BLOCKS
-    words_at = codes + block.to(tl.int64)[:, None] * (NUM_K * 128) + tl.arange(0, 128)[None, :]
+    words_ptrs = codes_ptr + block.to(tl.int64)[:, None] * (NUM_K * 128) + tl.arange(0, 128)[None, :]
     begin = split * (TILES * TILE_K)
     scale, zero = _fetch_groups(
-        scales, zeros, first, num_blocks, begin, NUM_IN, GROUP, STEP, BLOCKS, TILE_K, LATE, HAS_ZEROS
+        scales_ptr, zeros_ptr, first, num_blocks, begin, NUM_IN, GROUP, STEP, BLOCKS, TILE_K, LATE, HAS_ZEROS
     )
     if PDL:
         gdc_wait()
     acc = tl.zeros([BLOCKS * 16, ROWS], tl.float32)
     for start in tl.range(begin, begin + TILES * TILE_K, TILE_K, num_stages=STAGES):
         if EVEN_K:
-            x_t = tl.load(x_t_at + start, mask=is_m[None, :], other=0.0)
-            words = tl.load(words_at + (start * BITS // 2 + k_block[:, None] * 128), eviction_policy="evict_first")
+            x_t = tl.load(x_t_ptrs + start, mask=is_m[None, :], other=0.0)
+            words = tl.load(words_ptrs + (start * BITS // 2 + k_block[:, None] * 128), eviction_policy="evict_first")
         else:
-            x_t = tl.load(x_t_at + start, mask=is_m[None, :] & (start + k < NUM_IN)[:, None], other=0.0)
+            x_t = tl.load(x_t_ptrs + start, mask=is_m[None, :] & (start + k < NUM_IN)[:, None], other=0.0)
             at_k = tl.minimum(start * BITS // 256 + k_block, NUM_K - 1)
-            words = tl.load(words_at + at_k[:, None] * 128, eviction_policy="evict_first")
+            words = tl.load(words_ptrs + at_k[:, None] * 128, eviction_policy="evict_first")
         next_scale, next_zero = _fetch_groups(
-            scales, zeros, first, num_blocks, start + TILE_K,
+            scales_ptr, zeros_ptr, first, num_blocks, start + TILE_K,
             NUM_IN, GROUP, STEP, BLOCKS, TILE_K, LATE, HAS_ZEROS,
         )  # fmt: skip
         if HAS_ZEROS:
             zero = tl.reshape(of_steps(zero, KB, BLOCKS, STEPS, 1), [KB * BLOCKS, 8, 4, STEPS])
-        w = numbers(words, zero, magic, x.dtype.element_ty, BITS, IS_E2M1, HAS_ZEROS)
-        scale = halves(scale, scales.dtype.element_ty)
+        w = numbers(words, zero, magic, x_ptr.dtype.element_ty, BITS, IS_E2M1, HAS_ZEROS)
+        scale = halves(scale, scales_ptr.dtype.element_ty)
         if not LATE:
             w = scaled(w, of_steps(scale, KB, BLOCKS, STEPS, 2))
         w = tl.reshape(w, [KB, BLOCKS, 8, 4, STEPS, 2, 2, 2])  # k block, block, g, q, step, i, j, h
@@ -131,15 +132,15 @@ def _packed_linear(
         num_columns = tl.num_programs(1) * (BLOCKS * 16)
         at = (row_block * num_columns + first * 16 + n)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         size = tl.num_programs(0) * num_columns * ROWS
-        tl.store(partial + split * size + at, acc)
+        tl.store(partial_ptr + split * size + at, acc)
         tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        counter = arrived + column_block * tl.num_programs(0) + row_block
-        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        counter_ptr = arrived_ptr + column_block * tl.num_programs(0) + row_block
+        is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
-            tl.store(counter, 0)
+            tl.store(counter_ptr, 0)
             acc = tl.zeros([BLOCKS * 16, ROWS], tl.float32)
             for other in tl.static_range(SPLITS):  # past the first-level cache, which may hold older numbers
-                acc += tl.load(partial + other * size + at, cache_modifier=".cg")
+                acc += tl.load(partial_ptr + other * size + at, cache_modifier=".cg")
     if is_last:
         if IN_TURNS:
             half = num_out if GATED else num_out // 2
@@ -150,7 +151,7 @@ def _packed_linear(
             column = first * 16 + n
             is_n = column < num_out
         if HAS_BIAS:
-            acc += tl.load(bias + column, mask=is_n & (not PARTS or split == 0), other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias_ptr + column, mask=is_n & (not PARTS or split == 0), other=0.0).to(tl.float32)[:, None]
         if GATED:
             both = tl.permute(tl.reshape(acc, [BLOCKS, 2, 8, ROWS]), [0, 2, 3, 1])
             gate, up = tl.split(both)
@@ -162,7 +163,7 @@ def _packed_linear(
         place = m[None, :] * num_out + column[:, None]
         if PARTS:
             place += split * (num_rows * num_out)
-        tl.store(out + place, y.to(out.dtype.element_ty), mask=is_n[:, None] & is_m[None, :])
+        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=is_n[:, None] & is_m[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,18 @@ def packed_linear_triton(
         arrived = _arrivals(x.device)
     zeros, magic = pairs_of_zeros(weight), conversion(x.dtype, weight)
     _packed_linear[grid](
-        *(x, weight.codes, weight.scales, zeros, bias, out, partial, arrived, magic, num_rows, num_out, num_blocks),
+        x_ptr=x,
+        codes_ptr=weight.codes,
+        scales_ptr=weight.scales,
+        zeros_ptr=zeros,
+        bias_ptr=bias,
+        out_ptr=out,
+        partial_ptr=partial,
+        arrived_ptr=arrived,
+        magic=magic,
+        num_rows=num_rows,
+        num_out=num_out,
+        num_blocks=num_blocks,
         NUM_IN=weight.num_in,
         TILES=tiling.tiles,
         ROWS=tiling.rows,

@@ -122,20 +122,20 @@ def nibbles(words, magic, DTYPE: tl.constexpr, FROM: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(numbers_at, pair, mask):
+def load_pairs(numbers_ptr, pair, mask):
     """Asks for numbers 2 * pair and 2 * pair + 1: as words for `halves` if they have 16 bits, otherwise [..., 2].
 
     What a loop asks for an iteration ahead should be words: two numbers of 16 bits travel through a register each, and
     to be put there they are waited for.
     """
-    if numbers_at.dtype.element_ty.primitive_bitwidth == 16:
-        return tl.load(numbers_at.to(tl.pointer_type(tl.uint32), bitcast=True) + pair, mask=mask, other=0)
+    if numbers_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        return tl.load(numbers_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + pair, mask=mask, other=0)
     else:
         two = tl.arange(0, 2)
         for _ in tl.static_range(len(pair.shape)):
             two = tl.expand_dims(two, 0)
         mask = tl.expand_dims(mask, len(pair.shape))
-        return tl.load(numbers_at + tl.expand_dims(pair, len(pair.shape)) * 2 + two, mask=mask, other=0.0)
+        return tl.load(numbers_ptr + tl.expand_dims(pair, len(pair.shape)) * 2 + two, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -46,147 +46,62 @@ from teachllm_kernels.decode_plan import (
     SEQ_LEN,
     TOKEN,
     DecodePlan,
-    DecodeShape,
     decode_shape,
+    fitting_tile,
     max_splits,
 )
+from teachllm_kernels.decode_tile import attend_tile, capped, keys_and_values, visible_keys
 from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.kv_codes import KVScales, encode, for_kernel, multiplicand, numbers
 from teachllm_kernels.merge_splits import MERGED, merge, merge_splits
 from teachllm_kernels.paged_attention import cost
-from teachllm_kernels.rotary import normed_and_turned
+from teachllm_kernels.rotary import load_halves, turned_heads
 
-__all__ = ["add_tile", "cost", "fused_paged_decode", "paged_decode_triton"]
+__all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
 _QUERIES = 8  # tokens of a sequence that a program takes
 _MOST_EARLY = 32 << 10  # bytes of K and V that a program holds in 64 of its registers until the query is there
 _MERGED_ALONE = 16384  # numbers: 32 splits of 4 heads of 128
-_SHORTEST = 16  # keys of a tile: the tensor cores multiply so many at once
-
-
-@triton.jit
-def _heads(matrix, head, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
-    """Rows `head` of a matrix of heads, zeros for negative ones -> two halves [rows, HALF_PADDED] float32."""
-    lane = tl.arange(0, HALF_PADDED)
-    inside = (head >= 0)[:, None] & (lane < HALF)[None, :]
-    at = matrix + head[:, None] * 2 * HALF + lane[None, :]
-    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return a, tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _ready(heads, weights, angles, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Heads through norm and rotation -> [rows, 2 * HALF_PADDED]."""
-    a, b = normed_and_turned(*heads, *weights, *angles, eps, HALF, HAS_NORM)
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
-
-
-@triton.jit
-def _visible(key, is_key, query, is_row, first_new, tree, first_place, WINDOW: tl.constexpr, HAS_TREE: tl.constexpr):
-    """Which keys each of several new tokens sees, [ROWS, TILE]; the first of them is at `first_new`."""
-    ahead = key - first_new  # index among the new tokens; negative: before them
-    key_position, query_position = ahead, query  # from the first new token's
-    if HAS_TREE:
-        ahead += first_place  # from the tree's first token on
-        bits = tl.load(tree + first_place + query, mask=is_row, other=0)
-        sees = ((bits[:, None] >> tl.maximum(ahead, 0)[None, :]) & 1) != 0
-        visible = is_key[None, :] & ((ahead < 0)[None, :] | sees)
-        if WINDOW > 0:
-            query_position = _depth(bits)
-            key_bits = tl.load(tree + ahead, mask=is_key & (ahead >= 0), other=0)
-            key_position = tl.where(ahead < 0, ahead, _depth(key_bits))
-    else:
-        visible = is_key[None, :] & (ahead[None, :] <= query[:, None])
-    if WINDOW > 0:
-        visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
-    return visible
-
-
-@triton.jit
-def _keys_and_values(
-    k_cache, v_cache, block, key, kv_head, channel, is_key, is_channel,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """K [D_PADDED, TILE] and V [TILE, D_PADDED] of keys, as they are stored."""
-    kv_row = ((block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D
-    k_at, v_at = k_cache + kv_row[None, :] + channel[:, None], v_cache + kv_row[:, None] + channel[None, :]
-    k = tl.load(k_at, mask=is_key[None, :] & is_channel[:, None], other=0.0)
-    return k, tl.load(v_at, mask=is_key[:, None] & is_channel[None, :], other=0.0)
-
-
-@triton.jit
-def add_tile(score, v, highest, total, acc):
-    """A tile more in (highest, total, acc): the largest score; sums of weights, and of weighted V, relative to it.
-
-    `score` is in base 2, -inf where a query may not look: [ROWS, TILE]; `v` is [TILE, D].
-    """
-    higher = tl.maximum(highest, tl.max(score, axis=1))
-    base = tl.where(higher == -float("inf"), 0.0, higher)
-    weight = tl.exp2(score - base[:, None])
-    shrink = tl.exp2(highest - base)
-    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return higher, total * shrink + tl.sum(weight, axis=1), acc
-
-
-@triton.jit
-def _attend(
-    queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP: tl.constexpr, HAS_CODES: tl.constexpr
-):
-    """The scores of a tile's keys, and what `add_tile` makes of them."""
-    if HAS_CODES:
-        k, v = numbers(k, queries.dtype), numbers(v, queries.dtype)
-    score = tl.dot(queries, k, input_precision="ieee") * scale_log2  # [ROWS, TILE]
-    if HAS_CAP:
-        score = _capped(score, soft_cap)
-    return add_tile(tl.where(visible, score, -float("inf")), v, highest, total, acc)
-
-
-@triton.jit
-def _depth(bits):
-    """How many of a tree's tokens lie before one that sees `bits`: it sees them, and itself."""
-    depth = tl.full(bits.shape, -1, tl.int32)
-    for j in range(64):
-        depth += ((bits >> j) & 1).to(tl.int32)
-    return depth
 
 
 @triton.jit
 def _paged_decode(
-    q, k_cache, v_cache, out, block_tables, tree, items, partial, lse, finished,
-    cos, signed_sin, qk_weight, k_scale, v_scale, eps, scale_log2, soft_cap, q_stride, table_stride, query_start,
-    first_place,
+    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, block_tables_ptr, tree_ptr,
+    items_ptr, partial_ptr, lse_ptr, finished_ptr,
+    cos_ptr, signed_sin_ptr, qk_weight_ptr, k_scale_ptr, v_scale_ptr,
+    eps, scale_log2, soft_cap, q_stride, table_stride,
+    query_start_ptr, first_place,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr,
-    FUSED: tl.constexpr, HAS_NORM: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr,
+    MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = 2 * HALF
     D_PADDED: tl.constexpr = 2 * HALF_PADDED
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    HAS_CODES: tl.constexpr = k_scale is not None
+    HAS_CODES: tl.constexpr = k_scale_ptr is not None
     if PDL:
         gdc_launch_dependents()
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     # The plan, the tables and what earlier steps wrote to the cache are there already, see `_launch`.
-    fields = items + item * FIELDS
-    begin = tl.load(fields + BEGIN)
-    end = tl.load(fields + END)
+    fields_ptr = items_ptr + item * FIELDS
+    begin = tl.load(fields_ptr + BEGIN)
+    end = tl.load(fields_ptr + END)
     if begin < end:
-        seq = tl.load(fields + SEQ)
-        table = block_tables + tl.load(fields + ROW).to(tl.int64) * table_stride
-        token = tl.load(fields + TOKEN)
-        seq_len = tl.load(fields + SEQ_LEN)
-        first = tl.load(fields + FIRST_ITEM)
-        num_splits = tl.load(fields + NUM_SPLITS)
+        seq = tl.load(fields_ptr + SEQ)
+        table_ptr = block_tables_ptr + tl.load(fields_ptr + ROW).to(tl.int64) * table_stride
+        token = tl.load(fields_ptr + TOKEN)
+        seq_len = tl.load(fields_ptr + SEQ_LEN)
+        first = tl.load(fields_ptr + FIRST_ITEM)
+        num_splits = tl.load(fields_ptr + NUM_SPLITS)
         num_queries = 1
         if MAX_Q > 1:
-            num_queries = tl.load(query_start + seq + 1) - token
+            num_queries = tl.load(query_start_ptr + seq + 1) - token
         first_query = 0
         if MAX_Q > QUERIES:
             first_query = tl.program_id(1) * QUERIES
         key = begin + tl.arange(0, TILE)
-        next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+        next_block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
         column = tl.arange(0, D_PADDED)
         channel = column
         is_channel = column < D
@@ -199,11 +114,11 @@ def _paged_decode(
         is_row = query < num_queries
         if MAX_Q > QUERIES:
             is_row = is_row & (row < QUERIES * GROUP)
-        dtype = q.dtype.element_ty
-        of_codes: tl.constexpr = tl.float16 if dtype.primitive_bitwidth == 16 else tl.float32
-        operand: tl.constexpr = dtype if k_scale is None else of_codes
-        if k_scale is not None:
-            k_scale_of_head = tl.load(k_scale + kv_head)
+        DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+        OF_CODES: tl.constexpr = tl.float16 if DTYPE.primitive_bitwidth == 16 else tl.float32
+        OPERAND: tl.constexpr = DTYPE if k_scale_ptr is None else OF_CODES
+        if k_scale_ptr is not None:
+            k_scale_of_head = tl.load(k_scale_ptr + kv_head)
             scale_log2 *= k_scale_of_head
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -214,58 +129,58 @@ def _paged_decode(
             q_head = tl.where(is_row, head, -1)
             k_head = NUM_HEADS + kv_head + tl.zeros([1], tl.int32)
             lane = tl.arange(0, HALF_PADDED)
-            pair_cos = tl.load(cos + token * D + lane, mask=lane < HALF, other=0.0).to(tl.float32)
-            pair_sin = tl.load(signed_sin + token * D + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)
+            pair_cos = tl.load(cos_ptr + token * D + lane, mask=lane < HALF, other=0.0).to(tl.float32)
+            pair_sin = tl.load(signed_sin_ptr + token * D + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)
             angles = (pair_cos[None, :], pair_sin[None, :])
             if HAS_NORM:
-                q_weights = _heads(qk_weight, q_head, HALF, HALF_PADDED)
-                k_weights = _heads(qk_weight, k_head, HALF, HALF_PADDED)
-            new_block = tl.load(table + (seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+                q_weights = load_halves(qk_weight_ptr, q_head, HALF, HALF_PADDED)
+                k_weights = load_halves(qk_weight_ptr, k_head, HALF, HALF_PADDED)
+            new_block = tl.load(table_ptr + (seq_len - 1) // BLOCK_SIZE).to(tl.int64)
             holds_new = end == seq_len
             end -= holds_new.to(tl.int32)  # the new token is not in the cache yet
             if EARLY:
                 is_first = key < end
-                first_k, first_v = _keys_and_values(
-                    k_cache, v_cache, next_block, key, kv_head, channel, is_first, is_channel,
+                first_k, first_v = keys_and_values(
+                    k_cache_ptr, v_cache_ptr, next_block, key, kv_head, channel, is_first, is_channel,
                     NUM_KV_HEADS, BLOCK_SIZE, D,
                 )  # fmt: skip
                 begin += TILE
-                next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
+                next_block = tl.load(table_ptr + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
             if PDL:
                 gdc_wait()
-            at = q + token.to(tl.int64) * q_stride
-            of_q = _heads(at, q_head, HALF, HALF_PADDED)
-            of_k = _heads(at, k_head, HALF, HALF_PADDED)
-            new_v_at = at + (NUM_HEADS + NUM_KV_HEADS + kv_head) * D + channel
-            new_v = tl.load(new_v_at, mask=is_channel, other=0.0)[None, :]
-            queries = _ready(of_q, q_weights if HAS_NORM else of_q, angles, eps, HALF, HAS_NORM).to(dtype)
-            new_k = _ready(of_k, k_weights if HAS_NORM else of_k, angles, eps, HALF, HAS_NORM).to(dtype)
+            token_ptr = q_ptr + token.to(tl.int64) * q_stride
+            of_q = load_halves(token_ptr, q_head, HALF, HALF_PADDED)
+            of_k = load_halves(token_ptr, k_head, HALF, HALF_PADDED)
+            new_v_ptrs = token_ptr + (NUM_HEADS + NUM_KV_HEADS + kv_head) * D + channel
+            new_v = tl.load(new_v_ptrs, mask=is_channel, other=0.0)[None, :]
+            queries = turned_heads(of_q, q_weights if HAS_NORM else of_q, angles, eps, HALF, HAS_NORM).to(DTYPE)
+            new_k = turned_heads(of_k, k_weights if HAS_NORM else of_k, angles, eps, HALF, HAS_NORM).to(DTYPE)
         else:
             if PDL:
                 gdc_wait()
-            q_at = q + (token + query).to(tl.int64)[:, None] * q_stride + head[:, None] * D + channel[None, :]
-            queries = tl.load(q_at, mask=is_row[:, None] & is_channel[None, :], other=0.0)
-        if k_scale is not None:
-            queries = multiplicand(queries, operand)
+            q_ptrs = q_ptr + (token + query).to(tl.int64)[:, None] * q_stride + head[:, None] * D + channel[None, :]
+            queries = tl.load(q_ptrs, mask=is_row[:, None] & is_channel[None, :], other=0.0)
+        if k_scale_ptr is not None:
+            queries = multiplicand(queries, OPERAND)
 
         if FUSED:  # the new token's K and V are written, and attended to, where its sequence ends
-            if k_scale is not None:
-                code: tl.constexpr = k_cache.dtype.element_ty
-                new_k = encode(new_k, k_scale_of_head, code)
-                new_v = encode(new_v, tl.load(v_scale + kv_head), code)
+            if k_scale_ptr is not None:
+                CODE: tl.constexpr = k_cache_ptr.dtype.element_ty
+                new_k = encode(new_k, k_scale_of_head, CODE)
+                new_v = encode(new_v, tl.load(v_scale_ptr + kv_head), CODE)
             to = ((new_block * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D + channel[None, :]
-            tl.store(k_cache + to, new_k, mask=is_channel[None, :] & holds_new)
-            tl.store(v_cache + to, new_v, mask=is_channel[None, :] & holds_new)
-            if k_scale is not None:
-                new_k, new_v = numbers(new_k, operand), numbers(new_v, operand)
+            tl.store(k_cache_ptr + to, new_k, mask=is_channel[None, :] & holds_new)
+            tl.store(v_cache_ptr + to, new_v, mask=is_channel[None, :] & holds_new)
+            if k_scale_ptr is not None:
+                new_k, new_v = numbers(new_k, OPERAND), numbers(new_v, OPERAND)
             new_score = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2
             if HAS_CAP:
-                new_score = _capped(new_score, soft_cap)
+                new_score = capped(new_score, soft_cap)
             highest = tl.where(holds_new, new_score, highest)
             total += tl.where(holds_new, 1.0, 0.0)
             acc += tl.where(holds_new, new_v.to(tl.float32), 0.0)
             if EARLY:
-                highest, total, acc = _attend(
+                highest, total, acc = attend_tile(
                     queries, first_k, first_v, is_first[None, :], scale_log2, soft_cap, highest, total, acc,
                     HAS_CAP, HAS_CODES,
                 )  # fmt: skip
@@ -274,54 +189,49 @@ def _paged_decode(
                 key = start + tl.arange(0, TILE)
                 is_key = key < end
                 block = next_block
-                next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
-                k, v = _keys_and_values(
-                    k_cache, v_cache, block, key, kv_head, channel, is_key, is_channel, NUM_KV_HEADS, BLOCK_SIZE, D
-                )
+                next_block = tl.load(table_ptr + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
+                k, v = keys_and_values(
+                    k_cache_ptr, v_cache_ptr, block, key, kv_head, channel, is_key, is_channel,
+                    NUM_KV_HEADS, BLOCK_SIZE, D,
+                )  # fmt: skip
                 visible = is_key[None, :]
                 if MAX_Q > 1 or HAS_TREE:
                     first_new = seq_len - num_queries
-                    visible = _visible(key, is_key, query, is_row, first_new, tree, first_place, WINDOW, HAS_TREE)
-                highest, total, acc = _attend(
+                    visible = visible_keys(
+                        key, is_key, query, is_row, first_new, tree_ptr, first_place, WINDOW, HAS_TREE
+                    )
+                highest, total, acc = attend_tile(
                     queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP, HAS_CODES
                 )
 
         normalised = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        if v_scale is not None:
-            normalised *= tl.load(v_scale + kv_head)
-        out_at = out + ((token + query).to(tl.int64) * NUM_HEADS + head)[:, None] * D + channel[None, :]
+        if v_scale_ptr is not None:
+            normalised *= tl.load(v_scale_ptr + kv_head)
+        out_ptrs = out_ptr + ((token + query).to(tl.int64) * NUM_HEADS + head)[:, None] * D + channel[None, :]
         is_out = is_row[:, None] & is_channel[None, :]
         if num_splits == 1:
-            tl.store(out_at, normalised.to(out.dtype.element_ty), mask=is_out)
+            tl.store(out_ptrs, normalised.to(out_ptr.dtype.element_ty), mask=is_out)
         else:
             part_row = (item * NUM_KV_HEADS + kv_head) * GROUP * MAX_Q + first_query * GROUP + row
             is_part = row < GROUP * MAX_Q
             if MAX_Q > QUERIES:
                 is_part = is_row
-            tl.store(
-                partial + part_row[:, None] * D + channel[None, :],
-                normalised,
-                mask=is_part[:, None] & is_channel[None, :],
-            )
-            tl.store(lse + part_row, highest + tl.log2(total), mask=is_part)
+            is_written = is_part[:, None] & is_channel[None, :]
+            part_ptrs = partial_ptr + part_row[:, None] * D + channel[None, :]
+            tl.store(part_ptrs, normalised, mask=is_written)
+            tl.store(lse_ptr + part_row, highest + tl.log2(total), mask=is_part)
             if MAX_Q == 1:
                 tl.debug_barrier()  # every thread's part is written before the arrival is counted
-                count = tl.atomic_add(finished + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
+                count = tl.atomic_add(finished_ptr + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
                 if count == num_splits - 1:
-                    tl.store(finished + seq * NUM_KV_HEADS + kv_head, 0)
+                    tl.store(finished_ptr + seq * NUM_KV_HEADS + kv_head, 0)
                     merge(
-                        partial, lse, out, first, num_splits, kv_head, token, channel, is_channel,
+                        partial_ptr, lse_ptr, out_ptr, first, num_splits, kv_head, token, channel, is_channel,
                         NUM_KV_HEADS, GROUP, D, MERGE, MERGE_ROWS,
                     )  # fmt: skip
     elif PDL:  # noqa: SIM102 (settled when the kernel is compiled)
         if item == 0:  # a batch of padding alone must wait too, see `_triton.py`; others leave their room
             gdc_wait()
-
-
-@triton.jit
-def _capped(score, soft_cap):
-    """tanh(score / soft_cap) * soft_cap; both in the base-2 scale."""
-    return (2.0 * tl.sigmoid(2.0 * score / soft_cap) - 1.0) * soft_cap
 
 
 def paged_decode_triton(
@@ -362,8 +272,11 @@ def paged_decode_triton(
     """
     if out is None:
         out = q.new_empty(q.shape)
-    tensors = (q, for_kernel(k_cache), for_kernel(v_cache), out, block_tables, tree)
-    _launch(tensors, plan, None, scales, scale, window, soft_cap, query_start, max_query_len, first_place)
+    _launch(
+        q=q, k_cache=k_cache, v_cache=v_cache, out=out, block_tables=block_tables, plan=plan,
+        scales=scales, scale=scale, window=window, soft_cap=soft_cap,
+        tree=tree, query_start=query_start, max_query_len=max_query_len, first_place=first_place,
+    )  # fmt: skip
     return out
 
 
@@ -396,34 +309,43 @@ def fused_paged_decode(
     num_heads = qkv.shape[1] - 2 * k_cache.shape[2]
     shape = decode_shape(qkv.shape[0], k_cache.shape[2], True, plan.on_hopper)
     if shape is HOPPER_SHAPE and soft_cap is None:
-        before = (qkv, cos, signed_sin, qk_weight, eps)
-        return hopper_decode(*before, k_cache, v_cache, block_tables, plan, scale, scales)
+        return hopper_decode(
+            qkv=qkv, cos=cos, signed_sin=signed_sin, qk_weight=qk_weight, eps=eps,
+            k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, plan=plan, scale=scale, scales=scales,
+        )  # fmt: skip
     out = qkv.new_empty((qkv.shape[0], num_heads, qkv.shape[2]))
-    tensors = (qkv, for_kernel(k_cache), for_kernel(v_cache), out, block_tables, None)
-    prologue = (cos, signed_sin, qk_weight, eps)
-    _launch(tensors, plan, prologue, scales, scale, window, soft_cap, None, 1)
+    _launch(
+        q=qkv, k_cache=k_cache, v_cache=v_cache, out=out, block_tables=block_tables, plan=plan,
+        scales=scales, scale=scale, window=window, soft_cap=soft_cap,
+        prologue=(cos, signed_sin, qk_weight, eps),
+    )  # fmt: skip
     return out
 
 
 def _launch(
-    tensors: tuple[torch.Tensor | None, ...],
+    *,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
     plan: DecodePlan,
-    prologue: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float] | None,
     scales: KVScales | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
-    query_start: torch.Tensor | None,
-    max_query_len: int,
+    prologue: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float] | None = None,
+    tree: torch.Tensor | None = None,
+    query_start: torch.Tensor | None = None,
+    max_query_len: int = 1,
     first_place: int = 0,
 ) -> None:
-    """`tensors`: q or qkv, K and V, out, block tables, tree. `prologue`: what comes before, of the fused form."""
-    q, k_cache, _, out, block_tables, tree = tensors
-    assert q is not None and k_cache is not None and block_tables is not None and out is not None
+    """Launch the kernel; with `prologue` (cos, signed_sin, qk_weight, eps) the fused form, for which `q` is qkv."""
     _, block_size, num_kv_heads, head_size = k_cache.shape
     group, half = out.shape[1] // num_kv_heads, head_size // 2
     num_seqs = out.shape[0] if query_start is None else query_start.shape[0] - 1
     cos, signed_sin, qk_weight, eps = (None, None, None, 0.0) if prologue is None else prologue
+    k_scale, v_scale = scales or (None, None)
     queries = min(max_query_len, _QUERIES)
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * queries)
     stored_bytes, operand_bytes, rows_padded = k_cache.element_size(), q.element_size(), max(rows, 16)
@@ -432,58 +354,34 @@ def _launch(
     assert plan.filled_for == (num_seqs, planned) and out.shape[1] * max_query_len <= plan.partial.shape[1]
     shape = planned if fits_any_shape and planned is not HOPPER_SHAPE else COMMON_SHAPE
     is_alone = shape is ALONE_SHAPE
-    tile = _tile(shape, rows_padded, 2 * half_padded, stored_bytes, operand_bytes, shared_memory(q.device))
+    tile = fitting_tile(
+        shape=shape,
+        rows=rows_padded,
+        head_padded=2 * half_padded,
+        stored_bytes=stored_bytes,
+        operand_bytes=operand_bytes,
+        most_bytes=shared_memory(q.device),
+    )
     # The plan is read before the wait, see `_triton.py`. What is launched the ordinary way behind the plan of a last
     # layer's wanted tokens is the selection of their queries.
     _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads, triton.cdiv(max_query_len, queries))](
-        *tensors,
-        *(plan.items, plan.partial, plan.lse, plan.finished),
-        *(cos, signed_sin, qk_weight, *(scales or (None, None)), eps, scale * LOG2_E, (soft_cap or 0.0) * LOG2_E),
-        *(q.stride(0), block_tables.stride(0), query_start, first_place),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        MAX_Q=max_query_len,
-        QUERIES=queries,
-        ROWS=rows_padded,
-        HALF=half,
-        HALF_PADDED=half_padded,
-        BLOCK_SIZE=block_size,
-        TILE=tile,
-        WINDOW=window or 0,
-        HAS_CAP=soft_cap is not None,
-        HAS_TREE=tree is not None,
-        FUSED=prologue is not None,
-        HAS_NORM=qk_weight is not None,
+        q_ptr=q, k_cache_ptr=for_kernel(k_cache), v_cache_ptr=for_kernel(v_cache), out_ptr=out,
+        block_tables_ptr=block_tables, tree_ptr=tree,
+        items_ptr=plan.items, partial_ptr=plan.partial, lse_ptr=plan.lse, finished_ptr=plan.finished,
+        cos_ptr=cos, signed_sin_ptr=signed_sin, qk_weight_ptr=qk_weight, k_scale_ptr=k_scale, v_scale_ptr=v_scale,
+        eps=eps, scale_log2=scale * LOG2_E, soft_cap=(soft_cap or 0.0) * LOG2_E,
+        q_stride=q.stride(0), table_stride=block_tables.stride(0),
+        query_start_ptr=query_start, first_place=first_place,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, MAX_Q=max_query_len, QUERIES=queries, ROWS=rows_padded,
+        HALF=half, HALF_PADDED=half_padded, BLOCK_SIZE=block_size, TILE=tile, WINDOW=window or 0,
+        HAS_CAP=soft_cap is not None, HAS_TREE=tree is not None,
+        FUSED=prologue is not None, HAS_NORM=qk_weight is not None,
         MERGE=max((_MERGED_ALONE if is_alone else MERGED) // (min(rows, 8) * 2 * half_padded), 1),
         MERGE_ROWS=min(rows, 8),
         EARLY=is_alone and 4 * tile * half_padded * stored_bytes <= _MOST_EARLY,
         STAGES=shape.stages,
-        num_warps=shape.num_warps,
-        maxnreg=shape.maxnreg,
-        **launch_options(q.device),
-    )
+        num_warps=shape.num_warps, maxnreg=shape.maxnreg, **launch_options(q.device),
+    )  # fmt: skip
     if max_query_len > 1:
         assert query_start is not None
         merge_splits(plan.partial, plan.lse, out, plan.spans, query_start, num_kv_heads, max_query_len)
-
-
-def _tile(
-    shape: DecodeShape, rows: int, head_padded: int, stored_bytes: int, operand_bytes: int, most_bytes: int
-) -> int:
-    """Keys of a tile: those of the shape, or what fits in shared memory of as many rows of such heads.
-
-    There lie the queries, K and V of all stages but one, a tile's weights, and a number for each row; of codes the
-    numbers of one tile as well. Hopper's products of 64 rows and more need the last stage as well, but no weights: it
-    has the room.
-    """
-
-    def num_bytes(tile: int) -> int:
-        tiles = 2 * tile * head_padded
-        numbers_of_codes = tiles * operand_bytes if stored_bytes < operand_bytes else 0
-        operands = (rows * head_padded + rows * tile) * operand_bytes + numbers_of_codes
-        return operands + (shape.stages - 1) * tiles * stored_bytes + 4 * rows
-
-    tile = 32 if head_padded > 128 and operand_bytes > 2 else shape.tile  # room for two programs on a Hopper processor
-    while num_bytes(tile) > most_bytes and tile > _SHORTEST:
-        tile //= 2
-    return tile

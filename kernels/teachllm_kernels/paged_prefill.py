@@ -29,9 +29,12 @@ _AT_ONCE = 64  # sequences that a program compares with its tile in one step
 
 @triton.jit
 def _attend(
-    acc, total, top, q, position, k_head, v_head, table, begin, end, scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, CODES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, total, top, q, position,
+    k_head_ptr, v_head_ptr, table_ptr,
+    begin, end, scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, CODES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [begin, end) to the running softmax. Not MASKED: whole tiles, which every row sees entirely.
 
@@ -44,14 +47,14 @@ def _attend(
         inside = (lane < HEAD_SIZE)[None, :]
         if MASKED:
             # Slots that nobody wrote may hold NaN, and 0 * NaN is NaN: they are not read.
-            block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
             inside = inside & (key < end)[:, None]
         else:
-            block = tl.load(table + key // BLOCK_SIZE)
+            block = tl.load(table_ptr + key // BLOCK_SIZE)
         slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
         at = slot[:, None] * SLOT_STRIDE + lane[None, :]
 
-        k = tl.load(k_head + at, mask=inside, other=0.0)
+        k = tl.load(k_head_ptr + at, mask=inside, other=0.0)
         if CODES:
             k = numbers(k, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
@@ -70,7 +73,7 @@ def _attend(
         weights = tl.exp2(scores * to_base_2 - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
-        v = tl.load(v_head + at, mask=inside, other=0.0)
+        v = tl.load(v_head_ptr + at, mask=inside, other=0.0)
         if CODES:
             v = numbers(v, q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -78,9 +81,10 @@ def _attend(
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=["num_seqs", "rows", "seq_lens"])  # which differ from batch to batch
+@triton.jit(do_not_specialize=["num_seqs", "rows_ptr", "seq_lens_ptr"])  # which differ from batch to batch
 def _paged_prefill(
-    q, k_cache, v_cache, block_tables, rows, query_start, seq_lens, out, k_scale, v_scale,
+    q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, rows_ptr, query_start_ptr, seq_lens_ptr, out_ptr,
+    k_scale_ptr, v_scale_ptr,
     scale, num_seqs, q_token_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FIXED: tl.constexpr,
@@ -98,12 +102,12 @@ def _paged_prefill(
     seq = -1
     for start in range(0, num_seqs, AT_ONCE):
         i = start + tl.arange(0, AT_ONCE)
-        begins = tl.load(query_start + i, mask=i < num_seqs, other=2**30)
+        begins = tl.load(query_start_ptr + i, mask=i < num_seqs, other=2**30)
         seq += tl.sum((begins // QUERIES + i <= tile).to(tl.int32))
-    first_query = tl.load(query_start + seq)
-    query_len = tl.load(query_start + seq + 1) - first_query
-    context_len = tl.load(seq_lens + seq) - query_len
-    row = tl.load(rows + seq)
+    first_query = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + seq + 1) - first_query
+    context_len = tl.load(seq_lens_ptr + seq) - query_len
+    row = tl.load(rows_ptr + seq)
     first = (tile - first_query // QUERIES - seq) * QUERIES
     if (first >= query_len) | (row < 0):
         return
@@ -114,16 +118,16 @@ def _paged_prefill(
     is_row = (query < tl.minimum(first + QUERIES, query_len))[:, None] & (lane < HEAD_SIZE)[None, :]
     token = (first_query + query).to(tl.int64)
     q_at = (token * q_token_stride + head * HEAD_SIZE)[:, None] + lane[None, :]
-    q_tile = tl.load(q + q_at, mask=is_row, other=0.0)  # [BLOCK_M, HEAD_PADDED]
-    CODES: tl.constexpr = k_scale is not None
+    q_tile = tl.load(q_ptr + q_at, mask=is_row, other=0.0)  # [BLOCK_M, HEAD_PADDED]
+    CODES: tl.constexpr = k_scale_ptr is not None
     if CODES:
-        q_tile = multiplicand(q_tile, tl.float16 if q.dtype.element_ty.primitive_bitwidth == 16 else tl.float32)
-        scale *= tl.load(k_scale + kv_head)
+        q_tile = multiplicand(q_tile, tl.float16 if q_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.float32)
+        scale *= tl.load(k_scale_ptr + kv_head)
 
     position = context_len + query
-    k_head = k_cache + kv_head * HEAD_SIZE
-    v_head = v_cache + kv_head * HEAD_SIZE
-    table = block_tables + row.to(tl.int64) * table_stride
+    k_head_ptr = k_cache_ptr + kv_head * HEAD_SIZE
+    v_head_ptr = v_cache_ptr + kv_head * HEAD_SIZE
+    table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row that has seen nothing yet must not meet inf - inf
@@ -139,24 +143,24 @@ def _paged_prefill(
         full_end = begin  # which keys all rows see depends on the chunk: all go through one loop
     elif WINDOW is not None:
         acc, total, top = _attend(
-            acc, total, top, q_tile, position, k_head, v_head, table, begin, full_begin, scale,
+            acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, begin, full_begin, scale,
             True, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
         )  # fmt: skip
     if not FIXED:
         acc, total, top = _attend(
-            acc, total, top, q_tile, position, k_head, v_head, table, full_begin, full_end, scale,
+            acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, full_begin, full_end, scale,
             False, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _attend(
-        acc, total, top, q_tile, position, k_head, v_head, table, full_end, end, scale,
+        acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, full_end, end, scale,
         True, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
     )  # fmt: skip
 
-    out_at = out + ((token * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + head * HEAD_SIZE)[:, None] + lane[None, :])
+    out_ptrs = out_ptr + ((token * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + head * HEAD_SIZE)[:, None] + lane[None, :])
     averaged = acc / total[:, None]
     if CODES:
-        averaged *= tl.load(v_scale + kv_head)
-    tl.store(out_at, averaged.to(out.dtype.element_ty), mask=is_row)
+        averaged *= tl.load(v_scale_ptr + kv_head)
+    tl.store(out_ptrs, averaged.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 def tile_options(head_size: int, dtype: torch.dtype, most_bytes: int) -> dict[str, int]:
@@ -223,9 +227,22 @@ def paged_prefill_triton(
     options = tile_options(head_size, q.dtype, shared_memory(q.device))
     group = num_heads // num_kv_heads
     queries = options["BLOCK_M"] // group
+    k_scale, v_scale = scales or (None, None)
     _paged_prefill[(num_kv_heads, num_tokens // queries + num_seqs)](
-        *(q, for_kernel(k_cache), for_kernel(v_cache), block_tables, rows, query_start, seq_lens, out),
-        *(*(scales or (None, None)), scale, num_seqs, q.stride(0), block_tables.stride(0)),
+        q_ptr=q,
+        k_cache_ptr=for_kernel(k_cache),
+        v_cache_ptr=for_kernel(v_cache),
+        block_tables_ptr=block_tables,
+        rows_ptr=rows,
+        query_start_ptr=query_start,
+        seq_lens_ptr=seq_lens,
+        out_ptr=out,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        scale=scale,
+        num_seqs=num_seqs,
+        q_token_stride=q.stride(0),
+        table_stride=block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_SIZE=head_size,

@@ -109,23 +109,23 @@ def philox_uniform_reference(
 
 
 @triton.jit
-def philox_words(quads, seed, output_index, child_index, stream: tl.constexpr = STREAM_SAMPLE):
+def philox_words(quads, seed, output_index, child_index, STREAM: tl.constexpr = STREAM_SAMPLE):
     """[4 * N] uint32, of the vocabulary indices 4 * quads, 4 * quads + 1, ... in order. `quads` is [N] int32."""
-    a, b, c, d = tl.philox(seed, quads, output_index.to(tl.int32), child_index.to(tl.int32), stream)
+    a, b, c, d = tl.philox(seed, quads, output_index.to(tl.int32), child_index.to(tl.int32), STREAM)
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
 
 
 @triton.jit
-def uniform_numbers(quads, seed, output_index, child_index, stream: tl.constexpr = STREAM_SAMPLE):
+def uniform_numbers(quads, seed, output_index, child_index, STREAM: tl.constexpr = STREAM_SAMPLE):
     """[4 * N] float32, those of `philox_uniform_reference`, of the indices that `philox_words` serves."""
-    u = philox_words(quads, seed, output_index, child_index, stream).to(tl.float32) * 2.0**-32 + 2.0**-33
+    u = philox_words(quads, seed, output_index, child_index, STREAM).to(tl.float32) * 2.0**-32 + 2.0**-33
     return tl.minimum(u, 1.0 - 2.0**-24)
 
 
 @triton.jit
-def gumbel_noise(quads, seed, output_index, child_index, stream: tl.constexpr = STREAM_SAMPLE):
+def gumbel_noise(quads, seed, output_index, child_index, STREAM: tl.constexpr = STREAM_SAMPLE):
     """[4 * N] float32, -log(-log1p(-u)) as in `gumbel_sample_reference`, of the indices that `philox_words` serves."""
-    u = uniform_numbers(quads, seed, output_index, child_index, stream)
+    u = uniform_numbers(quads, seed, output_index, child_index, STREAM)
     # The GPU's own logarithm is one instruction, but coarse where its result is near 0. There, a few terms of the
     # series are exact to a float's last bit; where it is not, 1 - u is.
     series = 1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7)))

@@ -87,55 +87,57 @@ def prompt_lookup_reference(
 
 @triton.jit(do_not_specialize=["num_drafts"])
 def _find_matches(
-    token_ids, rows, num_known, best, num_drafts, token_stride,
+    token_ids_ptr, rows_ptr, num_known_ptr, best_ptr,
+    num_drafts, token_stride,
     MAX_NGRAM: tl.constexpr, MIN_NGRAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i, chunk, num_chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    row = tl.load(rows + i).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
         return
-    token_ids += row * token_stride
-    length = tl.load(num_known + row)
+    token_ids_ptr += row * token_stride
+    length = tl.load(num_known_ptr + row)
     best_of_lanes = tl.zeros([BLOCK], tl.int64)
     for start in range(chunk * BLOCK, length - 1, num_chunks * BLOCK):
         last = start + tl.arange(0, BLOCK)  # the last token of what may be an occurrence
         is_match = last < length - 1
         matched = tl.zeros([BLOCK], tl.int32)
         for back in tl.static_range(MAX_NGRAM):
-            wanted = tl.load(token_ids + tl.maximum(length - 1 - back, 0))
+            wanted = tl.load(token_ids_ptr + tl.maximum(length - 1 - back, 0))
             is_match &= last >= back
             # Few lanes match a token, so but for the first these loads ask for next to nothing.
-            is_match &= tl.load(token_ids + last - back, mask=is_match, other=0) == wanted
+            is_match &= tl.load(token_ids_ptr + last - back, mask=is_match, other=0) == wanted
             matched += is_match.to(tl.int32)
         count = tl.minimum(length - 1 - last, num_drafts).to(tl.int64)
         match = (matched.to(tl.int64) << _MATCHED_SHIFT) | (count << _COUNT_SHIFT) | (last + 1)
         best_of_lanes = tl.maximum(best_of_lanes, tl.where(matched >= MIN_NGRAM, match, 0))
-    tl.store(best + i * num_chunks + chunk, tl.max(best_of_lanes))
+    tl.store(best_ptr + i * num_chunks + chunk, tl.max(best_of_lanes))
 
 
 @triton.jit(do_not_specialize=["num_drafts", "num_chunks"])  # of which the second depends on the number of rows
 def _propose(
-    token_ids, rows, num_known, best, drafts, counts, num_drafts, num_chunks, token_stride, draft_stride,
+    token_ids_ptr, rows_ptr, num_known_ptr, best_ptr, drafts_ptr, counts_ptr,
+    num_drafts, num_chunks, token_stride, draft_stride,
     NUM_CHUNKS_PADDED: tl.constexpr, NUM_DRAFTS_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i = tl.program_id(0)
-    row = tl.load(rows + i).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
         return
     chunk = tl.arange(0, NUM_CHUNKS_PADDED)
-    match = tl.max(tl.load(best + i * num_chunks + chunk, mask=chunk < num_chunks, other=0))
+    match = tl.max(tl.load(best_ptr + i * num_chunks + chunk, mask=chunk < num_chunks, other=0))
     count = ((match >> _COUNT_SHIFT) & 255).to(tl.int32)
     index = tl.arange(0, NUM_DRAFTS_PADDED)
-    at = tl.where(index < count, match.to(tl.int32) + index, tl.load(num_known + row) - 1)
-    token = tl.load(token_ids + row * token_stride + at)
-    tl.store(drafts + i * draft_stride + index, token, mask=index < num_drafts)
-    tl.store(counts + i, count)
+    at = tl.where(index < count, match.to(tl.int32) + index, tl.load(num_known_ptr + row) - 1)
+    token = tl.load(token_ids_ptr + row * token_stride + at)
+    tl.store(drafts_ptr + i * draft_stride + index, token, mask=index < num_drafts)
+    tl.store(counts_ptr + i, count)
 
 
 def prompt_lookup_triton(
@@ -164,7 +166,12 @@ def prompt_lookup_triton(
     best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=rows.device)
     options = launch_options(rows.device)
     _find_matches[(num_rows, num_chunks)](
-        *(token_ids, rows, num_known, best, num_drafts, token_ids.stride(0)),
+        token_ids_ptr=token_ids,
+        rows_ptr=rows,
+        num_known_ptr=num_known,
+        best_ptr=best,
+        num_drafts=num_drafts,
+        token_stride=token_ids.stride(0),
         MAX_NGRAM=max_ngram,
         MIN_NGRAM=min_ngram,
         BLOCK=_BLOCK,
@@ -172,8 +179,16 @@ def prompt_lookup_triton(
         **options,
     )
     _propose[(num_rows,)](
-        *(token_ids, rows, num_known, best, drafts, counts),
-        *(num_drafts, num_chunks, token_ids.stride(0), drafts.stride(0)),
+        token_ids_ptr=token_ids,
+        rows_ptr=rows,
+        num_known_ptr=num_known,
+        best_ptr=best,
+        drafts_ptr=drafts,
+        counts_ptr=counts,
+        num_drafts=num_drafts,
+        num_chunks=num_chunks,
+        token_stride=token_ids.stride(0),
+        draft_stride=drafts.stride(0),
         NUM_CHUNKS_PADDED=triton.next_power_of_2(num_blocks),
         NUM_DRAFTS_PADDED=triton.next_power_of_2(num_drafts),
         num_warps=1,

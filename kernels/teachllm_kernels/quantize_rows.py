@@ -35,9 +35,9 @@ KEPT = 256  # rows at most, which fit in the second-level cache beside all else 
 # that the steps from -128 to 127 lie around 0, as compressed-tensors has them.
 _MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5}
 _TO_INTEGER = 1.5 * 2**23  # what is added to this in float32 is rounded to an integer, ties to even, in the lowest bits
-_group = tl.constexpr(GROUP)
-_least = tl.constexpr(_LEAST)
-_to_integer = tl.constexpr(_TO_INTEGER)
+_GROUP = tl.constexpr(GROUP)
+_KERNEL_LEAST = tl.constexpr(_LEAST)
+_KERNEL_TO_INTEGER = tl.constexpr(_TO_INTEGER)
 
 
 class QuantizedRows(NamedTuple):
@@ -97,7 +97,7 @@ def quantize_rows_reference(
 def scale_of(largest, DTYPE: tl.constexpr):
     """The scale of numbers of which none is larger, float32."""
     MOST: tl.constexpr = 127.5 if DTYPE.is_int() else 448.0
-    return tl.div_rn(tl.maximum(largest, _least), MOST)
+    return tl.div_rn(tl.maximum(largest, _KERNEL_LEAST), MOST)
 
 
 @triton.jit
@@ -112,8 +112,8 @@ def clamped(x, scale, DTYPE: tl.constexpr):
 def codes_of(x, scale, DTYPE: tl.constexpr):
     """The codes of numbers, float32, of which none is beyond them. `scale` as x, or one for all."""
     if DTYPE.is_int():
-        sums = tl.div_rn(x, scale + tl.zeros_like(x)) + _to_integer
-        sums = tl.minimum(sums, _to_integer + 127.0)  # half a step beyond rounds to 128
+        sums = tl.div_rn(x, scale + tl.zeros_like(x)) + _KERNEL_TO_INTEGER
+        sums = tl.minimum(sums, _KERNEL_TO_INTEGER + 127.0)  # half a step beyond rounds to 128
         codes = sums.to(tl.int32, bitcast=True).to(tl.int8)
     else:
         codes = (x * tl.div_rn(1.0, scale)).to(DTYPE)
@@ -122,33 +122,36 @@ def codes_of(x, scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_row(
-    x, codes, scales, given_scale, row, num_rows, size,
+    x,
+    codes_ptr, scales_ptr, given_scale_ptr,
+    row, num_rows, size,
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """Quantizes a row, [BLOCK] float32 with 0 behind its end, into what `empty_rows` has made room for."""
-    DTYPE: tl.constexpr = codes.dtype.element_ty
+    DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
-    at = codes + row.to(tl.int64) * size + column
+    code_ptrs = codes_ptr + row.to(tl.int64) * size + column
     if GROUPED:
-        group = tl.arange(0, BLOCK // _group)
-        by_group = tl.reshape(x, [BLOCK // _group, _group])
+        group = tl.arange(0, BLOCK // _GROUP)
+        by_group = tl.reshape(x, [BLOCK // _GROUP, _GROUP])
         scale = scale_of(tl.max(tl.abs(by_group), axis=1), DTYPE)
         q = tl.reshape(codes_of(by_group, scale[:, None], DTYPE), [BLOCK])
-        tl.store(scales + group * num_rows + row, scale, mask=group * _group < size)
+        tl.store(scales_ptr + group * num_rows + row, scale, mask=group * _GROUP < size)
     else:
-        if given_scale is not None:
-            scale = tl.load(given_scale)
+        if given_scale_ptr is not None:
+            scale = tl.load(given_scale_ptr)
             x = clamped(x, scale, DTYPE)
         else:
             scale = scale_of(tl.max(tl.abs(x)), DTYPE)
         q = codes_of(x, scale, DTYPE)
-        tl.store(scales + row, scale)
-    tl.store(at, q, mask=column < size, eviction_policy=EVICTION)
+        tl.store(scales_ptr + row, scale)
+    tl.store(code_ptrs, q, mask=column < size, eviction_policy=EVICTION)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _quantize_rows(
-    x, codes, scales, given_scale, num_rows, size,
+    x_ptr, codes_ptr, scales_ptr, given_scale_ptr,
+    num_rows, size,
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -156,8 +159,8 @@ def _quantize_rows(
         gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    numbers = tl.load(x + row.to(tl.int64) * size + column, mask=column < size, other=0.0).to(tl.float32)
-    store_row(numbers, codes, scales, given_scale, row, num_rows, size, BLOCK, GROUPED, EVICTION)
+    numbers = tl.load(x_ptr + row.to(tl.int64) * size + column, mask=column < size, other=0.0).to(tl.float32)
+    store_row(numbers, codes_ptr, scales_ptr, given_scale_ptr, row, num_rows, size, BLOCK, GROUPED, EVICTION)
 
 
 def quantize_rows_triton(
@@ -169,7 +172,12 @@ def quantize_rows_triton(
     quantized = empty_rows((num_rows, size), dtype, grouped, x.device)
     block = triton.next_power_of_2(max(size, GROUP))
     _quantize_rows[(num_rows,)](
-        *(x, *quantized, scale, num_rows, size),
+        x_ptr=x,
+        codes_ptr=quantized.codes,
+        scales_ptr=quantized.scales,
+        given_scale_ptr=scale,
+        num_rows=num_rows,
+        size=size,
         BLOCK=block,
         GROUPED=grouped,
         EVICTION="evict_last" if num_rows <= KEPT else "",

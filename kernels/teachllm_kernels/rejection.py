@@ -34,137 +34,156 @@ _CUT_WARPS = 8
 
 
 @triton.jit
-def _proposal(i, rows, draft_rows, siblings, siblings_stride, temperature, float_stride):
+def _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride):
     """The request row, its temperature, and the row of the proposals' logits, or -1 where none are to be verified."""
-    row = tl.load(rows + i).to(tl.int64)
-    heat = tl.load(temperature + tl.maximum(row, 0) * float_stride)
-    is_proposed = (row >= 0) & (heat > 0.0) & (tl.load(siblings + i * siblings_stride) >= 0)
-    return row, heat, tl.where(is_proposed, tl.load(draft_rows + i).to(tl.int64), -1)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    heat = tl.load(temperature_ptr + tl.maximum(row, 0) * float_stride)
+    is_proposed = (row >= 0) & (heat > 0.0) & (tl.load(siblings_ptr + i * siblings_stride) >= 0)
+    return row, heat, tl.where(is_proposed, tl.load(draft_rows_ptr + i).to(tl.int64), -1)
 
 
 @triton.jit(do_not_specialize=["tiles_per_chunk"])  # which depends on the rows
 def _measure(
-    logits, draft_logits, rows, draft_rows, siblings, temperature, top_k, top_p, min_p, seed, child_index, output_index,
-    best, stats, group_max, group_mass, vocab_size, num_tiles, num_groups, tiles_per_chunk,
+    logits_ptr, draft_logits_ptr, rows_ptr, draft_rows_ptr, siblings_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    best_ptr, stats_ptr, group_max_ptr, group_mass_ptr,
+    vocab_size, num_tiles, num_groups, tiles_per_chunk,
     logits_stride, draft_stride, siblings_stride, float_stride, int_stride,
-    STREAM: tl.constexpr, NUM_LEFT_OUT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    FILTERED: tl.constexpr, PDL: tl.constexpr,
+    STREAM: tl.constexpr, NUM_LEFT_OUT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FILTERED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, heat, source = _proposal(i, rows, draft_rows, siblings, siblings_stride, temperature, float_stride)
+    row, heat, source = _proposal(
+        i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride
+    )
     if row < 0:
         return
-    logits += i * logits_stride
-    siblings += i * siblings_stride
-    stats += i * 4 * num_tiles
+    logits_ptr += i * logits_stride
+    siblings_ptr += i * siblings_stride
+    stats_ptr += i * 4 * num_tiles
     first = chunk * tiles_per_chunk * BLOCK
     end = tl.minimum(first + tiles_per_chunk * BLOCK, vocab_size)
     if source >= 0:
-        draft_logits += source * draft_stride
-        tops, scale = stats + 2 * num_tiles, 1.4426950408889634 / heat
-        tile_masses(draft_logits, first, end, scale, siblings, tops, tops + num_tiles, BLOCK, NUM_LEFT_OUT)
+        draft_logits_ptr += source * draft_stride
+        tops_ptr, scale = stats_ptr + 2 * num_tiles, 1.4426950408889634 / heat
+        tile_masses(
+            draft_logits_ptr, first, end, scale, siblings_ptr, tops_ptr, tops_ptr + num_tiles, BLOCK, NUM_LEFT_OUT
+        )
     if FILTERED:
-        k, p = tl.load(top_k + row * int_stride), tl.load(top_p + row * float_stride)
-        if (heat > 0.0) & is_filtered(k, p, tl.load(min_p + row * float_stride), vocab_size):
+        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
+        if (heat > 0.0) & is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size):
             to = i * num_groups
-            group_stats(logits, first, end, heat, group_max + to, group_mass + to, BLOCK, GROUP)
+            group_stats(logits_ptr, first, end, heat, group_max_ptr + to, group_mass_ptr + to, BLOCK, GROUP)
             return
     if source >= 0:
-        tile_masses(logits, first, end, 1.4426950408889634 / heat, siblings, stats, stats + num_tiles, BLOCK, 0)
+        tile_masses(
+            logits_ptr, first, end, 1.4426950408889634 / heat, siblings_ptr, stats_ptr, stats_ptr + num_tiles, BLOCK, 0
+        )
         return
-    key, child = tl.load(seed + row * int_stride), tl.load(child_index + row * int_stride)
-    packed = best_of_chunk(logits, first, end, heat, key, tl.load(output_index + i), child, STREAM, BLOCK, True)
-    tl.store(best + i * tl.num_programs(0) + chunk, packed)
+    key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+    packed = best_of_chunk(logits_ptr, first, end, heat, key, tl.load(output_index_ptr + i), child, STREAM, BLOCK, True)
+    tl.store(best_ptr + i * tl.num_programs(0) + chunk, packed)
 
 
 @triton.jit
 def _cut(
-    logits, rows, draft_rows, siblings, temperature, top_k, top_p, min_p, seed, child_index, output_index,
-    group_max, group_mass, listed, few, cuts, last_tied, out, vocab_size, num_groups,
-    logits_stride, siblings_stride, float_stride, int_stride, STREAM: tl.constexpr,
-    GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, rows_ptr, draft_rows_ptr, siblings_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    group_max_ptr, group_mass_ptr, listed_ptr, few_ptr, cuts_ptr, last_tied_ptr, out_ptr,
+    vocab_size, num_groups,
+    logits_stride, siblings_stride, float_stride, int_stride,
+    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i = tl.program_id(0).to(tl.int64)
-    row, heat, source = _proposal(i, rows, draft_rows, siblings, siblings_stride, temperature, float_stride)
+    row, heat, source = _proposal(
+        i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride
+    )
     if (row < 0) | (heat <= 0.0):
         return
-    k, p = tl.load(top_k + row * int_stride), tl.load(top_p + row * float_stride)
-    least = tl.load(min_p + row * float_stride)
+    k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
+    least = tl.load(min_p_ptr + row * float_stride)
     if not is_filtered(k, p, least, vocab_size):
         return
-    logits += i * logits_stride
-    listed += i * num_groups
+    logits_ptr += i * logits_stride
+    listed_ptr += i * num_groups
     to = i * num_groups
     threshold, last, num_listed, top = filtered_cut(
-        logits, heat, k.to(tl.int32), p, least, group_max + to, group_mass + to, listed, few + i * FEW,
+        logits_ptr, heat, k.to(tl.int32), p, least,
+        group_max_ptr + to, group_mass_ptr + to, listed_ptr, few_ptr + i * FEW,
         vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, FEW,
     )  # fmt: skip
     if source >= 0:
-        tl.store(cuts + 3 * i, threshold)
-        tl.store(cuts + 3 * i + 1, top)
-        mass = kept_mass(logits, heat, threshold, last, top, listed, num_listed, vocab_size, GROUP, TILE)
-        tl.store(cuts + 3 * i + 2, mass)
-        tl.store(last_tied + i, last)
+        tl.store(cuts_ptr + 3 * i, threshold)
+        tl.store(cuts_ptr + 3 * i + 1, top)
+        mass = kept_mass(logits_ptr, heat, threshold, last, top, listed_ptr, num_listed, vocab_size, GROUP, TILE)
+        tl.store(cuts_ptr + 3 * i + 2, mass)
+        tl.store(last_tied_ptr + i, last)
     else:
-        key, child = tl.load(seed + row * int_stride), tl.load(child_index + row * int_stride)
+        key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
         token = kept_draw(
-            logits, heat, threshold, last, key, child, tl.load(output_index + i), listed, num_listed, vocab_size,
-            STREAM, GROUP, TILE,
+            logits_ptr, heat, threshold, last, key, child, tl.load(output_index_ptr + i),
+            listed_ptr, num_listed, vocab_size, STREAM, GROUP, TILE,
         )  # fmt: skip
-        tl.store(out + i, token)
+        tl.store(out_ptr + i, token)
 
 
 @triton.jit(do_not_specialize=["most", "tiles_per_chunk"])
 def _reject(
-    logits, draft_logits, rows, draft_rows, siblings, temperature, top_k, top_p, min_p, seed, child_index, output_index,
-    best, stats, sums, cuts, last_tied, most, vocab_size, num_tiles, tiles_per_chunk,
-    logits_stride, draft_stride, siblings_stride, float_stride, int_stride, STREAM: tl.constexpr, BLOCK: tl.constexpr,
-    NUM_SIBLINGS: tl.constexpr, PADDED: tl.constexpr, REPLACED: tl.constexpr, NUM_TILES_PADDED: tl.constexpr,
-    FILTERED: tl.constexpr, IS_LAST: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, draft_logits_ptr, rows_ptr, draft_rows_ptr, siblings_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    best_ptr, stats_ptr, sums_ptr, cuts_ptr, last_tied_ptr,
+    most, vocab_size, num_tiles, tiles_per_chunk,
+    logits_stride, draft_stride, siblings_stride, float_stride, int_stride,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, NUM_SIBLINGS: tl.constexpr, PADDED: tl.constexpr,
+    REPLACED: tl.constexpr, NUM_TILES_PADDED: tl.constexpr, FILTERED: tl.constexpr, IS_LAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, heat, source = _proposal(i, rows, draft_rows, siblings, siblings_stride, temperature, float_stride)
+    row, heat, source = _proposal(
+        i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride
+    )
     if source < 0:
         return
-    logits += i * logits_stride
-    draft_logits += source * draft_stride
-    siblings += i * siblings_stride
-    stats += i * 4 * num_tiles
+    logits_ptr += i * logits_stride
+    draft_logits_ptr += source * draft_stride
+    siblings_ptr += i * siblings_stride
+    stats_ptr += i * 4 * num_tiles
     if NUM_SIBLINGS > 1:
-        sums += i * (NUM_SIBLINGS - 1) * num_tiles
+        sums_ptr += i * (NUM_SIBLINGS - 1) * num_tiles
     scale = 1.4426950408889634 / heat
-    key, child = tl.load(seed + row * int_stride), tl.load(child_index + row * int_stride)
-    output = tl.load(output_index + i)
-    top, mass = joined(stats, stats + num_tiles, num_tiles, scale, NUM_TILES_PADDED)
+    key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+    output = tl.load(output_index_ptr + i)
+    top, mass = joined(stats_ptr, stats_ptr + num_tiles, num_tiles, scale, NUM_TILES_PADDED)
     threshold, last = float("-inf"), 0
     if FILTERED:
-        k, p = tl.load(top_k + row * int_stride), tl.load(top_p + row * float_stride)
-        if is_filtered(k, p, tl.load(min_p + row * float_stride), vocab_size):
-            threshold, last = tl.load(cuts + 3 * i), tl.load(last_tied + i)
-            top, mass = tl.load(cuts + 3 * i + 1), tl.load(cuts + 3 * i + 2)
-    stats += 2 * num_tiles
-    draft_top, draft_mass = joined(stats, stats + num_tiles, num_tiles, scale, NUM_TILES_PADDED)
+        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
+        if is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size):
+            threshold, last = tl.load(cuts_ptr + 3 * i), tl.load(last_tied_ptr + i)
+            top, mass = tl.load(cuts_ptr + 3 * i + 1), tl.load(cuts_ptr + 3 * i + 2)
+    stats_ptr += 2 * num_tiles
+    draft_top, draft_mass = joined(stats_ptr, stats_ptr + num_tiles, num_tiles, scale, NUM_TILES_PADDED)
     share = inverse(mass)
     accepted, num_rejected, tried, tops, shares, totals = walk(
-        logits, draft_logits, siblings, most, key, output, child, scale, top, share, threshold, last,
-        draft_top, draft_mass, sums, num_tiles, NUM_SIBLINGS, PADDED, REPLACED, NUM_TILES_PADDED,
+        logits_ptr, draft_logits_ptr, siblings_ptr, most, key, output, child, scale, top, share, threshold, last,
+        draft_top, draft_mass, sums_ptr, num_tiles, NUM_SIBLINGS, PADDED, REPLACED, NUM_TILES_PADDED,
     )  # fmt: skip
     if IS_LAST:
-        best += i * tl.num_programs(0) + chunk
+        best_ptr += i * tl.num_programs(0) + chunk
         if accepted >= 0:  # all programs of the row say so
-            tl.store(best, (0x7FFFFFFF - accepted).to(tl.int64))
+            tl.store(best_ptr, (0x7FFFFFFF - accepted).to(tl.int64))
             return
     else:
-        if (num_rejected < most) | (tl.load(siblings + most) < 0):  # it is decided, or this is the last to be tried
+        if (num_rejected < most) | (tl.load(siblings_ptr + most) < 0):  # it is decided, or this is the last to be tried
             return
 
     first = chunk * tiles_per_chunk * BLOCK
@@ -173,8 +192,8 @@ def _reject(
     best_id = first + tl.arange(0, BLOCK)
     for start in range(first, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
-        y = tl.load(draft_logits + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        y = tl.load(draft_logits_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
         before = probability(x, ids, top, share, scale, threshold, last)
         rest, before = left(before, y, ids, num_rejected, tried, tops, shares, totals, scale)
         if IS_LAST:
@@ -187,33 +206,36 @@ def _reject(
             best_score = tl.where(is_better, score, best_score)
             best_id = tl.where(is_better, ids, best_id)
         else:
-            tl.store(sums + (most - 1) * num_tiles + start // BLOCK, tl.sum(rest))
+            tl.store(sums_ptr + (most - 1) * num_tiles + start // BLOCK, tl.sum(rest))
     if IS_LAST:
-        tl.store(best, best_packed(best_score, best_id))
+        tl.store(best_ptr, best_packed(best_score, best_id))
 
 
 @triton.jit(do_not_specialize=["num_chunks"])  # which depends on the rows
 def _settle(
-    rows, draft_rows, siblings, temperature, top_k, top_p, min_p, best, out, vocab_size, num_chunks,
-    siblings_stride, float_stride, int_stride, NUM_CHUNKS_PADDED: tl.constexpr, FILTERED: tl.constexpr,
-    PDL: tl.constexpr,
+    rows_ptr, draft_rows_ptr, siblings_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, out_ptr,
+    vocab_size, num_chunks,
+    siblings_stride, float_stride, int_stride,
+    NUM_CHUNKS_PADDED: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i = tl.program_id(0).to(tl.int64)
-    row, heat, source = _proposal(i, rows, draft_rows, siblings, siblings_stride, temperature, float_stride)
+    row, heat, source = _proposal(
+        i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride
+    )
     if row < 0:
-        tl.store(out + i, 0)
+        tl.store(out_ptr + i, 0)
         return
     if FILTERED:
-        k, p = tl.load(top_k + row * int_stride), tl.load(top_p + row * float_stride)
-        is_cut = (heat > 0.0) & is_filtered(k, p, tl.load(min_p + row * float_stride), vocab_size)
+        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
+        is_cut = (heat > 0.0) & is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size)
         if is_cut & (source < 0):  # drawn by `_cut`
             return
     chunk = tl.arange(0, NUM_CHUNKS_PADDED)
-    packed = tl.load(best + i * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63))
-    tl.store(out + i, unpacked_id(tl.max(packed)))
+    packed = tl.load(best_ptr + i * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63))
+    tl.store(out_ptr + i, unpacked_id(tl.max(packed)))
 
 
 def rejection_sample_triton(
@@ -277,53 +299,59 @@ def rejection_sample_triton(
         cuts = torch.empty((num_rows, 3), dtype=torch.float32, device=device)
         last_tied = torch.empty(num_rows, dtype=torch.int32, device=device)
 
-    proposals = (rows, draft_rows, siblings, temperature)
-    filters, draws = (top_k, top_p, min_p), (seed, child_index, output_index)
-    row_strides = (logits.stride(0), draft_logits.stride(0), siblings.stride(0), float_stride, int_stride)
+    logits_stride, draft_stride, siblings_stride = logits.stride(0), draft_logits.stride(0), siblings.stride(0)
     padded = triton.next_power_of_2(num_tiles)
     options = launch_options(device)
     _measure[(num_chunks, num_rows)](
-        *(logits, draft_logits, *proposals, *filters, *draws, best, stats, group_max, group_mass),
-        *(vocab_size, num_tiles, num_groups, tiles_per_chunk, *row_strides),
-        STREAM=STREAM_SAMPLE,
-        NUM_LEFT_OUT=num_siblings if is_shrinking else 0,
-        BLOCK=_BLOCK,
-        GROUP=sizes["GROUP"],
-        FILTERED=any_filtered,
-        num_warps=4,
-        **options,
-    )
+        logits_ptr=logits, draft_logits_ptr=draft_logits,
+        rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
+        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+        seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+        best_ptr=best, stats_ptr=stats, group_max_ptr=group_max, group_mass_ptr=group_mass,
+        vocab_size=vocab_size, num_tiles=num_tiles, num_groups=num_groups, tiles_per_chunk=tiles_per_chunk,
+        logits_stride=logits_stride, draft_stride=draft_stride, siblings_stride=siblings_stride,
+        float_stride=float_stride, int_stride=int_stride,
+        STREAM=STREAM_SAMPLE, NUM_LEFT_OUT=num_siblings if is_shrinking else 0,
+        BLOCK=_BLOCK, GROUP=sizes["GROUP"], FILTERED=any_filtered,
+        num_warps=4, **options,
+    )  # fmt: skip
     if any_filtered:
         _cut[(num_rows,)](
-            *(logits, *proposals, *filters, *draws, group_max, group_mass, listed, few, cuts, last_tied, out),
-            *(vocab_size, num_groups, logits.stride(0), *row_strides[2:]),
-            STREAM=STREAM_SAMPLE,
-            **sizes,
-            num_warps=_CUT_WARPS,
-            **options,
-        )
+            logits_ptr=logits, rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
+            temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+            seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+            group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed, few_ptr=few,
+            cuts_ptr=cuts, last_tied_ptr=last_tied, out_ptr=out,
+            vocab_size=vocab_size, num_groups=num_groups,
+            logits_stride=logits_stride, siblings_stride=siblings_stride,
+            float_stride=float_stride, int_stride=int_stride,
+            STREAM=STREAM_SAMPLE, **sizes,
+            num_warps=_CUT_WARPS, **options,
+        )  # fmt: skip
     for most in range(1, num_siblings + 1):  # rejected
         _reject[(num_chunks, num_rows)](
-            *(logits, draft_logits, *proposals, *filters, *draws, best, stats, sums, cuts, last_tied),
-            *(most, vocab_size, num_tiles, tiles_per_chunk, *row_strides),
-            STREAM=STREAM_SAMPLE,
-            BLOCK=_BLOCK,
-            NUM_SIBLINGS=num_siblings,
-            PADDED=max(4, triton.next_power_of_2(num_siblings)),
-            REPLACED=replaced,
-            NUM_TILES_PADDED=padded,
-            FILTERED=any_filtered,
-            IS_LAST=most == num_siblings,
-            num_warps=4,
-            **options,
-        )
+            logits_ptr=logits, draft_logits_ptr=draft_logits,
+            rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
+            temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+            seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+            best_ptr=best, stats_ptr=stats, sums_ptr=sums, cuts_ptr=cuts, last_tied_ptr=last_tied,
+            most=most, vocab_size=vocab_size, num_tiles=num_tiles, tiles_per_chunk=tiles_per_chunk,
+            logits_stride=logits_stride, draft_stride=draft_stride, siblings_stride=siblings_stride,
+            float_stride=float_stride, int_stride=int_stride,
+            STREAM=STREAM_SAMPLE, BLOCK=_BLOCK, NUM_SIBLINGS=num_siblings,
+            PADDED=max(4, triton.next_power_of_2(num_siblings)), REPLACED=replaced, NUM_TILES_PADDED=padded,
+            FILTERED=any_filtered, IS_LAST=most == num_siblings,
+            num_warps=4, **options,
+        )  # fmt: skip
     _settle[(num_rows,)](
-        *(*proposals, *filters, best, out, vocab_size, num_chunks, *row_strides[2:]),
-        NUM_CHUNKS_PADDED=padded,
-        FILTERED=any_filtered,
-        num_warps=1,
-        **options,
-    )
+        rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
+        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+        best_ptr=best, out_ptr=out,
+        vocab_size=vocab_size, num_chunks=num_chunks,
+        siblings_stride=siblings_stride, float_stride=float_stride, int_stride=int_stride,
+        NUM_CHUNKS_PADDED=padded, FILTERED=any_filtered,
+        num_warps=1, **options,
+    )  # fmt: skip
     return out
 
 

@@ -23,27 +23,29 @@ _ROUNDING = tl.constexpr(2.0**-20)  # p and q of the same logits may differ by s
 
 
 @triton.jit
-def tile_masses(logits, first, end, scale, left_out, tops, masses, BLOCK: tl.constexpr, NUM_LEFT_OUT: tl.constexpr):
+def tile_masses(
+    logits_ptr, first, end, scale, left_out_ptr, tops_ptr, masses_ptr, BLOCK: tl.constexpr, NUM_LEFT_OUT: tl.constexpr
+):
     """Notes of each tile of the tokens `first` up to `end` the largest logit, and the sum of 2^((x - it) * scale).
 
     As if the ids in `left_out`, a pointer to NUM_LEFT_OUT of them, did not exist.
     """
     for start in range(first, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
         for j in tl.static_range(NUM_LEFT_OUT):
-            x = tl.where(ids == tl.load(left_out + j), float("-inf"), x)
+            x = tl.where(ids == tl.load(left_out_ptr + j), float("-inf"), x)
         top = tl.maximum(tl.max(x), -3.4e38)  # minus infinity stays out of the differences, where it would make a NaN
-        tl.store(tops + start // BLOCK, top)
-        tl.store(masses + start // BLOCK, tl.sum(tl.exp2((x - top) * scale)))
+        tl.store(tops_ptr + start // BLOCK, top)
+        tl.store(masses_ptr + start // BLOCK, tl.sum(tl.exp2((x - top) * scale)))
 
 
 @triton.jit
-def joined(tops, masses, num_tiles, scale, NUM_TILES_PADDED: tl.constexpr):
+def joined(tops_ptr, masses_ptr, num_tiles, scale, NUM_TILES_PADDED: tl.constexpr):
     """The largest logit and the sum of all tiles."""
     tile = tl.arange(0, NUM_TILES_PADDED)
-    top = tl.load(tops + tile, mask=tile < num_tiles, other=-3.4e38)
-    mass = tl.load(masses + tile, mask=tile < num_tiles, other=0.0)
+    top = tl.load(tops_ptr + tile, mask=tile < num_tiles, other=-3.4e38)
+    mass = tl.load(masses_ptr + tile, mask=tile < num_tiles, other=0.0)
     highest = tl.max(top)
     return highest, tl.sum(mass * tl.exp2((top - highest) * scale))
 
@@ -104,8 +106,9 @@ def left(p, y, ids, num_rejected, siblings, tops, inverses, sums, scale):
 
 @triton.jit
 def walk(
-    logits, draft_logits, siblings, most, seed, output_index, child_index, scale,
-    top, inverse_mass, threshold, last_tied, draft_top, draft_mass, partial_sums, num_tiles,
+    logits_ptr, draft_logits_ptr, siblings_ptr,
+    most, seed, output_index, child_index, scale, top, inverse_mass, threshold, last_tied, draft_top, draft_mass,
+    partial_sums_ptr, num_tiles,
     NUM_SIBLINGS: tl.constexpr, PADDED: tl.constexpr, REPLACED: tl.constexpr, NUM_TILES_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Tries a row's siblings, in their order, until one is accepted or `most` are rejected.
@@ -120,9 +123,9 @@ def walk(
         the accepted id or -1, how many were rejected, and what `left` takes: siblings, tops, inverses, sums.
     """
     k, tile = tl.arange(0, PADDED), tl.arange(0, NUM_TILES_PADDED)
-    tried = tl.load(siblings + k, mask=k < NUM_SIBLINGS, other=-1)
-    x = tl.load(logits + tried, mask=tried >= 0, other=float("-inf")).to(tl.float32)
-    y = tl.load(draft_logits + tried, mask=tried >= 0, other=float("-inf")).to(tl.float32)
+    tried = tl.load(siblings_ptr + k, mask=k < NUM_SIBLINGS, other=-1)
+    x = tl.load(logits_ptr + tried, mask=tried >= 0, other=float("-inf")).to(tl.float32)
+    y = tl.load(draft_logits_ptr + tried, mask=tried >= 0, other=float("-inf")).to(tl.float32)
     p = probability(x, tried, top, inverse_mass, scale, threshold, last_tied)
     tops, inverses = draft_levels(y, draft_top, draft_mass, scale, REPLACED or NUM_SIBLINGS == 1)
     q = tl.exp2((y - tops) * scale) * inverses  # of each sibling when its turn comes
@@ -134,7 +137,7 @@ def walk(
     while (accepted < 0) & (j < most):
         if NUM_SIBLINGS > 1:
             is_summed = (tile < num_tiles) & (j > 0)
-            total = tl.sum(tl.load(partial_sums + (j - 1) * num_tiles + tile, mask=is_summed, other=0.0))
+            total = tl.sum(tl.load(partial_sums_ptr + (j - 1) * num_tiles + tile, mask=is_summed, other=0.0))
             sums = tl.where(k == j - 1, total, sums)
         p_here, _ = left(p, y, tried, j, tried, tops, inverses, sums, scale)
         # Not p / q, where q may be 0.

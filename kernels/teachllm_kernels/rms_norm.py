@@ -68,8 +68,10 @@ def rms_norm_cpu(
 
 @triton.jit(do_not_specialize=["num_tokens"])  # which differs from batch to batch
 def _rms_norm(
-    y, residual, weight, normed, x, eps, num_tokens, size, code_scales, given_scale,
-    addresses, box, slots, num_box_rows,
+    y_ptr, residual_ptr, weight_ptr, normed_ptr, x_ptr,
+    eps, num_tokens, size,
+    code_scales_ptr, given_scale_ptr,
+    addresses_ptr, box_ptr, slots_ptr, num_box_rows,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -78,31 +80,36 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     inside = column < size
     at = tl.program_id(0).to(tl.int64) * size + column
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    own = tl.load(y + at, mask=inside, other=0.0)
+    own = tl.load(y_ptr + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
-        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        before = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if NUM_RANKS > 1:
         total = sum_over_ranks(
-            own, addresses, box, slots, tl.program_id(0), column, inside, num_box_rows, size, RANK, NUM_RANKS
-        )
+            own, addresses_ptr, box_ptr, slots_ptr,
+            tl.program_id(0), column, inside, num_box_rows, size, RANK, NUM_RANKS,
+        )  # fmt: skip
     else:
         total = own.to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(y + part * num_tokens * size + at, mask=inside, other=0.0)
+        total += tl.load(y_ptr + part * num_tokens * size + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         total += before
-        tl.store(x + at, total.to(x.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
-        total = total.to(x.dtype.element_ty).to(tl.float32)  # what is normed is what was stored
+        tl.store(x_ptr + at, total.to(x_ptr.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
+        total = total.to(x_ptr.dtype.element_ty).to(tl.float32)  # what is normed is what was stored
     rms = tl.sqrt(tl.sum(total * total) / size + eps)
-    if code_scales is None:
-        tl.store(normed + at, (total / rms * scale).to(normed.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
+    if code_scales_ptr is None:
+        normed_ptrs = normed_ptr + at
+        normed = (total / rms * scale).to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptrs, normed, mask=inside, eviction_policy=EVICTION)
     else:
-        unquantized = (total / rms * scale).to(x.dtype.element_ty).to(tl.float32)  # as it would have been stored
+        unquantized = (total / rms * scale).to(x_ptr.dtype.element_ty).to(tl.float32)  # as it would have been stored
         row = tl.program_id(0)
-        store_row(unquantized, normed, code_scales, given_scale, row, num_tokens, size, BLOCK, GROUPED, EVICTION)
+        store_row(
+            unquantized, normed_ptr, code_scales_ptr, given_scale_ptr, row, num_tokens, size, BLOCK, GROUPED, EVICTION
+        )
 
 
 def rms_norm_triton(
@@ -157,9 +164,22 @@ def _launch(
     block, num_parts = triton.next_power_of_2(size), y.shape[0] if y.dim() == 3 else 1
     if grouped:
         block = max(block, GROUP)
+    addresses, box, slots, num_box_rows = (None, None, None, 0) if mailbox is None else mailbox.arguments
     _rms_norm[(num_tokens,)](
-        *(y, residual, weight, normed, x, eps, num_tokens, size, code_scales, given_scale),
-        *((None, None, None, 0) if mailbox is None else mailbox.arguments),
+        y_ptr=y,
+        residual_ptr=residual,
+        weight_ptr=weight,
+        normed_ptr=normed,
+        x_ptr=x,
+        eps=eps,
+        num_tokens=num_tokens,
+        size=size,
+        code_scales_ptr=code_scales,
+        given_scale_ptr=given_scale,
+        addresses_ptr=addresses,
+        box_ptr=box,
+        slots_ptr=slots,
+        num_box_rows=num_box_rows,
         BLOCK=block,
         PARTS=num_parts,
         HAS_RESIDUAL=residual is not None,

@@ -53,7 +53,9 @@ def rope_kv_write_reference(
 
 @triton.jit
 def _rope_kv_write(
-    qkv, cos, signed_sin, qk_weight, k_cache, v_cache, slot_mapping, k_scale, v_scale, eps,
+    qkv_ptr, cos_ptr, signed_sin_ptr, qk_weight_ptr,
+    k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_scale_ptr, v_scale_ptr,
+    eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,42 +68,44 @@ def _rope_kv_write(
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (lane < HALF)[None, :]
     weight_a, weight_b = 0.0, 0.0
     if HAS_NORM:
-        weight = qk_weight + head[:, None] * 2 * HALF + lane[None, :]
+        weight_ptrs = qk_weight_ptr + head[:, None] * 2 * HALF + lane[None, :]
         normed = is_turned[:, None] & inside
-        weight_a = tl.load(weight, mask=normed, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight + HALF, mask=normed, other=0.0).to(tl.float32)
-    slot = tl.load(slot_mapping + token)
-    pair_cos = tl.load(cos + token * 2 * HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    pair_sin = tl.load(signed_sin + token * 2 * HALF + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+        weight_a = tl.load(weight_ptrs, mask=normed, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight_ptrs + HALF, mask=normed, other=0.0).to(tl.float32)
+    slot = tl.load(slot_mapping_ptr + token)
+    pair_cos = tl.load(cos_ptr + token * 2 * HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
+    is_lane = lane < HALF
+    sin_ptrs = signed_sin_ptr + token * 2 * HALF + HALF + lane
+    pair_sin = tl.load(sin_ptrs, mask=is_lane, other=0.0).to(tl.float32)[None, :]
     if PDL:
         gdc_wait()
 
     # A head's two halves, which the rotation pairs: channel i with channel i + HALF.
-    at = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * 2 * HALF + lane[None, :]
-    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    head_ptrs = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * 2 * HALF + lane[None, :]
+    a = tl.load(head_ptrs, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(head_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
     turned_a, turned_b = normed_and_turned(a, b, weight_a, weight_b, pair_cos, pair_sin, eps, HALF, HAS_NORM)
     a = tl.where(is_turned[:, None], turned_a, a)
     b = tl.where(is_turned[:, None], turned_b, b)
 
-    dtype = qkv.dtype.element_ty
-    tl.store(at, a.to(dtype), mask=inside & is_turned[:, None])
-    tl.store(at + HALF, b.to(dtype), mask=inside & is_turned[:, None])
+    dtype = qkv_ptr.dtype.element_ty
+    tl.store(head_ptrs, a.to(dtype), mask=inside & is_turned[:, None])
+    tl.store(head_ptrs + HALF, b.to(dtype), mask=inside & is_turned[:, None])
     is_k = (head >= NUM_HEADS) & is_turned
     kv_head = tl.where(is_k, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
     to = (slot * NUM_KV_HEADS + kv_head)[:, None] * 2 * HALF + lane[None, :]
     written = inside & (slot >= 0)
     kept_a, kept_b = a.to(dtype), b.to(dtype)
-    if k_scale is not None:
+    if k_scale_ptr is not None:
         is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-        of_k = tl.load(k_scale + kv_head, mask=is_k, other=1.0)
-        scale = tl.where(is_v, tl.load(v_scale + kv_head, mask=is_v, other=1.0), of_k)[:, None]
-        kept_a = encode(kept_a, scale, k_cache.dtype.element_ty)
-        kept_b = encode(kept_b, scale, k_cache.dtype.element_ty)
-    tl.store(k_cache + to, kept_a, mask=written & is_k[:, None])
-    tl.store(k_cache + to + HALF, kept_b, mask=written & is_k[:, None])
-    tl.store(v_cache + to, kept_a, mask=written & ~is_turned[:, None])
-    tl.store(v_cache + to + HALF, kept_b, mask=written & ~is_turned[:, None])
+        of_k = tl.load(k_scale_ptr + kv_head, mask=is_k, other=1.0)
+        scale = tl.where(is_v, tl.load(v_scale_ptr + kv_head, mask=is_v, other=1.0), of_k)[:, None]
+        kept_a = encode(kept_a, scale, k_cache_ptr.dtype.element_ty)
+        kept_b = encode(kept_b, scale, k_cache_ptr.dtype.element_ty)
+    tl.store(k_cache_ptr + to, kept_a, mask=written & is_k[:, None])
+    tl.store(k_cache_ptr + to + HALF, kept_b, mask=written & is_k[:, None])
+    tl.store(v_cache_ptr + to, kept_a, mask=written & ~is_turned[:, None])
+    tl.store(v_cache_ptr + to + HALF, kept_b, mask=written & ~is_turned[:, None])
 
 
 def rope_kv_write_triton(
@@ -118,9 +122,18 @@ def rope_kv_write_triton(
     """As `rope_kv_write_reference`, computed in float32 throughout."""
     num_tokens, num_all_heads, head_size = qkv.shape
     num_kv_heads, half = k_cache.shape[2], head_size // 2
+    k_scale, v_scale = scales or (None, None)
     _rope_kv_write[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
-        *(qkv, cos, signed_sin, qk_weight, for_kernel(k_cache), for_kernel(v_cache), slot_mapping),
-        *(*(scales or (None, None)), eps),
+        qkv_ptr=qkv,
+        cos_ptr=cos,
+        signed_sin_ptr=signed_sin,
+        qk_weight_ptr=qk_weight,
+        k_cache_ptr=for_kernel(k_cache),
+        v_cache_ptr=for_kernel(v_cache),
+        slot_mapping_ptr=slot_mapping,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        eps=eps,
         NUM_HEADS=num_all_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,

@@ -42,6 +42,23 @@ def normed_and_turned(a, b, weight_a, weight_b, cos, sin, eps, HALF: tl.constexp
     return a * cos - b * sin, b * cos + a * sin
 
 
+@triton.jit
+def load_halves(matrix_ptr, head, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
+    """Rows `head` of a matrix of heads, zeros for negative ones -> two halves [rows, HALF_PADDED] float32."""
+    lane = tl.arange(0, HALF_PADDED)
+    inside = (head >= 0)[:, None] & (lane < HALF)[None, :]
+    head_ptrs = matrix_ptr + head[:, None] * 2 * HALF + lane[None, :]
+    a = tl.load(head_ptrs, mask=inside, other=0.0).to(tl.float32)
+    return a, tl.load(head_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def turned_heads(heads, weights, angles, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads through norm and rotation -> [rows, 2 * HALF_PADDED]."""
+    a, b = normed_and_turned(*heads, *weights, *angles, eps, HALF, HAS_NORM)
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
 def cost(num_tokens: int, num_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:
     """(bytes, FLOPs) that any implementation must spend: x in and out, cos and sin of each pair's angle in."""
     elements = num_tokens * num_heads * head_size

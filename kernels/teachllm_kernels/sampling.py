@@ -95,41 +95,44 @@ def gumbel_noise_reference(
 
 @triton.jit(do_not_specialize=["tiles_per_chunk"])  # which depends on the rows
 def _scan(
-    logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
-    vocab_size, first_id, num_groups, tiles_per_chunk, logits_stride, float_stride, int_stride, STREAM: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, SKEW: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, rows_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    best_ptr, group_max_ptr, group_mass_ptr,
+    vocab_size, first_id, num_groups, tiles_per_chunk,
+    logits_stride, float_stride, int_stride,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr,
+    SKEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = tl.load(rows + i).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
         return
-    logits += i * logits_stride
+    logits_ptr += i * logits_stride
     first = chunk * tiles_per_chunk * BLOCK
     end = tl.minimum(first + tiles_per_chunk * BLOCK, vocab_size)
     heat, key, child, output = 0.0, 0, 0, 0
     if RANDOM:
-        heat = tl.load(temperature + row * float_stride)
-        key, child = tl.load(seed + row * int_stride), tl.load(child_index + row * int_stride)
-        output = tl.load(output_index + i)
+        heat = tl.load(temperature_ptr + row * float_stride)
+        key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+        output = tl.load(output_index_ptr + i)
     if FILTERED:
-        k, p = tl.load(top_k + row * int_stride), tl.load(top_p + row * float_stride)
-        if (heat > 0.0) & is_filtered(k, p, tl.load(min_p + row * float_stride), vocab_size):
+        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
+        if (heat > 0.0) & is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size):
             to = i * num_groups
-            group_stats(logits, first, end, heat, group_max + to, group_mass + to, BLOCK, GROUP)
+            group_stats(logits_ptr, first, end, heat, group_max_ptr + to, group_mass_ptr + to, BLOCK, GROUP)
             return
 
-    packed = best_of_chunk(logits, first, end, heat, key, output, child, STREAM, BLOCK, RANDOM, first_id, SKEW)
-    tl.store(best + i * tl.num_programs(0) + chunk, packed)
+    packed = best_of_chunk(logits_ptr, first, end, heat, key, output, child, STREAM, BLOCK, RANDOM, first_id, SKEW)
+    tl.store(best_ptr + i * tl.num_programs(0) + chunk, packed)
 
 
 @triton.jit
 def best_of_chunk(
-    logits, first, end, heat, key, output, child, STREAM: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr,
-    first_id=0, SKEW: tl.constexpr = 0,
+    logits_ptr, first, end, heat, key, output, child,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr, first_id=0, SKEW: tl.constexpr = 0,
 ):  # fmt: skip
     """The winner among the columns `first` up to `end`, as `best_packed`.
 
@@ -144,7 +147,7 @@ def best_of_chunk(
         inside = ids < end
         if SKEW > 0:
             inside = inside & (ids >= first)
-        score = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
+        score = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
         if RANDOM:  # noqa: SIM102 - known when the kernel is compiled; the other one is not
             if heat > 0.0:
                 # Noise times temperature instead of logits / temperature: the same argmax, without a division.
@@ -158,36 +161,40 @@ def best_of_chunk(
 
 @triton.jit(do_not_specialize=["num_chunks"])  # which depends on the rows
 def _pick(
-    logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index, best, group_max, group_mass,
-    listed, few, out, vocab_size, num_groups, num_chunks, logits_stride, float_stride, int_stride, STREAM: tl.constexpr,
-    NUM_CHUNKS_PADDED: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    FEW: tl.constexpr, FILTERED: tl.constexpr, OF_SOME: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, rows_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    best_ptr, group_max_ptr, group_mass_ptr, listed_ptr, few_ptr, out_ptr,
+    vocab_size, num_groups, num_chunks,
+    logits_stride, float_stride, int_stride,
+    STREAM: tl.constexpr, NUM_CHUNKS_PADDED: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, FEW: tl.constexpr, FILTERED: tl.constexpr, OF_SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + i).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
-        tl.store(out + i, _TOKEN_0 if OF_SOME else 0)
+        tl.store(out_ptr + i, _TOKEN_0 if OF_SOME else 0)
         return
     if FILTERED:
-        heat, k = tl.load(temperature + row * float_stride), tl.load(top_k + row * int_stride)
-        p, least = tl.load(top_p + row * float_stride), tl.load(min_p + row * float_stride)
+        heat, k = tl.load(temperature_ptr + row * float_stride), tl.load(top_k_ptr + row * int_stride)
+        p, least = tl.load(top_p_ptr + row * float_stride), tl.load(min_p_ptr + row * float_stride)
         if (heat > 0.0) & is_filtered(k, p, least, vocab_size):
-            key, child = tl.load(seed + row * int_stride), tl.load(child_index + row * int_stride)
+            key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
             to = i * num_groups
             token = filtered_draw(
-                logits + i * logits_stride, heat, k.to(tl.int32), p, least, key, child, tl.load(output_index + i),
-                group_max + to, group_mass + to, listed + to, few + i * FEW, vocab_size, num_groups, STREAM,
-                GROUP, NUM_GROUPS_PADDED, TILE, FEW,
+                logits_ptr + i * logits_stride,
+                heat, k.to(tl.int32), p, least, key, child, tl.load(output_index_ptr + i),
+                group_max_ptr + to, group_mass_ptr + to, listed_ptr + to, few_ptr + i * FEW,
+                vocab_size, num_groups, STREAM, GROUP, NUM_GROUPS_PADDED, TILE, FEW,
             )  # fmt: skip
-            tl.store(out + i, token)
+            tl.store(out_ptr + i, token)
             return
 
     chunk = tl.arange(0, NUM_CHUNKS_PADDED)
-    packed = tl.load(best + i * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63))
-    tl.store(out + i, tl.max(packed) if OF_SOME else unpacked_id(tl.max(packed)))
+    packed = tl.load(best_ptr + i * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63))
+    tl.store(out_ptr + i, tl.max(packed) if OF_SOME else unpacked_id(tl.max(packed)))
 
 
 def sample_triton(
@@ -244,30 +251,28 @@ def sample_triton(
     best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
     scratch = filter_scratch(num_rows, vocab_size, logits.device) if filtered else [None] * 4
     group_max, group_mass, listed, few = scratch
-    inputs = (logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index)
-    strides = [logits.stride(0), float_stride, int_stride]
     options = launch_options(logits.device)
     _scan[(num_chunks, num_rows)](
-        *(*inputs, best, group_max, group_mass, vocab_size, first_id or 0, num_groups, tiles_per_chunk, *strides),
-        STREAM=stream,
-        BLOCK=_BLOCK,
-        GROUP=_GROUP,
-        RANDOM=any_random,
-        FILTERED=filtered,
-        SKEW=skew,
-        num_warps=4,
-        **options,
-    )
+        logits_ptr=logits, rows_ptr=rows,
+        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+        seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+        best_ptr=best, group_max_ptr=group_max, group_mass_ptr=group_mass,
+        vocab_size=vocab_size, first_id=first_id or 0, num_groups=num_groups, tiles_per_chunk=tiles_per_chunk,
+        logits_stride=logits.stride(0), float_stride=float_stride, int_stride=int_stride,
+        STREAM=stream, BLOCK=_BLOCK, GROUP=_GROUP, RANDOM=any_random, FILTERED=filtered, SKEW=skew,
+        num_warps=4, **options,
+    )  # fmt: skip
     _pick[(num_rows,)](
-        *(*inputs, best, group_max, group_mass, listed, few, out, vocab_size, num_groups, num_chunks, *strides),
-        STREAM=stream,
-        NUM_CHUNKS_PADDED=triton.next_power_of_2(num_tiles),
-        **filter_sizes(vocab_size),
-        FILTERED=filtered,
-        OF_SOME=first_id is not None,
-        num_warps=_PICK_WARPS if filtered else 1,
-        **options,
-    )
+        logits_ptr=logits, rows_ptr=rows,
+        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+        seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+        best_ptr=best, group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed, few_ptr=few, out_ptr=out,
+        vocab_size=vocab_size, num_groups=num_groups, num_chunks=num_chunks,
+        logits_stride=logits.stride(0), float_stride=float_stride, int_stride=int_stride,
+        STREAM=stream, NUM_CHUNKS_PADDED=triton.next_power_of_2(num_tiles), **filter_sizes(vocab_size),
+        FILTERED=filtered, OF_SOME=first_id is not None,
+        num_warps=_PICK_WARPS if filtered else 1, **options,
+    )  # fmt: skip
     return out
 
 

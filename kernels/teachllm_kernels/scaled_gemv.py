@@ -32,7 +32,7 @@ __all__ = ["cost", "scaled_gemv_reference", "scaled_gemv_triton"]
 
 _CODES = 256  # of the weight, that a thread holds at most
 _LONGEST = 4096  # inputs that are loaded, or reduced, at once
-_group = tl.constexpr(GROUP)
+_GROUP = tl.constexpr(GROUP)
 
 
 def scaled_gemv_reference(
@@ -82,8 +82,8 @@ def _words(codes):
 
 @triton.jit
 def _load_codes(
-    x, x_scales, NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_BLOCK: tl.constexpr,
-    IN_WORDS: tl.constexpr,
+    x_ptr, x_scales_ptr,
+    NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
     """A row that is quantized: its codes block by block, the scales of each block's groups, and the row's scale."""
     PER: tl.constexpr = 4 if IN_WORDS else 1
@@ -91,46 +91,47 @@ def _load_codes(
     codes, of_groups, scale = (), (), 1.0
     for i in tl.static_range(BLOCKS):
         at = i * (BLOCK // PER) + column
-        codes = codes + (tl.load(x + at, mask=at < NUM_IN // PER, other=0.0),)
+        codes = codes + (tl.load(x_ptr + at, mask=at < NUM_IN // PER, other=0.0),)
         if BY_BLOCK:
-            group = i * (BLOCK // _group) + tl.arange(0, BLOCK // _group)
-            of_groups = of_groups + (tl.load(x_scales + group, mask=group * _group < NUM_IN, other=0.0),)
+            group = i * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
+            of_groups = of_groups + (tl.load(x_scales_ptr + group, mask=group * _GROUP < NUM_IN, other=0.0),)
     if not BY_BLOCK:
-        scale = tl.load(x_scales)
+        scale = tl.load(x_scales_ptr)
     return codes, of_groups, scale
 
 
 @triton.jit
 def _quantize(
-    x, given_scale, norm, eps, NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CODES: tl.constexpr,
-    HAS_NORM: tl.constexpr, BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
+    x_ptr, given_scale_ptr, norm, eps,
+    NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CODES: tl.constexpr, HAS_NORM: tl.constexpr,
+    BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
     """As `_load_codes`, of a row that is to be normed, with the weights `norm`, or not, and quantized."""
     column = tl.arange(0, BLOCK)
     numbers, normed, codes, of_groups, scale = (), (), (), (), 1.0
     squares, largest = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
-        y = tl.load(x + i * BLOCK + column, mask=i * BLOCK + column < NUM_IN, other=0.0).to(tl.float32)
+        y = tl.load(x_ptr + i * BLOCK + column, mask=i * BLOCK + column < NUM_IN, other=0.0).to(tl.float32)
         numbers = numbers + (y,)
         squares += y * y
     for i in tl.static_range(BLOCKS):
         y = numbers[i]
         if HAS_NORM:
             rms = tl.sqrt(tl.sum(squares) / NUM_IN + eps)
-            y = (y / rms * norm[i].to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+            y = (y / rms * norm[i].to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
         normed = normed + (y,)
         largest = tl.maximum(largest, tl.abs(y))
     if not BY_BLOCK:
-        scale = tl.load(given_scale) if given_scale is not None else scale_of(tl.max(largest), CODES)
+        scale = tl.load(given_scale_ptr) if given_scale_ptr is not None else scale_of(tl.max(largest), CODES)
     for i in tl.static_range(BLOCKS):
         y = normed[i]
         if BY_BLOCK:
-            by_group = tl.reshape(y, [BLOCK // _group, _group])
+            by_group = tl.reshape(y, [BLOCK // _GROUP, _GROUP])
             of_group = scale_of(tl.max(tl.abs(by_group), axis=1), CODES)
             of_groups = of_groups + (of_group,)
             q = tl.reshape(codes_of(by_group, of_group[:, None], CODES), [BLOCK])
         else:
-            if given_scale is not None:
+            if given_scale_ptr is not None:
                 y = clamped(y, scale, CODES)
             q = codes_of(y, scale, CODES)
         codes = codes + (_words(q) if IN_WORDS else q,)
@@ -138,15 +139,15 @@ def _quantize(
 
 
 @triton.jit
-def _load_scales(scales, row, is_row, block, GROUPS: tl.constexpr, ALL: tl.constexpr, BY_OUTPUT: tl.constexpr):
+def _load_scales(scales_ptr, row, is_row, block, GROUPS: tl.constexpr, ALL: tl.constexpr, BY_OUTPUT: tl.constexpr):
     """Of some rows of the weight: one for all, [ROWS], or [GROUPS] of their blocks, which are the same."""
     if GROUPS > 0:
         group = block * GROUPS + tl.arange(0, GROUPS)
-        found = tl.load(scales + tl.min(row) // _group * ALL + group, mask=group < ALL, other=0.0)
+        found = tl.load(scales_ptr + tl.min(row) // _GROUP * ALL + group, mask=group < ALL, other=0.0)
     elif BY_OUTPUT:
-        found = tl.load(scales + row, mask=is_row, other=0.0)
+        found = tl.load(scales_ptr + row, mask=is_row, other=0.0)
     else:
-        found = tl.load(scales)
+        found = tl.load(scales_ptr)
     return found
 
 
@@ -154,7 +155,7 @@ def _load_scales(scales, row, is_row, block, GROUPS: tl.constexpr, ALL: tl.const
 def _times(w, q, of_groups, of_blocks, BLOCK: tl.constexpr, BY_BLOCK: tl.constexpr):
     """[ROWS] sums of products of a block of the weight's rows with one of x; with the scales, if BY_BLOCK."""
     if BY_BLOCK:
-        factors = tl.broadcast_to((of_groups * of_blocks)[:, None], [BLOCK // _group, _group])
+        factors = tl.broadcast_to((of_groups * of_blocks)[:, None], [BLOCK // _GROUP, _GROUP])
         products = w.to(tl.float32) * (q.to(tl.float32) * tl.reshape(factors, [BLOCK]))[None, :]
     elif w.dtype == tl.int32:
         products = _dot4(w, q[None, :])
@@ -165,16 +166,17 @@ def _times(w, q, of_groups, of_blocks, BLOCK: tl.constexpr, BY_BLOCK: tl.constex
 
 @triton.jit
 def _scaled_gemv(
-    x, x_scales, weight, scales, given_scale, bias, norm_weight, residual, out, eps, num_out,
+    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, given_scale_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr,
+    eps, num_out,
     NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
     BY_OUTPUT: tl.constexpr, BY_BLOCK: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    IN_WORDS: tl.constexpr = weight.dtype.element_ty == tl.int32
+    IN_WORDS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
     PER: tl.constexpr = 4 if IN_WORDS else 1  # codes in what is loaded
-    GROUPS: tl.constexpr = BLOCK // _group if BY_BLOCK else 0
-    ALL: tl.constexpr = (NUM_IN + _group - 1) // _group
+    GROUPS: tl.constexpr = BLOCK // _GROUP if BY_BLOCK else 0
+    ALL: tl.constexpr = (NUM_IN + _GROUP - 1) // _GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_out
     piece, column = tl.arange(0, BLOCK // PER), tl.arange(0, BLOCK)
@@ -183,25 +185,25 @@ def _scaled_gemv(
         inside = is_row[:, None]
         if BLOCK * BLOCKS != NUM_IN:
             inside = inside & (i * (BLOCK // PER) + piece < NUM_IN // PER)[None, :]
-        at = weight + row.to(tl.int64)[:, None] * (NUM_IN // PER) + (i * (BLOCK // PER) + piece)[None, :]
-        w = w + (tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"),)
-        of_w = of_w + (_load_scales(scales, row, is_row, i, GROUPS, ALL, BY_OUTPUT),)
+        weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * (NUM_IN // PER) + (i * (BLOCK // PER) + piece)[None, :]
+        w = w + (tl.load(weight_ptrs, mask=inside, other=0.0, eviction_policy="evict_first"),)
+        of_w = of_w + (_load_scales(scales_ptr, row, is_row, i, GROUPS, ALL, BY_OUTPUT),)
         if GATED:
-            at += num_out.to(tl.int64) * (NUM_IN // PER)
-            w_up = w_up + (tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"),)
-            of_up = of_up + (_load_scales(scales, num_out + row, is_row, i, GROUPS, ALL, BY_OUTPUT),)
-        if norm_weight is not None:
-            at_norm = norm_weight + i * BLOCK + column
-            norm = norm + (tl.load(at_norm, mask=i * BLOCK + column < NUM_IN, other=0.0),)
+            weight_ptrs += num_out.to(tl.int64) * (NUM_IN // PER)
+            w_up = w_up + (tl.load(weight_ptrs, mask=inside, other=0.0, eviction_policy="evict_first"),)
+            of_up = of_up + (_load_scales(scales_ptr, num_out + row, is_row, i, GROUPS, ALL, BY_OUTPUT),)
+        if norm_weight_ptr is not None:
+            norm_ptrs = norm_weight_ptr + i * BLOCK + column
+            norm = norm + (tl.load(norm_ptrs, mask=i * BLOCK + column < NUM_IN, other=0.0),)
     if PDL:
         gdc_wait()
 
-    if x_scales is not None:
-        q, of_groups, scale = _load_codes(x, x_scales, NUM_IN, BLOCK, BLOCKS, BY_BLOCK, IN_WORDS)
+    if x_scales_ptr is not None:
+        q, of_groups, scale = _load_codes(x_ptr, x_scales_ptr, NUM_IN, BLOCK, BLOCKS, BY_BLOCK, IN_WORDS)
     else:
         q, of_groups, scale = _quantize(
-            *(x, given_scale, norm, eps),
-            *(NUM_IN, BLOCK, BLOCKS, CODES, norm_weight is not None, BY_BLOCK, IN_WORDS),
+            *(x_ptr, given_scale_ptr, norm, eps),
+            *(NUM_IN, BLOCK, BLOCKS, CODES, norm_weight_ptr is not None, BY_BLOCK, IN_WORDS),
         )
     sums = tl.zeros([ROWS], tl.int32 if IN_WORDS else tl.float32)
     sums_up = tl.zeros([ROWS], tl.int32 if IN_WORDS else tl.float32)
@@ -214,18 +216,18 @@ def _scaled_gemv(
     y = sums.to(tl.float32)
     if not BY_BLOCK:
         y = y * scale * of_w[0]
-    if bias is not None:
-        y += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     if GATED:
         up = sums_up.to(tl.float32)
         if not BY_BLOCK:
             up = up * scale * of_up[0]
-        if bias is not None:
-            up += tl.load(bias + num_out + row, mask=is_row, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + num_out + row, mask=is_row, other=0.0).to(tl.float32)
         y = y * tl.sigmoid(y) * up
-    if residual is not None:
-        y += tl.load(residual + row, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out + row, y.to(out.dtype.element_ty), mask=is_row)
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 def scaled_gemv_triton(
@@ -259,7 +261,17 @@ def scaled_gemv_triton(
         weight = weight.view(torch.int32)
         row = row if x_scales is None else row.view(torch.int32)
     _scaled_gemv[(triton.cdiv(num_out, rows),)](
-        *(row, x_scales, weight, scales, input_scale, bias, norm_weight, residual, out, eps, num_out),
+        x_ptr=row,
+        x_scales_ptr=x_scales,
+        weight_ptr=weight,
+        scales_ptr=scales,
+        given_scale_ptr=input_scale,
+        bias_ptr=bias,
+        norm_weight_ptr=norm_weight,
+        residual_ptr=residual,
+        out_ptr=out,
+        eps=eps,
+        num_out=num_out,
         NUM_IN=num_in,
         BLOCK=block,
         BLOCKS=triton.cdiv(num_in, block),

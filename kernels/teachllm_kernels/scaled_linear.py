@@ -27,7 +27,7 @@ _SPLIT_ROWS = 16  # up to so many rows of x, programs share the columns of a nar
 _BLOCKS_WANTED = 64  # programs of such a product; more, with less in flight each, read no faster
 _FIXED_ROWS = 64  # of x, for which tiles are chosen if they may not depend on how many there are
 _SIDE_BY_SIDE = 8  # blocks of rows that are worked on at once, so that they read the same of the weight
-_group = tl.constexpr(GROUP)
+_GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
@@ -43,14 +43,15 @@ def _add_product(acc, w, x_t, scale_w, scale_x, BY_BLOCK: tl.constexpr, WEIGHT_O
 
 
 @triton.jit
-def _at_output(values, n, is_n, BY_OUTPUT: tl.constexpr):
+def _at_output(values_ptr, n, is_n, BY_OUTPUT: tl.constexpr):
     """[BLOCK_N, 1] of the outputs n, or one for all."""
-    return tl.load(values + n, mask=is_n, other=0.0).to(tl.float32)[:, None] if BY_OUTPUT else tl.load(values)
+    return tl.load(values_ptr + n, mask=is_n, other=0.0).to(tl.float32)[:, None] if BY_OUTPUT else tl.load(values_ptr)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _scaled_linear(
-    x, weight, x_scales, scales, bias, out, partial, arrived, num_rows, num_out,
+    x_ptr, weight_ptr, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
+    num_rows, num_out,
     NUM_IN: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, SPLITS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, BY_OUTPUT: tl.constexpr,
     BY_BLOCK: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -58,8 +59,8 @@ def _scaled_linear(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    WEIGHT_ONLY: tl.constexpr = x_scales is None
-    SUMS: tl.constexpr = tl.int32 if x.dtype.element_ty.is_int() and not BY_BLOCK else tl.float32
+    WEIGHT_ONLY: tl.constexpr = x_scales_ptr is None
+    SUMS: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty.is_int() and not BY_BLOCK else tl.float32
     num_m, num_n = tl.cdiv(num_rows, ROWS), tl.cdiv(num_out, BLOCK_N)
     program, split = tl.program_id(0), tl.program_id(1)
     block_m, block = tl.swizzle2d(program // num_n, program % num_n, num_m, num_n, SIDE_BY_SIDE)
@@ -67,47 +68,47 @@ def _scaled_linear(
     m = block_m * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     is_n, is_m = n < num_out, m < num_rows
-    w_row = weight + n.to(tl.int64)[:, None] * NUM_IN
-    x_row = x + m.to(tl.int64)[None, :] * NUM_IN
+    w_row_ptrs = weight_ptr + n.to(tl.int64)[:, None] * NUM_IN
+    x_row_ptrs = x_ptr + m.to(tl.int64)[None, :] * NUM_IN
     up = num_out.to(tl.int64) * NUM_IN
     acc = tl.zeros([BLOCK_N, ROWS], SUMS)
     acc_up = tl.zeros([BLOCK_N, ROWS], SUMS)
 
     first, end = split * SPAN, split * SPAN + SPAN
     scale_x, scale_w, scale_w_up = 1.0, 1.0, 1.0
-    GROUPS: tl.constexpr = (NUM_IN + _group - 1) // _group
-    block_scale = scales + block * BLOCK_N // _group * GROUPS
-    up_scale = scales + (num_out + block * BLOCK_N) // _group * GROUPS
+    GROUPS: tl.constexpr = (NUM_IN + _GROUP - 1) // _GROUP
+    block_scale_ptr = scales_ptr + block * BLOCK_N // _GROUP * GROUPS
+    up_scale_ptr = scales_ptr + (num_out + block * BLOCK_N) // _GROUP * GROUPS
     if BY_BLOCK:  # a tile ahead of their use
         is_group = first < NUM_IN
-        scale_w = tl.load(block_scale + first // _group, mask=is_group, other=0.0)
+        scale_w = tl.load(block_scale_ptr + first // _GROUP, mask=is_group, other=0.0)
         if GATED:
-            scale_w_up = tl.load(up_scale + first // _group, mask=is_group, other=0.0)
+            scale_w_up = tl.load(up_scale_ptr + first // _GROUP, mask=is_group, other=0.0)
         if not WEIGHT_ONLY:
-            scale_x = tl.load(x_scales + first // _group * num_rows + m, mask=is_m & is_group, other=0.0)
+            scale_x = tl.load(x_scales_ptr + first // _GROUP * num_rows + m, mask=is_m & is_group, other=0.0)
     elif WEIGHT_ONLY:
-        scale_w = _at_output(scales, n, is_n, BY_OUTPUT)
+        scale_w = _at_output(scales_ptr, n, is_n, BY_OUTPUT)
         if GATED:
-            scale_w_up = _at_output(scales + (num_out if BY_OUTPUT else 0), n, is_n, BY_OUTPUT)
+            scale_w_up = _at_output(scales_ptr + (num_out if BY_OUTPUT else 0), n, is_n, BY_OUTPUT)
     for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         column = start + k
         is_w, is_x = is_n[:, None], is_m[None, :]
         if SPAN * SPLITS != NUM_IN:
             is_w, is_x = is_w & (column < NUM_IN)[None, :], is_x & (column < NUM_IN)[:, None]
-        x_t = tl.load(x_row + column[:, None], mask=is_x, other=0.0)
-        w = tl.load(w_row + column[None, :], mask=is_w, other=0.0)
+        x_t = tl.load(x_row_ptrs + column[:, None], mask=is_x, other=0.0)
+        w = tl.load(w_row_ptrs + column[None, :], mask=is_w, other=0.0)
         next_w, next_w_up, next_x = scale_w, scale_w_up, scale_x
         if BY_BLOCK:
-            group = (start + BLOCK_K) // _group
+            group = (start + BLOCK_K) // _GROUP
             is_group = start + BLOCK_K < NUM_IN
-            next_w = tl.load(block_scale + group, mask=is_group, other=0.0)
+            next_w = tl.load(block_scale_ptr + group, mask=is_group, other=0.0)
             if GATED:
-                next_w_up = tl.load(up_scale + group, mask=is_group, other=0.0)
+                next_w_up = tl.load(up_scale_ptr + group, mask=is_group, other=0.0)
             if not WEIGHT_ONLY:
-                next_x = tl.load(x_scales + group * num_rows + m, mask=is_m & is_group, other=0.0)
+                next_x = tl.load(x_scales_ptr + group * num_rows + m, mask=is_m & is_group, other=0.0)
         acc = _add_product(acc, w, x_t, scale_w, scale_x, BY_BLOCK, WEIGHT_ONLY)
         if GATED:
-            w_up = tl.load(w_row + up + column[None, :], mask=is_w, other=0.0)
+            w_up = tl.load(w_row_ptrs + up + column[None, :], mask=is_w, other=0.0)
             acc_up = _add_product(acc_up, w_up, x_t, scale_w_up, scale_x, BY_BLOCK, WEIGHT_ONLY)
         scale_w, scale_w_up, scale_x = next_w, next_w_up, next_x
 
@@ -116,34 +117,34 @@ def _scaled_linear(
     is_last = True
     if SPLITS > 1:
         size = num_rows * num_out
-        tl.store(partial + split * size + at, acc, mask=inside)
+        tl.store(partial_ptr + split * size + at, acc, mask=inside)
         if GATED:
-            tl.store(partial + (SPLITS + split) * size + at, acc_up, mask=inside)
+            tl.store(partial_ptr + (SPLITS + split) * size + at, acc_up, mask=inside)
         tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        is_last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
+        is_last = tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
-            tl.store(arrived + block, 0)
+            tl.store(arrived_ptr + block, 0)
             acc = tl.zeros([BLOCK_N, ROWS], SUMS)
             acc_up = tl.zeros([BLOCK_N, ROWS], SUMS)
             for part in tl.static_range(SPLITS):  # past the first-level cache, which may hold older numbers
-                acc += tl.load(partial + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+                acc += tl.load(partial_ptr + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
-                    other_half = partial + (SPLITS + part) * size + at
-                    acc_up += tl.load(other_half, mask=inside, other=0.0, cache_modifier=".cg")
+                    other_half_ptrs = partial_ptr + (SPLITS + part) * size + at
+                    acc_up += tl.load(other_half_ptrs, mask=inside, other=0.0, cache_modifier=".cg")
     if is_last:
         y, y_up = acc.to(tl.float32), acc_up.to(tl.float32)
         if not BY_BLOCK and not WEIGHT_ONLY:
-            of_rows = tl.load(x_scales + m, mask=is_m, other=0.0)[None, :]
-            y = y * of_rows * _at_output(scales, n, is_n, BY_OUTPUT)
+            of_rows = tl.load(x_scales_ptr + m, mask=is_m, other=0.0)[None, :]
+            y = y * of_rows * _at_output(scales_ptr, n, is_n, BY_OUTPUT)
             if GATED:
-                y_up = y_up * of_rows * _at_output(scales + (num_out if BY_OUTPUT else 0), n, is_n, BY_OUTPUT)
+                y_up = y_up * of_rows * _at_output(scales_ptr + (num_out if BY_OUTPUT else 0), n, is_n, BY_OUTPUT)
         if HAS_BIAS:
-            y += _at_output(bias, n, is_n, True)
+            y += _at_output(bias_ptr, n, is_n, True)
         if GATED:
             if HAS_BIAS:
-                y_up += _at_output(bias + num_out, n, is_n, True)
+                y_up += _at_output(bias_ptr + num_out, n, is_n, True)
             y = y * tl.sigmoid(y) * y_up
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def scaled_linear_triton(
@@ -203,7 +204,16 @@ def _launch(
         arrived = _arrivals(x.device)
     out = torch.empty((num_rows, num_out), dtype=dtype, device=x.device)
     _scaled_linear[(blocks * triton.cdiv(num_rows, tile["ROWS"]), splits)](
-        *(x, weight, x_scales, scales, bias, out, partial, arrived, num_rows, num_out),
+        x_ptr=x,
+        weight_ptr=weight,
+        x_scales_ptr=x_scales,
+        scales_ptr=scales,
+        bias_ptr=bias,
+        out_ptr=out,
+        partial_ptr=partial,
+        arrived_ptr=arrived,
+        num_rows=num_rows,
+        num_out=num_out,
         NUM_IN=num_in,
         SPAN=triton.cdiv(num_in, splits * tile["BLOCK_K"]) * tile["BLOCK_K"],
         SPLITS=splits,

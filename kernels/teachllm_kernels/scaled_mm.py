@@ -84,7 +84,8 @@ def _with_rows_of_zeros(x: QuantizedRows, count: int) -> QuantizedRows:
 
 @triton.jit
 def _scale_sums(
-    sums, x_scales, scales, bias, out, num_out,
+    sums_ptr, x_scales_ptr, scales_ptr, bias_ptr, out_ptr,
+    num_out,
     BLOCK: tl.constexpr, BY_OUTPUT: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -93,19 +94,19 @@ def _scale_sums(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_out
-    of_row = tl.load(x_scales + row)
+    of_row = tl.load(x_scales_ptr + row)
     y = tl.zeros([BLOCK], tl.float32)
     for half in tl.static_range(2 if GATED else 1):
         gate = y
         at = half * num_out + column
         width = num_out * (2 if GATED else 1)
-        y = tl.load(sums + row * width + at, mask=inside, other=0).to(tl.float32) * of_row
-        y = y * (tl.load(scales + at, mask=inside, other=0.0) if BY_OUTPUT else tl.load(scales))
+        y = tl.load(sums_ptr + row * width + at, mask=inside, other=0).to(tl.float32) * of_row
+        y = y * (tl.load(scales_ptr + at, mask=inside, other=0.0) if BY_OUTPUT else tl.load(scales_ptr))
         if HAS_BIAS:
-            y += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+            y += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if half == 1:
             y = gate * tl.sigmoid(gate) * y
-    tl.store(out + row * num_out + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * num_out + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _scaled(
@@ -120,7 +121,12 @@ def _scaled(
     num_rows, num_out = sums.shape[0], sums.shape[1] // (2 if gated else 1)
     out = torch.empty((num_rows, num_out), dtype=dtype, device=sums.device)
     _scale_sums[(num_rows, triton.cdiv(num_out, _BLOCK))](
-        *(sums, x_scales, scales, bias, out, num_out),
+        sums_ptr=sums,
+        x_scales_ptr=x_scales,
+        scales_ptr=scales,
+        bias_ptr=bias,
+        out_ptr=out,
+        num_out=num_out,
         BLOCK=_BLOCK,
         BY_OUTPUT=scales.numel() > 1,
         GATED=gated,

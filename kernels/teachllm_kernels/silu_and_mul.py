@@ -25,21 +25,22 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _silu_and_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = tl.load(gate_up + row * 2 * size + column, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside).to(tl.float32)
-    tl.store(out + row * size + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * size + size + column, mask=inside).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _silu_and_mul_quantized(
-    gate_up, codes, scales, given_scale, num_rows, size,
+    gate_up_ptr, codes_ptr, scales_ptr, given_scale_ptr,
+    num_rows, size,
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -48,11 +49,11 @@ def _silu_and_mul_quantized(
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    at = gate_up + row.to(tl.int64) * 2 * size + column
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
-    y = (gate * tl.sigmoid(gate) * up).to(gate_up.dtype.element_ty).to(tl.float32)  # as it would have been stored
-    store_row(y, codes, scales, given_scale, row, num_rows, size, BLOCK, GROUPED, "")
+    gate_ptrs = gate_up_ptr + row.to(tl.int64) * 2 * size + column
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + size, mask=inside, other=0.0).to(tl.float32)
+    y = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)  # as it would have been stored
+    store_row(y, codes_ptr, scales_ptr, given_scale_ptr, row, num_rows, size, BLOCK, GROUPED, "")
 
 
 def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
-    _silu_and_mul[grid](gate_up, out, size, BLOCK=_BLOCK, **launch_options(gate_up.device))
+    _silu_and_mul[grid](gate_up_ptr=gate_up, out_ptr=out, size=size, BLOCK=_BLOCK, **launch_options(gate_up.device))
     return out
 
 
@@ -72,7 +73,12 @@ def silu_and_mul_quantized_triton(
     quantized = empty_rows((num_tokens, size), dtype, grouped, gate_up.device)
     block = triton.next_power_of_2(max(size, GROUP))
     _silu_and_mul_quantized[(num_tokens,)](
-        *(gate_up, *quantized, scale, num_tokens, size),
+        gate_up_ptr=gate_up,
+        codes_ptr=quantized.codes,
+        scales_ptr=quantized.scales,
+        given_scale_ptr=scale,
+        num_rows=num_tokens,
+        size=size,
         BLOCK=block,
         GROUPED=grouped,
         num_warps=min(max(block // 512, 1), 16),

@@ -22,41 +22,45 @@ _MAX_RUN_PROGRAMS = 16  # for one run: most are a block-table entry or two
 
 @triton.jit(do_not_specialize=["num_trees"])
 def _step_inputs(
-    rows, query_start, planned_start, token_ids, num_known, block_tables,
-    input_ids, positions, slot_mapping, seq_lens, token_stride, table_stride, depths, num_trees, num_places,
+    rows_ptr, query_start_ptr, planned_start_ptr, token_ids_ptr, num_known_ptr, block_tables_ptr,
+    input_ids_ptr, positions_ptr, slot_mapping_ptr, seq_lens_ptr,
+    token_stride, table_stride,
+    depths_ptr, num_trees, num_places,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, ALL_KNOWN: tl.constexpr, HAS_TREES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     seq = tl.program_id(0)
-    row = tl.load(rows + seq).to(tl.int64)
-    first = tl.load(query_start + seq)
-    num_tokens = tl.load(query_start + seq + 1) - first
+    row = tl.load(rows_ptr + seq).to(tl.int64)
+    first = tl.load(query_start_ptr + seq)
+    num_tokens = tl.load(query_start_ptr + seq + 1) - first
     if row >= 0:
         # The plan may count on drafts that were rejected; a step always computes a known token first.
-        start = tl.load(num_known + row) - 1
+        start = tl.load(num_known_ptr + row) - 1
         if ALL_KNOWN:
             start -= num_tokens - 1
-        start = tl.minimum(tl.load(planned_start + seq), start)
-        tl.store(seq_lens + seq, start + num_tokens)
+        start = tl.minimum(tl.load(planned_start_ptr + seq), start)
+        tl.store(seq_lens_ptr + seq, start + num_tokens)
     else:
         start = 0
-        tl.store(seq_lens + seq, 0)
+        tl.store(seq_lens_ptr + seq, 0)
     for offset in range(0, num_tokens, BLOCK):
         index = offset + tl.arange(0, BLOCK)
         inside = index < num_tokens
         position = start + index
         known = inside & (row >= 0) & (position >= 0)
-        token = tl.load(token_ids + row * token_stride + position, mask=known, other=0)
-        block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+        token = tl.load(token_ids_ptr + row * token_stride + position, mask=known, other=0)
+        block = tl.load(block_tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=known, other=0).to(
+            tl.int64
+        )
         slot = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        tl.store(input_ids + first + index, token.to(tl.int64), mask=inside)
+        tl.store(input_ids_ptr + first + index, token.to(tl.int64), mask=inside)
         if HAS_TREES:  # noqa: SIM102 (settled when the kernel is compiled)
             if seq < num_trees:
-                position = start + tl.load(depths + index, mask=inside & (index < num_places), other=0)
-        tl.store(positions + first + index, tl.where(known, position, 0).to(tl.int64), mask=inside)
-        tl.store(slot_mapping + first + index, slot, mask=inside)
+                position = start + tl.load(depths_ptr + index, mask=inside & (index < num_places), other=0)
+        tl.store(positions_ptr + first + index, tl.where(known, position, 0).to(tl.int64), mask=inside)
+        tl.store(slot_mapping_ptr + first + index, slot, mask=inside)
 
 
 def step_inputs(
@@ -92,9 +96,21 @@ def step_inputs(
         num_trees: so many of the first sequences have such drafts, or could have.
     """
     _step_inputs[(rows.shape[0],)](
-        *(rows, query_start, planned_start, token_ids, num_known, block_tables),
-        *(input_ids, positions, slot_mapping, seq_lens, token_ids.stride(0), block_tables.stride(0)),
-        *(depths, num_trees, 0 if depths is None else depths.shape[0]),
+        rows_ptr=rows,
+        query_start_ptr=query_start,
+        planned_start_ptr=planned_start,
+        token_ids_ptr=token_ids,
+        num_known_ptr=num_known,
+        block_tables_ptr=block_tables,
+        input_ids_ptr=input_ids,
+        positions_ptr=positions,
+        slot_mapping_ptr=slot_mapping,
+        seq_lens_ptr=seq_lens,
+        token_stride=token_ids.stride(0),
+        table_stride=block_tables.stride(0),
+        depths_ptr=depths,
+        num_trees=num_trees,
+        num_places=0 if depths is None else depths.shape[0],
         BLOCK_SIZE=block_size,
         BLOCK=_BLOCK,
         ALL_KNOWN=all_known,
@@ -105,19 +121,20 @@ def step_inputs(
 
 @triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
 def _append_tokens(
-    rows, sampled, token_ids, num_known, outputs, output_row, num_rows, token_stride, output_stride,
+    rows_ptr, sampled_ptr, token_ids_ptr, num_known_ptr, outputs_ptr, output_row_ptr,
+    num_rows, token_stride, output_stride,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     index = tl.arange(0, ROWS)
-    row = tl.load(rows + index, mask=index < num_rows, other=-1).to(tl.int64)
-    token = tl.load(sampled + index, mask=row >= 0, other=0)
-    known = tl.load(num_known + row, mask=row >= 0, other=0)
-    tl.store(token_ids + row * token_stride + known, token.to(tl.int32), mask=row >= 0)
-    tl.store(num_known + row, known + 1, mask=row >= 0)
-    tl.store(outputs + tl.load(output_row) * output_stride + index, token.to(tl.int32), mask=row >= 0)
+    row = tl.load(rows_ptr + index, mask=index < num_rows, other=-1).to(tl.int64)
+    token = tl.load(sampled_ptr + index, mask=row >= 0, other=0)
+    known = tl.load(num_known_ptr + row, mask=row >= 0, other=0)
+    tl.store(token_ids_ptr + row * token_stride + known, token.to(tl.int32), mask=row >= 0)
+    tl.store(num_known_ptr + row, known + 1, mask=row >= 0)
+    tl.store(outputs_ptr + tl.load(output_row_ptr) * output_stride + index, token.to(tl.int32), mask=row >= 0)
 
 
 def append_tokens(
@@ -139,25 +156,32 @@ def append_tokens(
         output_row: [1] int32, the row of `outputs` to write to.
     """
     _append_tokens[(1,)](
-        *(rows, sampled, token_ids, num_known, outputs, output_row),
-        *(rows.shape[0], token_ids.stride(0), outputs.stride(0)),
+        rows_ptr=rows,
+        sampled_ptr=sampled,
+        token_ids_ptr=token_ids,
+        num_known_ptr=num_known,
+        outputs_ptr=outputs,
+        output_row_ptr=output_row,
+        num_rows=rows.shape[0],
+        token_stride=token_ids.stride(0),
+        output_stride=outputs.stride(0),
         ROWS=triton.next_power_of_2(rows.shape[0]),
         **launch_options(rows.device),
     )
 
 
 @triton.jit
-def _write_runs(to, packed, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _write_runs(to_ptr, packed_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     run, num_runs = tl.program_id(0), tl.num_programs(0)
-    to += tl.load(packed + run).to(tl.int64)
-    first, end = tl.load(packed + num_runs + run), tl.load(packed + num_runs + run + 1)
-    values = packed + 2 * num_runs + 1
+    to_ptr += tl.load(packed_ptr + run).to(tl.int64)
+    first, end = tl.load(packed_ptr + num_runs + run), tl.load(packed_ptr + num_runs + run + 1)
+    values_ptr = packed_ptr + 2 * num_runs + 1
     for offset in range(first + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         index = offset + tl.arange(0, BLOCK)
-        tl.store(to + index - first, tl.load(values + index, mask=index < end), mask=index < end)
+        tl.store(to_ptr + index - first, tl.load(values_ptr + index, mask=index < end), mask=index < end)
 
 
 def write_runs(to: torch.Tensor, packed: torch.Tensor, num_runs: int, longest: int) -> None:
@@ -171,7 +195,7 @@ def write_runs(to: torch.Tensor, packed: torch.Tensor, num_runs: int, longest: i
         longest: values of the longest run.
     """
     programs = min(triton.cdiv(longest, _RUN_BLOCK), _MAX_RUN_PROGRAMS)
-    _write_runs[(num_runs, programs)](to, packed, BLOCK=_RUN_BLOCK, **launch_options(to.device))
+    _write_runs[(num_runs, programs)](to_ptr=to, packed_ptr=packed, BLOCK=_RUN_BLOCK, **launch_options(to.device))
 
 
 def cost(num_tokens: int, num_sampled: int = 0, num_written: int = 0) -> tuple[int, int]:

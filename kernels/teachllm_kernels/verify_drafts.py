@@ -23,27 +23,31 @@ from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_opt
 
 @triton.jit
 def _draft_proposals(
-    first, rows, token_ids, num_known, num_drawn, children, kept, siblings, draft_rows, token_stride, num_kept,
+    first_ptr, rows_ptr, token_ids_ptr, num_known_ptr, num_drawn_ptr, children_ptr, kept_ptr,
+    siblings_ptr, draft_rows_ptr,
+    token_stride, num_kept,
     WIDTH: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     seq = tl.program_id(0)
-    begin, end = tl.load(first + seq), tl.load(first + seq + 1)
-    row = tl.load(rows + begin).to(tl.int64)
+    begin, end = tl.load(first_ptr + seq), tl.load(first_ptr + seq + 1)
+    row = tl.load(rows_ptr + begin).to(tl.int64)
     place = tl.arange(0, WIDTH)
     inside = begin + place < end
-    known = tl.load(num_known + row, mask=row >= 0, other=0)
-    count = tl.minimum(tl.load(num_drawn + row, mask=row >= 0, other=0), end - begin - 1)
-    number = tl.load(kept + place, mask=inside, other=-1)
+    known = tl.load(num_known_ptr + row, mask=row >= 0, other=0)
+    count = tl.minimum(tl.load(num_drawn_ptr + row, mask=row >= 0, other=0), end - begin - 1)
+    number = tl.load(kept_ptr + place, mask=inside, other=-1)
     for i in tl.static_range(MOST):
-        node = tl.load(children + place * MOST + i, mask=inside, other=-1)
+        node = tl.load(children_ptr + place * MOST + i, mask=inside, other=-1)
         drawn = (node >= 0) & (node < count)
-        draft = tl.load(token_ids + row * token_stride + known + node, mask=drawn, other=-1)
-        tl.store(siblings + (begin + place) * MOST + i, draft, mask=inside)
+        draft = tl.load(token_ids_ptr + row * token_stride + known + node, mask=drawn, other=-1)
+        tl.store(siblings_ptr + (begin + place) * MOST + i, draft, mask=inside)
         if i == 0:
-            tl.store(draft_rows + begin + place, tl.where(drawn, row * num_kept + number, -1).to(tl.int32), mask=inside)
+            tl.store(
+                draft_rows_ptr + begin + place, tl.where(drawn, row * num_kept + number, -1).to(tl.int32), mask=inside
+            )
 
 
 def draft_proposals(
@@ -68,8 +72,17 @@ def draft_proposals(
             which row of the kept logits they were drawn from, `row * num_kept + kept[place]`; -1: none.
     """
     _draft_proposals[(first.shape[0] - 1,)](
-        *(first, rows, token_ids, num_known, num_drawn, children, kept, siblings, draft_rows),
-        *(token_ids.stride(0), num_kept),
+        first_ptr=first,
+        rows_ptr=rows,
+        token_ids_ptr=token_ids,
+        num_known_ptr=num_known,
+        num_drawn_ptr=num_drawn,
+        children_ptr=children,
+        kept_ptr=kept,
+        siblings_ptr=siblings,
+        draft_rows_ptr=draft_rows,
+        token_stride=token_ids.stride(0),
+        num_kept=num_kept,
         WIDTH=triton.next_power_of_2(children.shape[0]),
         MOST=children.shape[1],
         num_warps=1,
@@ -79,25 +92,26 @@ def draft_proposals(
 
 @triton.jit(do_not_specialize=["threshold"])
 def _synthetic_drafts(
-    first, rows, sampled, token_ids, num_known, children, token_stride, threshold,
+    first_ptr, rows_ptr, sampled_ptr, token_ids_ptr, num_known_ptr, children_ptr,
+    token_stride, threshold,
     WIDTH: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     seq = tl.program_id(0)
-    begin, end = tl.load(first + seq), tl.load(first + seq + 1)
-    row = tl.load(rows + begin).to(tl.int64)
+    begin, end = tl.load(first_ptr + seq), tl.load(first_ptr + seq + 1)
+    row = tl.load(rows_ptr + begin).to(tl.int64)
     place = tl.arange(0, WIDTH)
-    node = tl.load(children + place * MOST, mask=begin + place < end, other=-1)
+    node = tl.load(children_ptr + place * MOST, mask=begin + place < end, other=-1)
     is_draft = (row >= 0) & (node >= 0) & (node < end - begin - 1)
-    known = tl.load(num_known + row, mask=row >= 0, other=0)
-    draft = tl.load(token_ids + row * token_stride + known + node, mask=is_draft, other=-1).to(tl.int64)
-    token = tl.load(sampled + begin + place, mask=is_draft, other=0)
+    known = tl.load(num_known_ptr + row, mask=row >= 0, other=0)
+    draft = tl.load(token_ids_ptr + row * token_stride + known + node, mask=is_draft, other=-1).to(tl.int64)
+    token = tl.load(sampled_ptr + begin + place, mask=is_draft, other=0)
     coin, _, _, _ = tl.philox(0, known + place, row.to(tl.int32), 0, 0)
     other = tl.where(token == draft, (token == 0).to(tl.int64), token)
     holds = (coin >> 8).to(tl.int32) < threshold
-    tl.store(sampled + begin + place, tl.where(holds, draft, other), mask=is_draft)
+    tl.store(sampled_ptr + begin + place, tl.where(holds, draft, other), mask=is_draft)
 
 
 def synthetic_verdict(
@@ -117,7 +131,14 @@ def synthetic_verdict(
         rate: how many hold, in the mean. The others as of `accept`, before it.
     """
     _synthetic_drafts[(first.shape[0] - 1,)](
-        *(first, rows, sampled, token_ids, num_known, children, token_ids.stride(0), int(rate * 2**24)),
+        first_ptr=first,
+        rows_ptr=rows,
+        sampled_ptr=sampled,
+        token_ids_ptr=token_ids,
+        num_known_ptr=num_known,
+        children_ptr=children,
+        token_stride=token_ids.stride(0),
+        threshold=int(rate * 2**24),
         WIDTH=triton.next_power_of_2(children.shape[0]),
         MOST=children.shape[1],
         num_warps=1,
@@ -127,54 +148,55 @@ def synthetic_verdict(
 
 @triton.jit
 def _accept_drafts(
-    first, rows, logit_index, sampled, token_ids, num_known, num_real, parents,
-    last, last_token, path, places, outputs, output_row, token_stride, output_stride, num_nodes,
+    first_ptr, rows_ptr, logit_index_ptr, sampled_ptr, token_ids_ptr, num_known_ptr, num_real_ptr, parents_ptr,
+    last_ptr, last_token_ptr, path_ptr, places_ptr, outputs_ptr, output_row_ptr,
+    token_stride, output_stride, num_nodes,
     WIDTH: tl.constexpr, LEVELS: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     seq = tl.program_id(0)
-    begin = tl.load(first + seq)
-    num_drafts = tl.load(first + seq + 1) - begin - 1
-    row = tl.load(rows + begin).to(tl.int64)
-    path += seq * LEVELS
+    begin = tl.load(first_ptr + seq)
+    num_drafts = tl.load(first_ptr + seq + 1) - begin - 1
+    row = tl.load(rows_ptr + begin).to(tl.int64)
+    path_ptr += seq * LEVELS
     if (row < 0) | (num_drafts < 0):
-        tl.store(last + seq, 0)
-        tl.store(last_token + seq, 0)
+        tl.store(last_ptr + seq, 0)
+        tl.store(last_token_ptr + seq, 0)
         for level in tl.static_range(LEVELS):
-            tl.store(path + level, -1)
+            tl.store(path_ptr + level, -1)
         return
-    newest, known = tl.load(logit_index + begin), tl.load(num_known + row)
-    num_drafts = tl.minimum(num_drafts, tl.load(num_real + row))  # what lies behind these is no guess of anybody's
+    newest, known = tl.load(logit_index_ptr + begin), tl.load(num_known_ptr + row)
+    num_drafts = tl.minimum(num_drafts, tl.load(num_real_ptr + row))  # what lies behind these is no guess of anybody's
     index = tl.arange(0, WIDTH)
-    behind = token_ids + row * token_stride + known
-    token = tl.load(sampled + begin + index, mask=index <= num_drafts, other=-1).to(tl.int32)
-    draft = tl.load(behind + index, mask=index < num_drafts, other=-2)
-    parent = tl.load(parents + index, mask=index < num_nodes, other=-1)
-    told = outputs + tl.load(output_row) * output_stride + seq * (3 + 2 * LEVELS)
+    behind_ptr = token_ids_ptr + row * token_stride + known
+    token = tl.load(sampled_ptr + begin + index, mask=index <= num_drafts, other=-1).to(tl.int32)
+    draft = tl.load(behind_ptr + index, mask=index < num_drafts, other=-2)
+    parent = tl.load(parents_ptr + index, mask=index < num_nodes, other=-1)
+    told_ptr = outputs_ptr + tl.load(output_row_ptr) * output_stride + seq * (3 + 2 * LEVELS)
     place, num_held = 0, 0
     for level in range(LEVELS + 1):
         said = tl.sum(tl.where(index == place, token, 0))
         is_reached = num_held == level
-        tl.store(behind + level, said, mask=is_reached)
-        tl.store(told + 2 + level, said, mask=is_reached)
+        tl.store(behind_ptr + level, said, mask=is_reached)
+        tl.store(told_ptr + 2 + level, said, mask=is_reached)
         # Siblings are different, but for those that stand in where nothing more could be drawn.
         node = tl.min(tl.where((parent == place) & (draft == said), index, WIDTH))
         holds = node < WIDTH
         is_level = level < LEVELS
-        tl.store(path + level, tl.where(holds, node, -1), mask=is_level)
-        tl.store(told + 3 + LEVELS + level, node, mask=holds & is_level)
+        tl.store(path_ptr + level, tl.where(holds, node, -1), mask=is_level)
+        tl.store(told_ptr + 3 + LEVELS + level, node, mask=holds & is_level)
         if HAS_PLACES:
-            tl.store(places + newest + 1 + level, (newest + 1 + node).to(tl.int64), mask=holds)
+            tl.store(places_ptr + newest + 1 + level, (newest + 1 + node).to(tl.int64), mask=holds)
         place = tl.where(holds, node + 1, place)
         num_held += holds.to(tl.int32)
-    tl.store(num_known + row, known + num_held + 1)
-    tl.store(num_real + row, 0)
-    tl.store(last + seq, begin + place)
-    tl.store(last_token + seq, newest + num_held)
-    tl.store(told, num_held + 1)
-    tl.store(told + 1, num_drafts)
+    tl.store(num_known_ptr + row, known + num_held + 1)
+    tl.store(num_real_ptr + row, 0)
+    tl.store(last_ptr + seq, begin + place)
+    tl.store(last_token_ptr + seq, newest + num_held)
+    tl.store(told_ptr, num_held + 1)
+    tl.store(told_ptr + 1, num_drafts)
 
 
 def accept(
@@ -217,8 +239,23 @@ def accept(
     """
     num_nodes = parents.shape[0]
     _accept_drafts[(first.shape[0] - 1,)](
-        *(first, rows, logit_index, sampled, token_ids, num_known, num_real, parents),
-        *(last, last_token, path, places, outputs, output_row, token_ids.stride(0), outputs.stride(0), num_nodes),
+        first_ptr=first,
+        rows_ptr=rows,
+        logit_index_ptr=logit_index,
+        sampled_ptr=sampled,
+        token_ids_ptr=token_ids,
+        num_known_ptr=num_known,
+        num_real_ptr=num_real,
+        parents_ptr=parents,
+        last_ptr=last,
+        last_token_ptr=last_token,
+        path_ptr=path,
+        places_ptr=places,
+        outputs_ptr=outputs,
+        output_row_ptr=output_row,
+        token_stride=token_ids.stride(0),
+        output_stride=outputs.stride(0),
+        num_nodes=num_nodes,
         WIDTH=triton.next_power_of_2(num_nodes + 1),
         LEVELS=path.shape[1],
         HAS_PLACES=places is not None,

@@ -195,7 +195,7 @@ FAULTS = (
     Fault(
         "08",
         "tiles added up without rescaling",
-        f"{_KERNELS}/paged_decode.py",
+        f"{_KERNELS}/decode_tile.py",
         '    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")\n',
         '    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")\n',
         "Right until a later tile has the largest score: short sequences never show it.",

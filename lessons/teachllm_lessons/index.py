@@ -104,7 +104,11 @@ LESSONS = (
         "08_triton_attention",
         "attention kernels",
         "How is attention computed without ever writing down its scores?",
-        ("kernels/teachllm_kernels/paged_decode.py", "kernels/teachllm_kernels/merge_splits.py"),
+        (
+            "kernels/teachllm_kernels/decode_tile.py",
+            "kernels/teachllm_kernels/paged_decode.py",
+            "kernels/teachllm_kernels/merge_splits.py",
+        ),
         ("Dao et al., FlashAttention, 2022", "Milakov and Gimelshein, Online normalizer for softmax, 2018"),
     ),
     Lesson(

@@ -21,8 +21,9 @@ from teachllm.layers.attention_backends.reference import ReferenceBackend
 from teachllm_kernels import decode_plan
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.decode_plan import LOG2_E, DecodePlan, plan_decode
+from teachllm_kernels.decode_tile import add_tile
 from teachllm_kernels.paged_attention import cost, paged_attention_reference
-from teachllm_kernels.paged_decode import add_tile, paged_decode_triton
+from teachllm_kernels.paged_decode import paged_decode_triton
 from teachllm_lessons.exercise import Exercise, require
 from teachllm_lessons.palette import BAD, INK, LINE, color
 from teachllm_lessons.picture import Picture, axes
@@ -39,52 +40,53 @@ Update = Any  # a @triton.jit function: (scores, v, largest, total, acc) -> (lar
 
 @triton.jit
 def _decode(
-    q, k_cache, v_cache, out, tables, tokens, seq_lens, scale_log2, table_stride,
+    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, tables_ptr, tokens_ptr, seq_lens_ptr,
+    scale_log2, table_stride,
     UPDATE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One sequence and KV head: the query heads that share it are the rows of each product."""
     seq, kv_head = tl.program_id(0), tl.program_id(1)
     row, channel, column = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, TILE)
-    at = (tl.load(tokens + seq) * NUM_KV_HEADS + kv_head) * GROUP * D + row[:, None] * D + channel[None, :]
+    at = (tl.load(tokens_ptr + seq) * NUM_KV_HEADS + kv_head) * GROUP * D + row[:, None] * D + channel[None, :]
     is_row = (row < GROUP)[:, None]
-    queries = tl.load(q + at, mask=is_row, other=0.0)
-    k_of_head = k_cache + kv_head * D + channel[:, None]
-    v_of_head = v_cache + kv_head * D + channel[None, :]
+    queries = tl.load(q_ptr + at, mask=is_row, other=0.0)
+    k_head_ptrs = k_cache_ptr + kv_head * D + channel[:, None]
+    v_head_ptrs = v_cache_ptr + kv_head * D + channel[None, :]
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    seq_len = tl.load(seq_lens + seq)
+    seq_len = tl.load(seq_lens_ptr + seq)
     for start in range(0, seq_len, TILE):
         key = start + column
         is_key = key < seq_len
-        block = tl.load(tables + seq * table_stride + key // BLOCK_SIZE, mask=is_key, other=0)
+        block = tl.load(tables_ptr + seq * table_stride + key // BLOCK_SIZE, mask=is_key, other=0)
         slot = (block * BLOCK_SIZE + key % BLOCK_SIZE) * (NUM_KV_HEADS * D)
-        k = tl.load(k_of_head + slot[None, :], mask=is_key[None, :], other=0.0)  # [D, TILE]
-        v = tl.load(v_of_head + slot[:, None], mask=is_key[:, None], other=0.0)  # [TILE, D]
+        k = tl.load(k_head_ptrs + slot[None, :], mask=is_key[None, :], other=0.0)  # [D, TILE]
+        v = tl.load(v_head_ptrs + slot[:, None], mask=is_key[:, None], other=0.0)  # [TILE, D]
         scores = tl.dot(queries, k, input_precision="ieee") * scale_log2
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         largest, total, acc = UPDATE(scores, v, largest, total, acc)
-    tl.store(out + at, acc / total[:, None], mask=is_row)
+    tl.store(out_ptr + at, acc / total[:, None], mask=is_row)
 
 
 @triton.jit
 def _one_tile(
-    scores, v, largest, total, acc, new_largest, new_total, new_acc,
+    scores_ptr, v_ptr, largest_ptr, total_ptr, acc_ptr, new_largest_ptr, new_total_ptr, new_acc_ptr,
     UPDATE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     row, key, channel = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, D)
     at = row[:, None] * D + channel[None, :]
     a, b, c = UPDATE(
-        tl.load(scores + row[:, None] * TILE + key[None, :]),
-        tl.load(v + key[:, None] * D + channel[None, :]),
-        tl.load(largest + row),
-        tl.load(total + row),
-        tl.load(acc + at),
+        tl.load(scores_ptr + row[:, None] * TILE + key[None, :]),
+        tl.load(v_ptr + key[:, None] * D + channel[None, :]),
+        tl.load(largest_ptr + row),
+        tl.load(total_ptr + row),
+        tl.load(acc_ptr + at),
     )
-    tl.store(new_largest + row, a)
-    tl.store(new_total + row, b)
-    tl.store(new_acc + at, c)
+    tl.store(new_largest_ptr + row, a)
+    tl.store(new_total_ptr + row, b)
+    tl.store(new_acc_ptr + at, c)
 
 
 def _device() -> torch.device:
@@ -92,12 +94,12 @@ def _device() -> torch.device:
     return torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """As `kernel[grid](...)`; what was raised inside comes out as it is, not wrapped by the interpreter."""
+def _launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """Run `kernel[grid](**arguments)`. An error inside comes out as it is, not wrapped by the interpreter."""
     from triton.runtime.errors import InterpreterError
 
     try:
-        kernel[grid](*arguments, **constants)
+        kernel[grid](**arguments)
     except InterpreterError as error:
         cause: BaseException | None = error
         while isinstance(cause, InterpreterError):
@@ -127,11 +129,25 @@ def run_tile(update: Update, scores: torch.Tensor, v: torch.Tensor, state: State
     wide_v, largest, total, acc = (torch.zeros(shape) for shape in ((_ROWS, _ROWS), _ROWS, _ROWS, (_ROWS, _ROWS)))
     wide_v[:keys, :channels] = v
     largest[:rows], total[:rows], acc[:rows, :channels] = state
-    before = [each.to(device) for each in (wide, wide_v, largest, total, acc)]
-    after = [torch.full_like(each, math.nan) for each in before[2:]]
-    _launch(_one_tile, (1,), *before, *after, UPDATE=update, ROWS=_ROWS, TILE=_ROWS, D=_ROWS)
-    new_largest, new_total, new_acc = (each.cpu() for each in after)
-    return new_largest[:rows], new_total[:rows], new_acc[:rows, :channels]
+    wide, wide_v, largest, total, acc = (each.to(device) for each in (wide, wide_v, largest, total, acc))
+    new_largest, new_total, new_acc = (torch.full_like(each, math.nan) for each in (largest, total, acc))
+    _launch(
+        _one_tile,
+        (1,),
+        scores_ptr=wide,
+        v_ptr=wide_v,
+        largest_ptr=largest,
+        total_ptr=total,
+        acc_ptr=acc,
+        new_largest_ptr=new_largest,
+        new_total_ptr=new_total,
+        new_acc_ptr=new_acc,
+        UPDATE=update,
+        ROWS=_ROWS,
+        TILE=_ROWS,
+        D=_ROWS,
+    )
+    return new_largest.cpu()[:rows], new_total.cpu()[:rows], new_acc.cpu()[:rows, :channels]
 
 
 class KernelAttention(ReferenceBackend):
@@ -186,8 +202,15 @@ class KernelAttention(ReferenceBackend):
         _launch(
             _decode,
             (len(tokens), num_kv_heads),
-            *(q, k_cache, v_cache, out, tables, tokens.to(q.device), seq_lens.to(q.device)),
-            *(scale * LOG2_E, tables.stride(0)),
+            q_ptr=q,
+            k_cache_ptr=k_cache,
+            v_cache_ptr=v_cache,
+            out_ptr=out,
+            tables_ptr=tables,
+            tokens_ptr=tokens.to(q.device),
+            seq_lens_ptr=seq_lens.to(q.device),
+            scale_log2=scale * LOG2_E,
+            table_stride=tables.stride(0),
             UPDATE=self.update,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=q.shape[1] // num_kv_heads,

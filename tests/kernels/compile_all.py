@@ -30,7 +30,7 @@ from teachllm_kernels.hopper_decode import hopper_decode
 from teachllm_kernels.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.hopper_linear import hopper_linear, hopper_scaled_linear
 from teachllm_kernels.hopper_packed_linear import hopper_packed_linear
-from teachllm_kernels.hopper_prefill import hopper_prefill, plan_prefill
+from teachllm_kernels.hopper_prefill import hopper_prefill
 from teachllm_kernels.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.kv_move import KVMover
 from teachllm_kernels.kv_write import kv_write_triton
@@ -41,6 +41,7 @@ from teachllm_kernels.packed_linear import packed_linear_triton
 from teachllm_kernels.packed_weight import pack
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton
+from teachllm_kernels.prefill_plan import plan_prefill
 from teachllm_kernels.prompt_lookup import prompt_lookup_triton
 from teachllm_kernels.quantize_rows import empty_rows, quantize_rows_triton
 from teachllm_kernels.rejection import rejection_sample_triton

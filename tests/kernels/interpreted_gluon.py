@@ -8,6 +8,7 @@ other.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -272,11 +273,17 @@ class _Hopper:
 class _Launcher:
     def __init__(self, function: Callable[..., None], launches: list[list[bool]]) -> None:
         self._function, self._launches = function, launches
+        parameters = inspect.signature(function).parameters.values()
+        self._runtime = {p.name for p in parameters if "constexpr" not in str(p.annotation)}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
             given = [_argument(each) for each in args]
-            named = {name: value for name, value in options.items() if name not in ("maxnreg", "launch_pdl")}
+            named = {
+                name: _argument(value) if name in self._runtime else value
+                for name, value in options.items()
+                if name not in ("maxnreg", "launch_pdl")
+            }
             _now.num = grid
             barriers = []
             for _now.id in itertools.product(*map(range, grid)):

@@ -48,22 +48,22 @@ def around_every_code(dtype: torch.dtype) -> torch.Tensor:
 
 
 @triton.jit
-def _encode(x, scale, out, size, BLOCK: tl.constexpr):
+def _encode(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    code = encode(tl.load(x + i, mask=i < size), tl.load(scale), out.dtype.element_ty)
-    tl.store(out + i, code, mask=i < size)
+    code = encode(tl.load(x_ptr + i, mask=i < size), tl.load(scale_ptr), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + i, code, mask=i < size)
 
 
 @triton.jit
-def _numbers(codes, out, size, BLOCK: tl.constexpr):
+def _numbers(codes_ptr, out_ptr, size, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out + i, numbers(tl.load(codes + i, mask=i < size), out.dtype.element_ty), mask=i < size)
+    tl.store(out_ptr + i, numbers(tl.load(codes_ptr + i, mask=i < size), out_ptr.dtype.element_ty), mask=i < size)
 
 
 @triton.jit
-def _multiplicand(x, out, BLOCK: tl.constexpr):
+def _multiplicand(x_ptr, out_ptr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out + i, multiplicand(tl.load(x + i), out.dtype.element_ty))
+    tl.store(out_ptr + i, multiplicand(tl.load(x_ptr + i), out_ptr.dtype.element_ty))
 
 
 @both
@@ -76,7 +76,8 @@ def test_every_rounding_is_that_of_the_definition(
     x = around_every_code(dtype) * scale
     found = torch.zeros(x.shape, dtype=dtype, device=DEVICE)
     scales = torch.tensor([scale], device=DEVICE)
-    _encode[(triton.cdiv(len(x), 1024),)](x, scales, for_kernel(found), len(x), BLOCK=1024)
+    grid = (triton.cdiv(len(x), 1024),)
+    _encode[grid](x_ptr=x, scale_ptr=scales, out_ptr=for_kernel(found), size=len(x), BLOCK=1024)
     expected = encode_reference(x[:, None, None], scales, dtype).flatten()
     assert torch.equal(as_bytes(found), as_bytes(expected))
 
@@ -102,14 +103,14 @@ def test_codes_multiply_as_the_numbers_that_they_are(
     monkeypatch.setattr(kv_codes, "has_fp8", lambda device: has_fp8)
     codes = every_code(dtype).to(dtype).to(DEVICE)
     out = torch.zeros(codes.shape, dtype=operand, device=DEVICE)
-    _numbers[(1,)](for_kernel(codes), out, len(codes), BLOCK=256)
+    _numbers[(1,)](codes_ptr=for_kernel(codes), out_ptr=out, size=len(codes), BLOCK=256)
     assert torch.equal(out.float(), every_code(dtype).to(DEVICE))
 
 
 def test_what_float16_cannot_say_of_q_stops_at_its_end() -> None:
     x = torch.tensor([1.5, -3e-5, 65504.0, 1e6, -1e30, 0.0, -7.25, 300.0], device=DEVICE)
     out = torch.zeros(8, dtype=torch.float16, device=DEVICE)
-    _multiplicand[(1,)](x, out, BLOCK=8)
+    _multiplicand[(1,)](x_ptr=x, out_ptr=out, BLOCK=8)
     assert torch.equal(out, x.clamp(-65504, 65504).half())
 
 

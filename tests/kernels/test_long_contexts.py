@@ -16,11 +16,12 @@ import torch
 from teachllm_kernels import decode_plan
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.hopper_decode import fits_hopper_decode
-from teachllm_kernels.hopper_prefill import hopper_prefill, plan_prefill
+from teachllm_kernels.hopper_prefill import hopper_prefill
 from teachllm_kernels.kv_codes import LARGEST, KVScales, decode_reference, encode_reference
 from teachllm_kernels.paged_attention import paged_attention_cpu, paged_attention_reference
 from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.paged_prefill import paged_prefill_triton
+from teachllm_kernels.prefill_plan import plan_prefill
 from tests.thorough import times
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

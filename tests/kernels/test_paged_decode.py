@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from teachllm_kernels import decode_plan, hopper_decode, kv_codes
 from teachllm_kernels.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.decode_tile import add_tile
 from teachllm_kernels.hopper_decode import fits_hopper_decode
 from teachllm_kernels.kv_codes import KVScales, as_bytes, decode_reference, encode_reference
 from teachllm_kernels.paged_attention import paged_attention_reference
-from teachllm_kernels.paged_decode import add_tile, fused_paged_decode, paged_decode_triton
+from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.rope_kv_write import rope_kv_write_reference
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted

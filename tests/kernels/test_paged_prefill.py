@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from teachllm_kernels import kv_codes
 from teachllm_kernels._triton import triton
-from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill, plan_prefill
+from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill
 from teachllm_kernels.kv_codes import LARGEST, KVScales, decode_reference, encode_reference
 from teachllm_kernels.paged_attention import paged_attention_reference
 from teachllm_kernels.paged_prefill import paged_prefill_triton
+from teachllm_kernels.prefill_plan import plan_prefill
 
 # Rows of a tile past its sequence's end: in a window they see nothing, 0 / 0, and are never stored.
 pytestmark = [

@@ -33,33 +33,33 @@ def assert_equal(kernel: Any, *tensors: torch.Tensor, **more: Any) -> None:
 
 
 @triton.jit
-def _numbers(a, b, out, questions, NUM: tl.constexpr, IS_INT: tl.constexpr, IS_WIDE: tl.constexpr):
+def _numbers(a_ptr, b_ptr, out_ptr, questions_ptr, NUM: tl.constexpr, IS_INT: tl.constexpr, IS_WIDE: tl.constexpr):
     program = tl.program_id(0)
     at = program * NUM + tl.arange(0, NUM)
-    x, y = tl.load(a + at), tl.load(b + at, mask=at < 2 * NUM - 3, other=1)
-    out += 16 * NUM * program + tl.arange(0, NUM)
-    tl.store(out, x + y)
-    tl.store(out + NUM, x - 1)
-    tl.store(out + 2 * NUM, (3 - y) * x)
-    tl.store(out + 3 * NUM, tl.where(x < y, x, 2))
-    tl.store(out + 4 * NUM, tl.minimum(x, y) + tl.maximum(x, 4))
-    tl.store(out + 5 * NUM, tl.where(program == 1, y, x), mask=(x > 0) | (y == 2))
+    x, y = tl.load(a_ptr + at), tl.load(b_ptr + at, mask=at < 2 * NUM - 3, other=1)
+    out_ptr += 16 * NUM * program + tl.arange(0, NUM)
+    tl.store(out_ptr, x + y)
+    tl.store(out_ptr + NUM, x - 1)
+    tl.store(out_ptr + 2 * NUM, (3 - y) * x)
+    tl.store(out_ptr + 3 * NUM, tl.where(x < y, x, 2))
+    tl.store(out_ptr + 4 * NUM, tl.minimum(x, y) + tl.maximum(x, 4))
+    tl.store(out_ptr + 5 * NUM, tl.where(program == 1, y, x), mask=(x > 0) | (y == 2))
     if IS_WIDE:
-        tl.store(out + 6 * NUM, tl.sum(x[:, None] * y[None, :], axis=1))
-        tl.store(out + 7 * NUM, x * tl.max(y, axis=0) - tl.sum(x, axis=0))
+        tl.store(out_ptr + 6 * NUM, tl.sum(x[:, None] * y[None, :], axis=1))
+        tl.store(out_ptr + 7 * NUM, x * tl.max(y, axis=0) - tl.sum(x, axis=0))
     if IS_INT:
-        tl.store(out + 8 * NUM, x // (y | 1) + x % (y | 1))
-        tl.store(out + 9 * NUM, ((x & 6) ^ y) << 1)
-        tl.store(out + 10 * NUM, (x >> 1) + -y)
-        tl.store(out + 11 * NUM, tl.cdiv(x, (y & 3) + 1), mask=(x != y) & (at < 9 + program))
+        tl.store(out_ptr + 8 * NUM, x // (y | 1) + x % (y | 1))
+        tl.store(out_ptr + 9 * NUM, ((x & 6) ^ y) << 1)
+        tl.store(out_ptr + 10 * NUM, (x >> 1) + -y)
+        tl.store(out_ptr + 11 * NUM, tl.cdiv(x, (y & 3) + 1), mask=(x != y) & (at < 9 + program))
     else:
-        tl.store(out + 12 * NUM, (x / (y * y + 1)).to(tl.float32))
-        tl.store(out + 13 * NUM, x * 0.3 + program)
-    questions += 4 * NUM * program + tl.arange(0, NUM)
-    tl.store(questions, (x <= y).to(tl.int32))
-    tl.store(questions + NUM, (x >= 1).to(tl.int32) + (x != y))
-    tl.store(questions + 2 * NUM, (x * 1.5).to(tl.int32), mask=~(x == 3))
-    tl.store(questions + 3 * NUM, tl.cumsum((x > y).to(tl.int32), 0) + tl.load(questions))
+        tl.store(out_ptr + 12 * NUM, (x / (y * y + 1)).to(tl.float32))
+        tl.store(out_ptr + 13 * NUM, x * 0.3 + program)
+    questions_ptr += 4 * NUM * program + tl.arange(0, NUM)
+    tl.store(questions_ptr, (x <= y).to(tl.int32))
+    tl.store(questions_ptr + NUM, (x >= 1).to(tl.int32) + (x != y))
+    tl.store(questions_ptr + 2 * NUM, (x * 1.5).to(tl.int32), mask=~(x == 3))
+    tl.store(questions_ptr + 3 * NUM, tl.cumsum((x > y).to(tl.int32), 0) + tl.load(questions_ptr))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -73,23 +73,23 @@ def test_of_every_type_numbers_are_the_same(dtype: str) -> None:
 
 
 @triton.jit
-def _mixed(a, b, c, out, NUM: tl.constexpr):
+def _mixed(a_ptr, b_ptr, c_ptr, out_ptr, NUM: tl.constexpr):
     at = tl.arange(0, NUM) + tl.program_id(0) * 0
-    x, y, z = tl.load(a + at), tl.load(b + at), tl.load(c + at)
+    x, y, z = tl.load(a_ptr + at), tl.load(b_ptr + at), tl.load(c_ptr + at)
     count = NUM
     count += 1
-    tl.store(out + at, x + y)
-    tl.store(out + NUM + at, x * z + 3)
-    tl.store(out + 2 * NUM + at, (y - z) / 2)
-    tl.store(out + 3 * NUM + at, (x.to(tl.uint32) >> 2) * count)
-    tl.store(out + 4 * NUM + at[None, :], (tl.load(a) + y[None, :]) * 1.0)
-    tl.store(out + 5 * NUM, tl.load(b + 1).to(tl.float32) + 2**31)
+    tl.store(out_ptr + at, x + y)
+    tl.store(out_ptr + NUM + at, x * z + 3)
+    tl.store(out_ptr + 2 * NUM + at, (y - z) / 2)
+    tl.store(out_ptr + 3 * NUM + at, (x.to(tl.uint32) >> 2) * count)
+    tl.store(out_ptr + 4 * NUM + at[None, :], (tl.load(a_ptr) + y[None, :]) * 1.0)
+    tl.store(out_ptr + 5 * NUM, tl.load(b_ptr + 1).to(tl.float32) + 2**31)
     rows, columns = at[:, None], at[None, :]
-    square = tl.load(c + (rows + columns) % NUM, mask=columns <= rows, other=-1.0)
-    tl.store(out + 6 * NUM + at, tl.sum(tl.dot(square, square.to(tl.float32), input_precision="ieee"), axis=0))
-    tl.store(out + 7 * NUM + at, tl.sort(z))
+    square = tl.load(c_ptr + (rows + columns) % NUM, mask=columns <= rows, other=-1.0)
+    tl.store(out_ptr + 6 * NUM + at, tl.sum(tl.dot(square, square.to(tl.float32), input_precision="ieee"), axis=0))
+    tl.store(out_ptr + 7 * NUM + at, tl.sort(z))
     while count > NUM - 2:
-        tl.store(out + 8 * NUM + count, tl.randint(count, count + 5).to(tl.float32), mask=count < NUM)
+        tl.store(out_ptr + 8 * NUM + count, tl.randint(count, count + 5).to(tl.float32), mask=count < NUM)
         count -= 1
 
 
@@ -100,16 +100,16 @@ def test_operands_of_several_types_and_shapes_are_what_triton_makes_of_them() ->
 
 
 @triton.jit
-def _mistaken(a, WHICH: tl.constexpr):
+def _mistaken(a_ptr, WHICH: tl.constexpr):
     at = tl.arange(0, 4)
     if WHICH == 0:
-        tl.store(a + at, at + tl.arange(0, 8))
+        tl.store(a_ptr + at, at + tl.arange(0, 8))
     elif WHICH == 1:
-        tl.store(a + at, at & 0.5)
+        tl.store(a_ptr + at, at & 0.5)
     elif WHICH == 2:
-        tl.store(a + at, (at.to(tl.uint8)) + -1)
+        tl.store(a_ptr + at, (at.to(tl.uint8)) + -1)
     else:
-        tl.store(a, at)
+        tl.store(a_ptr, at)
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -119,8 +119,8 @@ def test_a_mistake_is_one_for_both(which: int) -> None:
         with pytest.raises(InterpreterError) as caught:
             if plain:
                 with as_triton_has_it():
-                    _mistaken[(1,)](torch.zeros(8), WHICH=which)
+                    _mistaken[(1,)](a_ptr=torch.zeros(8), WHICH=which)
             else:
-                _mistaken[(1,)](torch.zeros(8), WHICH=which)
+                _mistaken[(1,)](a_ptr=torch.zeros(8), WHICH=which)
         said.append(str(caught.value))
     assert said[0] == said[1]

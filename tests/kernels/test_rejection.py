@@ -430,17 +430,24 @@ def test_a_draft_is_drawn_by_the_sampler_from_a_stream_of_its_own() -> None:
 
 
 @triton.jit
-def _noise_of_a_stream(noise, seed, output_index, child_index, STREAM: tl.constexpr, N: tl.constexpr):
-    key, output, child = tl.load(seed), tl.load(output_index), tl.load(child_index)
-    tl.store(noise + tl.arange(0, N), gumbel_noise(tl.arange(0, N // 4), key, output, child, STREAM))
+def _noise_of_a_stream(noise_ptr, seed_ptr, output_index_ptr, child_index_ptr, STREAM: tl.constexpr, N: tl.constexpr):
+    key, output, child = tl.load(seed_ptr), tl.load(output_index_ptr), tl.load(child_index_ptr)
+    tl.store(noise_ptr + tl.arange(0, N), gumbel_noise(tl.arange(0, N // 4), key, output, child, STREAM))
 
 
 @on_device
 @pytest.mark.parametrize("stream", [STREAM_SAMPLE, STREAM_ACCEPT, STREAM_DRAFT])
 def test_noise_of_every_stream_is_the_references(stream: int) -> None:
     noise = torch.empty(256, device=DEVICE)
-    one = [torch.tensor([value], device=DEVICE) for value in (-123456789, 17, 2)]
-    _noise_of_a_stream[(1,)](noise, *one, STREAM=stream, N=256)
+    seed, output_index, child_index = one = [torch.tensor([value], device=DEVICE) for value in (-123456789, 17, 2)]
+    _noise_of_a_stream[(1,)](
+        noise_ptr=noise,
+        seed_ptr=seed,
+        output_index_ptr=output_index,
+        child_index_ptr=child_index,
+        STREAM=stream,
+        N=256,
+    )
     uniform = philox_uniform_reference(*(t.cpu() for t in one), 256, stream)[0].double()
     torch.testing.assert_close(noise.cpu().double(), -torch.log(-torch.log1p(-uniform)), rtol=1e-6, atol=3e-6)
 

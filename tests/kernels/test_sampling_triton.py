@@ -247,11 +247,11 @@ def test_zeros_of_either_sign_are_ties(filters: dict) -> None:
 
 
 @triton.jit
-def _words_and_noise(words, noise, seed, output_index, child_index, N: tl.constexpr):
+def _words_and_noise(words_ptr, noise_ptr, seed_ptr, output_index_ptr, child_index_ptr, N: tl.constexpr):
     quads, ids = tl.arange(0, N // 4), tl.arange(0, N)
-    key, output, child = tl.load(seed), tl.load(output_index), tl.load(child_index)
-    tl.store(words + ids, philox_words(quads, key, output, child).to(tl.int64))
-    tl.store(noise + ids, gumbel_noise(quads, key, output, child))
+    key, output, child = tl.load(seed_ptr), tl.load(output_index_ptr), tl.load(child_index_ptr)
+    tl.store(words_ptr + ids, philox_words(quads, key, output, child).to(tl.int64))
+    tl.store(noise_ptr + ids, gumbel_noise(quads, key, output, child))
 
 
 @settings(max_examples=20)
@@ -261,7 +261,14 @@ def test_words_and_noise_are_the_references(seed: int, output_index: int, child_
     words = torch.empty(size, dtype=torch.int64, device=DEVICE)
     noise = torch.empty(size, device=DEVICE)
     one = [torch.tensor([value], device=DEVICE) for value in (seed, output_index, child_index)]
-    _words_and_noise[(1,)](words, noise, *one, N=size)
+    _words_and_noise[(1,)](
+        words_ptr=words,
+        noise_ptr=noise,
+        seed_ptr=one[0],
+        output_index_ptr=one[1],
+        child_index_ptr=one[2],
+        N=size,
+    )
     counter = torch.zeros(4, size // 4, dtype=torch.int64)
     counter[0] = torch.arange(size // 4)
     counter[1], counter[2] = output_index & 0xFFFFFFFF, child_index
