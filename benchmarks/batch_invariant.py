@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from h200 import add_models, benchmark, engine_settings, give_back, provenance, script_parser, write_shape  # noqa: E402
 
 from teachllm.bench.workloads import WORKLOADS, is_rate  # noqa: E402
-from teachllm.engine.ceilings import device_name  # noqa: E402
+from teachllm.engine.observability.ceilings import device_name  # noqa: E402
 
 _WORKLOADS = {name: WORKLOADS[name] for name in ("single", "batch64", "mixed")}
 

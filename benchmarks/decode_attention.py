@@ -28,11 +28,11 @@ import torch  # noqa: E402
 from h200 import provenance, script_parser  # noqa: E402
 
 from teachllm.bench.ceilings import measure_ceilings, median_seconds  # noqa: E402
-from teachllm.engine.ceilings import at_best  # noqa: E402
+from teachllm.engine.observability.ceilings import at_best  # noqa: E402
 from teachllm.roofline import Ceilings  # noqa: E402
-from teachllm_kernels.decode_plan import DecodePlan, plan_decode  # noqa: E402
-from teachllm_kernels.hopper_decode import fits_hopper_decode  # noqa: E402
-from teachllm_kernels.paged_decode import cost, fused_paged_decode, paged_decode_triton  # noqa: E402
+from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode  # noqa: E402
+from teachllm_kernels.attention.hopper_decode import fits_hopper_decode  # noqa: E402
+from teachllm_kernels.attention.paged_decode import cost, fused_paged_decode, paged_decode_triton  # noqa: E402
 
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
 CALLS, LAYERS, REPLAYS = 12, 6, 15

@@ -31,8 +31,8 @@ from cases import held_out_cases, test_cases  # noqa: E402
 from h200 import give_back, provenance, script_parser  # noqa: E402
 
 from teachllm import LLM, SamplingParams  # noqa: E402
-from teachllm.engine.ceilings import device_name  # noqa: E402
-from teachllm.engine.speculation import Speculation  # noqa: E402
+from teachllm.engine.observability.ceilings import device_name  # noqa: E402
+from teachllm.engine.observability.speculation_stats import Speculation  # noqa: E402
 
 METHODS = {"draft_model": "teachlm-draft", "eagle": "teachlm-eagle", "medusa": "teachlm-medusa", "ngram": None}
 NUM_COPIED = 6  # drafts of look-up in the copy task

@@ -29,9 +29,9 @@ from teachllm.distributed.connect import connected  # noqa: E402
 from teachllm.distributed.group import ProcessGroup, agreed_least  # noqa: E402
 from teachllm.distributed.layout import Layout  # noqa: E402
 from teachllm.distributed.rendezvous import Rendezvous  # noqa: E402
-from teachllm.engine.ceilings import device_name  # noqa: E402
-from teachllm.worker.cuda_graphs import Graphs  # noqa: E402
-from teachllm_kernels.one_shot_sum import one_shot_sum  # noqa: E402
+from teachllm.engine.observability.ceilings import device_name  # noqa: E402
+from teachllm.worker.gpu.cuda_graphs import Graphs  # noqa: E402
+from teachllm_kernels.comm.one_shot_all_reduce import one_shot_sum  # noqa: E402
 from teachllm_kernels.rms_norm import rms_norm_triton  # noqa: E402
 
 NUM_EXCHANGES = 73  # two a layer of 36, and the embedding's

@@ -33,7 +33,7 @@ from h200 import commit_of, names, provenance, script_parser  # noqa: E402
 from host_step_meter import PHASES  # noqa: E402
 from host_step_worker import RUNNERS, Cells  # noqa: E402
 
-from teachllm.engine.ceilings import device_name  # noqa: E402
+from teachllm.engine.observability.ceilings import device_name  # noqa: E402
 
 WORKER = ROOT / "benchmarks" / "host_step_worker.py"
 WINGS = (".", "kernels", "cli", "webui", "lessons")

@@ -18,8 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "cli"), str(ROOT / 
 from h200 import add_models, provenance, script_parser, write_shape  # noqa: E402
 
 from teachllm.config import EngineConfig  # noqa: E402
-from teachllm.engine.ceilings import device_name  # noqa: E402
-from teachllm_cli.ladder import climb  # noqa: E402
+from teachllm.engine.observability.ceilings import device_name  # noqa: E402
+from teachllm_cli.commands.ladder import climb  # noqa: E402
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:

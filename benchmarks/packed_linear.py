@@ -33,17 +33,22 @@ from decode_attention import CALLS, seconds  # noqa: E402
 from h200 import provenance, script_parser  # noqa: E402
 
 from teachllm.bench.ceilings import measure_ceilings  # noqa: E402
-from teachllm.engine.ceilings import at_best  # noqa: E402
+from teachllm.engine.observability.ceilings import at_best  # noqa: E402
 from teachllm.roofline import Ceilings  # noqa: E402
-from teachllm_kernels import dequantize, linear, packed_gemv, packed_linear  # noqa: E402
 from teachllm_kernels._triton import triton  # noqa: E402
-from teachllm_kernels.dequantize import dequantize_triton  # noqa: E402
-from teachllm_kernels.gemv import gemv_reference, gemv_triton  # noqa: E402
-from teachllm_kernels.hopper_linear import MAX_ROWS, has_hopper, hopper_linear  # noqa: E402
-from teachllm_kernels.hopper_packed_linear import hopper_packed_linear, is_fit  # noqa: E402
-from teachllm_kernels.packed_gemv import packed_gemv_triton  # noqa: E402
-from teachllm_kernels.packed_linear import packed_linear_triton  # noqa: E402
-from teachllm_kernels.packed_weight import PackedWeight, cost, dequantize_reference  # noqa: E402
+from teachllm_kernels.linear import dense_gemm  # noqa: E402
+from teachllm_kernels.linear.gemv import gemv_reference, gemv_triton  # noqa: E402
+from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_linear  # noqa: E402
+from teachllm_kernels.linear.packed import (
+    dequantize,
+    packed_gemv,
+    packed_linear,
+)
+from teachllm_kernels.linear.packed.dequantize import dequantize_triton  # noqa: E402
+from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear, is_fit  # noqa: E402
+from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton  # noqa: E402
+from teachllm_kernels.linear.packed.packed_linear import packed_linear_triton  # noqa: E402
+from teachllm_kernels.linear.packed.packed_weight import PackedWeight, cost, dequantize_reference  # noqa: E402
 from teachllm_kernels.rms_norm import rms_norm_triton  # noqa: E402
 from teachllm_kernels.silu_and_mul import silu_and_mul_triton  # noqa: E402
 
@@ -181,7 +186,7 @@ def entry(num_rows: int, what: str, way: str, took: float, floor: float, error: 
 def measure_products(ceilings: Ceilings, num_rows: int, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every way to every product of a layer."""
     for name, shape in PRODUCTS.items():
-        num_bytes, flops = linear.cost(num_rows, shape.num_in, shape.num_out)
+        num_bytes, flops = dense_gemm.cost(num_rows, shape.num_in, shape.num_out)
         arithmetic = flops / ceilings.gemm_flops
         took = seconds(in_turns(dense_call(shape, num_rows), dense_of(shape)))
         yield entry(num_rows, name, "bf16", took, max(num_bytes / ceilings.read_bandwidth, arithmetic))

@@ -28,9 +28,9 @@ from decode_attention import BLOCK_SIZE, CALLS, HEAD_SIZE, NUM_KV_HEADS, paged_c
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from teachllm.roofline import Ceilings  # noqa: E402
-from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill  # noqa: E402
-from teachllm_kernels.paged_prefill import cost, paged_prefill_triton  # noqa: E402
-from teachllm_kernels.prefill_plan import plan_prefill  # noqa: E402
+from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill, hopper_prefill  # noqa: E402
+from teachllm_kernels.attention.paged_prefill import cost, paged_prefill_triton  # noqa: E402
+from teachllm_kernels.attention.prefill_plan import plan_prefill  # noqa: E402
 
 _ragged = random.Random(5)
 # Tokens that each sequence computes, and what it has in the cache before them.

@@ -32,18 +32,22 @@ from h200 import provenance, script_parser  # noqa: E402
 from prefill_attention import seconds  # noqa: E402
 
 from teachllm.bench.ceilings import measure_ceilings  # noqa: E402
-from teachllm.engine.ceilings import at_best  # noqa: E402
+from teachllm.engine.observability.ceilings import at_best  # noqa: E402
 from teachllm.roofline import Ceilings  # noqa: E402
-from teachllm_kernels import hopper_linear, linear, scaled_reference  # noqa: E402
-from teachllm_kernels.gemv import gemv_triton  # noqa: E402
-from teachllm_kernels.hopper_gated_linear import FROM_ROWS, hopper_gated_linear  # noqa: E402
-from teachllm_kernels.hopper_linear import hopper_scaled_linear  # noqa: E402
-from teachllm_kernels.hopper_scaled_mm import hopper_scaled_mm  # noqa: E402
-from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, quantize_rows_triton  # noqa: E402
+from teachllm_kernels.linear import (
+    dense_gemm,
+    hopper_linear,
+)
+from teachllm_kernels.linear.gemv import gemv_triton  # noqa: E402
+from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS, hopper_gated_linear  # noqa: E402
+from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear  # noqa: E402
+from teachllm_kernels.linear.scaled import scaled_reference  # noqa: E402
+from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm  # noqa: E402
+from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, quantize_rows_triton  # noqa: E402
+from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_triton  # noqa: E402
+from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton  # noqa: E402
+from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm  # noqa: E402
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton  # noqa: E402
-from teachllm_kernels.scaled_gemv import scaled_gemv_triton  # noqa: E402
-from teachllm_kernels.scaled_linear import scaled_linear_triton, weight_only_triton  # noqa: E402
-from teachllm_kernels.scaled_mm import scaled_mm  # noqa: E402
 from teachllm_kernels.silu_and_mul import (  # noqa: E402
     silu_and_mul,
     silu_and_mul_quantized_triton,
@@ -202,7 +206,7 @@ def measure_products(ceilings: Ceilings, num_rows: int, kinds: Sequence[str]) ->
     """Every way of these kinds to every product of a layer."""
     for name, product in PRODUCTS.items():
         size = (num_rows, product.num_in, product.num_out)
-        num_bytes, flops = linear.cost(*size, gated=product.gated)
+        num_bytes, flops = dense_gemm.cost(*size, gated=product.gated)
         floor = max(num_bytes / ceilings.read_bandwidth, flops / ceilings.gemm_flops)
         for way, call in dense_ways(product, num_rows) if "bf16" in kinds else ():
             yield timed(name, num_rows, way, call, floor, None)

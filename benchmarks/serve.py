@@ -107,7 +107,7 @@ def offline(settings: dict[str, Any], batch: dict[str, int]) -> dict[str, Any]:
     """The engine alone: output tokens a second of every run, and their median."""
     from teachllm import LLM
     from teachllm.bench.batch import run_batch
-    from teachllm.engine.ceilings import device_name
+    from teachllm.engine.observability.ceilings import device_name
 
     with contextlib.closing(LLM(**settings)) as llm:
         runs = [mixed(lambda asked: run_batch(llm, asked).total_s, seed=seed, **batch)["tok_s"] for seed in _SEEDS]

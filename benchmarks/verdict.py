@@ -34,8 +34,8 @@ from h200 import SHAPES, engine_settings, give_back, provenance, script_parser, 
 from teachllm import EngineConfig, SamplingParams  # noqa: E402
 from teachllm.bench.batch import random_ids  # noqa: E402
 from teachllm.bench.ceilings import measure_ceilings  # noqa: E402
-from teachllm.engine.ceilings import at_best  # noqa: E402
-from teachllm.engine.engine import Engine  # noqa: E402
+from teachllm.engine.llm_engine import Engine  # noqa: E402
+from teachllm.engine.observability.ceilings import at_best  # noqa: E402
 from teachllm.trace.recorder import Recorder  # noqa: E402
 
 # what: (model, prompt tokens, output tokens, steps left out at the start, settings, verdict)

@@ -31,7 +31,7 @@ from h200 import (  # noqa: E402
 from h200_table import best_of, is_rate, is_reached  # noqa: E402
 
 from teachllm.bench.workloads import WORKLOADS  # noqa: E402
-from teachllm.engine.ceilings import device_name  # noqa: E402
+from teachllm.engine.observability.ceilings import device_name  # noqa: E402
 
 
 @dataclass(frozen=True)

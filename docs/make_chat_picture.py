@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from teachllm.config import EngineConfig
-from teachllm_cli.answerers import EngineAnswerer
-from teachllm_cli.chat import answer, print_banner
-from teachllm_cli.chat_session import ChatSession
+from teachllm_cli.commands.chat import answer, print_banner
+from teachllm_cli.conversation.answerers import EngineAnswerer
+from teachllm_cli.conversation.chat_session import ChatSession
 from teachllm_cli.engine import make_llm, sampling_params
 
 QUESTIONS = ("What is a KV cache?", "Why is it needed?", "What is paged attention?")

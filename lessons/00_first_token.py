@@ -11,7 +11,7 @@
 # %%
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_00 import (
+from teachllm_lessons.helpers.lesson_00 import (
     CHOOSE,
     life_of_a_request,
     look_inside,
@@ -170,7 +170,7 @@ checked
 # Whatever came of it, the engine below runs: with your piece if it is right, else with its own.
 
 # %%
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 
 with Watch(num_gpu_blocks_override=48, max_model_len=256, pieces=Pieces(make_sampler=sampler_of(checked.piece))) as own:
     own.add("A", QUESTION, max_tokens=24)
@@ -184,7 +184,7 @@ with Watch(num_gpu_blocks_override=48, max_model_len=256, pieces=Pieces(make_sam
 
 # %%
 broken = plant("logits of the position before the last one")
-broken.symptom("teachllm_lessons.lesson_00:first_tokens")
+broken.symptom("teachllm_lessons.helpers.lesson_00:first_tokens")
 
 # %% [markdown]
 # Neither answer begins as an answer does, and both go on fluently. Find `assistant`, the token before the prompt's
@@ -193,7 +193,7 @@ broken.symptom("teachllm_lessons.lesson_00:first_tokens")
 # `broken.guess("teachllm/sampling/sampler.py")`. Then look.
 #
 # (Another one to hunt on your own: `plant("half a character is shown")`, with the symptom
-# `"teachllm_lessons.lesson_00:a_stream"`.)
+# `"teachllm_lessons.helpers.lesson_00:a_stream"`.)
 
 # %%
 broken.reveal()

@@ -8,11 +8,11 @@
 # *Needs: 00. About 30 minutes.*
 
 # %%
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_00 import seconds_per_token
-from teachllm_lessons.lesson_01 import (
+from teachllm_lessons.helpers.lesson_00 import seconds_per_token
+from teachllm_lessons.helpers.lesson_01 import (
     ATTEND,
     MODELS,
     Attending,
@@ -192,7 +192,7 @@ checked
 
 # %%
 broken = plant("a token attends to the one after it")
-broken.symptom("teachllm_lessons.lesson_01:how_likely_was_the_prompt")
+broken.symptom("teachllm_lessons.helpers.lesson_01:how_likely_was_the_prompt")
 
 # %% [markdown]
 # The answer is the same, word for word, so no test of answers would notice. But the model suddenly finds the prompt

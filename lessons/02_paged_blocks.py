@@ -9,11 +9,11 @@
 
 # %%
 from teachllm.core.block_pool import BlockPool
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_01 import Recorder
-from teachllm_lessons.lesson_02 import MYPOOL, add_a_dozen, memory_map, reserved, usage_of
+from teachllm_lessons.helpers.lesson_01 import Recorder
+from teachllm_lessons.helpers.lesson_02 import MYPOOL, add_a_dozen, memory_map, reserved, usage_of
 from teachllm_lessons.picture import bars, lines
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
@@ -68,7 +68,7 @@ show(
 # And this is how a token's place is found, wherever its block lies:
 
 # %%
-from teachllm.worker.input_batch import InputBatch
+from teachllm.worker.cpu.input_batch import InputBatch
 
 show(
     InputBatch.slots,
@@ -184,7 +184,7 @@ checked
 
 # %%
 broken = plant("a block that is counted one token too short")
-broken.symptom("teachllm_lessons.lesson_02:short_and_long")
+broken.symptom("teachllm_lessons.helpers.lesson_02:short_and_long")
 
 # %% [markdown]
 # The first answer does not show it; the second begins well, and then says things that are not so. A sentence or two
@@ -196,8 +196,8 @@ broken.reveal()
 
 # %% [markdown]
 # Two more to find, in files that you have read: `plant("a table gets a block more than it needs")`, with
-# `symptom("teachllm_lessons.lesson_02:blocks_of_prompts")`, and `plant("a shared block is given away with its first
-# user")`, with `symptom("teachllm_lessons.lesson_02:one_beginning_for_two")`.
+# `symptom("teachllm_lessons.helpers.lesson_02:blocks_of_prompts")`, and `plant("a shared block is given away with its first
+# user")`, with `symptom("teachllm_lessons.helpers.lesson_02:one_beginning_for_two")`.
 #
 # ## Measure
 #

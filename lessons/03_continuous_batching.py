@@ -13,7 +13,7 @@ from teachllm.core.scheduler import Scheduler
 from teachllm.engine.engine_core import EngineCore
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_03 import (
+from teachllm_lessons.helpers.lesson_03 import (
     BATCHING,
     QUEUE,
     crowd,
@@ -174,7 +174,7 @@ bars({name: max(waits(run)) for name, run in runs.items()}, "longest wait for a 
 
 # %%
 broken = plant("a static batch lets requests join")
-broken.symptom("teachllm_lessons.lesson_03:two_ways")
+broken.symptom("teachllm_lessons.helpers.lesson_03:two_ways")
 
 # %% [markdown]
 # No answer changes, and one of the two even became faster. A bug in the *baseline* is the one that nobody looks for:

@@ -10,13 +10,13 @@
 # %%
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler import Scheduler
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Workload
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_04 import CHUNK, TALKERS, Cut, gaps, newcomers, talk
+from teachllm_lessons.helpers.lesson_04 import CHUNK, TALKERS, Cut, gaps, newcomers, talk
 from teachllm_lessons.picture import bars, lines
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
@@ -141,7 +141,7 @@ polite.timeline(last=10)
 
 # %%
 broken = plant("prompts go before decodes")
-broken.symptom("teachllm_lessons.lesson_04:who_waits")
+broken.symptom("teachllm_lessons.helpers.lesson_04:who_waits")
 
 # %% [markdown]
 # All words are right, and tests that compare words pass. But those who were answering got nothing while the prompt was

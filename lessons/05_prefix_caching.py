@@ -10,7 +10,7 @@
 # %%
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_05 import HASH_BLOCK
+from teachllm_lessons.helpers.lesson_05 import HASH_BLOCK
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
@@ -147,7 +147,7 @@ checked
 # Whatever came of it, the engine below runs: with your piece if it is right, else with its own.
 
 # %%
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 
 with_cache = ask_all(enable_prefix_caching=True, pieces=Pieces(hash_block=checked.piece))
 with_cache.timeline()
@@ -160,7 +160,7 @@ with_cache.timeline()
 
 # %%
 broken = plant("a hash without its parent")
-broken.symptom("teachllm_lessons.lesson_05:two_beginnings")
+broken.symptom("teachllm_lessons.helpers.lesson_05:two_beginnings")
 
 # %% [markdown]
 # C found more than it should have found, and its answer changed: it read K and V that were computed behind another

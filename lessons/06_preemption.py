@@ -10,10 +10,10 @@
 # %%
 from teachllm.core.policy import FirstComeFirstServed, Priority
 from teachllm.core.scheduler import Scheduler
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_06 import KEY, QUESTIONS, TIGHT, By, overtaken
+from teachllm_lessons.helpers.lesson_06 import KEY, QUESTIONS, TIGHT, By, overtaken
 from teachllm_lessons.picture import bars, lines
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
@@ -159,7 +159,7 @@ bars(waited, "urgent requests served before the patient one that came first")
 
 # %%
 broken = plant("the first to arrive gives way")
-broken.symptom("teachllm_lessons.lesson_06:three_in_a_tight_pool")
+broken.symptom("teachllm_lessons.helpers.lesson_06:three_in_a_tight_pool")
 
 # %% [markdown]
 # Everybody is served in both cases, and no word differs. But look who pays: the request that came first, and has most
@@ -171,7 +171,7 @@ broken.reveal()
 
 # %% [markdown]
 # Another one to find: `plant("newcomers take what a running request waits for")`, with
-# `symptom("teachllm_lessons.lesson_06:an_urgent_newcomer")`. Read who waits, and for what reason, in each step.
+# `symptom("teachllm_lessons.helpers.lesson_06:an_urgent_newcomer")`. Read who waits, and for what reason, in each step.
 #
 # ## Measure: what does giving way cost?
 #

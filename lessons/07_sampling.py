@@ -14,13 +14,13 @@ from functools import partial
 
 import torch
 
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm.sampling.sampler import Sampler
 from teachllm.spec_decode.chi_square import chi_square_test
-from teachllm_lessons import lesson_07
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_07 import COUNT_NUCLEUS, QUESTION, Looked
+from teachllm_lessons.helpers import lesson_07
+from teachllm_lessons.helpers.lesson_07 import COUNT_NUCLEUS, QUESTION, Looked
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
@@ -87,7 +87,7 @@ show(
 # The token that wins is distributed exactly as softmax says, and nobody has summed or normalised anything.
 
 # %%
-from teachllm_kernels.sampling import gumbel_noise_reference
+from teachllm_kernels.sampling.random_sample import gumbel_noise_reference
 
 show(
     gumbel_noise_reference,
@@ -204,7 +204,7 @@ with Watch(num_gpu_blocks_override=96, max_model_len=128, pieces=pieces) as watc
 
 # %%
 broken = plant("a penalty that rewards")
-broken.symptom("teachllm_lessons.lesson_07:another_word")
+broken.symptom("teachllm_lessons.helpers.lesson_07:another_word")
 
 # %% [markdown]
 # Without a penalty (the first line of each) nothing differs. With one, the word that was said gets rarer in the engine

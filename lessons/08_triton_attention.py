@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl  # noqa: F401 (for what you write)
 
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_08 import UPDATE, Probe, draw_roofline, draw_tiles, run_tile
+from teachllm_lessons.helpers.lesson_08 import UPDATE, Probe, draw_roofline, draw_tiles, run_tile
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
 from teachllm_lessons.results import committed
@@ -65,7 +65,7 @@ bars(moved, "MB that attention moves, all layers")
 # needs no contiguous cache.
 
 # %%
-from teachllm_kernels import decode_tile, paged_decode
+from teachllm_kernels.attention import decode_tile, paged_decode
 
 show(
     decode_tile.keys_and_values,
@@ -219,18 +219,18 @@ checked
 
 # %%
 broken = plant("splits merged by their number")
-broken.symptom("teachllm_lessons.lesson_08:long_answer")
+broken.symptom("teachllm_lessons.helpers.lesson_08:long_answer")
 
 # %% [markdown]
 # Another answer, and a fluent one so far. A short question would be answered as ever. Which part of the computation
-# knows of splits at all? Guess a file, then a function: `broken.guess("kernels/teachllm_kernels/paged_decode.py")`.
+# knows of splits at all? Guess a file, then a function: `broken.guess("kernels/teachllm_kernels/attention/paged_decode.py")`.
 
 # %%
 broken.reveal()
 
 # %% [markdown]
 # Another one to find, in a loop that you know by now: `plant("tiles added up without rescaling")`, with
-# `symptom("teachllm_lessons.lesson_08:rising_scores")`.
+# `symptom("teachllm_lessons.helpers.lesson_08:rising_scores")`.
 #
 # ## Measure
 #

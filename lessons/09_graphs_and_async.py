@@ -10,10 +10,17 @@
 
 # %%
 from teachllm.engine.engine_core import EngineCore
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_09 import ONE_BY_ONE, TURN, counting, draw_launches, pretend, seconds_of_an_operator
+from teachllm_lessons.helpers.lesson_09 import (
+    ONE_BY_ONE,
+    TURN,
+    counting,
+    draw_launches,
+    pretend,
+    seconds_of_an_operator,
+)
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
 from teachllm_lessons.results import committed
@@ -70,7 +77,7 @@ draw_launches(12, 5.0, {"one by one": 8.0, "graph": 10.0})
 # A graph is a list of launches with all their arguments: addresses and sizes are fixed when it is recorded.
 
 # %%
-from teachllm.worker import cuda_graphs
+from teachllm.worker.gpu import cuda_graphs
 
 show(
     cuda_graphs.Graphs.capture,
@@ -196,7 +203,7 @@ ahead.draw()
 
 # %%
 broken = plant("blocks freed under a plan that still writes")
-broken.symptom("teachllm_lessons.lesson_09:ends_and_begins")
+broken.symptom("teachllm_lessons.helpers.lesson_09:ends_and_begins")
 
 # %% [markdown]
 # The four answer as ever; it is B, a stranger, who says something else. Who gives blocks back when a request ends?

@@ -10,12 +10,12 @@
 # %%
 from functools import partial
 
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm.sampling.sampler import Sampler
 from teachllm.spec_decode.ngram import NgramDrafter
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_10 import (
+from teachllm_lessons.helpers.lesson_10 import (
     JUDGE,
     PROPOSE,
     QUESTION,
@@ -206,7 +206,7 @@ my_rule
 
 # %%
 broken = plant("a rejection that draws from p")
-broken.symptom("teachllm_lessons.lesson_10:greedy_and_random")
+broken.symptom("teachllm_lessons.helpers.lesson_10:greedy_and_random")
 
 # %% [markdown]
 # Greedy shows nothing: a draft is the best token or it is not, and the rule is not asked. The draws are off, in all

@@ -12,7 +12,7 @@
 from teachllm.models.checkpoint import find_folder
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_11 import (
+from teachllm_lessons.helpers.lesson_11 import (
     QUANTIZE,
     WHOLE,
     Together,
@@ -82,7 +82,7 @@ print(f"plain : perplexity {loss().perplexity:9,.2f}   {answer()!r}")
 # that 4 bits can stand for: if the whole matrix shares a scale, if one output's row does, and if these 16 do.
 
 # %%
-from teachllm.quantization.codes import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedCodes
 
 show(
     GroupedCodes.dequantize,
@@ -170,12 +170,12 @@ checked
 
 # %%
 broken = plant("a zero point off by one")
-broken.symptom("teachllm_lessons.lesson_11:three_packings")
+broken.symptom("teachllm_lessons.helpers.lesson_11:three_packings")
 
 # %% [markdown]
 # Two formats are read well, so neither the codes nor the arithmetic are at fault: it is how one of them is unpacked.
 # And a single step too much in each of a thousand weights adds up in every sum. Where would you look? Try
-# `broken.guess("teachllm/quantization/auto_round.py")`, then a better file, then a function.
+# `broken.guess("teachllm/quantization/formats/auto_round.py")`, then a better file, then a function.
 
 # %%
 broken.reveal()

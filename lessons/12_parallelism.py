@@ -13,7 +13,7 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.step_bytes import step_bytes
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_12 import (
+from teachllm_lessons.helpers.lesson_12 import (
     CHOOSE_REPLICA,
     RoundRobin,
     ask,
@@ -196,7 +196,7 @@ balanced.picture()
 
 # %%
 broken = plant("a bias that every rank adds")
-broken.symptom("teachllm_lessons.lesson_12:one_and_two_ranks")
+broken.symptom("teachllm_lessons.helpers.lesson_12:one_and_two_ranks")
 
 # %% [markdown]
 # One process is right, and so are two ranks of the model without biases. Many models have none there, so such a

@@ -14,7 +14,7 @@ from teachllm.bench.ceilings import ceilings_of
 from teachllm.config import EngineConfig
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.lesson_13 import (
+from teachllm_lessons.helpers.lesson_13 import (
     MAX_LEN,
     NUM_SLOTS,
     SETTINGS,
@@ -138,7 +138,7 @@ checked
 
 # %%
 broken = plant("rejected drafts stay computed")
-broken.symptom("teachllm_lessons.lesson_13:which_rung")
+broken.symptom("teachllm_lessons.helpers.lesson_13:which_rung")
 
 # %% [markdown]
 # Bisecting by configuration: one rung does not survive it, and all others hold. Where would you look? For instance

@@ -2,7 +2,7 @@
 
 The names and defaults are vLLM's, so that a script moves between the two unchanged. Everything here is
 plain data: the arithmetic lives in `teachllm/sampling`, the stop rules in `core/request.py` (token ids)
-and `engine/detokenizer.py` (strings).
+and `engine/text/detokenizer.py` (strings).
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from teachllm_lessons import mutants
 
 _SET_NAME, _SUBREAPER = 15, 36  # of prctl
 NURSERY = "nursery"  # its name in /proc
-_CORE, _RANK = "teachllm.engine.core_process", "teachllm.worker.processes.worker_process"
-_IMPORTED = (_CORE, _RANK, "teachllm.server.serve", "matplotlib.figure", "teachllm_lessons.breaking")
+_CORE, _RANK = "teachllm.engine.processes.core_process", "teachllm.worker.processes.worker_process"
+_IMPORTED = (_CORE, _RANK, "teachllm.server.lifecycle", "matplotlib.figure", "teachllm_lessons.breaking")
 _MOST_DESCRIPTORS = 64
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _lock = threading.Lock()

@@ -42,8 +42,13 @@ FLOORS = {
         *(*TO_A_WORKER, "teachllm.core.request", *PLAIN_DATA),
     ),
     "teachllm.quantization": (*TENSORS, *A_CHECKPOINT, *PLAIN_DATA),
-    "teachllm.distributed": ("teachllm.distributed", "teachllm_kernels.one_shot_sum", *TO_A_WORKER, *PLAIN_DATA),
-    "teachllm.quantization.making": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
+    "teachllm.distributed": (
+        "teachllm.distributed",
+        "teachllm_kernels.comm.one_shot_all_reduce",
+        *TO_A_WORKER,
+        *PLAIN_DATA,
+    ),
+    "teachllm.quantization.algorithms": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": (
         *("teachllm", "teachllm.worker", "teachllm.models"),
@@ -62,7 +67,7 @@ FLOORS = {
     "teachllm.server": ("teachllm.server", *FROM_ABOVE),
     "teachllm_kernels": ("teachllm_kernels",),
     "teachllm_cli": (
-        *("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.making"),
+        *("teachllm_cli", "teachllm.spec_decode", "teachllm.quantization.algorithms"),
         *("teachllm.worker.processes.host", "teachllm.worker.processes.torchrun", *FROM_ABOVE),
     ),
     "teachllm_webui": ("teachllm_webui", *FROM_ABOVE),

@@ -25,8 +25,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from conversations import conversation
-from knowledge import Concept, load_knowledge
+from dialogues.conversations import conversation
+from dialogues.knowledge import Concept, load_knowledge
 
 ASSETS = Path(__file__).resolve().parent.parent / "teachllm" / "assets"
 EVERY = 3

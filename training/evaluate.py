@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import Case, held_out_cases, test_cases
+from dialogues.cases import Case, held_out_cases, test_cases
 
 ASSETS = Path(__file__).resolve().parent.parent / "teachllm" / "assets" / "teachlm"
 MAX_TOKENS = 200

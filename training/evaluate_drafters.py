@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import Case
+from dialogues.cases import Case
 from drafting import NUM_DRAFTS, Drafter, load_target, read
 from evaluate import QUESTIONS, run_transformers
 from train_drafters import ASSETS, DRAFTERS

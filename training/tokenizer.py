@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from chat_format import END, PAD, START, jinja_template, render
-from conversations import conversation
+from dialogues.chat_format import END, PAD, START, jinja_template, render
+from dialogues.conversations import conversation
 
 VOCAB_SIZE = 4096
 MAX_LENGTH = 4096

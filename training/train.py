@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from corpus import Rows, make_corpus
+from dialogues.corpus import Rows, make_corpus
 from tokenizer import MAX_LENGTH, VOCAB_SIZE, check_template, train_tokenizer
 
 ASSETS = Path(__file__).resolve().parent.parent / "teachllm" / "assets" / "teachlm"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import Rows, make_corpus
+from dialogues.corpus import Rows, make_corpus
 from draft_model import DraftModel
 from drafting import load_target, read
 from eagle import Eagle

@@ -7,20 +7,20 @@ from typing import Annotated
 import typer
 
 from teachllm import __version__
-from teachllm_cli.bench import bench
-from teachllm_cli.chat import chat
-from teachllm_cli.complete import complete
-from teachllm_cli.generate import generate
-from teachllm_cli.info import info
-from teachllm_cli.ladder import ladder
-from teachllm_cli.lesson import lesson
-from teachllm_cli.quantize import quantize
-from teachllm_cli.run_batch import run_batch
-from teachllm_cli.serve import serve
-from teachllm_cli.spec import spec
-from teachllm_cli.trace import trace
-from teachllm_cli.viz import viz
-from teachllm_cli.worker import worker
+from teachllm_cli.commands.bench import bench
+from teachllm_cli.commands.chat import chat
+from teachllm_cli.commands.complete import complete
+from teachllm_cli.commands.generate import generate
+from teachllm_cli.commands.info import info
+from teachllm_cli.commands.ladder import ladder
+from teachllm_cli.commands.lesson import lesson
+from teachllm_cli.commands.quantize import quantize
+from teachllm_cli.commands.run_batch import run_batch
+from teachllm_cli.commands.serve import serve
+from teachllm_cli.commands.spec import spec
+from teachllm_cli.commands.trace import trace
+from teachllm_cli.commands.viz import viz
+from teachllm_cli.commands.worker import worker
 
 app = typer.Typer(
     name="teachllm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from teachllm.engine.speculation import Speculation
+    from teachllm.engine.observability.speculation_stats import Speculation
 
 
 def speculation_line(found: Speculation) -> str:

@@ -26,7 +26,7 @@ def notes() -> Console:
 
 def write_model_text(console: Console, text: str, style: str | None = None) -> None:
     """Print text that a model wrote or read: no markup, no highlighting, no control characters."""
-    from teachllm.engine.tokenizer import sanitize_for_terminal
+    from teachllm.engine.text.tokenizer import sanitize_for_terminal
 
     text = sanitize_for_terminal(text)
     if style and console.is_terminal:

@@ -1,7 +1,7 @@
 """A planted fault to find: the engine with one line changed, in a process of its own; this one stays whole.
 
 broken = plant("a hash without its parent")
-broken.symptom("teachllm_lessons.lesson_05:two_beginnings")   # what a user would see
+broken.symptom("teachllm_lessons.helpers.lesson_05:two_beginnings")   # what a user would see
 broken.guess("teachllm/core/prefix_cache.py", "hash_block")
 broken.reveal()                                             # the line, and what the suite says of it
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm_lessons.guard import Ran, TooLong, run_guarded
 from teachllm_lessons.watch import NoProgress, Watch
 

@@ -51,20 +51,20 @@ FAULTS = (
     Fault(
         "00",
         "logits of the position before the last one",
-        "teachllm/worker/model_runner.py",
+        "teachllm/worker/cpu/model_runner.py",
         "wanted.extend(range(end - verified, end))",
         "wanted.extend(range(end - verified - 1, end - 1))",
         "An answer begins as if the prompt's last token had not been read. Decodes are right, and make the best of it.",
-        "tests/lessons/test_lesson_00.py::test_the_next_token_is_what_the_last_position_predicts",
+        "tests/lessons/helpers/test_lesson_00.py::test_the_next_token_is_what_the_last_position_predicts",
     ),
     Fault(
         "00",
         "half a character is shown",
-        "teachllm/engine/detokenizer.py",
+        "teachllm/engine/text/detokenizer.py",
         "whole = text.rstrip(_REPLACEMENT)",
         "whole = text",
         "Whoever writes in English never sees it; elsewhere characters turn into question marks.",
-        "tests/engine/test_detokenizer.py::test_an_unfinished_character_is_shown_only_when_nothing_more_comes",
+        "tests/engine/text/test_detokenizer.py::test_an_unfinished_character_is_shown_only_when_nothing_more_comes",
     ),
     Fault(
         "01",
@@ -78,11 +78,11 @@ FAULTS = (
     Fault(
         "02",
         "a block that is counted one token too short",
-        "teachllm/worker/input_batch.py",
+        "teachllm/worker/cpu/input_batch.py",
         "slots = blocks.astype(np.int64) * self.block_size + positions % self.block_size",
         "slots = blocks.astype(np.int64) * self.block_size + positions % (self.block_size - 1)",
         "One token in a block overwrites another one's K and V.",
-        "tests/worker/test_input_batch.py::test_every_token_of_a_block_has_a_slot_of_its_own",
+        "tests/worker/cpu/test_input_batch.py::test_every_token_of_a_block_has_a_slot_of_its_own",
     ),
     Fault(
         "02",
@@ -199,7 +199,7 @@ FAULTS = (
         '    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")\n',
         '    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")\n',
         "Right until a later tile has the largest score: short sequences never show it.",
-        "tests/kernels/test_paged_decode.py::test_each_shape_of_programs[24]",
+        "tests/kernels/attention/test_paged_decode.py::test_each_shape_of_programs[24]",
     ),
     Fault(
         "08",
@@ -208,7 +208,7 @@ FAULTS = (
         "            weight = tl.exp2(part_lse - base[None, :])\n",
         '            weight = tl.where(part_lse > -float("inf"), 1.0, 0.0)\n',
         "Every split of a long sequence counts the same, whatever its scores.",
-        "tests/kernels/test_paged_decode.py::test_each_shape_of_programs[5]",
+        "tests/kernels/attention/test_paged_decode.py::test_each_shape_of_programs[5]",
     ),
     Fault(
         "09",
@@ -226,7 +226,7 @@ FAULTS = (
         "    rest = (p - q).clamp(min=0.0)\n",
         "    rest = p\n",
         "What the drafter likes comes too often: a bad drafter changes the text.",
-        "tests/kernels/test_rejection.py::test_the_reference_is_the_rule",
+        "tests/kernels/speculation/test_rejection.py::test_the_reference_is_the_rule",
     ),
     Fault(
         "10",
@@ -240,7 +240,7 @@ FAULTS = (
     Fault(
         "11",
         "a zero point off by one",
-        "teachllm/quantization/gptq.py",
+        "teachllm/quantization/formats/gptq.py",
         "            zeros = zeros + self.stored_offset\n",
         "            zeros = zeros + 0\n",
         "Every weight is off by one step of its scale, all of them in one direction: nothing that is said makes sense.",

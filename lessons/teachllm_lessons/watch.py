@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from teachllm.config import EngineConfig
-from teachllm.engine.engine import Engine
-from teachllm.engine.pieces import ITS_OWN, Pieces
+from teachllm.engine.llm_engine import Engine
+from teachllm.engine.overrides import ITS_OWN, Pieces
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.drafter import Drafter

@@ -2,7 +2,7 @@
 
 A data sheet promises more than any program gets. What a step is held against is what the simplest program gets:
 a sum or a matrix-vector product over gigabytes for reads, a copy, one large matrix product, and the library's causal
-attention over a long sequence. The best of all measurements counts, see `engine/ceilings.py`.
+attention over a long sequence. The best of all measurements counts, see `engine/observability/ceilings.py`.
 
 Source: Williams, Waterman, Patterson, "Roofline", CACM 2009.
 """
@@ -46,7 +46,7 @@ def ceilings_of(config: EngineConfig) -> Ceilings:
     Raises:
         ValueError: there is no such device or model.
     """
-    from teachllm.engine.ceilings import at_best
+    from teachllm.engine.observability.ceilings import at_best
     from teachllm.models.model_config import load_model_config
     from teachllm.worker.executor import select_device
 
@@ -66,7 +66,7 @@ def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | N
     """
     import torch
 
-    from teachllm.engine.ceilings import device_name, remember
+    from teachllm.engine.observability.ceilings import device_name, remember
     from teachllm.worker.executor import select_device
 
     where = select_device(device)

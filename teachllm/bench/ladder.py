@@ -34,8 +34,8 @@ from teachllm.sampling_params import SamplingParams
 from teachllm.trace.figures import Figures, figures
 
 if TYPE_CHECKING:
-    from teachllm.engine.engine import Engine
-    from teachllm.engine.tokenizer import Tokenizer
+    from teachllm.engine.llm_engine import Engine
+    from teachllm.engine.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 _FIRST = "You teach how language models are served. Answer in short sentences, and give one example each time. "
@@ -231,7 +231,7 @@ def kind_of_device(engine: EngineConfig) -> str:
 
 
 def _run(config: EngineConfig, size: Size, ceilings: Ceilings, num_passes: int) -> Run:
-    from teachllm.engine.engine import Engine
+    from teachllm.engine.llm_engine import Engine
 
     lines: list[str] = []
     engine = Engine(replace(config, trace_text=False), trace_sink=lines.append)

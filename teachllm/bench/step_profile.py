@@ -21,7 +21,7 @@ from teachllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from teachllm import LLM
-    from teachllm.engine.engine import Engine
+    from teachllm.engine.llm_engine import Engine
 
 _NUM_STEPS = 16
 # A kernel belongs to the first group that has a word of its name. The libraries' names are theirs to change.

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from teachllm.distributed.peer_memory import Whereabouts, open_mailbox, reaches, whereabouts
-from teachllm_kernels.one_shot_sum import Mailbox, Unsummed
+from teachllm_kernels.comm.one_shot_all_reduce import Mailbox, Unsummed
 
 log = logging.getLogger(__name__)
 

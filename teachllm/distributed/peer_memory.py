@@ -1,6 +1,6 @@
 """Memory that GPUs have for each other: each writes there what the others are to add up.
 
-It is for what is waited for, the few rows of a decode, see `teachllm_kernels/one_shot_sum.py`. A large sum is a matter
+It is for what is waited for, the few rows of a decode, see `teachllm_kernels/comm/one_shot_all_reduce.py`. A large sum is a matter
 of bytes, and NCCL's.
 
 Source: PyTorch, "Symmetric Memory", https://docs.pytorch.org/docs/stable/symmetric_memory.html
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from teachllm_kernels.one_shot_sum import NUM_SLOTS, Mailbox
+from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, Mailbox
 
 _MOST_ROWS = 512
 # What may be sent beyond the bytes of a ring: at 450 GB/s a way, as long as NCCL takes to begin.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from teachllm.distributed import group, layout
 from teachllm.distributed.group import Group
 from teachllm.distributed.layout import Place
-from teachllm.distributed.slices import ALL, Slice, of_kv_heads
+from teachllm.distributed.shards import ALL, Slice, of_kv_heads
 
 
 @dataclass(frozen=True, slots=True)

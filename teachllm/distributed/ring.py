@@ -18,7 +18,7 @@ import struct
 import tempfile
 from typing import NamedTuple
 
-from teachllm.distributed.awake import wait_awake
+from teachllm.distributed.spin_wait import wait_awake
 
 _HEAD = struct.Struct("=q")  # bytes of the message that are still to come, those of this slot included
 SLOT_BYTES, NUM_SLOTS = 1 << 18, 8  # a step of hundreds of decodes fills a tenth of a slot

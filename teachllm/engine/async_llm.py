@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any
 
 from teachllm.config import EngineConfig
-from teachllm.engine.engine import Engine, TraceSink
 from teachllm.engine.engine_thread import EngineThread, Order, carry_out, refuse
 from teachllm.engine.input_processor import Prompt
+from teachllm.engine.llm_engine import Engine, TraceSink
 from teachllm.engine.output_stream import OutputStream, RequestStream
-from teachllm.engine.tokenizer import Tokenizer
+from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.worker.errors import FailedStepError

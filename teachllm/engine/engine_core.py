@@ -25,10 +25,10 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.engine.host_drafting import HostDrafting
-from teachllm.engine.pieces import ITS_OWN, Pieces
-from teachllm.engine.stats import StepCounter, StepStats
-from teachllm.engine.step_roofline import StepRoofline
-from teachllm.engine.step_traffic import StepTraffic
+from teachllm.engine.observability.stats import StepCounter, StepStats
+from teachllm.engine.observability.step_roofline import StepRoofline
+from teachllm.engine.observability.step_traffic import StepTraffic
+from teachllm.engine.overrides import ITS_OWN, Pieces
 from teachllm.roofline import Work
 from teachllm.spec_decode.draft_length import AdaptiveLength, FixedLength, StepCost
 from teachllm.trace.recorder import Recorder, StepTimes

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from teachllm.engine.engine import Engine, EngineDeadError
-from teachllm.engine.stats import StepStats
+from teachllm.engine.llm_engine import Engine, EngineDeadError
+from teachllm.engine.observability.stats import StepStats
 from teachllm.outputs import RequestOutput
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.request import Request, RequestStatus, WaitReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.sampling_params import SamplingParams
 from teachllm.trace.recorder import Recorder, waiting_of
 from teachllm.trace.replay import Replay, RequestState

@@ -13,13 +13,13 @@ from teachllm.core.memory import MemoryPlan, format_bytes
 from teachllm.distributed.layout import Place, layout_of
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.make_core import check_ranks
-from teachllm.engine.replica import replica_devices, share_of_threads
+from teachllm.engine.replicas.replica import replica_devices, share_of_threads
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.registry import WITH_EXPERTS
-from teachllm.models.sharing import of_rank, stage_layers
-from teachllm.quantization.quantization import quantization_of
+from teachllm.models.sharding import of_rank, stage_layers
+from teachllm.quantization.layer_schemes import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.executor import select_device
 from teachllm.worker.kv_cache import plan_memory

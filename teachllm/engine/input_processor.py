@@ -17,7 +17,7 @@ import numpy as np
 
 from teachllm.config import EngineConfig
 from teachllm.core.request import Request
-from teachllm.engine.tokenizer import Tokenizer
+from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
 from teachllm.sampling_params import SamplingParams

@@ -12,10 +12,10 @@ from numbers import Integral
 from typing import Any
 
 from teachllm.config import EngineConfig
-from teachllm.engine.engine import Engine
 from teachllm.engine.input_processor import Prompt
-from teachllm.engine.speculation import Speculation
-from teachllm.engine.tokenizer import Tokenizer
+from teachllm.engine.llm_engine import Engine
+from teachllm.engine.observability.speculation_stats import Speculation
+from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.drafter import Drafter

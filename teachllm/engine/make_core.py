@@ -11,15 +11,15 @@ from typing import Any
 from teachllm.config import EngineConfig
 from teachllm.core.prefix_cache import hash_root
 from teachllm.distributed.layout import layout_of
-from teachllm.engine.ceilings import device_name, known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.host_drafting import HostDrafting
-from teachllm.engine.pieces import ITS_OWN, Pieces
-from teachllm.engine.step_roofline import StepRoofline
-from teachllm.engine.step_traffic import StepTraffic
-from teachllm.engine.token_texts import TokenTexts, load_tokenizer
-from teachllm.engine.tokenizer import Tokenizer
-from teachllm.engine.trace_file import TraceFile
+from teachllm.engine.observability.ceilings import device_name, known_ceilings
+from teachllm.engine.observability.step_roofline import StepRoofline
+from teachllm.engine.observability.step_traffic import StepTraffic
+from teachllm.engine.observability.trace_file import TraceFile
+from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.text.token_texts import TokenTexts, load_tokenizer
+from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.spec_decode.draft_length import make_draft_length
@@ -28,9 +28,9 @@ from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
 from teachllm.spec_decode.ngram import NgramDrafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.trace.recorder import Recorder
+from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.executor import Executor, InProcessExecutor, select_device
-from teachllm.worker.gpu_model_runner import GPUModelRunner
-from teachllm.worker.model_runner import ModelRunner
+from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler_output import TokenLogprobs
-from teachllm.engine.detokenizer import IncrementalDetokenizer, StopMatch
-from teachllm.engine.tokenizer import Tokenizer
+from teachllm.engine.text.detokenizer import IncrementalDetokenizer, StopMatch
+from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from teachllm.distributed.slices import ALL, Slice
+from teachllm.distributed.shards import ALL, Slice
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
-from teachllm.layers.borrowed import borrowed
-from teachllm.quantization.scheme import Slot
+from teachllm.layers.weak_tensor import borrowed
+from teachllm.quantization.formats.scheme import Slot
 from teachllm.quantization.stored_kv_scales import kv_scale_slots
-from teachllm_kernels.decode_plan import DecodePlan
-from teachllm_kernels.kv_codes import KVScales
-from teachllm_kernels.kv_write import kv_write_cpu, kv_write_triton
-from teachllm_kernels.paged_attention import Trees
+from teachllm_kernels.attention.decode_plan import DecodePlan
+from teachllm_kernels.attention.kv_quantization import KVScales
+from teachllm_kernels.attention.kv_write import kv_write_cpu, kv_write_triton
+from teachllm_kernels.attention.paged_attention import Trees
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm_kernels import few_rows_linear, hopper_gated_linear, hopper_linear
-from teachllm_kernels.fixed_linear import fixed_linear_triton
-from teachllm_kernels.gemv import gemv_triton
-from teachllm_kernels.linear import linear_reference, pack_weight, packed_linear, pays_to_pack
+from teachllm_kernels.linear import hopper_gated_linear, hopper_linear, skinny_gemm
+from teachllm_kernels.linear.batch_invariant_gemm import fixed_linear_triton
+from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
+from teachllm_kernels.linear.gemv import gemv_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
 _ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
@@ -50,7 +50,7 @@ class DenseWeight(nn.Module):
         if kernel == "hopper":
             return hopper_linear.hopper_linear(x, self.weight, bias)
         if kernel == "few rows":
-            return few_rows_linear.few_rows_linear_triton(x, self.weight, bias)
+            return skinny_gemm.few_rows_linear_triton(x, self.weight, bias)
         return linear_reference(x, self.weight, bias)
 
     def onto(
@@ -70,7 +70,7 @@ class DenseWeight(nn.Module):
         if kernel == "hopper":
             return hopper_linear.hopper_linear(x, self.weight, bias, gated=True)
         if kernel == "few rows":
-            return few_rows_linear.few_rows_linear_triton(x, self.weight, bias, gated=True)
+            return skinny_gemm.few_rows_linear_triton(x, self.weight, bias, gated=True)
         if bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
             return hopper_gated_linear.hopper_gated_linear(x, self.weight)
         return silu_and_mul(self.product(x, bias))
@@ -98,7 +98,7 @@ class DenseWeight(nn.Module):
         num_rows = x.shape[0]
         if num_rows <= hopper_linear.MAX_ROWS and self._on_hopper(x):
             return "hopper"
-        return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= few_rows_linear.MAX_ROWS else "library"
+        return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= skinny_gemm.MAX_ROWS else "library"
 
     def _on_hopper(self, x: torch.Tensor) -> bool:
         """Whether Hopper's own products take such rows."""

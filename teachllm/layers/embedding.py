@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from teachllm.distributed.group import ALONE, Group
-from teachllm.distributed.slices import ALL, Cut, Slice
-from teachllm_kernels.fixed_linear import fixed_linear_triton
-from teachllm_kernels.gemv import gemv_triton
-from teachllm_kernels.linear import linear_reference, pack_weight, packed_linear, pays_to_pack
+from teachllm.distributed.shards import ALL, Cut, Slice
+from teachllm_kernels.linear.batch_invariant_gemm import fixed_linear_triton
+from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
+from teachllm_kernels.linear.gemv import gemv_triton
 
 
 class Embedding(nn.Module):

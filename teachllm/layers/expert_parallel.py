@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 
 from teachllm.distributed.group import Group
-from teachllm_kernels.moe_routing import Routes
+from teachllm_kernels.moe.moe_routing import Routes
 
 PartOf: TypeAlias = Callable[[torch.Tensor, Routes], torch.Tensor]  # what this rank's experts make of rows
 

@@ -5,7 +5,7 @@ and larger products run nearer to the hardware's limit. A checkpoint stores the 
 fills its rows of the merged matrix; quantized ones are collected, and merged when all have come.
 
 In a group of ranks a layer holds some outputs of each projection, or some of the inputs: what the ranks then have are
-parts of a sum, and they add them up. See `distributed/slices.py`.
+parts of a sum, and they add them up. See `distributed/shards.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from teachllm.distributed.group import ALONE, Group
-from teachllm.distributed.slices import ALL, Cut, Slice, cut
+from teachllm.distributed.shards import ALL, Cut, Slice, cut
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.norm import RMSNorm, RowCodes
 from teachllm.layers.weight import SeveralWeights, Weight
-from teachllm.quantization.codes import merged
-from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes, Slot
-from teachllm.quantization.weights import weight_of
-from teachllm_kernels.one_shot_sum import Unsummed
-from teachllm_kernels.quantize_rows import QuantizedRows
+from teachllm.quantization.execution_weights import weight_of
+from teachllm.quantization.formats.scheme import UNQUANTIZED, PartCodes, Schemes, Slot
+from teachllm.quantization.quantized_weights import merged
+from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
+from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
 
 Destination: TypeAlias = torch.Tensor | Cut | Slot  # of a checkpoint's tensor
 Rows: TypeAlias = torch.Tensor | QuantizedRows

@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from teachllm_kernels.grouped_linear import (
+from teachllm_kernels.moe.grouped_gemm import (
     grouped_gated_reference,
     grouped_gated_triton,
     grouped_onto_reference,
     grouped_onto_triton,
 )
-from teachllm_kernels.moe_routing import (
+from teachllm_kernels.moe.moe_routing import (
     Routes,
     combine_reference,
     combine_triton,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from teachllm_kernels.rotary import rotary_reference
+from teachllm_kernels.attention.rotary import rotary_reference
 
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 

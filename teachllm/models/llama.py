@@ -27,11 +27,11 @@ from teachllm.models.moe import SparseMLP
 from teachllm.models.moe_config import MoeConfig
 from teachllm.models.peak_width import peak_width
 from teachllm.models.shape import Shape
-from teachllm.models.sharing import of_rank, stage_layers
-from teachllm.quantization.scheme import UNQUANTIZED, PartCodes, Schemes
-from teachllm_kernels.one_shot_sum import Unsummed
-from teachllm_kernels.paged_decode import fused_paged_decode
-from teachllm_kernels.rope_kv_write import rope_kv_write_triton
+from teachllm.models.sharding import of_rank, stage_layers
+from teachllm.quantization.formats.scheme import UNQUANTIZED, PartCodes, Schemes
+from teachllm_kernels.attention.paged_decode import fused_paged_decode
+from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
+from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 Tap = Callable[[torch.Tensor], None]

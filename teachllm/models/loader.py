@@ -17,7 +17,7 @@ from torch import nn
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.slices import Cut
+from teachllm.distributed.shards import Cut
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
@@ -32,9 +32,9 @@ from teachllm.models.moe_config import ExpertNames
 from teachllm.models.quantized_needs import of_model
 from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.models.registry import ModelError
+from teachllm.quantization.formats.scaled import Scaled
+from teachllm.quantization.formats.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.scaled import Scaled
-from teachllm.quantization.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from teachllm.models.shape import Shape
 
 if TYPE_CHECKING:
     from teachllm.models.quantized_needs import Dequantized
-    from teachllm.quantization.quantization import Quantization
+    from teachllm.quantization.layer_schemes import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CODES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
@@ -175,7 +175,7 @@ def _quantization(
             f"{architecture_of(raw)} takes no quantized weights, as experts have no kernel for them: take its "
             "unquantized checkpoint, and leave quantization out"
         )
-    from teachllm.quantization.quantization import quantization_of  # loads torch
+    from teachllm.quantization.layer_schemes import quantization_of  # loads torch
 
     try:
         found = quantization_of(raw, folder, config.quantization, names)

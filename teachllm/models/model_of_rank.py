@@ -11,7 +11,7 @@ from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
 from teachllm.models.peak_width import peak_width
 from teachllm.models.quantized_needs import Dequantized, needs_of, of_model
 from teachllm.models.registry import ModelError
-from teachllm.models.sharing import of_rank
+from teachllm.models.sharding import of_rank
 
 
 def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:

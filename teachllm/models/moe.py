@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from teachllm.distributed.ranks import WHOLE, Share
-from teachllm.distributed.slices import ALL, cut, spread
+from teachllm.distributed.shards import ALL, cut, spread
 from teachllm.layers.expert_parallel import AllToAll, SameTokens
 from teachllm.layers.linear import Destination, Linear, Rows
 from teachllm.layers.moe import Experts, route

@@ -24,11 +24,11 @@ from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.peak_width import peak_width
-from teachllm.models.sharing import of_rank
-from teachllm.quantization.codes import Activations
-from teachllm.quantization.quantization import Quantization, quantization_of
-from teachllm.quantization.scaled import Scaled
-from teachllm.quantization.scheme import OnTheFly, PartCodes, Schemes
+from teachllm.models.sharding import of_rank
+from teachllm.quantization.formats.scaled import Scaled
+from teachllm.quantization.formats.scheme import OnTheFly, PartCodes, Schemes
+from teachllm.quantization.layer_schemes import Quantization, quantization_of
+from teachllm.quantization.quantized_weights import Activations
 
 
 class Dequantized(NamedTuple):

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from teachllm.distributed.slices import Cut
+from teachllm.distributed.shards import Cut
 from teachllm.layers.linear import Destination, Linear
-from teachllm.quantization.scheme import Slot
+from teachllm.quantization.formats.scheme import Slot
 
 _AT_ONCE = 1 << 22  # numbers
 

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.quantization.codes import GroupedCodes
-from teachllm_kernels import hopper_gated_linear, hopper_linear
-from teachllm_kernels.dequantize import dequantize_triton
-from teachllm_kernels.hopper_packed_linear import hopper_packed_linear, is_fit
-from teachllm_kernels.linear import linear_reference
-from teachllm_kernels.packed_gemv import packed_gemv_triton
-from teachllm_kernels.packed_linear import MAX_ROWS, packed_linear_triton
-from teachllm_kernels.packed_weight import pack
+from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm_kernels.linear import hopper_gated_linear, hopper_linear
+from teachllm_kernels.linear.dense_gemm import linear_reference
+from teachllm_kernels.linear.packed.dequantize import dequantize_triton
+from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear, is_fit
+from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton
+from teachllm_kernels.linear.packed.packed_linear import MAX_ROWS, packed_linear_triton
+from teachllm_kernels.linear.packed.packed_weight import pack
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
 _ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over, see `dense_weight.py`

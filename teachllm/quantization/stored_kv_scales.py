@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from teachllm.distributed.slices import Slice
-from teachllm.quantization.scheme import FLOATS, Slot, Stored
+from teachllm.distributed.shards import Slice
+from teachllm.quantization.formats.scheme import FLOATS, Slot, Stored
 
 _NAMES = ("{0}_{1}", "attn.{0}_{1}", "qkv_proj.{0}_{1}", "{0}_proj.{0}_{1}", "{0}_proj.output_{1}", "{0}_cache.{1}")
 _OF_BOTH, _OF_WEIGHTS = "kv_scale", ("prob_scale", "attn.prob_scale")

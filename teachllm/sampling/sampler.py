@@ -8,7 +8,7 @@ The order is vLLM's, so that the same parameters mean the same:
     repetition, presence, frequency   penalties.py     greedy rows stop here: argmax
     temperature                                        random rows only, from here on
     min_p, top_k, top_p               filters.py
-    Gumbel noise, argmax              teachllm_kernels/sampling.py
+    Gumbel noise, argmax              teachllm_kernels/sampling/random_sample.py
 
 Each stage gathers only the rows that ask for it: a plain request pays one argmax, whatever runs beside it. On a GPU one
 kernel does what comes after the penalties, for all rows. Where ranks have some columns of the logits each, all of them
@@ -31,9 +31,14 @@ from teachllm.sampling.shared_filters import apply_shared_filters
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.state import Parameters, SamplingState, Selection
 from teachllm.sampling.verify import Proposals
-from teachllm_kernels.philox import STREAM_DRAFT
-from teachllm_kernels.rejection_reference import Judge, draft_sample_reference, judge, rejection_sample_reference
-from teachllm_kernels.sampling import gumbel_scores_reference
+from teachllm_kernels.sampling.philox import STREAM_DRAFT
+from teachllm_kernels.sampling.random_sample import gumbel_scores_reference
+from teachllm_kernels.speculation.rejection_reference import (
+    Judge,
+    draft_sample_reference,
+    judge,
+    rejection_sample_reference,
+)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from teachllm.distributed.group import ALONE, Group
-from teachllm_kernels.sampling import token_of_best
+from teachllm_kernels.sampling.random_sample import token_of_best
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_some_token_allowed
 from teachllm.sampling.verify import Proposals
-from teachllm_kernels.philox import STREAM_SAMPLE
-from teachllm_kernels.rejection import rejection_sample_triton
-from teachllm_kernels.sampling import sample_triton
+from teachllm_kernels.sampling.philox import STREAM_SAMPLE
+from teachllm_kernels.sampling.random_sample import sample_triton
+from teachllm_kernels.speculation.rejection import rejection_sample_triton
 
 _SIGN = 1 << 63
 _MOST_SELECTIONS = 64  # batches change from step to step; the last ones are kept

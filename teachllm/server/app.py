@@ -13,15 +13,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from teachllm import __version__
-from teachllm.server import errors, openapi, responses
-from teachllm.server.body import read_request
-from teachllm.server.chat import create_chat_completion
-from teachllm.server.completions import create_completion
-from teachllm.server.errors import ApiError
-from teachllm.server.front import Front
-from teachllm.server.openapi import body
-from teachllm.server.options import ServerOptions
-from teachllm.server.protocol import (
+from teachllm.server.http import errors, openapi
+from teachllm.server.http.body import read_request
+from teachllm.server.http.errors import ApiError
+from teachllm.server.http.middleware import Front
+from teachllm.server.http.openapi import body
+from teachllm.server.http.sse import EventStream, encode
+from teachllm.server.openai import response_schemas
+from teachllm.server.openai.chat import create_chat_completion
+from teachllm.server.openai.completions import create_completion
+from teachllm.server.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -30,9 +31,9 @@ from teachllm.server.protocol import (
     TokenizeTextRequest,
     UnloadLoraRequest,
 )
+from teachllm.server.openai.tokenization import detokenize, tokenize
+from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
-from teachllm.server.sse import EventStream, encode
-from teachllm.server.tokenization import detokenize, tokenize
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 _BODIES: list[type[BaseModel]] = [CompletionRequest, ChatCompletionRequest, TokenizeTextRequest, TokenizeChatRequest]
@@ -68,12 +69,12 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _add_information(router: APIRouter, service: Service) -> None:
-    @router.get("/health", responses={200: {"model": responses.Health}, 503: {"model": responses.Health}})
+    @router.get("/health", responses={200: {"model": response_schemas.Health}, 503: {"model": response_schemas.Health}})
     async def health() -> Response:
         """Whether requests are taken: "starting", "healthy", "stopping" or "dead"."""
         return _json({"status": service.status}, 200 if service.status == "healthy" else 503)
 
-    @router.get("/version", responses={200: {"model": responses.Version}})
+    @router.get("/version", responses={200: {"model": response_schemas.Version}})
     async def version() -> Response:
         return _json({"version": __version__})
 
@@ -84,13 +85,13 @@ def _add_information(router: APIRouter, service: Service) -> None:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @router.get("/v1/models", responses={200: {"model": responses.ModelList}, **openapi.errors(401, 503)})
+    @router.get("/v1/models", responses={200: {"model": response_schemas.ModelList}, **openapi.errors(401, 503)})
     async def models() -> Response:
         return _json({"object": "list", "data": [_card(service, name) for name in service.names]})
 
     path = "/v1/models/{model:path}"
 
-    @router.get(path, responses={200: {"model": responses.ModelCard}, **openapi.errors(401, 404, 503)})
+    @router.get(path, responses={200: {"model": response_schemas.ModelCard}, **openapi.errors(401, 404, 503)})
     async def retrieve(model: str) -> Response:
         card = _card(service, service.names[0])
         return _json(card | {"id": service.name_of(model)})
@@ -98,18 +99,18 @@ def _add_information(router: APIRouter, service: Service) -> None:
 
 def _add_generation(router: APIRouter, service: Service) -> None:
     for path, handler, request, answer in (
-        ("/v1/completions", create_completion, CompletionRequest, responses.TextCompletion),
-        ("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, responses.ChatCompletion),
+        ("/v1/completions", create_completion, CompletionRequest, response_schemas.TextCompletion),
+        ("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, response_schemas.ChatCompletion),
     ):
-        documented = {200: {"model": answer, "content": responses.EVENTS}, **openapi.errors(*_GENERATION_ERRORS)}
+        documented = {200: {"model": answer, "content": response_schemas.EVENTS}, **openapi.errors(*_GENERATION_ERRORS)}
         _post(router, service, path, handler, body(request), documented)
 
 
 def _add_tokenization(router: APIRouter, service: Service) -> None:
     may_fail = openapi.errors(400, 401, 404, 413, 500, 503)
-    documented = {200: {"model": responses.Tokens}, **may_fail}
+    documented = {200: {"model": response_schemas.Tokens}, **may_fail}
     _post(router, service, "/tokenize", tokenize, body(TokenizeTextRequest, TokenizeChatRequest), documented)
-    documented = {200: {"model": responses.DetokenizedText}, **may_fail}
+    documented = {200: {"model": response_schemas.DetokenizedText}, **may_fail}
     _post(router, service, "/detokenize", detokenize, body(DetokenizeRequest), documented)
 
 
@@ -130,12 +131,12 @@ def _add_development(router: APIRouter, service: Service) -> None:
         await service.engine.reset_prefix_cache()
         return _json({"reset": True})
 
-    documented = {200: {"model": responses.PrefixCacheReset}, **openapi.errors(401, 500, 503)}
+    documented = {200: {"model": response_schemas.PrefixCacheReset}, **openapi.errors(401, 500, 503)}
     _post(router, service, "/reset_prefix_cache", reset, {}, documented)
 
 
 def _add_trace(router: APIRouter, service: Service) -> None:
-    documented = {200: {"content": responses.EVENTS}, **openapi.errors(400, 401)}
+    documented = {200: {"content": response_schemas.EVENTS}, **openapi.errors(400, 401)}
 
     @router.get("/trace", response_class=Response, responses=documented)
     async def trace(replica: int = 0) -> Response:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from teachllm.engine.stats import StepStats
+from teachllm.engine.observability.stats import StepStats
 from teachllm.outputs import RequestOutput
 
 PREFIX = "teachllm:"

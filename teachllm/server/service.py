@@ -13,14 +13,14 @@ from hashlib import sha256
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from teachllm.server.errors import ApiError
+from teachllm.server.http.errors import ApiError
 from teachllm.server.metrics import Metrics
 from teachllm.server.options import ServerOptions
 from teachllm.server.start import Door
 
 if TYPE_CHECKING:
-    from teachllm.engine.tokenizer import Tokenizer
-    from teachllm.server.generation import Generation
+    from teachllm.engine.text.tokenizer import Tokenizer
+    from teachllm.server.openai.generation import Generation
     from teachllm.server.trace_endpoint import TraceHub
 
 Status = Literal["starting", "healthy", "stopping", "dead"]

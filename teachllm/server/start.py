@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from teachllm.config import EngineConfig
-from teachllm.engine.stats import StepStats
+from teachllm.engine.observability.stats import StepStats
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from teachllm.engine.tokenizer import Tokenizer
+    from teachllm.engine.text.tokenizer import Tokenizer
 
 
 class Door(Protocol):
@@ -57,6 +57,6 @@ def start_engine(
 
 def has_died(error: Exception) -> bool:
     """Whether this is the engine's end, and not only a request's."""
-    from teachllm.engine.engine import EngineDeadError
+    from teachllm.engine.llm_engine import EngineDeadError
 
     return isinstance(error, EngineDeadError)

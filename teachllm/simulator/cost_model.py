@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from teachllm.core.scheduler_output import SchedulerOutput
-from teachllm.engine.step_roofline import StepRoofline
+from teachllm.engine.observability.step_roofline import StepRoofline
 from teachllm.models.model_config import ModelConfig
 from teachllm.roofline import Ceilings
 

@@ -19,7 +19,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.engine.pieces import ITS_OWN, Pieces
+from teachllm.engine.overrides import ITS_OWN, Pieces
 from teachllm.simulator.cost_model import CostModel
 
 # How schedule, launch and update share the host's time is not measured; scheduling 256 decodes takes about a third.

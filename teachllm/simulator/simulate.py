@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.core.request import Request
-from teachllm.engine.ceilings import known_ceilings
 from teachllm.engine.engine_core import EngineCore, describe
-from teachllm.engine.pieces import ITS_OWN, Pieces
-from teachllm.engine.step_roofline import StepRoofline
+from teachllm.engine.observability.ceilings import known_ceilings
+from teachllm.engine.observability.step_roofline import StepRoofline
+from teachllm.engine.overrides import ITS_OWN, Pieces
 from teachllm.models.model_config import ModelConfig
 from teachllm.roofline import Ceilings
 from teachllm.sampling_params import SamplingParams
@@ -69,7 +69,7 @@ def simulate(
         num_blocks: KV blocks; None is what the config asks for (`num_gpu_blocks_override`, `kv_cache_memory_bytes`), or
             without that room for all requests that may run at once.
         cost: how long steps take; None is `RooflineCost` with its defaults.
-        pieces: of the scheduler and its loop, see `engine/pieces.py`.
+        pieces: of the scheduler and its loop, see `engine/overrides.py`.
 
     Raises:
         ValueError: settings contradict each other, the ceilings are not known or for another dtype, or a request can

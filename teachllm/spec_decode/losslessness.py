@@ -9,7 +9,7 @@ What works here is what works in an engine, with tables in the place of its two 
 
     drafts      `Sampler.draw_drafts`, for every node of a `DraftTree`
     tokens      `Sampler.sample` at every node: filters, then rejection sampling of what was drafted there
-                (`teachllm_kernels/rejection_reference.py`); on a GPU that is the kernel, on a CPU its reference
+                (`teachllm_kernels/speculation/rejection_reference.py`); on a GPU that is the kernel, on a CPU its reference
     accepted    `DraftTree.walk`
 
 Not in it: how a batch's rows are laid out, tree attention, and the kernels that draw and walk on a GPU. Those are
@@ -29,7 +29,7 @@ from teachllm.sampling.verify import Proposals
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.chi_square import chi_square_test
 from teachllm.spec_decode.tree import DraftTree
-from teachllm_kernels.rejection_reference import rejection_sample_reference
+from teachllm_kernels.speculation.rejection_reference import rejection_sample_reference
 
 VOCAB_SIZE = 8
 SUSPICIOUS = 1e-4  # a rule without bias has a smaller p-value once in ten thousand runs

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from teachllm_kernels.prompt_lookup import find_match
+from teachllm_kernels.speculation.prompt_lookup import find_match
 
 
 class NgramDrafter:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.worker.gpu_model_runner import GPUModelRunner
-from teachllm.worker.model_runner import ModelRunner
+from teachllm.worker.cpu.model_runner import ModelRunner
+from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 
 _NO_CUDA = "this PyTorch is a build for CPUs: install one with CUDA, see https://pytorch.org/get-started"
 _DRIVER = Path("/dev/nvidiactl")  # there where NVIDIA's driver is

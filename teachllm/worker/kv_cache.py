@@ -20,7 +20,7 @@ from teachllm.core.memory import KVCacheSpec, MemoryPlan, NotEnoughMemoryError, 
 from teachllm.layers.attention_backends.base import AttentionNeeds
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
-from teachllm.worker.memory_needs import dtype_bytes, memory_table, predict_needs
+from teachllm.worker.gpu.memory_needs import dtype_bytes, memory_table, predict_needs
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -27,16 +27,16 @@ from torch import nn
 from teachllm.core.memory import KVCacheSpec
 from teachllm.distributed.group import Group, agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.slices import ALL, Slice
+from teachllm.distributed.shards import ALL, Slice
 from teachllm.layers.attention import Attention, AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
 from teachllm.models.model_config import ModelConfig
-from teachllm.quantization import quantization
+from teachllm.quantization import layer_schemes
 from teachllm.quantization.stored_kv_scales import dtype_of_codes
 from teachllm.spec_decode.drafter import FlatTokens, ModelDrafter
 from teachllm.spec_decode.eagle import Eagle
-from teachllm_kernels.kv_codes import LARGEST
-from teachllm_kernels.paged_attention import paged_attention_reference
+from teachllm_kernels.attention.kv_quantization import LARGEST
+from teachllm_kernels.attention.paged_attention import paged_attention_reference
 
 _NUM_TOKENS = 256  # of the text, at most: the same ones in every configuration
 _ROOM = {torch.float8_e4m3fn: 2.0, torch.int8: 1.25}  # above the largest number that was seen
@@ -99,7 +99,7 @@ def calibrate(
         ranks: that share the model, all of which call this. A drafter each has whole.
     """
     device, dtype = kv_caches[0][0].device, kv_caches[0][0].dtype
-    stored = dtype_of_codes(quantization.config_of(config.raw, Path(config.path)))
+    stored = dtype_of_codes(layer_schemes.config_of(config.raw, Path(config.path)))
     drafts = drafter is not None and drafter.has_layers
     attentions = list(_attentions(model))
     given = [_given(each) if stored == dtype else (None, None) for each in attentions]

@@ -16,7 +16,7 @@ import torch
 from teachllm.distributed.group import Counts, Traffic
 from teachllm.distributed.layout import Place
 from teachllm.worker.executor import PendingOutput
-from teachllm.worker.launched_step import PendingStep
+from teachllm.worker.gpu.launched_step import PendingStep
 
 
 class RankWatch:

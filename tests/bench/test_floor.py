@@ -16,7 +16,8 @@ from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.bench.workloads import WORKLOADS
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.roofline import Ceilings, Step, Work, step_work
-from teachllm_kernels import linear, paged_attention
+from teachllm_kernels.attention import paged_attention
+from teachllm_kernels.linear import dense_gemm
 from tests.bench.h200_script import h200
 
 H200 = Ceilings("NVIDIA H200", "bfloat16", 4.18e12, 4.26e12, 690e12, 579e12)
@@ -146,7 +147,7 @@ def test_flops_are_those_of_the_kernels(model) -> None:
     attention = paged_attention.cost(query_lens, kv_lens, 16, 8, 128)[1]
     assert work.attention_flops == 28 * attention
     products = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]  # qkv, o, gate and up, down
-    matrices = 28 * sum(linear.cost(108, *shape)[1] for shape in products) + linear.cost(108, 1024, 151936)[1]
+    matrices = 28 * sum(dense_gemm.cost(108, *shape)[1] for shape in products) + dense_gemm.cost(108, 1024, 151936)[1]
     assert work.matrix_flops == pytest.approx(matrices, rel=1e-3)  # the norms' weights count as if multiplied
 
 

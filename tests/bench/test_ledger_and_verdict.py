@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from teachllm import EngineConfig
-from teachllm.engine import ceilings
 from teachllm.engine.capacity import num_undisturbed
-from teachllm.engine.ceilings import device_name, remember
+from teachllm.engine.observability import ceilings
+from teachllm.engine.observability.ceilings import device_name, remember
 from teachllm.roofline import Ceilings
 from tests.bench.h200_script import SMALL_SHAPE, h200, load_script
 

@@ -10,7 +10,7 @@ import pytest
 
 from teachllm.bench.serve.load import Load
 from teachllm.bench.serve.record import Record
-from teachllm.engine.tokenizer import Tokenizer
+from teachllm.engine.text.tokenizer import Tokenizer
 from tests.bench.fake_openai import Answer, FakeServer, running
 from tests.bench.h200_script import load_script
 

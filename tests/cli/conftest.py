@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from teachllm.config import EngineConfig
-from teachllm.engine.speculation import Speculation
+from teachllm.engine.observability.speculation_stats import Speculation
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm_cli import engine as engine_door

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from teachllm.engine.speculation import Speculation
-from teachllm.engine.stats import StepStats
+from teachllm.engine.observability.speculation_stats import Speculation
+from teachllm.engine.observability.stats import StepStats
 from teachllm.spec_decode.draft_length import StepCost
 from teachllm_cli.speculation_line import speculation_line
 

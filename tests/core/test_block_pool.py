@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from teachllm.core.block_pool import BlockPool
-from teachllm_lessons.lesson_02 import contract_my_pool
+from teachllm_lessons.helpers.lesson_02 import contract_my_pool
 
 
 def order(pool: BlockPool) -> list[int]:

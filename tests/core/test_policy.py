@@ -7,7 +7,7 @@ import pytest
 from teachllm.core.policy import POLICIES, WaitingQueue
 from teachllm.core.request import Request, Wait, WaitReason
 from teachllm.sampling_params import SamplingParams
-from teachllm_lessons.lesson_03 import contract_order
+from teachllm_lessons.helpers.lesson_03 import contract_order
 
 
 def make_request(index: int, priority: int = 0) -> Request:

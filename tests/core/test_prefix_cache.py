@@ -12,7 +12,7 @@ from teachllm.core.block_pool import BlockPool
 from teachllm.core.prefix_cache import PrefixCache, hash_block, hash_root
 from teachllm.core.request import Request
 from teachllm.sampling_params import SamplingParams
-from teachllm_lessons.lesson_05 import contract_hash_block
+from teachllm_lessons.helpers.lesson_05 import contract_hash_block
 
 ROOT = b"root"
 

@@ -18,7 +18,7 @@ from teachllm.distributed.group import CollectiveError, Group
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.distributed.rendezvous import Rendezvous
-from teachllm_kernels.one_shot_sum import NUM_SLOTS
+from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS
 
 T = TypeVar("T")
 MOST_RANKS = 8

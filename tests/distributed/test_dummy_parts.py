@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from teachllm.distributed.layout import Layout
-from teachllm.distributed.slices import Cut, Slice, cut
+from teachllm.distributed.shards import Cut, Slice, cut
 from teachllm.models import random_weights
 from teachllm.models.random_weights import fill_parts_randomly
 from tests.checkpoints import OWN, build_config, make_checkpoint

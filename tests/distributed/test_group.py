@@ -11,7 +11,7 @@ import torch
 from teachllm.distributed.group import CollectiveError, Counts, ProcessGroup, Traffic
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
-from teachllm.worker.cuda_graphs import Graphs
+from teachllm.worker.gpu.cuda_graphs import Graphs
 from teachllm.worker.rank_watch import RankWatch
 from tests.distributed.processes import on_processes
 

@@ -13,8 +13,8 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.models.model_config import load_model_config
 from teachllm.worker import kv_scales
+from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.kv_scales import _attentions
-from teachllm.worker.model_runner import ModelRunner
 from tests.checkpoints import make_checkpoint
 from tests.distributed.threads import on_ranks
 

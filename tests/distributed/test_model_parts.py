@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.slices import Cut
+from teachllm.distributed.shards import Cut
 from teachllm.distributed.stages import Stage
 from teachllm.layers.embedding import Embedding
 from teachllm.models.loader import load_model

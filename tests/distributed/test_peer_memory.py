@@ -9,8 +9,8 @@ from teachllm.distributed.group import ProcessGroup
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.peer_memory import Whereabouts, most_rows, reaches
 from teachllm.distributed.ranks import Ranks
-from teachllm.worker.cuda_graphs import Graphs
-from teachllm_kernels.one_shot_sum import Unsummed
+from teachllm.worker.gpu.cuda_graphs import Graphs
+from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
 from tests.distributed.processes import on_processes
 
 SIZE = 256

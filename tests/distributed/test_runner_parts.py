@@ -21,21 +21,21 @@ from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOu
 from teachllm.distributed.group import ProcessGroup
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
-from teachllm.distributed.slices import spread
+from teachllm.distributed.shards import spread
 from teachllm.distributed.step_bytes import Counts, expected_rows, step_bytes
 from teachllm.models import moe as models_moe
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.shared_filters import num_told
 from teachllm.sampling.shared_vocabulary import Columns
-from teachllm.worker.gpu_model_runner import GPUModelRunner
-from teachllm.worker.launched_step import PendingStep
-from teachllm.worker.model_runner import ModelRunner
-from teachllm_kernels.one_shot_sum import Mailbox
+from teachllm.worker.cpu.model_runner import ModelRunner
+from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
+from teachllm.worker.gpu.launched_step import PendingStep
+from teachllm_kernels.comm.one_shot_all_reduce import Mailbox
 from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.processes import boxes_in, on_processes, through_host
 from tests.distributed.threads import on_ranks
-from tests.worker.interpreted_gpu import InterpretedRunner, interpret
+from tests.worker.gpu.interpreted_gpu import InterpretedRunner, interpret
 
 NUM_BOX_ROWS, HIDDEN_SIZE = 8, 64  # some steps have more tokens
 LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 3), Layout(4, 1)]

@@ -18,7 +18,7 @@ import pytest
 
 from teachllm import EngineConfig, RequestOutput, SamplingParams
 from teachllm.engine.async_llm import AsyncLLM
-from teachllm.engine.stats import StepStats
+from teachllm.engine.observability.stats import StepStats
 from teachllm.trace.recorder import Recorder
 from tests.worker.doors import FaultyExecutor, drain, make_engine, num_used_blocks, random_ids, tiny, tokens
 

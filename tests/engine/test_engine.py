@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from teachllm import LLM, RequestOutput, SamplingParams
 from teachllm.core.request import FinishReason, RequestStatus
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.outputs import Logprob
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor

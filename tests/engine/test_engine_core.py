@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from teachllm import EngineConfig, RequestOutput, SamplingParams
 from teachllm.core import invariants
-from teachllm.engine.engine import Engine
 from teachllm.engine.engine_core import EngineCore
+from teachllm.engine.llm_engine import Engine
+from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.executor import Executor, InProcessExecutor
-from teachllm.worker.model_runner import ModelRunner
-from teachllm_lessons.lesson_09 import contract_turn
+from teachllm_lessons.helpers.lesson_09 import contract_turn
 from tests.engine.reference import reference
 from tests.engine.withheld import withheld
 from tests.thorough import THOROUGH, times

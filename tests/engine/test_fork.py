@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
-from teachllm.engine.engine import Engine
 from teachllm.engine.fork import fork, fork_config
+from teachllm.engine.llm_engine import Engine
 from teachllm.trace.figures import figures
 from teachllm.trace.reader import Trace, parse_trace
 from teachllm.trace.recorder import Recorder

@@ -274,7 +274,7 @@ def test_what_can_be_called_as_a_drafter_is_one(drafter: Any) -> None:
 
 def test_a_drafter_cannot_cross_into_a_process_of_its_own() -> None:
     from teachllm import EngineConfig
-    from teachllm.engine.engine import Engine
+    from teachllm.engine.llm_engine import Engine
 
     with pytest.raises(ValueError, match=r"objects of this process.*: set own_process=False and data_parallel_size=1"):
         Engine(EngineConfig(**tiny(speculative_config=CUSTOM)), own_process=True, drafter=Drafter(lambda ids, n: []))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from teachllm import LLM, RequestOutput, SamplingParams
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.worker.executor import Executor
 from tests.engine.reference import reference
 from tests.worker.doors import FaultyExecutor, drain, make_llm, num_used_blocks, random_ids, tiny, tokens

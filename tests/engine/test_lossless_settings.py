@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB_SIZE

@@ -25,16 +25,16 @@ from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Workload
 from teachllm.worker import kv_scales
+from teachllm.worker.gpu.memory_needs import memory_table
 from teachllm.worker.kv_scales import TEXT, _attentions, calibration_ids, scale_of
-from teachllm.worker.memory_needs import memory_table
-from teachllm_kernels.kv_codes import KVScales, decode_reference, encode_reference
+from teachllm_kernels.attention.kv_quantization import KVScales, decode_reference, encode_reference
 from tests.engine.quantized_reference import float64_allowed, logprobs_of, quantized_reference
 from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, PROMPTS, check
 from tests.spec_decode.drafters import speculation
 from tests.thorough import times
 from tests.worker.doors import make_llm, random_ids, tiny
-from tests.worker.test_gpu_model_runner import SETTINGS, recorded, replayed, workload
+from tests.worker.gpu.test_gpu_model_runner import SETTINGS, recorded, replayed, workload
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 both = pytest.mark.parametrize("kv_cache_dtype", DTYPES)

@@ -12,8 +12,8 @@ import pytest
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.engine.async_llm import AsyncLLM
-from teachllm.engine.speculation import Speculation
-from teachllm.engine.stats import StepCounter, StepStats
+from teachllm.engine.observability.speculation_stats import Speculation
+from teachllm.engine.observability.stats import StepCounter, StepStats
 from teachllm.spec_decode.draft_length import StepCost
 from tests.core.helpers import add, make_scheduler, schedule
 from tests.spec_decode.drafters import speculation

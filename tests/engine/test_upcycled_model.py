@@ -19,8 +19,8 @@ import pytest
 from teachllm import LLM, SamplingParams
 from teachllm.trace.reader import Trace, read_trace
 from tests.bench.h200_script import load_script
+from tests.engine.replicas.test_expert_parallel import SHARED, loads_of_all
 from tests.engine.test_embedded_model_engine import QUESTIONS
-from tests.engine.test_expert_parallel import SHARED, loads_of_all
 from tests.thorough import THOROUGH
 
 upcycling = load_script("upcycle", "training")

@@ -18,42 +18,44 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from teachllm_kernels import few_rows_linear, kv_codes, packed_linear, paged_decode, paged_prefill
-from teachllm_kernels.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.dequantize import dequantize_triton
-from teachllm_kernels.draft_rows import draft_inputs, following_ids, push
-from teachllm_kernels.few_rows_linear import few_rows_linear_triton
-from teachllm_kernels.fixed_linear import fixed_linear_triton
-from teachllm_kernels.gemv import gemv_triton
-from teachllm_kernels.grouped_linear import grouped_gated_triton, grouped_onto_triton
-from teachllm_kernels.hopper_decode import hopper_decode
-from teachllm_kernels.hopper_gated_linear import hopper_gated_linear
-from teachllm_kernels.hopper_linear import hopper_linear, hopper_scaled_linear
-from teachllm_kernels.hopper_packed_linear import hopper_packed_linear
-from teachllm_kernels.hopper_prefill import hopper_prefill
-from teachllm_kernels.hopper_scaled_mm import hopper_scaled_mm
-from teachllm_kernels.kv_move import KVMover
-from teachllm_kernels.kv_write import kv_write_triton
-from teachllm_kernels.moe_routing import combine_triton, group_triton, route_triton
-from teachllm_kernels.one_shot_sum import NUM_SLOTS, Mailbox, Unsummed, one_shot_sum
-from teachllm_kernels.packed_gemv import packed_gemv_triton
-from teachllm_kernels.packed_linear import packed_linear_triton
-from teachllm_kernels.packed_weight import pack
-from teachllm_kernels.paged_decode import fused_paged_decode, paged_decode_triton
-from teachllm_kernels.paged_prefill import paged_prefill_triton
-from teachllm_kernels.prefill_plan import plan_prefill
-from teachllm_kernels.prompt_lookup import prompt_lookup_triton
-from teachllm_kernels.quantize_rows import empty_rows, quantize_rows_triton
-from teachllm_kernels.rejection import rejection_sample_triton
+from teachllm_kernels.attention import kv_quantization, paged_decode, paged_prefill
+from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.attention.hopper_decode import hopper_decode
+from teachllm_kernels.attention.hopper_prefill import hopper_prefill
+from teachllm_kernels.attention.kv_move import KVMover
+from teachllm_kernels.attention.kv_write import kv_write_triton
+from teachllm_kernels.attention.paged_decode import fused_paged_decode, paged_decode_triton
+from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
+from teachllm_kernels.attention.prefill_plan import plan_prefill
+from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
+from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, Mailbox, Unsummed, one_shot_sum
+from teachllm_kernels.linear import skinny_gemm
+from teachllm_kernels.linear.batch_invariant_gemm import fixed_linear_triton
+from teachllm_kernels.linear.gemv import gemv_triton
+from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear
+from teachllm_kernels.linear.hopper_linear import hopper_linear, hopper_scaled_linear
+from teachllm_kernels.linear.packed import packed_linear
+from teachllm_kernels.linear.packed.dequantize import dequantize_triton
+from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear
+from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton
+from teachllm_kernels.linear.packed.packed_linear import packed_linear_triton
+from teachllm_kernels.linear.packed.packed_weight import pack
+from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
+from teachllm_kernels.linear.scaled.quantize_rows import empty_rows, quantize_rows_triton
+from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_triton
+from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton
+from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm
+from teachllm_kernels.linear.skinny_gemm import few_rows_linear_triton
+from teachllm_kernels.moe.grouped_gemm import grouped_gated_triton, grouped_onto_triton
+from teachllm_kernels.moe.moe_routing import combine_triton, group_triton, route_triton
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
-from teachllm_kernels.rope_kv_write import rope_kv_write_triton
-from teachllm_kernels.sampling import sample_triton
-from teachllm_kernels.scaled_gemv import scaled_gemv_triton
-from teachllm_kernels.scaled_linear import scaled_linear_triton, weight_only_triton
-from teachllm_kernels.scaled_mm import scaled_mm
+from teachllm_kernels.sampling.random_sample import sample_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_quantized_triton, silu_and_mul_triton
+from teachllm_kernels.speculation.draft_rows import draft_inputs, following_ids, push
+from teachllm_kernels.speculation.prompt_lookup import prompt_lookup_triton
+from teachllm_kernels.speculation.rejection import rejection_sample_triton
+from teachllm_kernels.speculation.verify_drafts import accept, draft_proposals, synthetic_verdict
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
-from teachllm_kernels.verify_drafts import accept, draft_proposals, synthetic_verdict
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # bytes that a program may have, by architecture
 TYPES = {
@@ -233,7 +235,7 @@ def compile_packed_on_hopper(dtype: torch.dtype) -> None:
 def compile_large_tiles() -> None:
     """Those that need more shared memory than the smallest cards have."""
     architectures[:] = [80, 90]
-    for module in (few_rows_linear, paged_decode, paged_prefill):
+    for module in (skinny_gemm, paged_decode, paged_prefill):
         module.shared_memory = lambda device: SHARED_MEMORY[80]
     x, weight = torch.zeros(2, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
     few_rows_linear_triton(x, weight, gated=True)
@@ -367,7 +369,7 @@ def main() -> None:
         compile_codes_on_hopper(torch.float16, codes, 16, 64)
     compile_codes(torch.float32, torch.int8, 2, 32)
     with_fp8, without = [90], list(architectures)
-    architectures[:], kv_codes.has_fp8 = with_fp8, lambda device: True  # whose instructions convert it
+    architectures[:], kv_quantization.has_fp8 = with_fp8, lambda device: True  # whose instructions convert it
     compile_codes(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
     compile_codes(torch.bfloat16, torch.float8_e4m3fn, 1, 256)
     architectures[:] = without

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from teachllm_kernels._triton import gl, tl
-from teachllm_kernels.kv_codes import as_bytes
+from teachllm_kernels.attention.kv_quantization import as_bytes
 
 LONGEST_WAIT = 20.0  # seconds for a barrier: then roles wait for each other
 

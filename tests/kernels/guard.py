@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from teachllm_kernels.kv_move import KVMover
-from teachllm_kernels.one_shot_sum import Mailbox
+from teachllm_kernels.attention.kv_move import KVMover
+from teachllm_kernels.comm.one_shot_all_reduce import Mailbox
 from tests.kernels.quick_interpreter import quicken
 
 

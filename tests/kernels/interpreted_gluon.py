@@ -19,23 +19,21 @@ from typing import Any
 import pytest
 import torch
 
-from teachllm_kernels import (
-    _hopper,
-    hopper_blocks,
-    hopper_codes,
-    hopper_decode,
-    hopper_decode_codes,
-    hopper_linear,
-    hopper_new_token,
-    hopper_prefill,
-    hopper_prefill_codes,
-    hopper_scaled_mm,
-    hopper_sums,
-    hopper_tasks,
-)
+from teachllm_kernels import _hopper
 from teachllm_kernels._triton import gl
 from teachllm_kernels._triton import hopper as real_hopper
-from teachllm_kernels.kv_codes import as_bytes
+from teachllm_kernels.attention import (
+    hopper_decode,
+    hopper_decode_quantized,
+    hopper_kv_dequantize,
+    hopper_new_token,
+    hopper_prefill,
+    hopper_prefill_quantized,
+    hopper_tasks,
+)
+from teachllm_kernels.attention.kv_quantization import as_bytes
+from teachllm_kernels.linear import hopper_linear, hopper_sums
+from teachllm_kernels.linear.scaled import hopper_blocks, hopper_scaled_mm
 from tests.kernels.gluon_values import (
     DTYPES,
     LONGEST_WAIT,
@@ -50,8 +48,8 @@ from tests.kernels.gluon_values import (
 )
 
 MODULES = [
-    *(_hopper, hopper_codes, hopper_decode, hopper_decode_codes, hopper_new_token),
-    *(hopper_prefill, hopper_prefill_codes, hopper_tasks),
+    *(_hopper, hopper_kv_dequantize, hopper_decode, hopper_decode_quantized, hopper_new_token),
+    *(hopper_prefill, hopper_prefill_quantized, hopper_tasks),
     *(hopper_blocks, hopper_linear, hopper_scaled_mm, hopper_sums),
 ]
 # The program under way: `id` and `num` along each axis, the `barriers` that it has made, a role's `num_threads`.
@@ -202,7 +200,7 @@ class _Language:
 
     @staticmethod
     def inline_asm_elementwise(asm: Any, constraints: str, args: Sequence[Value], dtype: Any, **_: Any) -> Value:
-        assert asm is hopper_codes._INTEGERS  # integers to float16, the only ones
+        assert asm is hopper_kv_dequantize._INTEGERS  # integers to float16, the only ones
         return args[0].to(dtype)
 
 

@@ -14,26 +14,16 @@ from hypothesis import strategies as st
 
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.linear import Linear
-from teachllm_kernels import (
-    decode_plan,
-    grouped_linear,
-    hopper_decode,
-    kv_write,
-    linear,
-    moe_routing,
-    paged_attention,
-    rms_norm,
-    rope_kv_write,
-    rotary,
-    silu_and_mul,
-    step_inputs,
-)
-from teachllm_kernels.kv_write import kv_write_reference
-from teachllm_kernels.paged_attention import paged_attention_cpu, paged_attention_reference
+from teachllm_kernels import rms_norm, silu_and_mul, step_inputs
+from teachllm_kernels.attention import decode_plan, hopper_decode, kv_write, paged_attention, rope_kv_write, rotary
+from teachllm_kernels.attention.kv_write import kv_write_reference
+from teachllm_kernels.attention.paged_attention import paged_attention_cpu, paged_attention_reference
+from teachllm_kernels.attention.rotary import rotary_reference
+from teachllm_kernels.linear import dense_gemm
+from teachllm_kernels.moe import grouped_gemm, moe_routing
 from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference
-from teachllm_kernels.rotary import rotary_reference
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference
-from teachllm_lessons.lesson_01 import contract_attend
+from teachllm_lessons.helpers.lesson_01 import contract_attend
 from tests.thorough import times
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,11 +166,11 @@ def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
 
 
 def test_costs_count_each_number_once() -> None:
-    assert linear.cost(2, 3, 5, 4) == ((2 * 3 + 2 * 5 + 15) * 4, 2 * 2 * 15)
-    assert linear.cost(2, 3, 5, 4, gated=True) == ((2 * 3 + 2 * 5 + 30) * 4, 2 * 2 * 30)
+    assert dense_gemm.cost(2, 3, 5, 4) == ((2 * 3 + 2 * 5 + 15) * 4, 2 * 2 * 15)
+    assert dense_gemm.cost(2, 3, 5, 4, gated=True) == ((2 * 3 + 2 * 5 + 30) * 4, 2 * 2 * 30)
     # Six rows in and out of three experts' weights; ten tokens' sums of two parts each.
-    assert grouped_linear.cost(6, 3, 5, 3, 4) == ((6 * 3 + 6 * 5 + 3 * 15) * 4, 2 * 6 * 15)
-    assert grouped_linear.cost(6, 3, 5, 3, 4, gated=True) == ((6 * 3 + 6 * 5 + 3 * 30) * 4, 2 * 6 * 30)
+    assert grouped_gemm.cost(6, 3, 5, 3, 4) == ((6 * 3 + 6 * 5 + 3 * 15) * 4, 2 * 6 * 15)
+    assert grouped_gemm.cost(6, 3, 5, 3, 4, gated=True) == ((6 * 3 + 6 * 5 + 3 * 30) * 4, 2 * 6 * 30)
     assert moe_routing.cost(10, 64, 2, 4) == ((2 * 640 + 640) * 4, 2 * 640)
     assert rms_norm.cost(10, 64, 4) == ((4 * 640 + 64) * 4, 3200)  # y and residual in, both out, the weight
     assert silu_and_mul.cost(10, 64, 4) == (3 * 640 * 4, 3200)  # gate and up in, the product out
@@ -213,9 +203,9 @@ def test_a_packed_layer_equals_the_plain_one(rows: int, num_in: int, num_out: in
         parameter.normal_(generator=generator)
     x = torch.randn(rows, num_in, generator=generator)
     assert isinstance(layer.weight, DenseWeight)
-    plain = linear.linear_reference(x, layer.weight.weight, layer.bias)
+    plain = dense_gemm.linear_reference(x, layer.weight.weight, layer.bias)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "SMALLEST", 0)
+        patch.setattr(dense_gemm, "SMALLEST", 0)
         layer.finish()
     assert (layer.weight.packed is not None) == torch.backends.mkldnn.is_available()
     torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
@@ -227,4 +217,4 @@ def test_a_layer_is_packed_where_that_pays(num_in: int) -> None:
     layer = Linear(num_in, {"proj": 256}, bias=False).requires_grad_(False)
     assert isinstance(layer.weight, DenseWeight)
     layer.finish()
-    assert (layer.weight.packed is not None) == (256 * num_in >= linear.SMALLEST)
+    assert (layer.weight.packed is not None) == (256 * num_in >= dense_gemm.SMALLEST)

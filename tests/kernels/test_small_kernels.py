@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm_kernels import few_rows_linear
-from teachllm_kernels.few_rows_linear import few_rows_linear_triton
-from teachllm_kernels.gemv import gemv_reference, gemv_triton
-from teachllm_kernels.hopper_linear import hopper_linear
-from teachllm_kernels.kv_write import kv_write_reference, kv_write_triton
+from teachllm_kernels.attention.kv_write import kv_write_reference, kv_write_triton
+from teachllm_kernels.attention.rope_kv_write import rope_kv_write_reference, rope_kv_write_triton
+from teachllm_kernels.linear import skinny_gemm
+from teachllm_kernels.linear.gemv import gemv_reference, gemv_triton
+from teachllm_kernels.linear.hopper_linear import hopper_linear
+from teachllm_kernels.linear.skinny_gemm import few_rows_linear_triton
 from teachllm_kernels.rms_norm import rms_norm_reference, rms_norm_triton
-from teachllm_kernels.rope_kv_write import rope_kv_write_reference, rope_kv_write_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 
@@ -167,9 +167,9 @@ def test_few_rows_linear(
 
 @given(st.integers(1, 40_000), st.integers(1, 40_000))
 def test_columns_are_shared_only_where_arrivals_are_counted(num_in: int, num_out: int) -> None:
-    blocks, splits = few_rows_linear._grid(num_in, num_out)
-    assert blocks * few_rows_linear._BLOCK_N >= num_out
-    assert splits == 1 or blocks <= few_rows_linear._arrivals(DEVICE).numel()
+    blocks, splits = skinny_gemm._grid(num_in, num_out)
+    assert blocks * skinny_gemm._BLOCK_N >= num_out
+    assert splits == 1 or blocks <= skinny_gemm._arrivals(DEVICE).numel()
 
 
 def test_launchers_refuse_what_they_would_compute_wrongly() -> None:

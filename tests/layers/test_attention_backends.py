@@ -24,10 +24,10 @@ from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.attention_backends.triton import TritonBackend
-from teachllm_kernels.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.hopper_prefill import fits_hopper_prefill
-from teachllm_kernels.kv_codes import KVScales, decode_reference, encode_reference
-from teachllm_kernels.paged_attention import paged_attention_reference
+from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
+from teachllm_kernels.attention.kv_quantization import KVScales, decode_reference, encode_reference
+from teachllm_kernels.attention.paged_attention import paged_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from teachllm.layers.borrowed import borrowed
+from teachllm.layers.weak_tensor import borrowed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -7,10 +7,10 @@ import torch
 
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
-from teachllm.distributed.slices import spread
+from teachllm.distributed.shards import spread
 from teachllm.layers.expert_parallel import AllToAll, SameTokens
 from teachllm.layers.moe import Experts, route
-from teachllm_kernels.moe_routing import Routes
+from teachllm_kernels.moe.moe_routing import Routes
 from tests.distributed.threads import on_ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN, WIDTH = 7, 3, 16, 24

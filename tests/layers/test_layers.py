@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from teachllm.distributed.slices import Slice
+from teachllm.distributed.shards import Slice
 from teachllm.layers import dense_weight
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
 from teachllm.layers.attention_backends.base import AttentionSettings
@@ -17,8 +17,8 @@ from teachllm.layers.attention_backends.triton import check_heads
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
-from teachllm_kernels import hopper_gated_linear, hopper_linear
-from teachllm_kernels.hopper_gated_linear import FROM_ROWS
+from teachllm_kernels.linear import hopper_gated_linear, hopper_linear
+from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS
 from tests.distributed.one_of_two import OneOfTwo
 
 SCALINGS = {

@@ -11,7 +11,7 @@ import pytest
 
 from teachllm.core.block_pool import Block, BlockPool
 from teachllm.core.policy import FirstComeFirstServed
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.overrides import Pieces
 from teachllm_lessons.exercise import VERDICT_TYPE, Exercise, Wrong, check, run_with
 from teachllm_lessons.guard import TooLong, run_guarded
 from teachllm_lessons.watch import NoProgress, Watch

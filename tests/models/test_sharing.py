@@ -20,7 +20,7 @@ from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.peak_width import peak_width
 from teachllm.models.registry import ModelError
-from teachllm.models.sharing import of_rank, stage_layers
+from teachllm.models.sharding import of_rank, stage_layers
 from tests.checkpoints import OWN, build_config
 
 LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(2, 1, spreads_experts=True)]

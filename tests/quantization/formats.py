@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from teachllm import LLM, SamplingParams
-from teachllm.quantization import awq, compressed_tensors, gptq, rounding
-from teachllm.quantization.codes import Activations, GroupedCodes, Quantized, ScaledWeight
-from teachllm.quantization.fp4 import Fp4
+from teachllm.quantization import rounding
+from teachllm.quantization.formats import awq, compressed_tensors, gptq
+from teachllm.quantization.formats.fp4 import Fp4
+from teachllm.quantization.quantized_weights import Activations, GroupedCodes, Quantized, ScaledWeight
 
 E4M3 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from teachllm.quantization.codes import BLOCK, Activations
+from teachllm.quantization.quantized_weights import BLOCK, Activations
 from tests.engine.reference import Reference, reference
 from tests.quantization.formats import FORMATS, write_checkpoint
 

@@ -17,9 +17,9 @@ from teachllm.models.loader import load_model
 from teachllm.models.model_config import load_model_config
 from teachllm.models.registry import ModelError
 from teachllm.quantization import rounding
-from teachllm.quantization.codes import Activations
+from teachllm.quantization.formats.scheme import OnTheFly, PartCodes
+from teachllm.quantization.quantized_weights import Activations
 from teachllm.quantization.scaled_weight import CPUScaledWeight
-from teachllm.quantization.scheme import OnTheFly, PartCodes
 from tests.quantization.formats import (
     FORMATS,
     RENAMED,

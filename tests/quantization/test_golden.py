@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 
 from teachllm.models.registry import ModelError
-from teachllm.quantization.codes import Activations, ScaledWeight
-from teachllm.quantization.quantization import of_config, quantization_of
-from teachllm.quantization.scaled import Scaled
-from teachllm.quantization.scheme import PartCodes
+from teachllm.quantization.formats.scaled import Scaled
+from teachllm.quantization.formats.scheme import PartCodes
+from teachllm.quantization.layer_schemes import of_config, quantization_of
+from teachllm.quantization.quantized_weights import Activations, ScaledWeight
 
 GOLDEN = Path(__file__).parent / "golden"
 PROJECTION = "model.layers.0.mlp.up_proj"

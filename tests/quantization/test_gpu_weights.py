@@ -10,12 +10,12 @@ import torch
 
 from teachllm.layers.norm import RMSNorm
 from teachllm.quantization import rounding
-from teachllm.quantization.codes import Activations, GroupedCodes, ScaledWeight
-from teachllm.quantization.fp4 import Fp4
+from teachllm.quantization.execution_weights import as_groups
+from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.weights import as_groups
-from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows_reference
+from teachllm.quantization.quantized_weights import Activations, GroupedCodes, ScaledWeight
+from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 from tests.kernels.rounding import round_as_a_gpu
 

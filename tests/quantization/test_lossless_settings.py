@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm.quantization.codes import BLOCK, Activations, ScaledWeight
+from teachllm.quantization.quantized_weights import BLOCK, Activations, ScaledWeight
 from teachllm.quantization.scaled_weight import CPUScaledWeight
 from tests.engine.quantized_reference import QuantizedReference, float64_allowed, logprobs_of
 from tests.engine.reference import reference

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm.quantization.codes import GroupedCodes, ScaledWeight
-from teachllm.quantization.quantization import of_config
-from teachllm.quantization.scheme import PartCodes
+from teachllm.quantization.formats.scheme import PartCodes
+from teachllm.quantization.layer_schemes import of_config
+from teachllm.quantization.quantized_weights import GroupedCodes, ScaledWeight
 from tests.quantization.formats import E4M3, FORMATS
 
 NAME = "model.layers.0.mlp.up_proj"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from teachllm.models.registry import ModelError
-from teachllm.quantization.quantization import of_config
+from teachllm.quantization.layer_schemes import of_config
 from tests.quantization.formats import FORMATS, Tensors, assert_same, edit, edit_tensors, generate, write_checkpoint
 
 DOWN = "model.layers.1.mlp.down_proj"

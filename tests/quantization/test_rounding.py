@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from teachllm.quantization import rounding
-from teachllm_lessons.lesson_11 import QUANTIZE
+from teachllm_lessons.helpers.lesson_11 import QUANTIZE
 
 
 @pytest.mark.parametrize("bits", [4, 8])

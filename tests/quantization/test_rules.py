@@ -15,7 +15,7 @@ import torch
 
 from teachllm.models.registry import ModelError
 from teachllm.quantization import rounding
-from teachllm.quantization.quantization import of_config
+from teachllm.quantization.layer_schemes import of_config
 from tests.quantization.formats import (
     FORMATS,
     Format,

@@ -12,8 +12,8 @@ from torch import nn
 
 from teachllm.models import loader
 from teachllm.quantization import rounding
-from teachllm.quantization.codes import Activations
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
+from teachllm.quantization.quantized_weights import Activations
 from tests.kernels.rounding import round_as_a_gpu
 from tests.quantization.test_gpu_weights import DEVICE, DTYPE, NUM_IN, NUM_OUT, ON_GPU, assert_near, rows_of
 

@@ -15,8 +15,8 @@ from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.filters import apply_filters, count_nucleus
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
-from teachllm_lessons.lesson_00 import contract_choose, greedy
-from teachllm_lessons.lesson_07 import contract_count_nucleus
+from teachllm_lessons.helpers.lesson_00 import contract_choose, greedy
+from teachllm_lessons.helpers.lesson_07 import contract_count_nucleus
 from tests.thorough import times
 
 VOCAB = 11

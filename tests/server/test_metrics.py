@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from teachllm.engine.stats import StepStats
+from teachllm.engine.observability.stats import StepStats
 from teachllm.server.metrics import Metrics
 
 

@@ -10,7 +10,7 @@ import pytest
 from teachllm import EngineConfig
 from teachllm.bench.batch import Batch
 from teachllm.bench.workloads import WORKLOADS
-from teachllm.engine.ceilings import known_ceilings
+from teachllm.engine.observability.ceilings import known_ceilings
 from teachllm.roofline import Ceilings
 from teachllm.simulator.cost_model import RooflineCost, StepCosts
 from teachllm.simulator.shapes import SHAPES, model_shape

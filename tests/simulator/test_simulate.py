@@ -11,8 +11,8 @@ import pytest
 from teachllm import EngineConfig, SamplingParams
 from teachllm.core.policy import FirstComeFirstServed
 from teachllm.core.request import Request
-from teachllm.engine.engine import Engine
-from teachllm.engine.pieces import Pieces
+from teachllm.engine.llm_engine import Engine
+from teachllm.engine.overrides import Pieces
 from teachllm.roofline import Ceilings
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate

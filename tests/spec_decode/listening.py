@@ -10,7 +10,7 @@ import torch
 
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.spec_decode.tree import DraftTree
 from tests.spec_decode.naive import Naive, States
 

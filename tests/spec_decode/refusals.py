@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from teachllm import EngineConfig
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.models.registry import ModelError
-from tests.spec_decode import forms
+from tests.spec_decode.heads import forms
 from tests.worker.doors import tiny
 
 _SPECULATION = ("load_format", "num_speculative_tokens", "speculative_token_tree")

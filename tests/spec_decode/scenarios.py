@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from teachllm import EngineConfig, RequestOutput, SamplingParams
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from tests.engine.withheld import withheld
 from tests.spec_decode.listening import Listening, listen
 from tests.worker.doors import drain, tokens

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from teachllm.core.request import Request
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB_SIZE

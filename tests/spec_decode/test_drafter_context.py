@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from teachllm import SamplingParams
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from tests.checkpoints import make_checkpoint
 from tests.engine.reference import reference
-from tests.spec_decode import forms, naive
+from tests.spec_decode import naive
+from tests.spec_decode.heads import forms
 from tests.spec_decode.listening import assert_naive, listen
 from tests.spec_decode.refusals import edited, make
 from tests.worker.doors import drain, make_engine, random_ids

@@ -21,8 +21,8 @@ from teachllm.spec_decode import losslessness
 from teachllm.spec_decode.chi_square import chi_square_test, upper_gamma
 from teachllm.spec_decode.losslessness import RULES, check
 from teachllm.spec_decode.tree import DraftTree
-from teachllm_kernels.rejection_reference import rejection_sample_reference
-from tests.kernels.test_sampling_triton import DEVICE
+from teachllm_kernels.speculation.rejection_reference import rejection_sample_reference
+from tests.kernels.sampling.test_sampling_triton import DEVICE
 from tests.thorough import times
 
 SEEDS = range(times(2, 10))

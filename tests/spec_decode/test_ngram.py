@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teachllm.spec_decode.ngram import NgramDrafter
-from teachllm_lessons.lesson_10 import contract_propose
+from teachllm_lessons.helpers.lesson_10 import contract_propose
 
 
 def test_it_proposes_what_followed_the_same_tokens_before() -> None:

@@ -14,7 +14,7 @@ import torch
 from teachllm import LLM, EngineConfig, RequestOutput, SamplingParams
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.models.checkpoint import find_folder
 from tests.spec_decode import naive
 from tests.thorough import THOROUGH

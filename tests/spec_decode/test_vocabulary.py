@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from teachllm import EngineConfig
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.models.registry import ModelError
 from teachllm.spec_decode.draft_model import DraftModel
 from tests.checkpoints import VOCAB_SIZE, build_model, make_checkpoint

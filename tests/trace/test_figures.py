@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from teachllm import EngineConfig, SamplingParams
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.simulator import simulate as simulation
 from teachllm.simulator.workload import Arrival, Workload
 from teachllm.trace.figures import Figures, Spread, figures

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from teachllm import EngineConfig, SamplingParams
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 
 
 def test_recording_takes_less_than_three_percent_of_a_step(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from teachllm import SamplingParams
 from teachllm.core.request import RequestStatus
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.trace.reader import parse_trace
 from teachllm.trace.replay import Replay
 from tests.trace.traced import busy, live_state, traced_engine

@@ -9,7 +9,7 @@ from typing import Any
 
 from teachllm import SamplingParams
 from teachllm.core.scheduler import Scheduler
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.trace.recorder import Recorder
 from teachllm.trace.replay import state_text
 from tests.worker.doors import make_engine, random_ids

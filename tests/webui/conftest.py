@@ -25,7 +25,7 @@ HOSTILE = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked 
 def trace() -> list[str]:
     """Of a small pool: requests that share a prefix, three completions of one, preemptions, an abort, hostile text."""
     from teachllm.config import EngineConfig
-    from teachllm.engine.engine import Engine
+    from teachllm.engine.llm_engine import Engine
     from teachllm.sampling_params import SamplingParams
 
     lines: list[str] = []

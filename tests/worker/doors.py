@@ -8,7 +8,7 @@ from typing import Any
 
 from teachllm import LLM, EngineConfig, RequestOutput
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.spec_decode.drafter import Drafter
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor, PendingOutput

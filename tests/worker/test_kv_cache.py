@@ -162,7 +162,7 @@ def test_it_is_refused_before_any_weight_is_read(monkeypatch: pytest.MonkeyPatch
     def load_model(*_: Any) -> None:
         raise AssertionError("read a weight")
 
-    monkeypatch.setattr("teachllm.worker.model_runner.load_model", load_model)
+    monkeypatch.setattr("teachllm.worker.cpu.model_runner.load_model", load_model)
     with pytest.raises(ValueError, match="the KV cache would hold"):
         make_llm(num_gpu_blocks_override=None, kv_cache_memory_bytes=1000)
 

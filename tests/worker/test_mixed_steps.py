@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from teachllm.worker.device_batch import DeviceStep
-from teachllm.worker.gpu_model_runner import GPUModelRunner
+from teachllm.worker.gpu.device_batch import DeviceStep
+from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 
 MAX_NUM_SEQS = 4
 

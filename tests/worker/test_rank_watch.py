@@ -12,7 +12,7 @@ from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.distributed.group import Traffic
 from teachllm.distributed.layout import Layout
 from teachllm.worker.executor import Ready
-from teachllm.worker.launched_step import PendingStep
+from teachllm.worker.gpu.launched_step import PendingStep
 from teachllm.worker.rank_watch import RankWatch
 
 OVER = Ready(ModelRunnerOutput([]))

@@ -21,7 +21,7 @@ from teachllm_webui.plan import Plan, PlannedRequest
 from teachllm_webui.trace_log import TraceLog
 
 if TYPE_CHECKING:
-    from teachllm.engine.engine import Engine
+    from teachllm.engine.llm_engine import Engine
 
 T = TypeVar("T")
 _STEP = '{"event":"step"'

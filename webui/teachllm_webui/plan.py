@@ -14,7 +14,7 @@ from teachllm.sampling_params import SamplingParams
 from teachllm.trace.reader import Trace, parse_trace
 
 if TYPE_CHECKING:  # the page is up before torch is loaded
-    from teachllm.engine.engine import Engine
+    from teachllm.engine.llm_engine import Engine
 
 # Settings that a fork may change, and what the page calls them.
 FORKABLE = {
@@ -74,7 +74,7 @@ def engine_plan(config: EngineConfig, requests: Sequence[PlannedRequest] = ()) -
     """An engine from its beginning; its trace also goes to its `trace_path`, if it has one."""
 
     def make(sink: Callable[[str], None]) -> Engine:
-        from teachllm.engine.engine import Engine
+        from teachllm.engine.llm_engine import Engine
 
         if config.data_parallel_size > 1:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from teachllm_kernels.kv_codes import KVScales
+from teachllm_kernels.attention.kv_quantization import KVScales
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata

@@ -15,7 +15,7 @@ import torch
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
 from teachllm.layers.attention_backends.triton import TritonBackend
-from teachllm_kernels.paged_prefill import paged_prefill_triton
+from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata

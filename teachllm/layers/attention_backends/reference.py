@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
-from teachllm_kernels.paged_attention import attend, plan_attention
+from teachllm_kernels.attention.paged_attention import attend, plan_attention
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata

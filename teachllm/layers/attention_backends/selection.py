@@ -13,7 +13,7 @@ from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.sdpa import SDPABackend
 from teachllm.layers.attention_backends.triton import TritonBackend
-from teachllm_kernels.hopper_prefill import fits_hopper_prefill
+from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
 
 _ON_A_GPU: dict[str, type[AttentionBackend]] = {
     "triton": TritonBackend,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
-from teachllm_kernels.hopper_prefill import fits_hopper_prefill, hopper_prefill
-from teachllm_kernels.paged_decode import paged_decode_triton
-from teachllm_kernels.paged_prefill import paged_prefill_triton, tile_options
-from teachllm_kernels.prefill_plan import PrefillPlan, plan_prefill
+from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill, hopper_prefill
+from teachllm_kernels.attention.paged_decode import paged_decode_triton
+from teachllm_kernels.attention.paged_prefill import paged_prefill_triton, tile_options
+from teachllm_kernels.attention.prefill_plan import PrefillPlan, plan_prefill
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata

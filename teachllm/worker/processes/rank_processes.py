@@ -24,10 +24,10 @@ from dataclasses import asdict, astuple, replace
 import torch
 
 from teachllm.config import EngineConfig
-from teachllm.distributed.awake import seconds_awake, wait_awake
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.rendezvous import Rendezvous, listen_here, rendezvous_at
 from teachllm.distributed.ring import RingWriter
+from teachllm.distributed.spin_wait import seconds_awake, wait_awake
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.answers import Listener
 from teachllm.worker.processes.child import how_it_ended, start_child, uninterrupted

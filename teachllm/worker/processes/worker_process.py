@@ -26,19 +26,19 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import SchedulerOutput
-from teachllm.distributed.awake import seconds_awake
 from teachllm.distributed.group import CollectiveError
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.plan_codec import decode_plan, encode_output
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.distributed.ring import RingEnd, RingReader
+from teachllm.distributed.spin_wait import seconds_awake
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.executor import PendingOutput
 from teachllm.worker.processes.agreement import facts_of
 from teachllm.worker.processes.answers import Answers, Kind
 from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent
 from teachllm.worker.rank_watch import WatchedStep
-from teachllm.worker.worker import Worker
+from teachllm.worker.rank_worker import Worker
 
 log = logging.getLogger(__name__)
 LENGTH = struct.Struct("=q")  # of what standard input begins with

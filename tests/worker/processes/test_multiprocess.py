@@ -28,7 +28,7 @@ from teachllm.distributed.lockstep import Lockstep, close_ends, lockstep_ends
 from teachllm.distributed.plan_codec import encode_output
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.engine.async_llm import AsyncLLM
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.errors import EngineDeadError
@@ -574,7 +574,7 @@ def test_a_program_ends_with_the_reason_when_a_rank_is_killed_in_a_batch(
 
 _PARENT = """
 import os, sys
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.config import EngineConfig
 engine = Engine(EngineConfig(**{settings!r}))
 print(*[process.pid for process in engine.core.executor._ranks.processes], flush=True)

@@ -15,7 +15,7 @@ import pytest
 
 from teachllm import SamplingParams
 from teachllm.distributed.rendezvous import keep_store
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.worker.errors import EngineDeadError
 from tests.processes import children, is_gone, num_descriptors
 from tests.ready_children import start_program
@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_ends_all_on_both_machines_within_seconds(whose: s
 
 
 _PARENT = """
-from teachllm.engine.engine import Engine
+from teachllm.engine.llm_engine import Engine
 from teachllm.config import EngineConfig
 engine = Engine(EngineConfig(**{settings!r}))
 print("ready", flush=True)

@@ -75,7 +75,7 @@ def test_a_rank_that_is_killed_ends_every_process_with_an_error() -> None:
 
 
 def test_a_process_that_is_not_the_first_ends_where_it_would_have_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.engine.engine.works_for_process_0", lambda config: True)
+    monkeypatch.setattr("teachllm.engine.llm_engine.works_for_process_0", lambda config: True)
     with pytest.raises(SystemExit, match=r"^0$"):
         LLM(**tiny(**TORCHRUN))
 

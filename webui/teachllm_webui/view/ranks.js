@@ -180,7 +180,7 @@
     canvas.style.height = `${height * shares.length}px`;
     const plot = canvas.getContext("2d");
     plot.setTransform(ratio, 0, 0, ratio, 0, 0);
-    // As `spread` in teachllm/distributed/slices.py.
+    // As `spread` in teachllm/distributed/shards.py.
     const holderOf = (expert) => Math.floor(((expert + 1) * holders - 1) / numExperts);
     shares.forEach((layer, row) => {
       layer.forEach((share, expert) => {

@@ -1,0 +1,141 @@
+"""Products of many rows of 8-bit codes by the library: what `torch._scaled_mm` and `torch._int_mm` take, and how.
+
+    e4m3, rows and outputs    cuBLAS has scales of rows and columns since CUDA 12.9, on Hopper; else CUTLASS does it
+    e4m3, groups and blocks   cuBLAS as well, on Hopper alone; the rows' scales lie column by column, and columns begin
+                              at multiples of 16 bytes, so rows of zeros are added up to a multiple of 4
+    int8                      sums are int32, [num_rows, out]: a kernel of our own reads them and does the rest
+
+The weight is handed over transposed, as it lies: both operands have their inputs one after the other. On Hopper
+`hopper_scaled_mm.py` does the same without leaving anything to be read again.
+
+Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
+from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
+from teachllm_kernels.silu_and_mul import silu_and_mul
+
+__all__ = ["cost", "fits_scaled_mm", "scaled_mm"]
+
+_INTEGER_ROWS = 17  # of x, at least, for products of integers
+_FLOAT_ROWS = 256  # the same of e4m3: of fewer there are shapes that cuBLAS has no algorithm for
+_BLOCK = 1024
+
+
+def fits_scaled_mm(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Whether the library has such a product, on this card."""
+    (num_rows, num_in), num_out, kind = x.codes.shape, weight.shape[0], scale_kind(weight, scales)
+    if not weight.is_cuda:
+        return weight.dtype == torch.int8 and kind != "block"
+    if num_in % 16 or num_out % 16:
+        return False
+    if weight.dtype == torch.int8:
+        return kind != "block" and num_rows >= _INTEGER_ROWS
+    if num_rows < _FLOAT_ROWS:
+        return False
+    capability = _capability(weight.device)
+    if kind == "block":  # columns of the weight's scales begin at multiples of 16 bytes, too
+        return capability[0] == 9 and scales.shape[1] % 4 == 0
+    return capability >= (8, 9)
+
+
+def scaled_mm(
+    x: QuantizedRows,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    fast: bool = True,
+) -> torch.Tensor:
+    """As `scaled_linear_reference`, for what `fits_scaled_mm`; gated after the product was rounded, but of integers.
+
+    Args:
+        fast: products of e4m3 are added up by the tensor cores, in about 14 bits; otherwise, and with blocks always,
+            every so many in float32.
+    """
+    if weight.dtype == torch.int8:
+        return _scaled(torch._int_mm(x.codes, weight.t()), x.scales, scales, bias, gated, dtype)
+    if scales.numel() == 1:
+        scales = scales.expand(weight.shape[0], 1).contiguous()
+    num_rows = x.codes.shape[0]
+    if scale_kind(weight, scales) == "block":
+        fast, x = False, _with_rows_of_zeros(x, -num_rows % 4)
+    operands = (x.codes, weight.t(), x.scales, scales.t())
+    y = torch._scaled_mm(*operands, bias=bias, out_dtype=dtype, use_fast_accum=fast)[:num_rows]
+    return silu_and_mul(y) if gated else y
+
+
+def _with_rows_of_zeros(x: QuantizedRows, count: int) -> QuantizedRows:
+    """x, and so many more rows behind; a copy, if there are any."""
+    if count == 0:
+        return x
+    codes = F.pad(x.codes.view(torch.uint8), (0, 0, 0, count)).view(x.codes.dtype)
+    return QuantizedRows(codes, F.pad(x.scales.t(), (0, count)).t())
+
+
+@triton.jit
+def _scale_sums(
+    sums_ptr, x_scales_ptr, scales_ptr, bias_ptr, out_ptr,
+    num_out,
+    BLOCK: tl.constexpr, BY_OUTPUT: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_out
+    of_row = tl.load(x_scales_ptr + row)
+    y = tl.zeros([BLOCK], tl.float32)
+    for half in tl.static_range(2 if GATED else 1):
+        gate = y
+        at = half * num_out + column
+        width = num_out * (2 if GATED else 1)
+        y = tl.load(sums_ptr + row * width + at, mask=inside, other=0).to(tl.float32) * of_row
+        y = y * (tl.load(scales_ptr + at, mask=inside, other=0.0) if BY_OUTPUT else tl.load(scales_ptr))
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if half == 1:
+            y = gate * tl.sigmoid(gate) * y
+    tl.store(out_ptr + row * num_out + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _scaled(
+    sums: torch.Tensor,
+    x_scales: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """From [num_rows, rows of the weight] int32 to the result. One program for each row and 1024 columns."""
+    num_rows, num_out = sums.shape[0], sums.shape[1] // (2 if gated else 1)
+    out = torch.empty((num_rows, num_out), dtype=dtype, device=sums.device)
+    _scale_sums[(num_rows, triton.cdiv(num_out, _BLOCK))](
+        sums_ptr=sums,
+        x_scales_ptr=x_scales,
+        scales_ptr=scales,
+        bias_ptr=bias,
+        out_ptr=out,
+        num_out=num_out,
+        BLOCK=_BLOCK,
+        BY_OUTPUT=scales.numel() > 1,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        **launch_options(sums.device),
+    )
+    return out
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

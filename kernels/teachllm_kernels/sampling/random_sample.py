@@ -1,0 +1,307 @@
+"""A random sample per row whose noise depends on the request alone, never on its place in the batch.
+
+Adding independent Gumbel noise to log-probabilities and taking the argmax draws from exactly that distribution: no
+cumulative sum, no normalisation, one pass. Here as two kernels, without a word to the host between the logits and
+the token, so that a CUDA graph can hold both:
+
+    _scan   cuts each row into chunks, since one program alone would take long for a row. Of each chunk: the best
+            token with its noise, or, for rows with filters, what `filtered_draw.py` wants to know
+    _pick   per row: the best of the chunks' best; or the draw among what the filters leave
+
+Where several GPUs have the logits of some tokens each, of rows without filters each picks the best of its own. It comes
+with its score, as one number, and the largest of all GPUs' is the token: 8 bytes a row, see `token_of_best`.
+
+Sources: Gumbel, 1954; the noise is `philox.py`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.sampling.filtered_draw import best_packed, filtered_draw, group_stats, is_filtered, unpacked_id
+from teachllm_kernels.sampling.philox import STREAM_SAMPLE, gumbel_noise, philox_reference, philox_uniform_reference
+
+__all__ = [
+    "STREAM_SAMPLE",
+    "cost",
+    "gumbel_sample_reference",
+    "philox_reference",
+    "philox_uniform_reference",
+    "sample_triton",
+    "token_of_best",
+    "workspace_bytes",
+]
+
+_BLOCK = 1024  # tokens that a program of `_scan` takes at a time
+_SCAN_PROGRAMS = 2048  # about: as many as a GPU holds at once; more would only add to what is left to pick from
+_GROUP = 64  # see `filtered_draw.py`
+_TILE = 64  # groups taken at a time there
+_FEW = 2048  # candidates that fit in one program's registers
+_HIGHEST_ID = 0x7FFFFFFF
+_TOKEN_0 = tl.constexpr(_HIGHEST_ID)  # with score 0, see `best_packed`
+_PICK_WARPS = 8  # for a row with filters; more are faster for one row and slower for many
+
+
+def gumbel_sample_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    output_indices: torch.Tensor,
+    child_indices: torch.Tensor,
+    stream: int = STREAM_SAMPLE,
+) -> torch.Tensor:
+    """Draws one token per row from softmax(logits / temperature).
+
+    Args:
+        logits: [num_rows, vocab_size] float32; minus infinity is never drawn while a row has a finite logit.
+        temperature: [num_rows] float32, above 0.
+        seeds, output_indices, child_indices: [num_rows] int64, see `philox.py`.
+        stream: what the noise is for, see there.
+
+    Returns:
+        [num_rows] int64 token ids.
+    """
+    return gumbel_scores_reference(logits, temperature, seeds, output_indices, child_indices, stream).argmax(dim=-1)
+
+
+def gumbel_scores_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    output_indices: torch.Tensor,
+    child_indices: torch.Tensor,
+    stream: int = STREAM_SAMPLE,
+    first_id: int = 0,
+) -> torch.Tensor:
+    """What `gumbel_sample_reference` has the argmax of, [num_rows, vocab_size], of tokens from `first_id` on."""
+    noise = gumbel_noise_reference(seeds, output_indices, child_indices, logits.shape[-1], stream, first_id)
+    return logits / temperature[:, None] + noise
+
+
+def gumbel_noise_reference(
+    seeds: torch.Tensor,
+    output_indices: torch.Tensor,
+    child_indices: torch.Tensor,
+    vocab_size: int,
+    stream: int,
+    first_id: int = 0,
+) -> torch.Tensor:
+    """[num_rows, vocab_size] float32. The arguments are those of `philox_uniform_reference`."""
+    uniform = philox_uniform_reference(seeds, output_indices, child_indices, vocab_size, stream, first_id)
+    # -log1p(-u) is exponentially distributed; the large noises, which decide, come from small u, where u is finest.
+    return -torch.log(-torch.log1p(-uniform))
+
+
+@triton.jit(do_not_specialize=["tiles_per_chunk"])  # which depends on the rows
+def _scan(
+    logits_ptr, rows_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    best_ptr, group_max_ptr, group_mass_ptr,
+    vocab_size, first_id, num_groups, tiles_per_chunk,
+    logits_stride, float_stride, int_stride,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr,
+    SKEW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    if row < 0:
+        return
+    logits_ptr += i * logits_stride
+    first = chunk * tiles_per_chunk * BLOCK
+    end = tl.minimum(first + tiles_per_chunk * BLOCK, vocab_size)
+    heat, key, child, output = 0.0, 0, 0, 0
+    if RANDOM:
+        heat = tl.load(temperature_ptr + row * float_stride)
+        key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+        output = tl.load(output_index_ptr + i)
+    if FILTERED:
+        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
+        if (heat > 0.0) & is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size):
+            to = i * num_groups
+            group_stats(logits_ptr, first, end, heat, group_max_ptr + to, group_mass_ptr + to, BLOCK, GROUP)
+            return
+
+    packed = best_of_chunk(logits_ptr, first, end, heat, key, output, child, STREAM, BLOCK, RANDOM, first_id, SKEW)
+    tl.store(best_ptr + i * tl.num_programs(0) + chunk, packed)
+
+
+@triton.jit
+def best_of_chunk(
+    logits_ptr, first, end, heat, key, output, child,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr, first_id=0, SKEW: tl.constexpr = 0,
+):  # fmt: skip
+    """The winner among the columns `first` up to `end`, as `best_packed`.
+
+    Args:
+        first_id: the token of the first column of all.
+        SKEW: how far that lies behind a multiple of four: noise comes for four tokens at a time.
+    """
+    best_score = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = first + tl.arange(0, BLOCK)
+    for start in range(first - SKEW, end, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        inside = ids < end
+        if SKEW > 0:
+            inside = inside & (ids >= first)
+        score = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
+        if RANDOM:  # noqa: SIM102 - known when the kernel is compiled; the other one is not
+            if heat > 0.0:
+                # Noise times temperature instead of logits / temperature: the same argmax, without a division.
+                counter = (first_id + start) // 4 + tl.arange(0, BLOCK // 4)
+                score += heat * gumbel_noise(counter, key, output, child, STREAM)
+        is_better = score > best_score
+        best_score = tl.where(is_better, score, best_score)
+        best_id = tl.where(is_better, ids, best_id)
+    return best_packed(best_score, first_id + best_id)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])  # which depends on the rows
+def _pick(
+    logits_ptr, rows_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    best_ptr, group_max_ptr, group_mass_ptr, listed_ptr, few_ptr, out_ptr,
+    vocab_size, num_groups, num_chunks,
+    logits_stride, float_stride, int_stride,
+    STREAM: tl.constexpr, NUM_CHUNKS_PADDED: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, FEW: tl.constexpr, FILTERED: tl.constexpr, OF_SOME: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    if row < 0:
+        tl.store(out_ptr + i, _TOKEN_0 if OF_SOME else 0)
+        return
+    if FILTERED:
+        heat, k = tl.load(temperature_ptr + row * float_stride), tl.load(top_k_ptr + row * int_stride)
+        p, least = tl.load(top_p_ptr + row * float_stride), tl.load(min_p_ptr + row * float_stride)
+        if (heat > 0.0) & is_filtered(k, p, least, vocab_size):
+            key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+            to = i * num_groups
+            token = filtered_draw(
+                logits_ptr + i * logits_stride,
+                heat, k.to(tl.int32), p, least, key, child, tl.load(output_index_ptr + i),
+                group_max_ptr + to, group_mass_ptr + to, listed_ptr + to, few_ptr + i * FEW,
+                vocab_size, num_groups, STREAM, GROUP, NUM_GROUPS_PADDED, TILE, FEW,
+            )  # fmt: skip
+            tl.store(out_ptr + i, token)
+            return
+
+    chunk = tl.arange(0, NUM_CHUNKS_PADDED)
+    packed = tl.load(best_ptr + i * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63))
+    tl.store(out_ptr + i, tl.max(packed) if OF_SOME else unpacked_id(tl.max(packed)))
+
+
+def sample_triton(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed: torch.Tensor,
+    child_index: torch.Tensor,
+    output_index: torch.Tensor,
+    *,
+    any_random: bool,
+    any_filtered: bool,
+    stream: int = STREAM_SAMPLE,
+    out: torch.Tensor | None = None,
+    first_id: int | None = None,
+) -> torch.Tensor:
+    """Filters, noise and argmax: one token per row of logits. The parameters are those of all open requests.
+
+    Args:
+        logits: [R, vocab_size] float32, bfloat16 or float16, any stride between rows; left as they are.
+        rows: [R] int32, the request row of each; -1 is padding, whose token is 0.
+        temperature, top_p, min_p: [max_rows] float32, columns of one tensor or each contiguous. 0 is greedy, the
+            lowest id of equal logits; 1 and 0 cut nothing.
+        top_k, seed, child_index: [max_rows] int64, likewise; the vocabulary's size cuts nothing.
+        output_index: [R] int64.
+        any_random: False promises that every temperature is 0: nothing is then read but `rows` and the logits.
+        any_filtered: False leaves filters out, be it that no random row has one or, for drafts, that none is meant.
+        stream: what the noise is for, see `philox.py`: `STREAM_DRAFT` draws what a drafter proposes.
+        out: [R] int64 to write to.
+        first_id: the logits are those of the tokens from this one on, and others have the rest. Without filters.
+
+    Returns:
+        [R] int64, the tokens of `apply_filters` and `gumbel_sample_reference`, up to rounding; with `first_id` what
+        `token_of_best` wants to know. A row's token does not depend on what the others are, nor on how many.
+
+    Raises:
+        ValueError: parameters of one dtype that do not have the same stride.
+    """
+    num_rows, vocab_size = logits.shape
+    float_stride, int_stride = temperature.stride(0), top_k.stride(0)
+    strides = [t.stride(0) for t in (temperature, top_p, min_p, top_k, seed, child_index)]
+    if strides != [float_stride] * 3 + [int_stride] * 3 or logits.stride(1) != 1:
+        raise ValueError("sampling parameters of one dtype must be columns of one tensor, and logits rows contiguous")
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out is None else out
+    filtered = any_random and any_filtered
+    assert first_id is None or not filtered
+    skew = (first_id or 0) % 4
+    num_tiles, num_groups = triton.cdiv(vocab_size, _BLOCK), triton.cdiv(vocab_size, _GROUP)
+    tiles_per_chunk = triton.cdiv(num_tiles * num_rows, max(_SCAN_PROGRAMS, num_rows))
+    num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
+    best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
+    scratch = filter_scratch(num_rows, vocab_size, logits.device) if filtered else [None] * 4
+    group_max, group_mass, listed, few = scratch
+    options = launch_options(logits.device)
+    _scan[(num_chunks, num_rows)](
+        logits_ptr=logits, rows_ptr=rows,
+        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+        seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+        best_ptr=best, group_max_ptr=group_max, group_mass_ptr=group_mass,
+        vocab_size=vocab_size, first_id=first_id or 0, num_groups=num_groups, tiles_per_chunk=tiles_per_chunk,
+        logits_stride=logits.stride(0), float_stride=float_stride, int_stride=int_stride,
+        STREAM=stream, BLOCK=_BLOCK, GROUP=_GROUP, RANDOM=any_random, FILTERED=filtered, SKEW=skew,
+        num_warps=4, **options,
+    )  # fmt: skip
+    _pick[(num_rows,)](
+        logits_ptr=logits, rows_ptr=rows,
+        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+        seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+        best_ptr=best, group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed, few_ptr=few, out_ptr=out,
+        vocab_size=vocab_size, num_groups=num_groups, num_chunks=num_chunks,
+        logits_stride=logits.stride(0), float_stride=float_stride, int_stride=int_stride,
+        STREAM=stream, NUM_CHUNKS_PADDED=triton.next_power_of_2(num_tiles), **filter_sizes(vocab_size),
+        FILTERED=filtered, OF_SOME=first_id is not None,
+        num_warps=_PICK_WARPS if filtered else 1, **options,
+    )  # fmt: skip
+    return out
+
+
+def token_of_best(best: torch.Tensor) -> torch.Tensor:
+    """[num_ranks, R] int64, what `sample_triton` returns of each rank's logits -> [R] int64 tokens."""
+    return _HIGHEST_ID - (best.amax(dim=0) & _HIGHEST_ID)
+
+
+def filter_scratch(num_rows: int, vocab_size: int, device: torch.device) -> list[torch.Tensor]:
+    """`group_max`, `group_mass`, `listed` and `few` of `filtered_cut`, for all rows."""
+    num_groups = triton.cdiv(vocab_size, _GROUP)
+    # Each by itself: aligned, however many rows, so the same kernel takes it.
+    sizes = ((num_groups, torch.float32), (num_groups, torch.float32), (num_groups, torch.int32), (_FEW, torch.float32))
+    return [torch.empty((num_rows, size), dtype=dtype, device=device) for size, dtype in sizes]
+
+
+def filter_sizes(vocab_size: int) -> dict[str, int]:
+    """The constants of `filtered_cut`."""
+    padded = triton.next_power_of_2(triton.cdiv(vocab_size, _GROUP))
+    return {"GROUP": _GROUP, "NUM_GROUPS_PADDED": padded, "TILE": _TILE, "FEW": _FEW}
+
+
+def workspace_bytes(num_rows: int, vocab_size: int) -> int:
+    """What `sample_triton` allocates for rows with filters, at most; the result included."""
+    num_tiles, num_groups = -(-vocab_size // _BLOCK), -(-vocab_size // _GROUP)
+    return num_rows * (8 * num_tiles + 12 * num_groups + 4 * _FEW + 8)
+
+
+def cost(num_rows: int, vocab_size: int, dtype_bytes: int = 4) -> tuple[int, int]:
+    """(bytes, FLOPs): logits in, one int64 id out; 70 integer operations per four ids, 6 float ones per id."""
+    ids = num_rows * vocab_size
+    return dtype_bytes * ids + 8 * num_rows, ids * 70 // 4 + 6 * ids

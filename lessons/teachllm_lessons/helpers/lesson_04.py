@@ -1,0 +1,154 @@
+"""Lesson 04, chunked prefill: how much of a long prompt a step takes, and a queue in which it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from teachllm.core.policy import FirstComeFirstServed
+from teachllm.core.request import Request
+from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.sampling_params import SamplingParams
+from teachllm_lessons.exercise import Exercise, require, run_with
+from teachllm_lessons.watch import NoProgress, Watch
+
+SHORT, LONG = 64, 16  # tokens: up to which a prompt is taken whole, and how much of a longer one a step takes
+ROOM: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 512, "max_num_seqs": 8}
+TALKERS = {"A": "What is a KV cache?", "B": "What is a block table?", "C": "What is a batch?"}
+LONG_TEXT = "Paged attention, continuous batching, chunked prefill and prefix caching are explained in this long text. "
+BUDGET = 96
+
+Chunk = Callable[[Request, int], int]
+
+
+def polite(request: Request, num_tokens: int) -> int:
+    """A short prompt as far as it goes; of a long one a little in every step."""
+    return num_tokens if request.num_prompt_tokens <= SHORT else min(num_tokens, LONG)
+
+
+class Cut(FirstComeFirstServed):
+    """A policy of somebody's chunk."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+
+    def chunk(self, request: Request, num_tokens: int) -> int:
+        return self._chunk(request, num_tokens)
+
+
+def request_of(num_tokens: int, num_computed: int = 0) -> Request:
+    """A prompt of so many tokens, some of which are computed."""
+    made = Request("a", list(range(num_tokens)), SamplingParams())
+    made.num_computed_tokens = num_computed
+    return made
+
+
+def contract_chunk(piece: Chunk) -> int:
+    """No more than is allowed, never nothing, short ones whole, long ones in little pieces."""
+    cases = 0
+    for length in (2, SHORT, SHORT + 1, 500):
+        for most in (2, 3, LONG, LONG + 1, SHORT, 200):
+            if most > length:
+                continue
+            found = piece(request_of(length), most)
+            asked = f"chunk(a prompt of {length}, {most})"
+            require(isinstance(found, int), f"{asked} is {found!r}: give a number of tokens")
+            require(found <= most, f"{asked} is {found}: more than budget and gap allow")
+            require(found > 0, f"{asked} is {found}: then nothing of it is ever computed, and it waits for ever")
+            if length <= SHORT:
+                require(found == most, f"{asked} is {found}: a prompt of up to {SHORT} tokens is to be taken as it is")
+            else:
+                require(
+                    found <= LONG,
+                    f"{asked} is {found}: of a prompt beyond {SHORT} tokens a step takes {LONG} at most, or everybody "
+                    "waits for it",
+                )
+                most_of_it = min(most, LONG)
+                require(
+                    found == most_of_it, f"{asked} is {found}: {most_of_it} are allowed, so it takes needlessly long"
+                )
+            cases += 1
+    left = piece(request_of(500, 460), 40)
+    require(left == LONG, f"the last 40 tokens of a prompt of 500 get {left}: it is still a long one, {LONG} a step")
+    return cases + 1
+
+
+def newcomers(pieces: Pieces = ITS_OWN, **settings: Any) -> Watch:
+    """A long prompt first, then three short ones, all at once. The engine is closed."""
+    with Watch(
+        pieces=pieces, **(ROOM | {"max_num_batched_tokens": BUDGET, "enable_prefix_caching": False} | settings)
+    ) as w:
+        w.add("long", LONG_TEXT * 20, 8)
+        for name, question in TALKERS.items():
+            w.add(name, question, 12)
+        return w.run()
+
+
+def first_token_steps(watch: Watch) -> dict[str, int]:
+    """The step that gave each request its first token."""
+    found: dict[str, int] = {}
+    for step in watch.trace.steps:
+        for share in step["scheduled"]:
+            if share.get("num_sampled"):
+                found.setdefault(share["request_id"], step["step"])
+    return found
+
+
+def live_chunk(piece: Chunk) -> str:
+    run_with(Pieces(policy=Cut(piece)))
+    before, after = (first_token_steps(newcomers(pieces)) for pieces in (ITS_OWN, Pieces(policy=Cut(piece))))
+    late = [name for name in TALKERS if after[name] > 0]
+    require(not late, f"lets {', '.join(late)} wait behind the long prompt, which came first")
+    return (
+        f"The engine ran with it: the same words. A, B and C have their first tokens in step 0, where they had to wait "
+        f"for step {before['A']}; the long prompt has its own in step {after['long']} in place of {before['long']}."
+    )
+
+
+CHUNK = Exercise(
+    lesson="04",
+    name="chunk",
+    contract=contract_chunk,
+    live=live_chunk,
+    reference=polite,
+    hints=(
+        "`num_tokens` is what budget and gap allow, and you may only take less. When would you?",
+        f"`request.num_prompt_tokens` says how long the prompt is. Up to {SHORT}: take what is allowed.",
+        f"`return num_tokens if request.num_prompt_tokens <= {SHORT} else min(num_tokens, {LONG})`",
+    ),
+)
+
+
+def talk(**settings: Any) -> Watch:
+    """Three that are talking when a long prompt comes, after their fourth tokens. The engine is closed."""
+    with Watch(**(ROOM | {"enable_prefix_caching": False} | settings)) as watch:
+        for name, question in TALKERS.items():
+            watch.add(name, question, 16)
+        watch.run(4)
+        watch.add("long", LONG_TEXT * 20, 8)
+        return watch.run()
+
+
+def gaps(watch: Watch) -> dict[str, list[float]]:
+    """Seconds between a request's tokens."""
+    times = {name: request.token_times for name, request in watch.state.requests.items()}
+    return {name: [later - one for one, later in pairwise(each)] for name, each in times.items()}
+
+
+def who_waits() -> None:
+    """In how many steps each talker gets no token although it is under way."""
+    try:
+        with Watch(**(ROOM | {"enable_prefix_caching": False, "max_num_batched_tokens": 16})) as watch:
+            for name, question in TALKERS.items():
+                watch.add(name, question, 12)
+            watch.run(5)
+            watch.add("long", LONG_TEXT * 3, 4)
+            watch.run()
+    except (NoProgress, AssertionError) as error:
+        print(error)
+        return
+    for name in watch.outputs:
+        steps = [step["step"] for step in watch.trace.steps for s in step["scheduled"] if s["request_id"] == name]
+        idle = steps[-1] - steps[0] + 1 - len(steps)
+        print(f"{name:5} is under way for {steps[-1] - steps[0] + 1} steps, and gets nothing in {idle} of them")

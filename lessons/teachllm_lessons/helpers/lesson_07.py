@@ -1,0 +1,386 @@
+"""Lesson 07, sampling: what is judged, what a planted fault looks like, and pictures of one draw."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from teachllm.core.scheduler_output import NewRow
+from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.sampling.filters import CountNucleus, apply_filters, best_of, count_nucleus, cut_min_p
+from teachllm.sampling.penalties import apply_penalties
+from teachllm.sampling.sampler import Sampler, SamplerOutput
+from teachllm.sampling_params import SamplingParams
+from teachllm_kernels.sampling.random_sample import gumbel_noise_reference, gumbel_scores_reference
+from teachllm_lessons.exercise import Exercise, Wrong, require
+from teachllm_lessons.palette import BAR, GOOD, INK, LINE, OTHER_BAR, color
+from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.watch import Watch
+
+QUESTION = "Why is a token slow?"  # several answers begin differently, each of them likely
+_SHOWN = 7  # tokens of a distribution that are drawn by name
+_AT_A_TIME = 500  # draws, of 4,096 tokens each
+
+
+class Looking(Sampler):
+    """The engine's sampler, which keeps the logits that it is given."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.seen: list[torch.Tensor] = []
+
+    def sample(self, logits: torch.Tensor, rows: list[int], *more: Any, **named: Any) -> SamplerOutput:
+        self.seen.append(logits.clone())  # sampling writes into them
+        return super().sample(logits, rows, *more, **named)
+
+
+class Looked:
+    """A watched engine, and the logits of its steps."""
+
+    def __init__(self, **settings: Any) -> None:
+        made: list[Looking] = []
+
+        def make(*given: Any) -> Looking:
+            made.append(Looking(*given))
+            return made[-1]
+
+        self.watch = Watch(pieces=Pieces(make_sampler=make), **settings)
+        self._sampler = made[0]
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[vocab_size], of the first row of the latest step."""
+        return self._sampler.seen[-1][0]
+
+    def word(self, token_id: int) -> str:
+        tokenizer = self.watch.engine.tokenizer
+        assert tokenizer is not None
+        return tokenizer.decode([token_id])
+
+
+def filtered(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """The engine's filters on one row: [vocab_size], cut tokens at minus infinity."""
+    size = len(logits)
+    p = {name: torch.tensor([value]) for name, value in (("heat", temperature), ("top", top_p), ("least", min_p))}
+    k = torch.tensor([top_k or size])
+    return apply_filters(logits[None], p["heat"], k, p["top"], p["least"], int(k))[0]
+
+
+def num_left(logits: torch.Tensor, **settings: Any) -> int:
+    """How many tokens the engine's filters leave of one row."""
+    return int((filtered(logits, **settings) > -math.inf).sum())
+
+
+def hot_and_cold(logits: torch.Tensor, word: Callable[[int], str], temperatures: Sequence[float]) -> Picture:
+    """One row's probabilities at some temperatures: the likeliest tokens, and all others together."""
+    order = logits.argsort(descending=True)[:_SHOWN].tolist()
+    figure, ax = axes(10.5, 2.7, ncols=len(temperatures), sharey=True)
+    says = []
+    for panel, temperature in zip(ax, temperatures, strict=True):
+        p = (logits / temperature).softmax(dim=0)
+        shares = [*p[order].tolist(), 1.0 - float(p[order].sum())]
+        _panel(panel, _names(order, word, len(logits)), shares, [BAR] * _SHOWN + [OTHER_BAR])
+        panel.set_title(f"temperature {temperature:g}", fontsize=9, color=INK, loc="left")
+        says.append(f"at temperature {temperature:g} the {len(logits) - _SHOWN:,} others have {shares[-1]:.0%}")
+    return Picture(figure, "probabilities of the likeliest tokens; " + ", ".join(says))
+
+
+def draw(
+    logits: torch.Tensor,
+    word: Callable[[int], str],
+    *,
+    seed: int,
+    output_index: int,
+    temperature: float = 1.0,
+    **filters: Any,
+) -> Picture:
+    """One draw, stage by stage: what the model says, what temperature and filters make of it, and the noise."""
+    order = logits.argsort(descending=True)[:_SHOWN].tolist()
+    names = _names(order, word, len(logits))
+    left = filtered(logits, temperature, **filters)
+    named = torch.tensor([seed]), torch.tensor([output_index]), torch.tensor([0])
+    scores = gumbel_scores_reference(left[None], torch.tensor([temperature]), *named)[0]
+    chosen = int(scores.argmax())
+    is_kept = (left > -math.inf).tolist()
+    others = [i for i in range(len(logits)) if i not in order]
+    best_other = max(others, key=lambda i: float(scores[i]))
+    marks = [GOOD if i == chosen else BAR if is_kept[i] else OTHER_BAR for i in order]
+    marks.append(GOOD if chosen in others else BAR if any(is_kept[i] for i in others) else OTHER_BAR)
+
+    asked = ", ".join(f"{name} {value:g}" for name, value in filters.items())
+    figure, ax = axes(10.5, 2.9, ncols=4, sharey=True)
+    for panel, title, p in (
+        (ax[0], "what the model says", logits.softmax(dim=0)),
+        (ax[1], f"temperature {temperature:g}", (logits / temperature).softmax(dim=0)),
+        (ax[2], f"{asked}: {sum(is_kept):,} left" if asked else "no filter", (left / temperature).softmax(dim=0)),
+    ):
+        shares = [*p[order].tolist(), max(1.0 - float(p[order].sum()), 0.0)]
+        _panel(panel, names, shares, [BAR] * _SHOWN + [OTHER_BAR] if panel is not ax[2] else marks)
+        panel.set_title(title, fontsize=9, color=INK, loc="left")
+    # Scores are differences to the lowest that is shown: only which is largest counts.
+    found = [float(scores[i]) for i in (*order, best_other)]
+    floor = min(value for value in found if value > -math.inf) - 0.5
+    heights = [max(value - floor, 0.0) for value in found]
+    labels = [f"{value:.1f}" if value > -math.inf else "cut" for value in found]
+    bars = ax[3].barh(names, heights, color=marks)
+    ax[3].bar_label(bars, labels, padding=3, color=INK, fontsize=8)
+    ax[3].set_title("logit / temperature + noise", fontsize=9, color=INK, loc="left")
+    ax[3].set_xticks([])
+    ax[3].margins(x=0.3)
+    says = f"{sum(is_kept):,} of {len(logits):,} tokens are left, and the noise decides for {word(chosen)!r}"
+    return Picture(figure, says)
+
+
+def _names(order: Sequence[int], word: Callable[[int], str], size: int) -> list[str]:
+    seen: dict[str, int] = {}
+    names = []
+    for token_id in order:
+        name = word(token_id).replace("$", r"\$")
+        seen[name] = seen.get(name, 0) + 1
+        names.append(f"`{name}`" + "'" * (seen[name] - 1))
+    return [*names, f"{size - len(order):,} others"]
+
+
+def _panel(ax: Any, names: Sequence[str], values: Sequence[float], colors: Sequence[str]) -> None:
+    labels = ["<1%" if 0.0 < value < 0.005 else f"{value:.0%}" for value in values]
+    ax.bar_label(ax.barh(names, values, color=colors), labels, padding=3, color=INK, fontsize=8)
+    if not ax.yaxis_inverted():
+        ax.invert_yaxis()
+    ax.set_xticks([])
+    ax.set_xlim(0, 1.25)
+
+
+def contract_count_nucleus(piece: CountNucleus) -> int:
+    """How many tokens a nucleus has, from one row of three up."""
+    cases = 0
+    row = [0.5, 0.25, 0.25]
+    for top_p, expected, so in (
+        (0.6, 2, "the first has 0.5 of the 0.6, so the second is needed, too"),
+        (0.5, 1, "the first reaches 0.5 all by itself, and the fewest are wanted"),
+        (0.3, 1, "the first is more than 0.3 already: it stays, or nothing would be left to draw"),
+        (0.75, 2, "two reach 0.75 exactly"),
+        (0.8, 3, "two have 0.75 together, which is not enough"),
+    ):
+        _require_count(piece, [row], [top_p], [expected], so)
+        cases += 1
+    _require_count(piece, [[0.125] * 8], [0.5], [4], "of eight that are equally likely four have a half")
+    _require_count(piece, [row, row], [0.3, 0.8], [1, 3], "every row has a top_p of its own")
+    cases += 2
+
+    tail = [2.0**-rank for rank in range(1, 60)]
+    found = _count(piece, [tail], [1.0])[0]
+    require(
+        found == len(tail),
+        f"count_nucleus([[1/2, 1/4, 1/8, ... 59 of them]], [1.0]) is {found}: a top_p of 1 cuts nothing, so keep 59. "
+        "In 32 bits the sum is 1 long before the last token: at 1 the rounding must not decide.",
+    )
+    cases += 1
+
+    generator = torch.Generator().manual_seed(7)
+    for size in (2, 5, 50, 400):
+        for heat in (0.5, 1.0, 3.0):
+            p = (3 * torch.randn(8, size, generator=generator) / heat).softmax(dim=-1).sort(dim=-1, descending=True)[0]
+            tops = [0.05, 0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0]
+            for row, top_p, count in zip(p.tolist(), tops, _count(piece, p.tolist(), tops), strict=True):
+                low, high = (_by_definition(row, top_p + slack) for slack in (-1e-5, 1e-5))
+                if low == high or top_p == 1.0:  # else rounding may decide either way
+                    expected = size if top_p == 1.0 else low
+                    if count != expected:
+                        raise Wrong(f"of {size} tokens at top_p={top_p} it keeps {count}, and {expected} reach it.")
+                cases += 1
+    return cases
+
+
+def _by_definition(row: Sequence[float], top_p: float) -> int:
+    total = 0.0
+    for number, share in enumerate(row, 1):
+        total += share
+        if total >= top_p:
+            return number
+    return len(row)
+
+
+def _count(piece: CountNucleus, rows: Sequence[Sequence[float]], top_p: Sequence[float]) -> list[int]:
+    found = piece(torch.tensor(rows), torch.tensor(top_p))
+    what = f"count_nucleus(probabilities [{len(rows)}, {len(rows[0])}], top_p [{len(top_p)}])"
+    require(isinstance(found, torch.Tensor), f"{what} is {found!r}: give a tensor")
+    shape = list(found.shape)
+    require(shape == [len(rows), 1], f"{what} has shape {shape}: give [{len(rows)}, 1], one count for each row")
+    require(not found.is_floating_point() and found.dtype != torch.bool, f"{what} is of {found.dtype}: give integers")
+    return found[:, 0].tolist()
+
+
+def _require_count(
+    piece: CountNucleus, rows: list[list[float]], top_p: list[float], expected: list[int], so: str
+) -> None:
+    found = _count(piece, rows, top_p)
+    require(found == expected, f"count_nucleus({rows}, {top_p}) is {found}: {so}; keep {expected}.")
+
+
+_REQUESTS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "top_p": 0.6, "seed": 1},
+    {"temperature": 2.0, "top_p": 0.9, "seed": 2},
+    {"temperature": 2.0, "top_p": 0.5, "seed": 3, "min_p": 0.01},
+    {"temperature": 1.5, "top_p": 0.97, "seed": 4, "top_k": 40},
+    {"temperature": 2.5, "seed": 5, "top_k": 300},  # a filtered row whose top_p is 1
+)
+
+
+def _random_words(pieces: Pieces) -> dict[str, list[int]]:
+    with Watch(pieces=pieces, num_gpu_blocks_override=64, max_model_len=128) as watch:
+        for name, params in zip("ABCDE", _REQUESTS, strict=True):
+            watch.add(name, QUESTION, 16, **params)
+        return watch.run().all_tokens
+
+
+@lru_cache(maxsize=1)
+def _own_random_words() -> dict[str, list[int]]:
+    return _random_words(ITS_OWN)
+
+
+def live_count_nucleus(piece: CountNucleus) -> str:
+    counts: list[int] = []
+
+    def noted(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        found = piece(probabilities, top_p)
+        counts.extend(found[top_p < 1.0].flatten().tolist())
+        return found
+
+    words = _random_words(Pieces(make_sampler=partial(Sampler, nucleus=noted)))
+    for name, expected in _own_random_words().items():
+        require(
+            words[name] == expected,
+            f"changes what the engine says: request {name} should go on with ids {expected[:6]} ..., and went on with "
+            f"{words[name][:6]} ...",
+        )
+    return (
+        f"The engine ran with it: the same words in {len(words)} random requests, and from {min(counts)} to "
+        f"{max(counts):,} tokens in a nucleus."
+    )
+
+
+COUNT_NUCLEUS = Exercise(
+    lesson="07",
+    name="count_nucleus",
+    contract=contract_count_nucleus,
+    live=live_count_nucleus,
+    reference=count_nucleus,
+    hints=(
+        "The probabilities come sorted, the largest first. Ask of each token: have *those before it* reached p "
+        "already? If not, it is needed.",
+        "`probabilities.cumsum(dim=-1)` is what the tokens up to each have together, it included. Take its own share "
+        "away again, and compare with `top_p[:, None]`, so that each row has its own. What is to be counted then is "
+        "`True`s.",
+        "`needed = (probabilities.cumsum(dim=-1) - probabilities) < top_p[:, None]`, and where `top_p` is 1, all are: "
+        "`needed | (top_p[:, None] >= 1)`. Then `.sum(dim=-1, keepdim=True)`.",
+    ),
+)
+
+
+def another_word() -> None:
+    """The answer may be one of five words, of which one has been said; a penalty is to make it rarer."""
+    with Watch(num_gpu_blocks_override=256, max_model_len=128, max_num_seqs=64) as watch:
+        tokenizer = watch.engine.tokenizer
+        assert tokenizer is not None
+        words = {word: tokenizer.encode(word)[0] for word in (" tokens", " blocks", " work", " speed", " requests")}
+        prompt = watch.ids("An engine can run short of tokens. What else does it run short of?")
+        for penalty in (1.0, 1.5):
+            asked: dict[str, Any] = {"temperature": 1.0, "seed": 1, "allowed_token_ids": [*words.values()]}
+            watch.add(f"{penalty}", prompt, 1, n=100, repetition_penalty=penalty, **asked)
+            watch.run()
+            drawn = [completion.token_ids[0] for completion in watch.outputs[f"{penalty}"].outputs]
+            counts = ", ".join(f"{drawn.count(token_id):3}{word}" for word, token_id in words.items())
+            print(f"repetition_penalty={penalty}: {counts}")
+
+
+def many_draws(logits: torch.Tensor, num: int, *, temperature: float, **filters: Any) -> tuple[list[int], list[float]]:
+    """So many draws at one position by the engine's sampler: how often each token came, and was to be expected."""
+    size = len(logits)
+    sampler = Sampler(1, size, torch.device("cpu"))
+    params = SamplingParams(temperature=temperature, max_tokens=None, **filters)
+    sampler.open_rows([(0, NewRow([1], 1, params, 0, 5, frozenset(), ()))])
+    counts = torch.zeros(size, dtype=torch.int64)
+    for begin in range(1, num + 1, _AT_A_TIME):  # as if each was the next token of one request
+        lengths = torch.arange(begin, min(begin + _AT_A_TIME, num + 1))
+        rows, sequence = [0] * len(lengths), torch.ones(1, 1, dtype=torch.int64)
+        drawn = sampler.sample(logits.repeat(len(lengths), 1), rows, lengths, sequence).token_ids
+        counts += torch.bincount(drawn, minlength=size)
+    exact = num * (filtered(logits, temperature, **filters) / temperature).double().softmax(dim=0)
+    return counts.tolist(), exact.tolist()
+
+
+def answers(
+    filters: Mapping[str, Mapping[str, Any]], num: int, num_tokens: int = 10
+) -> dict[str, dict[float, tuple[float, int]]]:
+    """By filter and temperature: perplexity of the tokens of so many answers to `QUESTION`, and how many differ."""
+    found: dict[str, dict[float, tuple[float, int]]] = {name: {} for name in filters}
+    with Watch(num_gpu_blocks_override=192, max_model_len=128, max_num_seqs=num) as watch:
+        for name, settings in filters.items():
+            for temperature in (0.0, 0.5, 1.0, 1.5, 2.0, 2.5):
+                asked = settings if temperature else {}
+                request = f"{name} {temperature}"
+                watch.add(request, QUESTION, num_tokens, n=num, temperature=temperature, seed=1, logprobs=0, **asked)
+                watch.run()
+                every = watch.outputs[request].outputs
+                given = [
+                    scores[token_id].logprob
+                    for one in every
+                    for token_id, scores in zip(one.token_ids, one.logprobs or (), strict=True)
+                ]
+                found[name][temperature] = math.exp(-fmean(given)), len({tuple(one.token_ids) for one in every})
+    return found
+
+
+def against_temperature(found: Mapping[str, Mapping[float, tuple[float, int]]], num: int) -> Picture:
+    """By filter and temperature: perplexity of what was drawn, and how many answers of `num` differ."""
+    figure, ax = axes(10.5, 3.2, ncols=2)
+    for index, (name, points) in enumerate(found.items()):
+        for panel, which in zip(ax, (0, 1), strict=True):
+            ys = [point[which] for point in points.values()]
+            panel.plot(list(points), ys, marker="o", markersize=4, color=color(index), label=name)
+    ax[0].set_yscale("log")
+    ax[0].set_ylabel("perplexity of the tokens drawn")
+    ax[1].set_ylabel(f"different answers of {num}")
+    for panel in ax:
+        panel.set_xlabel("temperature")
+        panel.grid(color=LINE, linewidth=0.5)
+    ax[0].legend(frameon=False, labelcolor=INK, fontsize=9)
+    last = {name: list(points.values())[-1] for name, points in found.items()}
+    said = ", ".join(f"{name}: perplexity {perplexity:,.3g}, {number}" for name, (perplexity, number) in last.items())
+    return Picture(figure, f"perplexity and number of different answers of {num}; at the highest temperature {said}")
+
+
+def milliseconds_of_stages(vocab_size: int, num_rows: int = 1, repeats: int = 9) -> dict[str, float]:
+    """What each stage takes on a row of so many logits, fastest of some runs."""
+    logits = 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    ones, p = torch.ones(num_rows), torch.full((num_rows,), 0.9)
+    many, history = torch.full((num_rows,), vocab_size), torch.arange(500).repeat(num_rows, 1)
+    named = (torch.zeros(num_rows, dtype=torch.int64),) * 3
+    lengths = torch.full((num_rows,), 500)
+    stages: dict[str, Callable[[], object]] = {
+        "argmax (greedy stops here)": lambda: logits.argmax(dim=-1),
+        "penalties": lambda: apply_penalties(logits, history, lengths, lengths // 2, 2 * ones, ones, ones),
+        "min_p": lambda: cut_min_p(logits, p / 9, logits.amax(dim=-1, keepdim=True)),
+        "top_k 50": lambda: best_of(logits, 50, many),
+        "top_p: sorts all": lambda: count_nucleus(best_of(logits, vocab_size, many).softmax(dim=-1), p),
+        "noise": lambda: gumbel_noise_reference(*named, vocab_size, 0),
+    }
+    return {name: 1000 * _seconds(stage, repeats) for name, stage in stages.items()}
+
+
+def _seconds(call: Callable[[], object], repeats: int) -> float:
+    call()
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return min(taken)

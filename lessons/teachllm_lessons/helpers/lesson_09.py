@@ -1,0 +1,387 @@
+"""Lesson 09, graphs and running ahead: a loop to write, a host and a device to look at, and a write that comes late."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from teachllm.config import EngineConfig
+from teachllm.engine.engine_core import EngineCore
+from teachllm.engine.observability.ceilings import known_ceilings
+from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.layers.attention_backends.base import AttentionSettings, KVCache
+from teachllm.layers.attention_backends.reference import ReferenceBackend
+from teachllm.simulator.cost_model import RooflineCost, StepCosts
+from teachllm.simulator.shapes import model_shape
+from teachllm.simulator.simulate import DEFAULT_DEVICE, Simulation, simulate
+from teachllm.simulator.workload import Workload
+from teachllm_lessons.exercise import Exercise, Wrong, require, run_with
+from teachllm_lessons.palette import INK, PALE, color
+from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from teachllm.core.scheduler_output import SchedulerOutput
+    from teachllm.layers.attention import AttentionMetadata
+
+Turn = Callable[[Any], Any]
+ONE_BY_ONE = StepCosts(decode_layer=StepCosts().prompt_layer)  # decodes launch their kernels like prompts: no graph
+_SCHEDULE, _LAUNCH, _UPDATE, _DEVICE = color(3), color(1), color(2), color(4)
+
+
+@dataclass
+class FakeCore:
+    """An engine's core with so many steps to do, which notes what it is asked for.
+
+    Attributes:
+        num_steps: it can launch.
+        blocked: before launching these, all that is under way must have come back.
+        said: what was asked for, in order.
+        num_ahead: as the engine's own loop reads it.
+    """
+
+    num_steps: int
+    blocked: frozenset[int] = frozenset()
+    said: list[str] = field(default_factory=list)
+    num_ahead: int = 1
+    most_pending: int = 0
+
+    def __post_init__(self) -> None:
+        self._pending: list[int] = []
+        self._launched = 0
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def is_done(self) -> bool:
+        return self._launched == self.num_steps and not self._pending
+
+    def launch(self) -> bool:
+        if self._launched == self.num_steps or (self._launched in self.blocked and self._pending):
+            return False
+        self.said.append(f"launch {self._launched}")
+        self._pending.append(self._launched)
+        self._launched += 1
+        self.most_pending = max(self.most_pending, len(self._pending))
+        return True
+
+    def collect(self) -> list[str]:
+        if not self._pending:
+            raise Wrong(f"{self.story}: collect() was called and nothing is under way. Look at core.num_pending.")
+        self.said.append(f"collect {self._pending[0]}")
+        return [f"tokens of step {self._pending.pop(0)}"]
+
+    @property
+    def story(self) -> str:
+        return ", ".join(self.said) if self.said else "at the beginning"
+
+
+def contract_turn(piece: Turn) -> int:
+    """What a loop that runs one step ahead has to do, from no step at all up."""
+    cases = 0
+    idle = FakeCore(0)
+    found = piece(idle)
+    require(found == [], f"nothing to do: turn() returned {found!r}. Without new tokens, return an empty list.")
+    cases += 1
+    for num_steps, blocked, expected in _CASES:
+        core, came = FakeCore(num_steps, frozenset(blocked)), list[str]()
+        steps = f"{num_steps} step{'s' if num_steps > 1 else ''} to do"
+        if blocked:
+            steps += f", and nobody can go on with step {blocked[0]} before all that is under way has come back"
+        for _turn in range(4 * num_steps + 4):
+            if core.is_done:
+                break
+            before = len(core.said)
+            found = piece(core)
+            require(isinstance(found, list), f"{steps}: {core.story}; turn() returned {found!r}, not a list of updates")
+            came += found
+            require(
+                core.num_pending <= 1,
+                f"{steps}: {core.story}; {core.num_pending} steps are under way when turn() returns. One ahead is "
+                "enough to keep the device busy: a step more only makes tokens later.",
+            )
+            require(
+                len(core.said) > before,
+                f"{steps}: {core.story}; then turn() did nothing, with {core.num_pending} step under way. launch() may "
+                "return False: nobody can go on before some tokens have come.",
+            )
+        require(core.is_done, f"{steps}: {core.story}; then turn() was called again and again, and it never ended.")
+        wanted = [f"tokens of step {step}" for step in range(num_steps)]
+        require(came == wanted, f"{steps}: {core.story}; turn() returned {came} and should return {wanted}.")
+        require(
+            core.said == expected,
+            f"{steps}: {core.story}. The device stood still in between. It should be: {', '.join(expected)}.",
+        )
+        cases += 1
+    return cases
+
+
+_CASES: tuple[tuple[int, tuple[int, ...], list[str]], ...] = (
+    (1, (), ["launch 0", "collect 0"]),
+    (2, (), ["launch 0", "launch 1", "collect 0", "collect 1"]),
+    (3, (), ["launch 0", "launch 1", "collect 0", "launch 2", "collect 1", "collect 2"]),
+    (3, (2,), ["launch 0", "launch 1", "collect 0", "collect 1", "launch 2", "collect 2"]),
+    (4, (1,), ["launch 0", "collect 0", "launch 1", "launch 2", "collect 1", "launch 3", "collect 2", "collect 3"]),
+)
+
+
+def live_turn(piece: Turn) -> str:
+    run_with(Pieces(turn=piece), async_scheduling=True)
+    plain, ahead = pretend(async_scheduling=False), pretend(pieces=Pieces(turn=piece), async_scheduling=True)
+    require(
+        ahead.tokens == plain.tokens,
+        f"loses steps: with the plain loop {plain.tokens} tokens come out of the simulation, with this {ahead.tokens}",
+    )
+    busy, was = ahead.busy, plain.busy
+    require(
+        busy > was + 0.05,
+        f"gains nothing: on a simulated H200 the device works {busy:.0%} of the time, with the plain loop {was:.0%}",
+    )
+    return (
+        f"The engine said the same words with it, and kept no block; on a simulated H200 the device works {busy:.0%} "
+        f"of the time in place of {was:.0%}."
+    )
+
+
+TURN = Exercise(
+    lesson="09",
+    name="turn",
+    contract=contract_turn,
+    live=live_turn,
+    reference=EngineCore.turn,
+    hints=(
+        "The plain loop is: launch, then collect. What changes if you launch *before* you collect what was launched in "
+        "the turn before? And what is there to collect in the very first turn?",
+        "Launch first, always. Then collect if there is more under way than one step, or if nothing could be launched "
+        "and something is still under way. Else there is nothing new: return [].",
+        "`launched = core.launch()`; then `if core.num_pending > 1 or (core.num_pending and not launched): return "
+        "core.collect()`; else `return []`.",
+    ),
+)
+
+
+class _Told:
+    """A cost model that notes how long the device takes for each step, in order."""
+
+    def __init__(self, inner: RooflineCost) -> None:
+        self._inner = inner
+        self.seconds: list[float] = []
+
+    def device_seconds(self, plan: SchedulerOutput) -> float:
+        self.seconds.append(self._inner.device_seconds(plan))
+        return self.seconds[-1]
+
+    def host_seconds(self, plan: SchedulerOutput) -> float:
+        return self._inner.host_seconds(plan)
+
+
+@dataclass(frozen=True)
+class Pretended:
+    """A simulation, and where host and device were in it.
+
+    Attributes:
+        steps: of the trace.
+        device: (begin, end) of each step on the device.
+    """
+
+    simulation: Simulation
+    steps: list[dict[str, Any]]
+    device: list[tuple[float, float]]
+
+    @property
+    def tokens(self) -> int:
+        return self.simulation.figures.num_output_tokens
+
+    @property
+    def rate(self) -> float:
+        """Output tokens a second, from the first step on."""
+        return self.simulation.figures.output_tokens_per_s
+
+    @property
+    def busy(self) -> float:
+        """Share of the time, between its first step and its last, in which the device works."""
+        worked = sum(end - begin for begin, end in self.device)
+        return worked / (self.device[-1][1] - self.device[0][0])
+
+    def draw(self, first: int = 4, count: int = 4) -> Picture:
+        """Host and device during some steps; milliseconds from the first one's plan on."""
+        zero, last = self.steps[first]["time"], min(first + count, len(self.steps)) - 1
+        shown = range(max(first - 2, 0), min(last + 3, len(self.steps)))
+        figure, ax = axes(10, 1.9)
+        for number in shown:
+            step = self.steps[number]
+            begin, end = step["time"], step["end"]
+            launched = begin + step["schedule"]
+            parts = (
+                (begin, step["schedule"], _SCHEDULE, "plan"),
+                (launched, step["execute"], _LAUNCH, "launch"),
+                (end - step["update"], step["update"], _UPDATE, "update"),
+            )
+            for at, seconds, filled, what in parts:
+                ax.barh(1, 1e3 * seconds, left=1e3 * (at - zero), color=filled, height=0.7, label=what)
+                ax.text(
+                    1e3 * (at - zero + seconds / 2), 1, str(number), ha="center", va="center", fontsize=7, clip_on=True
+                )
+            at = end - step["update"] - step["wait"]
+            ax.barh(1, 1e3 * step["wait"], left=1e3 * (at - zero), color=PALE, height=0.25, label="wait")
+            on, off = self.device[number]
+            ax.barh(0, 1e3 * (off - on), left=1e3 * (on - zero), color=_DEVICE, height=0.7, edgecolor="white")
+            middle = 1e3 * ((on + off) / 2 - zero)
+            ax.text(middle, 0, f"step {number}", ha="center", va="center", fontsize=8, color="w", clip_on=True)
+        ax.set_yticks([0, 1], ["device", "host"])
+        ax.set_xlim(0, 1e3 * (self.device[last][1] - zero))
+        ax.set_xlabel("ms")
+        handles, labels = ax.get_legend_handles_labels()
+        known = dict(zip(labels, handles, strict=True))
+        ax.legend(
+            known.values(), known, frameon=False, labelcolor=INK, fontsize=8, ncols=4, loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+        )  # fmt: skip
+        says = f"host and device in steps {first} to {last}; the device works {self.busy:.0%} of the time"
+        ax.set_title(f"the device works {self.busy:.0%} of the time", fontsize=9, color=INK, loc="right")
+        return Picture(figure, says)
+
+
+def pretend(
+    model: str = "qwen3-0.6b",
+    num_requests: int = 8,
+    *,
+    costs: StepCosts | None = None,
+    pieces: Pieces = ITS_OWN,
+    **settings: Any,
+) -> Pretended:
+    """So many requests at once, 200 tokens in and 40 out, by the real engine core on a pretended H200."""
+    shape = model_shape(model)
+    ceilings = known_ceilings(DEFAULT_DEVICE, shape.dtype)
+    assert ceilings is not None
+    told = _Told(RooflineCost(shape, ceilings, costs))
+    workload = Workload(num_requests=num_requests, prompt_len=200, output_len=40)
+    done = simulate(EngineConfig(**settings), workload, shape, cost=told, pieces=pieces)
+    steps = [line for line in map(json.loads, done.lines) if line["event"] == "step"]
+    device, idle_from = list[tuple[float, float]](), 0.0
+    for step, seconds in zip(steps, told.seconds, strict=True):
+        begin = max(idle_from, step["time"] + step["schedule"] + step["execute"])
+        idle_from = begin + seconds
+        device.append((begin, idle_from))
+    return Pretended(done, steps, device)
+
+
+def draw_launches(num_kernels: int, kernel: float, launches: Mapping[str, float]) -> Picture:
+    """Kernels one after the other, each launched by the host before, and as one graph.
+
+    Args:
+        kernel: microseconds that each takes on the device.
+        launches: {how: microseconds of the host for a launch}; a graph's is for all kernels together.
+    """
+    figure, ax = axes(10, 0.9 + 0.75 * len(launches))
+    told, names = [], []
+    for row, (how, launch) in enumerate(launches.items()):
+        idle_from = 0.0
+        for number in range(num_kernels):
+            launched = launch * (1 if how == "graph" else number + 1)
+            if how != "graph" or number == 0:
+                ax.barh(-2.4 * row, launch * 0.94, left=launched - launch, color=_LAUNCH, height=0.8)
+            begin = max(idle_from, launched)
+            ax.barh(-2.4 * row - 1, kernel * 0.94, left=begin, color=_DEVICE, height=0.8)
+            idle_from = begin + kernel
+        told.append(f"{how}: {num_kernels} kernels in {idle_from:.0f} us")
+        ax.text(idle_from + 1, -2.4 * row - 1, f"{idle_from:.0f} us", va="center", fontsize=9, color=INK)
+        names += [(-2.4 * row, f"{how}: host"), (-2.4 * row - 1, "device")]
+    ax.set_yticks([at for at, _ in names], [name for _, name in names])
+    ax.set_xlabel("microseconds")
+    ax.margins(x=0.08)
+    return Picture(figure, "; ".join(told))
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = ("view", "reshape", "slice", "select", "unsqueeze", "split", "transpose", "t.", "expand", "permute")
+        name = str(func).removeprefix("aten.")
+        self.count += not name.lstrip("_").startswith((*views, "detach", "alias", "as_strided", "squeeze", "unbind"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting() -> Iterator[_Counting]:
+    """Counts PyTorch's operators that compute something: on a GPU each would launch one kernel or more."""
+    with _Counting() as counted:
+        yield counted
+
+
+def seconds_of_an_operator(rounds: int = 5000) -> float:
+    """That the host takes for one that computes next to nothing."""
+    x = torch.zeros(1)
+    for _ in range(100):
+        x.add_(1.0)
+    began = time.perf_counter()
+    for _ in range(rounds):
+        x.add_(1.0)
+    return (time.perf_counter() - began) / rounds
+
+
+class LateWrites(ReferenceBackend):
+    """A device whose last writes land late: what a step of decodes wrote to the cache is written again in the next one.
+
+    That changes nothing as long as nobody else has been given those slots. A device that works on several queues, or
+    copies K and V to another machine meanwhile, may be like that.
+    """
+
+    def __init__(self) -> None:
+        self._late: dict[int, tuple[list[int], torch.Tensor, torch.Tensor]] = {}  # by layer
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        settings: AttentionSettings,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        k_slots, v_slots = (cache.flatten(0, 1) for cache in kv_cache)
+        slots, late_k, late_v = self._late.pop(kv_cache[0].data_ptr(), ([], k, v))
+        for index, slot in enumerate(slots):
+            k_slots[slot], v_slots[slot] = late_k[index], late_v[index]
+        if max(metadata.query_lens) == 1:
+            self._late[kv_cache[0].data_ptr()] = metadata.slot_mapping.tolist(), k.clone(), v.clone()
+        return super().attend(q, k, v, kv_cache, metadata, settings, out)
+
+
+STOPS_AT = 829  # the ninth token of the answer, " values"
+
+
+def ends_and_begins() -> None:
+    """Four requests end by a stop token while their next step is under way; B takes their blocks."""
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 8, "max_model_len": 128, "enable_prefix_caching": False}
+    pieces = Pieces(attention=LateWrites())
+    with Watch(pieces=pieces, async_scheduling=True, check_invariants=False, **settings) as watch:
+        for name in ("A1", "A2", "A3", "A4"):
+            watch.add(name, "What is a KV cache?", 12, stop_token_ids=[STOPS_AT])
+        watch.add("B", LONG, 10)
+        while watch.engine.has_unfinished_requests:
+            step = watch.step()
+            if step.line is not None and "A1" in step.line["finished"]:
+                blocks = step.line["blocks"]
+                print(
+                    f"A1 to A4 have ended, step {step.line['step'] + 1} is under way: {blocks['free']} blocks are free"
+                )
+        print(f"A1: {watch.text('A1')!r}\nB: {watch.text('B')!r}")
+
+
+LONG = "Why is a block of sixteen tokens better than one for the longest answer, and what is lost at its end?"

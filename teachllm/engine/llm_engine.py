@@ -1,0 +1,291 @@
+"""Engine: requests in, growing outputs out, one step at a time. The door beneath `LLM` and every server.
+
+engine = Engine(EngineConfig(model="teachlm"))
+engine.add_request("a", "What is a KV cache?", SamplingParams(max_tokens=50))
+while engine.has_unfinished_requests:
+    for output in engine.step():
+        print(output.outputs[0].text)
+
+Text stays on this side. What schedules and computes is the core: in this process, or in one of its own
+(`core_process.py`), which then steps by itself, and `step` takes what it has done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from teachllm.config import EngineConfig
+from teachllm.core.in_flight import RequestUpdate
+from teachllm.core.request import FinishReason, Request
+from teachllm.engine.input_processor import InputProcessor, Prompt
+from teachllm.engine.observability.stats import StepStats
+from teachllm.engine.output_processor import OutputProcessor
+from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.text.token_texts import TokenTexts
+from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.models.model_config import ModelConfig
+from teachllm.outputs import RequestOutput
+from teachllm.sampling_params import SamplingParams
+from teachllm.trace.recorder import Recorder
+from teachllm.worker.errors import EngineDeadError as EngineDeadError
+from teachllm.worker.errors import FailedStepError
+from teachllm.worker.processes.torchrun import works_for_process_0
+
+if TYPE_CHECKING:
+    from teachllm.engine.engine_core import EngineCore
+    from teachllm.spec_decode.drafter import Drafter
+    from teachllm.worker.executor import Executor
+
+
+TraceSink = Callable[[str], None]
+_HERE = "own_process=False and data_parallel_size=1"
+
+
+class Core(Protocol):
+    """What an engine needs of its core, wherever that is. The words are those of `EngineCore`."""
+
+    config: EngineConfig
+
+    def add(self, request: Request) -> None: ...
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool: ...
+
+    def step(self) -> list[RequestUpdate]: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def count(self) -> None: ...
+
+    def stats(self) -> StepStats | None: ...
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+    @property
+    def unfinished_ids(self) -> list[str]: ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Engine:
+    """Model, tokenizer and core.
+
+    Args:
+        config: what to run and how.
+        own_process: the core gets one; needs the extra "serve". With `data_parallel_size` above 1 each replica does.
+        recorder: writes a trace, in place of the engine's own.
+        trace_sink: takes the lines of the engine's own trace, beside the file in `config.trace_path` if there is one;
+            with replicas, one for each.
+        progress: called with (bytes loaded, bytes in all) while weights load.
+        make_executor: replaces the in-process executor; given the resolved configuration and the executor it
+            would have used.
+        drafter: proposes tokens, with the speculative method "custom"; see `spec_decode/drafter.py`.
+        pieces: parts of your own in place of the engine's; see `engine/overrides.py`.
+
+    Attributes:
+        config: as resolved for the model.
+        is_elsewhere: the core has a process of its own: it steps by itself, `step` waits until it tells something,
+            and `interrupt` ends that wait.
+
+    Raises:
+        ValueError: the checkpoint or the settings are refused; one line says why and what to change.
+        SystemExit: torchrun has started this process to have a rank of another one's engine, and that has ended.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        own_process: bool = False,
+        recorder: Recorder | None = None,
+        trace_sink: TraceSink | Sequence[TraceSink] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
+        drafter: Drafter | None = None,
+        pieces: Pieces = ITS_OWN,
+    ) -> None:
+        sinks = [trace_sink] if callable(trace_sink) else list(trace_sink or ())
+        if len(sinks) not in (0, config.data_parallel_size):
+            raise ValueError(
+                f"each of data_parallel_size={config.data_parallel_size} replicas has a trace of its own, and there is "
+                f"a trace_sink for {len(sinks)}: give a list with one for each, or set data_parallel_size={len(sinks)}"
+            )
+        if works_for_process_0(config):
+            raise SystemExit(0)
+        self.is_elsewhere = own_process or config.data_parallel_size > 1
+        self._core: Core
+        self.model_config: ModelConfig
+        self.tokenizer: Tokenizer | None
+        if self.is_elsewhere:
+            there = {"recorder": recorder, "make_executor": make_executor, "drafter": drafter} | pieces.given()
+            there.pop("choose_replica", None)  # that is done here
+            if given := ", ".join(name for name, each in there.items() if each is not None):
+                raise ValueError(f"{given}: objects of this process, and the core would be elsewhere: set {_HERE}")
+            try:
+                from teachllm.engine.processes.core_client import CoreClient
+            except ModuleNotFoundError as error:
+                raise ImportError(
+                    f"a core in a process of its own talks over zmq: pip install 'teachllm[serve]', or set {_HERE}"
+                ) from error
+
+            client = CoreClient(config, trace_sinks=sinks, progress=progress, **pieces.given("choose_replica"))
+            self._core, self.model_config, self.tokenizer = client, client.model_config, client.tokenizer
+        else:
+            from teachllm.engine.make_core import make_core
+
+            self._core, self.model_config, self.tokenizer = make_core(
+                config,
+                recorder=recorder,
+                trace_sink=sinks[0] if sinks else None,
+                progress=progress,
+                make_executor=make_executor,
+                drafter=drafter,
+                pieces=pieces,
+            )
+        self.config = self._core.config
+        self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self.token_texts = TokenTexts(self.tokenizer)
+
+    @property
+    def core(self) -> EngineCore:
+        """Scheduler and executor, to look at; there only if they are in this process."""
+        if self.is_elsewhere:
+            raise RuntimeError(
+                f"the engine's core is in a process of its own and cannot be looked at from here: set {_HERE}"
+            )
+        return cast("EngineCore", self._core)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> RequestOutput:
+        """Queues a request.
+
+        Args:
+            prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}.
+            priority: lower goes first, with scheduling_policy="priority".
+            cache_salt: requests share KV only with others of the same salt.
+            arrival_time: seconds on the recorder's clock, without one on `time.perf_counter`; None is now.
+
+        Returns:
+            Its output, still empty: the object that `step` returns whenever it has grown.
+
+        Raises:
+            ValueError: the id is taken, the prompt can never fit, or a parameter does not suit the model.
+        """
+        text, token_ids, children = self.inputs.requests(
+            request_id,
+            prompt,
+            sampling_params or SamplingParams(),
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=self._core.clock() if arrival_time is None else arrival_time,
+        )
+        self._outputs.check_free(request_id, children)
+        self._core.add(children[0])  # if one fits, all do
+        output = self._outputs.add(request_id, text, token_ids, children)
+        for child in children[1:]:
+            self._core.add(child)
+        return output
+
+    def adopt_request(self, request: Request) -> RequestOutput:
+        """Queues a request that has been under way in another engine; its output begins with what it has.
+
+        Raises:
+            ValueError: its id is taken, or it can never fit.
+        """
+        self._outputs.check_free(request.request_id, [request])
+        self.core.add(request)
+        output = self._outputs.add(request.request_id, None, list(request.prompt_token_ids), [request])
+        if request.num_output_tokens:
+            had = RequestUpdate(request, request.output_token_ids, 0, 0, None, None, 0)
+            _, match = self._outputs.update(had, time.perf_counter())
+            if match is not None:
+                self.core.finish(request.request_id, FinishReason.STOP, match.stop)
+        return output
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step; with a core elsewhere, waits for one, for anything else it says, or for `interrupt`.
+
+        Returns:
+            The outputs that changed. An output is the same object at every step and grows; with asynchronous
+            scheduling it is one step behind.
+
+        Raises:
+            EngineDeadError: the core's process has ended, or one that computes for it.
+            FailedStepError: a core's elsewhere; the requests that it names are to be aborted, others go on.
+            Exception: the step failed and was taken back; its requests may be aborted, or tried again.
+        """
+        changed: dict[str, RequestOutput] = {}
+        try:
+            updates = self._core.step()
+        except FailedStepError as error:
+            error.request_ids = self._outputs.owners(error.request_ids)
+            raise
+        now = time.perf_counter()
+        for update in updates:
+            if not update.new_token_ids and update.prompt_logprobs is None:
+                continue
+            output, match = self._outputs.update(update, now)
+            if match is not None:
+                self._core.finish(update.request.request_id, FinishReason.STOP, match.stop)
+            changed[output.request_id] = output
+        return list(changed.values())
+
+    def abort_request(self, request_id: str) -> None:
+        """Ends a request, or with "request#2" one of its completions, and gives the blocks back.
+
+        Nothing happens if it has ended already.
+        """
+        for child_id in self._outputs.abort(request_id):
+            self._core.finish(child_id, FinishReason.ABORT)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the content of every block that no request holds."""
+        self._core.reset_prefix_cache()
+
+    def count(self) -> None:
+        """From now on `stats` tells."""
+        self._core.count()
+
+    def stats(self) -> StepStats | None:
+        """How things stand, and what was counted since the last call; None where nothing has been told since."""
+        return self._core.stats()
+
+    def interrupt(self) -> None:
+        """Ends the wait of a `step` in another thread, or of the next one."""
+        if self.is_elsewhere:
+            cast(Any, self._core).interrupt()
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """Of all requests under way; of those with more than one completion, "request#0" and so on."""
+        return self._core.unfinished_ids
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self._core.has_unfinished
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """Sampling settings that the checkpoint recommends, under SamplingParams' names."""
+        defaults = dict(self.model_config.generation_defaults)
+        if "max_new_tokens" in defaults:
+            defaults["max_tokens"] = defaults.pop("max_new_tokens")
+        return defaults
+
+    def close(self) -> None:
+        """Gives the model's memory back; the engine cannot be used after this."""
+        self._core.close()

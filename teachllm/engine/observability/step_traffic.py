@@ -1,0 +1,70 @@
+"""What ranks have to send in a step, as the trace carries it beside what they sent.
+
+What goes beyond it is for more than tokens: log-probabilities, rows that are gathered whole, a drafter, padding on a
+GPU, and of a mixture in stages the load of its experts, for the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from teachllm.config import EngineConfig
+from teachllm.core.request import Request
+from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.distributed.group import Counts
+from teachllm.distributed.layout import layout_of
+from teachllm.distributed.step_bytes import step_bytes
+from teachllm.models.llama_config import parse
+from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
+from teachllm.models.sharding import of_rank
+from teachllm.sampling.shared_filters import MOST_CANDIDATES
+
+
+class StepTraffic:
+    """What each rank of an engine has to send.
+
+    Args:
+        config: with more than one rank, or experts that replicas share.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        layout, whole = layout_of(config), parse(model.raw)
+        self._places = [layout.place(rank) for rank in range(layout.num_ranks)]
+        self._parts = [of_rank(whole, place) for place in self._places]
+        self._is_on_gpu = config.device.startswith("cuda")
+        self._dtype_bytes, self._vocab_size = DTYPE_BYTES[model.dtype], whole.vocab_size
+        self._spreads = layout.replicas > 1
+
+    def expected(self, plan: SchedulerOutput, requests: Mapping[str, Request]) -> list[Counts]:
+        """As `step_bytes`, of each rank. What goes to other replicas' experts is not known beforehand and left out, as
+        is what sampling on a GPU takes.
+
+        Args:
+            requests: those that have not ended. Of others it is not known whether they have filters.
+        """
+        num_sampled, filtered = 0, []
+        for share in plan.scheduled:
+            if share.samples:
+                num_rows = 1 + len(share.draft_token_ids)
+                num_sampled += num_rows
+                filtered += [self._num_candidates(requests.get(share.request_id))] * num_rows
+        filtered = [each for each in filtered if each]
+        found = []
+        for place, part in zip(self._places, self._parts, strict=True):
+            num_told = min(max(filtered, default=0), MOST_CANDIDATES, part.vocab_size)
+            sizes = (part.num_layers, part.hidden_size, self._dtype_bytes, plan.num_tokens)
+            num_spread = sum(part.moe.layers) if self._spreads and part.moe is not None else 0
+            counts = step_bytes(place, *sizes, num_sampled, len(filtered), num_told, rows=[(0, 0)] * num_spread)
+            for unknown in ("all_to_all", *(["all_gather"] if self._is_on_gpu else [])):
+                counts.pop(unknown, None)
+            found.append(counts)
+        return found
+
+    def _num_candidates(self, request: Request | None) -> int:
+        """How many tokens a request's filters may leave; 0: it has none, or draws nothing."""
+        if request is None or request.sampling_params.greedy:
+            return 0
+        params = request.sampling_params
+        if 0 < params.top_k < self._vocab_size:
+            return params.top_k
+        return self._vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0

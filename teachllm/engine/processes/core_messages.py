@@ -1,0 +1,147 @@
+"""What an engine and its core say to each other when a socket lies between them.
+
+Each message is a msgspec struct, packed as MessagePack: typed when it is read, and never code (no pickle). What the
+front has to say it says in lists, a list a turn of its loop; the core says one message a step. A request is
+named by a number that is never used twice, so that what is still on its way for one that was aborted is not taken for
+another's that got its id.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from teachllm.config import EngineConfig
+from teachllm.core.scheduler_output import TokenLogprobs
+from teachllm.distributed.lockstep import LockstepEnd
+from teachllm.distributed.rendezvous import Rendezvous
+from teachllm.engine.observability.stats import StepStats
+from teachllm.models.model_config import ModelConfig
+from teachllm.sampling_params import SamplingParams, plain
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """One of the below; its name goes with it."""
+
+
+# -- to the core -------------------------------------------------------------------------------------------
+
+
+class Start(Message, frozen=True):
+    """Load the model, as replica number `replica`. With `traces`, every line of the trace is told. Replicas that share
+    experts are told where their ranks meet, as `Rendezvous` says it, and have an end of the lockstep each."""
+
+    config: EngineConfig
+    traces: bool
+    replica: int
+    rendezvous: Rendezvous | None = None
+    lockstep: LockstepEnd | None = None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """That the process inherits."""
+        listener = None if self.rendezvous is None else self.rendezvous.listener
+        steps = () if self.lockstep is None else self.lockstep.descriptors
+        return steps if listener is None else (listener, *steps)
+
+
+class Add(Message, frozen=True):
+    """Queue a request. `prompt` holds its ids, 8 bytes each in the machine's order; the rest as in `Request`."""
+
+    number: int
+    request_id: str
+    prompt: bytes
+    sampling_params: SamplingParams
+    arrival_time: float
+    priority: int
+    cache_keys: tuple[str, ...]
+    group: str | None
+    child_index: int
+    seed: int
+    bad_word_token_ids: tuple[tuple[int, ...], ...]
+
+
+class Finish(Message, frozen=True):
+    """End a request, for a `FinishReason`."""
+
+    number: int
+    reason: str
+    stop_reason: str | int | None
+
+
+class ResetPrefixCache(Message, frozen=True):
+    """Forget what no request holds."""
+
+
+class Close(Message, frozen=True):
+    """End the process."""
+
+
+# -- from the core -----------------------------------------------------------------------------------------
+
+
+class Loading(Message, frozen=True):
+    """So many bytes of weights are loaded."""
+
+    num_bytes: int
+    total: int
+
+
+class Ready(Message, frozen=True):
+    """The model is loaded; the configuration as resolved for it."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    num_blocks: int
+
+
+class Refused(Message, frozen=True):
+    """The settings or the checkpoint are refused, or loading failed (`is_fault`); the process ends."""
+
+    error: str
+    is_fault: bool
+
+
+class Update(msgspec.Struct, array_like=True, frozen=True):
+    """What a step changed for one request, as `RequestUpdate` and `Request` say it."""
+
+    number: int
+    new_token_ids: list[int]
+    num_drafted: int
+    num_accepted: int
+    start: int
+    num_cached_tokens: int
+    first_scheduled_time: float | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+
+
+class Stepped(Message, frozen=True):
+    """One step's updates and figures, and the lines of the trace since the last message."""
+
+    updates: list[Update]
+    stats: StepStats
+    lines: list[str]
+
+
+class Failed(Message, frozen=True):
+    """A step failed, and with it ended the requests that it has."""
+
+    error: str
+    numbers: list[int]
+
+
+class Died(Message, frozen=True):
+    """What computes has died; the process ends."""
+
+    error: str
+
+
+ToCore = Start | Add | Finish | ResetPrefixCache | Close
+FromCore = Loading | Ready | Refused | Stepped | Failed | Died
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
+decode_to_core = msgspec.msgpack.Decoder(list[ToCore]).decode
+decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

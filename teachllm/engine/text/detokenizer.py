@@ -1,0 +1,177 @@
+"""Text out of token ids while they arrive, and stop strings found in it (lesson 00).
+
+A token is not a piece of text: a character can span tokens, and some decoders drop the space of whichever token
+comes first. So the newest tokens are always decoded together with a few before them, and only what can no longer
+change is shown:
+
+    ids    ... seen ... | window: decoded at every step         |
+    text   ... settled, never touched again ... | held: half a character, or a possible stop string |
+
+The window restarts wherever the text ends in a whole character, so a token costs the same however long the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.sampling_params import SamplingParams
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of bytes that are not (yet) a character
+_NUM_CONTEXT_TOKENS = 6  # prompt tokens decoded along, so that the output's first token keeps its leading space
+_MAX_WINDOW = 32  # tokens without a whole character at their end before the window is cut inside
+_MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most 4 bytes, and a token at least one
+
+
+@dataclass(slots=True, frozen=True)
+class StopMatch:
+    """A stop string ended the output.
+
+    Attributes:
+        stop: which one.
+        num_tokens_used: how many of the ids given to `append` belong to the output; the rest are dropped.
+    """
+
+    stop: str
+    num_tokens_used: int
+
+
+class IncrementalDetokenizer:
+    """The text of one completion.
+
+    What is shown only ever grows, and after `finish` it is what decoding all ids at once gives. (One exception: a
+    tokenizer with byte fallback blanks a whole run of byte tokens if the run turns out invalid, while here the valid
+    characters in it have already been shown and stay.)
+
+    Args:
+        tokenizer: turns ids into text.
+        prompt_token_ids: its last few tokens are the context of the first output token.
+        params: stop strings, `min_tokens`, and how to treat special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._stops = params.stop_strings
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._skip_special = params.skip_special_tokens
+        self._enabled = params.detokenize
+        self._num_tokens = 0
+        self._settled = ""  # all text that can no longer change
+        self._num_shown = 0  # characters of it that are shown: the rest could become a stop string
+        # Ids of the window, and how many characters of its text are settled (or belong to the prompt).
+        self._window = [i for i in prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :] if self._has_text(i)]
+        self._window = self._window[-_NUM_CONTEXT_TOKENS:]
+        # Half a character at the prompt's end is completed, and so shown, by the output.
+        self._num_settled = len(self._decode(self._window).rstrip(_REPLACEMENT)) if self._enabled else 0
+        self._num_context = len(self._window)
+
+    @property
+    def text(self) -> str:
+        """The text to show."""
+        return self._settled[: self._num_shown]
+
+    def append(self, token_ids: Sequence[int], finished_by_token: bool = False) -> StopMatch | None:
+        """Takes newly sampled ids.
+
+        Args:
+            finished_by_token: the last id ended the output; its text is not shown (unless the request includes
+                stop strings in its output).
+
+        Returns:
+            The stop string that ended the output, if one did. Nothing may be appended after that.
+        """
+        if not self._enabled:
+            return None
+        if finished_by_token and not self._include_stop:
+            token_ids = token_ids[:-1]
+        for count, token_id in enumerate(token_ids, start=1):
+            self._num_tokens += 1
+            start = len(self._settled)
+            self._settle(token_id)
+            if len(self._settled) == start:
+                continue
+            stop = self._find_stop(start)
+            if stop is not None:
+                return StopMatch(stop, count)
+        self._num_shown = len(self._settled) - self._num_held()
+        return None
+
+    def finish(self) -> None:
+        """Shows what was held back: no more tokens will come. After a stop string there is nothing left to show."""
+        if self._enabled:
+            self._settled += self._decode(self._window)[self._num_settled :]
+            self._window, self._num_settled = [], 0
+            self._num_shown = len(self._settled)
+
+    def _settle(self, token_id: int) -> None:
+        """Adds a token to the window and moves text that can no longer change into `_settled`."""
+        if not self._has_text(token_id):
+            return
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        whole = text.rstrip(_REPLACEMENT)  # replacement characters at the end may be a character in the making
+        if len(whole) > self._num_settled:
+            self._settled += whole[self._num_settled :]
+            self._num_settled = len(whole)
+            if len(whole) == len(text):
+                self._restart_window()
+        elif len(self._window) > _MAX_WINDOW:
+            self._cut_window(text)
+
+    def _restart_window(self) -> None:
+        """Everything is settled: keep only the last added token or tokens as context for the next."""
+        self._window = self._window[self._num_context :]
+        self._num_context = len(self._window)
+        self._num_settled = len(self._decode(self._window))
+
+    def _cut_window(self, text: str) -> None:
+        """Settles the front of a window of invalid bytes, so that not even garbage is decoded over and over."""
+        for cut in range(len(self._window) - _MAX_TOKENS_PER_CHARACTER, _MAX_TOKENS_PER_CHARACTER, -1):
+            front, back = self._window[:cut], self._window[cut:]
+            front_text = self._decode(front)
+            # Equal only if no character lies across the cut.
+            if len(front_text) >= self._num_settled and front_text + self._decode(back) == text:
+                self._settled += front_text[self._num_settled :]
+                self._window, self._num_settled, self._num_context = back, 0, 0
+                return
+
+    def _find_stop(self, start: int) -> str | None:
+        """Looks for stop strings that end after `start` in the text; cuts the text at the one that ends first.
+
+        By end and not by start, so that the result does not depend on how tokens cut the text.
+        """
+        if not self._stops or self._num_tokens < self._min_tokens:
+            return None
+        found: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            at = self._settled.find(stop, max(0, start - len(stop) + 1))
+            if at >= 0 and (found is None or (at + len(stop), at) < found[:2]):
+                found = (at + len(stop), at, stop)
+        if found is None:
+            return None
+        end, begin, stop = found
+        self._settled = self._settled[: end if self._include_stop else begin]
+        self._num_shown = len(self._settled)
+        self._window, self._num_settled = [], 0
+        return stop
+
+    def _num_held(self) -> int:
+        """How many characters at the end could be the beginning of a stop string."""
+        if self._include_stop:
+            return 0
+        text, held = self._settled, 0
+        for stop in self._stops:
+            at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+            while at >= 0 and len(text) - at > held:
+                if stop.startswith(text[at:]):
+                    held = len(text) - at
+                at = text.find(stop[0], at + 1)
+        return held
+
+    def _has_text(self, token_id: int) -> bool:
+        return not (self._skip_special and token_id in self._tokenizer.special_ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

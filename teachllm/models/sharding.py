@@ -1,0 +1,111 @@
+"""What each rank has of a model: layers by its stage, and of each layer some heads and a part of the widths.
+
+Stages are made by cost, which for decodes is what they read: weights, and of many requests about as much KV; counted in
+parameters, whatever their bytes. The last one has the output head as well, so it has fewer layers. The vocabulary may
+be any, its last part is filled up; what else cannot be shared equally is refused before a weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+
+from teachllm.distributed.layout import Place
+from teachllm.distributed.shards import spread
+from teachllm.models.llama_config import LlamaConfig
+from teachllm.models.registry import ModelError
+
+
+def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
+    """What one rank has of a model: some heads, a part of the widths and of the vocabulary, its stage's layers.
+
+    Raises:
+        ModelError: they cannot be shared equally, or there are fewer experts than ranks to spread them over.
+    """
+    layout, experts = place.layout, config.moe
+    size, spreads = layout.tensor, layout.spreads_experts
+    if experts is not None and experts.num_experts < layout.num_expert_ranks:
+        raise ModelError(
+            f"enable_expert_parallel=True spreads experts over {layout.num_expert_ranks} ranks, and the model has "
+            f"{experts.num_experts}: lower {'data' if layout.replicas > 1 else 'tensor'}_parallel_size"
+        )
+    if size > 1:
+        _check_shared(config, size, spreads)
+    layers = stage_layers(config, layout.pipeline)[place.stage]
+    if experts is not None:
+        experts = replace(
+            experts,
+            layers=tuple(experts.layers[i] for i in layers),
+            num_held=len(spread(experts.num_experts, layout.num_expert_ranks)[place.expert_rank]),
+            intermediate_size=experts.intermediate_size // (1 if spreads else size),
+        )
+    return replace(
+        config,
+        vocab_size=-(-config.vocab_size // size),
+        intermediate_size=config.intermediate_size // size,
+        num_layers=len(layers),
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(config.num_kv_heads // size, 1),
+        windows=tuple(config.windows[i] for i in layers),
+        moe=experts,
+    )
+
+
+def stage_layers(config: LlamaConfig, num_stages: int) -> list[range]:
+    """The layers of each stage, such that the one with the most to read has the least; then the one with the next most,
+    and so on. A layer's cost is twice what one token meets of it: a batch that gives all stages work reads about as
+    much KV as weights. The last stage has the head, too.
+
+    Raises:
+        ModelError: there are more stages than layers.
+    """
+    num_layers = config.num_layers
+    if num_stages > num_layers:
+        raise ModelError(
+            f"pipeline_parallel_size={num_stages} is more than the model's {num_layers} layers: set "
+            f"pipeline_parallel_size={num_layers} or less"
+        )
+    ends = [0, *accumulate(2 * config.num_active_of(layer) for layer in range(num_layers))]
+    head = config.vocab_size * config.hidden_size
+
+    @cache
+    def best(first: int, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(costs, the largest first; where each stage ends) of the layers from `first` on."""
+        if stages == 1:
+            return (ends[num_layers] - ends[first] + head,), (num_layers,)
+        found = []
+        for end in range(num_layers - stages + 1, first, -1):  # of equal ones, that with more in front
+            costs, behind = best(end, stages - 1)
+            found.append((tuple(sorted((ends[end] - ends[first], *costs), reverse=True)), (end, *behind)))
+        return min(found, key=lambda each: each[0])
+
+    stops = best(0, num_stages)[1]
+    return [range(first, stop) for first, stop in zip((0, *stops), stops, strict=False)]
+
+
+def _check_shared(config: LlamaConfig, size: int, spreads: bool) -> None:
+    moe, shared = config.moe, {"attention heads": config.num_heads}
+    if moe is None or not all(moe.layers):
+        shared["intermediate_size"] = config.intermediate_size
+    if moe is not None and not spreads:
+        shared["experts' intermediate size"] = moe.intermediate_size
+    for name, number in shared.items():
+        if number % size:
+            raise ModelError(f"{_cannot_share(size, name, number)}: {_sizes_that_do(config, shared.values())}")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        sizes = _sizes_that_do(config, shared.values())
+        raise ModelError(f"{_cannot_share(size, 'KV heads', config.num_kv_heads)}: {sizes}")
+
+
+def _cannot_share(size: int, what: str, number: int) -> str:
+    return f"tensor_parallel_size={size} does not divide the model's {what} ({number})"
+
+
+def _sizes_that_do(config: LlamaConfig, shared: Iterable[int]) -> str:
+    widths = math.gcd(*shared)
+    sizes = [n for n in range(1, widths + 1) if widths % n == 0]
+    sizes = [n for n in sizes if config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0]
+    return f"set tensor_parallel_size to one of {', '.join(map(str, sizes))}"

@@ -1,0 +1,52 @@
+"""Grids: the numbers that codes can stand for, and the nearest code of each number, in which every method ends.
+
+A grid says how many codes there are and how many inputs share a scale; the range of each group says the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from teachllm.quantization import rounding
+from teachllm.quantization.quantized_weights import GroupedCodes
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Codes that numbers may take.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: inputs that share a scale; -1: all.
+        is_symmetric: 0.0 is the middle code; otherwise each group has its own.
+        scale_dtype: of scales as they are stored, for which codes are chosen.
+    """
+
+    bits: int
+    group_size: int
+    is_symmetric: bool = True
+    scale_dtype: torch.dtype = torch.float16
+
+    @property
+    def middle(self) -> int:
+        """The code of 0.0, if the grid is symmetric."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def most(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    def width(self, num_in: int) -> int:
+        """Inputs of a group, of a weight with so many."""
+        return num_in if self.group_size == -1 else self.group_size
+
+    def nearest(self, weight: torch.Tensor) -> GroupedCodes:
+        """[out, in] numbers in the range of each group -> codes.
+
+        Raises:
+            ValueError: the group size does not divide.
+        """
+        return rounding.grouped(weight, self.bits, self.width(weight.shape[1]), self.is_symmetric, self.scale_dtype)

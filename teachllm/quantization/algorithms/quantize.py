@@ -1,0 +1,192 @@
+"""Quantizing a checkpoint: block by block, and out into a folder.
+
+Each block sees what the quantized blocks before it put out, so that what is rounded later can make up for what was
+rounded before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
+from teachllm.models.registry import DENSE, OWN, ModelError, architecture_of
+from teachllm.quantization.algorithms import blocks, folding, methods, write
+from teachllm.quantization.algorithms.blocks import Block
+from teachllm.quantization.algorithms.recipe import Recipe
+from teachllm.quantization.algorithms.texts import calibration_rows, read_tokenizer
+from teachllm.quantization.algorithms.write import Made
+from teachllm.quantization.quantized_weights import GroupedCodes, Quantized, ScaledWeight
+
+Progress = Callable[[int, int], None]
+
+
+def quantize_model(
+    model: str,
+    out: Path,
+    recipe: Recipe,
+    progress: Progress = lambda done, total: None,
+    device: str = "cpu",
+) -> None:
+    """Writes a quantized checkpoint.
+
+    Args:
+        model: "teachlm", a folder, or a hub id.
+        out: a folder that is empty or not there.
+        progress: called with (percent done, 100).
+        device: where blocks are worked on, one at a time.
+
+    Raises:
+        ValueError: the model, the folder, the text or a setting will not do, or numbers are not finite; one line says
+            why.
+    """
+    write.check_empty(out)
+    check(model, [recipe])
+    write.make_folder(out)
+    folder = find_folder(model)
+    write.write_checkpoint(folder, out, recipe, make_codes(folder, recipe, progress, device))
+
+
+def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None:
+    """Refuses, before a weight is read, what will not do.
+
+    Args:
+        model: as of `quantize_model`.
+        recipes: which look at one text, those that do.
+        will_run: in this engine, which does not run all that it quantizes; otherwise it warns.
+
+    Raises:
+        ValueError: of the checkpoint, a calibration text, or a layer that a recipe's format cannot hold.
+    """
+    folder = find_folder(model)
+    check_plain(folder)
+    architecture = architecture_of(read_json(folder / "config.json"))
+    reason = f"{architecture} runs through transformers' code here, which takes no quantized weights"
+    if architecture not in OWN and will_run:
+        raise ModelError(f"{reason}, so there is nothing to measure: take one of {', '.join(DENSE)}")
+    parts = blocks.blocks_of(blocks.without_numbers(folder), stored_tensors(folder))
+    for recipe in recipes:
+        for block in parts:
+            for name, layer in block.linears().items():
+                recipe.check_layer(f"{block.name}.{name}", layer.out_features, layer.in_features)
+    for recipe in [recipe for recipe in recipes if recipe.needs_text][:1]:
+        _rows(folder, recipe)
+    if architecture not in OWN:
+        warnings.warn(f"{reason}: what is written is for other engines", stacklevel=3)
+
+
+def check_plain(folder: Path) -> None:
+    """Refuses what is no checkpoint of plain numbers.
+
+    Raises:
+        ModelError: it is quantized already, or has no safetensors.
+    """
+    config = quantization_config(read_json(folder / "config.json"), folder)
+    if config is not None:
+        method = config.get("quant_method", "unnamed")
+        raise ModelError(f"{folder} is quantized already ({method}): give the checkpoint that it was made of")
+    if not stored_tensors(folder):
+        raise ModelError(f"{folder} has no .safetensors file: convert its weights to safetensors first")
+
+
+def make_codes(
+    folder: Path, recipe: Recipe, progress: Progress = lambda done, total: None, device: str = "cpu"
+) -> Made:
+    """Quantizes in memory a model that `check` lets pass. Arguments as of `quantize_model`."""
+    stored, model = stored_tensors(folder), blocks.load(folder)
+    parts, text = blocks.blocks_of(model, stored), None
+    if recipe.needs_text:
+        hidden = blocks.enter(model, parts, _rows(folder, recipe)).to(device)
+        text = _Text(hidden, hidden if recipe.method == "autoround" else None)
+    made = Made(parts[0].name.rpartition(".")[0])
+    for index, block in enumerate(parts):
+        stored_dtypes = {
+            name: blocks.STORED_DTYPES[stored[f"{block.name}.{name}"].dtype]
+            for name, _ in block.module.named_parameters()
+        }
+        block.to(device, torch.float32)
+        _check_finite(block)
+        before = {name: tensor.clone() for name, tensor in block.module.named_parameters() if tensor.dim() == 1}
+        task = methods.Task(recipe, block, stored_dtypes, _percent(progress, index, len(parts)))
+        codes = methods.nearest(task) if text is None else text.through(task)
+        made.codes |= {f"{block.name}.{name}": _on_cpu(each) for name, each in codes.items()}
+        made.changed |= {
+            f"{block.name}.{name}": tensor.cpu()
+            for name, tensor in block.module.named_parameters()
+            if name in before and not torch.equal(tensor, before[name])
+        }
+        block.module.to("meta")  # its numbers are no longer needed
+    return made
+
+
+def _rows(folder: Path, recipe: Recipe) -> torch.Tensor:
+    """[num_samples, seq_len] token ids."""
+    return calibration_rows(recipe.calibration, read_tokenizer(folder), recipe.num_samples, recipe.seq_len)
+
+
+@dataclass
+class _Text:
+    """A calibration text on its way through the blocks.
+
+    Attributes:
+        hidden: [num_rows, seq_len, hidden_size], what the next block gets.
+        unrounded: what it would get if nothing were quantized; None: the method does not ask for it.
+    """
+
+    hidden: torch.Tensor
+    unrounded: torch.Tensor | None
+
+    def through(self, task: methods.Task) -> dict[str, Quantized]:
+        """Quantizes a block, and goes through it."""
+        block = task.block
+        if self.unrounded is not None:
+            self.unrounded = block.run(self.unrounded)
+        if not all(bool(each.isfinite().all()) for each in (self.hidden, self.unrounded) if each is not None):
+            raise ModelError(methods.OVERFLOW.format(block.name))
+        groups = _groups(block, self.hidden[:1], task.recipe.scales_inputs)
+        task = replace(task, groups=groups, hidden=self.hidden, wanted=self.unrounded)
+        codes = methods.method_of(task.recipe)(task)
+        methods.install(block, codes)
+        self.hidden = block.run(self.hidden)
+        return codes
+
+
+def _check_finite(block: Block) -> None:
+    for name, tensor in block.module.named_parameters():
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(f"{block.name}.{name} holds infinities or NaN: the checkpoint is broken, get it anew")
+
+
+def _groups(block: Block, row: torch.Tensor, with_sources: bool) -> list[folding.Group]:
+    """Raises ModelError: some linear layers do not run for every text."""
+    groups = folding.groups_of(block, row) if with_sources else folding.sharing(block, row)
+    idle = block.linears().keys() - {name for group in groups for name in group.names}
+    if idle:
+        raise ModelError(
+            f"{block.name}.{min(idle)} does not run for every token, so calibration may miss it: "
+            "use --method int8, fp8 or rtn"
+        )
+    return groups
+
+
+def _percent(progress: Progress, index: int, num_blocks: int) -> Callable[[float], None]:
+    """From parts of a block, 0 to 1, to percent of all."""
+    done = float(index)
+
+    def more(part: float) -> None:
+        nonlocal done
+        done += part
+        progress(round(100 * done / num_blocks), 100)
+
+    return more
+
+
+def _on_cpu(codes: Quantized) -> Quantized:
+    if isinstance(codes, ScaledWeight):
+        return ScaledWeight(codes.codes.cpu(), codes.scales.cpu(), codes.activations)
+    zeros, index = (None if each is None else each.cpu() for each in (codes.zeros, codes.group_index))
+    return GroupedCodes(codes.codes.cpu(), codes.scales.cpu(), zeros, codes.bits, index)

@@ -1,0 +1,83 @@
+"""Checkpoints of AutoRound: 4 or 8 bits by group, each number rounded as serves its block (`algorithms/autoround.py`).
+
+It packs as others do, and says which: `packing_format` is "auto_round:auto_gptq" (GPTQ, without `g_idx`; each zero less
+one by itself), "auto_round" (the same with zeros as they are) or "auto_round:auto_awq". `extra_config` has what differs
+for some layers. Scales may be negative: that way the largest number of a group is met exactly.
+
+Sources: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023;
+intel/auto-round.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from teachllm.models.registry import ModelError
+from teachllm.quantization.formats.awq import BITS as BITS_OF_AWQ
+from teachllm.quantization.formats.awq import Awq
+from teachllm.quantization.formats.compressed_tensors import parse as parse_compressed_tensors
+from teachllm.quantization.formats.gptq import Gptq, checked_bits
+from teachllm.quantization.formats.scheme import Scheme
+
+_SPECIAL = set(r"*+?^$()[]{}|\\")  # of a pattern, in place of a name
+_AS_GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", "auto")
+_PLAIN = ("auto_round", "auto_round:gptqmodel")
+_AS_AWQ = ("auto_round:auto_awq", "auto_round:awq")
+
+
+def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
+    """As of `gptq.py`."""
+    packing = config.get("packing_format") or "auto"
+    if packing == "auto_round:llm_compressor":
+        return parse_compressed_tensors(config, names)
+    if packing not in (*_AS_GPTQ, *_PLAIN, *_AS_AWQ):
+        supported = ", ".join((*_AS_GPTQ[:1], *_PLAIN[:1], *_AS_AWQ[:1]))
+        raise ModelError(
+            f"AutoRound in the packing {packing!r} is not supported, only {supported}: take a checkpoint in these"
+        )
+    kind = config.get("data_type", "int")
+    if not str(kind).startswith("int"):
+        raise ModelError(
+            f"AutoRound with numbers of the type {kind!r} is not supported in the packing {packing!r}, only 'int': "
+            "take a checkpoint with these"
+        )
+    config = {**config, "bits": config["bits"], "group_size": config["group_size"]}  # or KeyError, here
+    blocks = _names(config.get("block_name_to_quantize") or config.get("to_quant_block_names"))
+    extra = dict(config.get("extra_config") or {})
+
+    def settings_of(name: str) -> Mapping[str, Any] | None:
+        """None: not quantized."""
+        found = extra.get(name)
+        if found is None:
+            patterns = (each for each in extra if _SPECIAL & set(each) and re.search(each, name))
+            found = extra.get(next(patterns, ""))
+        if found is None and (name == "lm_head" or (blocks and not name.startswith(tuple(blocks)))):
+            return None
+        merged = {**config, **(found or {})}
+        return None if merged["bits"] >= 16 else merged
+
+    def scheme_of(name: str) -> Scheme | None:
+        settings = settings_of(name)
+        if settings is None or (names is not None and f"{name}.qweight" not in names):
+            return None
+        group_size, is_symmetric = settings["group_size"], settings.get("sym", True)
+        in_what = f"{name} in the packing {packing!r}"
+        if packing in _AS_AWQ:
+            checked_bits(settings["bits"], in_what, BITS_OF_AWQ)
+            return Awq(group_size, is_symmetric)
+        bits = checked_bits(settings["bits"], in_what)
+        offset = 1 if packing in _AS_GPTQ else 0
+        return Gptq(bits, group_size, is_symmetric, offset, adds_to_words=False, has_order=packing not in _AS_GPTQ)
+
+    return scheme_of
+
+
+def _names(given: Any) -> list[str]:
+    """One name, several with commas between, a list, or a list of lists."""
+    if not given:
+        return []
+    if isinstance(given, str):
+        return [each.strip() for each in given.split(",")]
+    return [name for each in given for name in _names(each)]

@@ -1,0 +1,103 @@
+"""Checkpoints of AWQ: 4 bits by group, of weights that were scaled where activations are large (`algorithms/awq.py`).
+
+    qweight  int32 [in, out / 8]   codes along the outputs, in an order that suited one kernel
+    qzeros   int32 [groups, out / 8]   the same way, as they are
+    scales   float16 [groups, out]
+
+Sources: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024;
+`WQLinear_GEMM` of casper-hansen/AutoAWQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from teachllm.models.registry import ModelError
+from teachllm.quantization import rounding
+from teachllm.quantization.formats.gptq import LEAVE_OUT, check_sizes, checked_bits, grouped_bytes, num_groups
+from teachllm.quantization.formats.packing import pack, unpack
+from teachllm.quantization.formats.scheme import FLOATS, Scheme, Stored
+from teachllm.quantization.quantized_weights import GroupedCodes
+
+BITS = (4,)
+_PER_WORD = 8
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # field i of a word is that of its columns
+_INT = (torch.int32,)
+
+
+@dataclass(frozen=True)
+class Awq:
+    """A projection of such a checkpoint; `group_size` -1: all inputs share a scale."""
+
+    group_size: int
+    is_symmetric: bool = False
+
+    def __str__(self) -> str:
+        return f"AWQ (bits 4, group_size {self.group_size})"
+
+    def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
+        """As `Scheme`."""
+        check_sizes(self.group_size, in_features)
+        if out_features % _PER_WORD:
+            raise ValueError(f"AWQ packs {_PER_WORD} outputs to a word, which do not divide it: {LEAVE_OUT}")
+        groups = num_groups(self.group_size, in_features)
+        return {
+            "qweight": Stored((in_features, out_features // _PER_WORD), _INT),
+            "qzeros": Stored((groups, out_features // _PER_WORD), _INT),
+            "scales": Stored((groups, out_features), FLOATS),
+        }
+
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedCodes:
+        """As `Scheme`."""
+        codes, zeros = (_in_order(unpack(tensors[name], 4, dim=1)) for name in ("qweight", "qzeros"))
+        is_plain = bool((zeros == 8).all())
+        of_outputs = None if is_plain else zeros.t().to(torch.int32).contiguous()
+        return GroupedCodes(codes.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, 4)
+
+    def quantize(self, weight: torch.Tensor) -> GroupedCodes:
+        """As `Scheme`."""
+        size = weight.shape[1] if self.group_size == -1 else self.group_size
+        return rounding.grouped(weight, 4, size, self.is_symmetric)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        """As `Scheme`."""
+        return grouped_bytes(4, self.group_size, self.is_symmetric, out_features, in_features)
+
+
+def write(codes: GroupedCodes) -> dict[str, torch.Tensor]:
+    """Tensors of such a file, the inverse of `Awq.read`."""
+    return {
+        "qweight": pack(_shuffled(codes.codes.t()), 4, dim=1),
+        "qzeros": pack(_shuffled(codes.with_zeros().t()), 4, dim=1),
+        "scales": codes.scales.t().contiguous(),
+    }
+
+
+def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
+    """As of `gptq.py`."""
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    if version != "gemm" or config.get("backend") == "llm-awq":
+        raise ModelError(f"AWQ in the layout {version!r} is not supported, only 'gemm': take a checkpoint in this")
+    checked_bits(config.get("bits", config.get("w_bit", 4)), "every layer in AWQ", BITS)
+    usual = Awq(config.get("group_size", config.get("q_group_size", 128)), not config.get("zero_point", True))
+    ignored = [*(config.get("modules_to_not_convert") or []), *([] if config.get("lm_head") else ["lm_head"])]
+
+    def scheme_of(name: str) -> Scheme | None:
+        if names is None:
+            return None if any(each in name for each in ignored) else usual
+        return usual if f"{name}.qweight" in names else None
+
+    return scheme_of
+
+
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    inverse = [_ORDER.index(column) for column in range(_PER_WORD)]
+    return codes.unflatten(1, (-1, _PER_WORD))[..., inverse].flatten(1)
+
+
+def _shuffled(codes: torch.Tensor) -> torch.Tensor:
+    return codes.unflatten(1, (-1, _PER_WORD))[..., list(_ORDER)].flatten(1)

@@ -1,0 +1,216 @@
+"""Checkpoints of compressed-tensors: one format that says for groups of layers what their numbers became.
+
+    pack-quantized        weight_packed int32 [out, in * bits / 32], weight_scale [out, groups], weight_shape [2];
+                          weight_zero_point int32 [out * bits / 32, groups]; weight_g_idx [in]
+    int-, float-, naive-  weight int8 or e4m3 [out, in], weight_scale [1] | [out, 1] | by blocks; input_scale [1]
+    nvfp4-, mxfp4-        weight_packed uint8 [out, in / 2], weight_scale e4m3 or e8m0 [out, in / 16 or 32];
+                          weight_global_scale [1], which divides
+
+A layer belongs to the first group of which a target is its name, a pattern "re:..." of it, or its class ("Linear"),
+unless `ignore` has it.
+
+Source: vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from teachllm.models.registry import ModelError
+from teachllm.quantization import rounding
+from teachllm.quantization.formats.fp4 import Fp4
+from teachllm.quantization.formats.gptq import BITS, check_sizes, grouped_bytes, num_groups, unless_sorted
+from teachllm.quantization.formats.packing import WORD, pack, unpack
+from teachllm.quantization.formats.scaled import Scaled
+from teachllm.quantization.formats.scheme import FLOATS, INTS, NOT_THIS_FILE, Scheme, Stored
+from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedCodes, ScaledWeight
+
+_SUPPORTED = (
+    "pack-quantized int4 or int8 by group or channel, int-quantized or float-quantized by tensor, channel or block, "
+    "with activations of the same type or none, nvfp4- or mxfp4-pack-quantized, or mxfp8-quantized"
+)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Integers of a projection in words; `group_size` -1: all inputs of an output share a scale."""
+
+    bits: int
+    group_size: int
+    is_symmetric: bool = True
+
+    def __str__(self) -> str:
+        return f"pack-quantized (num_bits {self.bits}, group_size {self.group_size})"
+
+    def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
+        """As `Scheme`."""
+        check_sizes(self.group_size, in_features)
+        per_word, groups = WORD // self.bits, num_groups(self.group_size, in_features)
+        tensors = {
+            "weight_packed": Stored((out_features, -(-in_features // per_word)), INTS),
+            "weight_scale": Stored((out_features, groups), FLOATS),
+            "weight_shape": Stored((2,), (torch.int64, torch.int32), is_optional=True),
+            "weight_g_idx": Stored((in_features,), INTS, is_optional=True),
+        }
+        if not self.is_symmetric:
+            tensors["weight_zero_point"] = Stored((-(-out_features // per_word), groups), INTS)
+        return tensors
+
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedCodes:
+        """As `Scheme`."""
+        shape = tensors.get("weight_shape")
+        if shape is not None and shape.tolist() != [out_features, in_features]:
+            shapes = f"{shape.tolist()}, config.json means {[out_features, in_features]}"
+            raise ValueError(f"weight_shape is {shapes}: {NOT_THIS_FILE}")
+        codes = unpack(tensors["weight_packed"], self.bits, dim=1)[:, :in_features].contiguous()
+        zeros = tensors.get("weight_zero_point")
+        if zeros is not None:
+            zeros = unpack(zeros, self.bits, dim=0)[:out_features].to(torch.int32)
+        scales, order = tensors["weight_scale"], tensors.get("weight_g_idx")
+        if order is not None:
+            order = unless_sorted(order, scales.shape[1])
+        return GroupedCodes(codes, scales, zeros, self.bits, order)
+
+    def quantize(self, weight: torch.Tensor) -> GroupedCodes:
+        """As `Scheme`."""
+        size = weight.shape[1] if self.group_size == -1 else self.group_size
+        return rounding.grouped(weight, self.bits, size, self.is_symmetric, weight.dtype)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        """As `Scheme`."""
+        return grouped_bytes(self.bits, self.group_size, self.is_symmetric, out_features, in_features)
+
+
+def write(codes: GroupedCodes) -> dict[str, torch.Tensor]:
+    """Tensors of such a file, the inverse of `Packed.read`."""
+    tensors = {
+        "weight_packed": pack(codes.codes, codes.bits, dim=1),
+        "weight_scale": codes.scales,
+        "weight_shape": torch.tensor(codes.codes.shape),
+    }
+    if codes.zeros is not None:
+        tensors["weight_zero_point"] = pack(codes.zeros, codes.bits, dim=0)
+    return tensors | ({} if codes.group_index is None else {"weight_g_idx": codes.group_index})
+
+
+def write_scaled(codes: ScaledWeight) -> dict[str, torch.Tensor]:
+    """Tensors of a file of 8-bit codes."""
+    scales = codes.scales.reshape(1) if codes.scales.numel() == 1 else codes.scales
+    tensors = {"weight": codes.codes, "weight_scale": scales}
+    return tensors | ({} if codes.input_scale is None else {"input_scale": codes.input_scale})
+
+
+def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
+    """As of `gptq.py`."""
+    for key in ("sparsity_config", "transform_config"):
+        if config.get(key) and config[key].get("format") != "dense":
+            raise ModelError(f"compressed-tensors with a {key} is not supported: take a checkpoint without one")
+    groups = [
+        (group["targets"], scheme)
+        for name, group in (config.get("config_groups") or {}).items()
+        if (scheme := _scheme_of_group(name, group, config.get("format"))) is not None
+    ]
+    ignored = config.get("ignore") or []
+
+    def scheme_of(name: str) -> Scheme | None:
+        if _is_named(name, ignored):
+            return None
+        if names is None and name == "lm_head" and not any(_is_named(name, targets) for targets, _ in groups):
+            return None
+        if names is not None and f"{name}.weight_scale" not in names:
+            return None
+        # Whose name is meant goes before whose class is.
+        for targets, scheme in sorted(groups, key=lambda group: not _is_named(name, group[0])):
+            if _is_named(name, targets) or "Linear" in targets:
+                return scheme
+        return None
+
+    return scheme_of
+
+
+def _is_named(name: str, targets: Sequence[str]) -> bool:
+    for target in targets:
+        if target.startswith("re:"):
+            if re.match(target[3:], name):
+                return True
+        elif target == name:
+            return True
+    return False
+
+
+def _scheme_of_group(name: str, group: Any, layout: str | None) -> Scheme | None:
+    """None: the weights of its layers are not quantized.
+
+    Args:
+        group: settings; or targets, and `name` is that of a preset.
+        layout: of groups that do not name their own.
+
+    Raises:
+        ModelError: they are not supported, or not settings.
+    """
+    settings = group if isinstance(group, Mapping) else {"targets": group, "weights": name}
+    where = f"compressed-tensors, {name} of {settings['targets']}"
+    weights, inputs = settings["weights"], settings.get("input_activations")
+    if not weights:
+        return None
+    if not all(isinstance(each, Mapping) for each in (weights, inputs or {})):
+        raise ModelError(f"{where}: a name ({weights!r}) in place of settings is not supported: write them out")
+    try:
+        return _scheme(weights, inputs, settings.get("format") or layout)
+    except ValueError as error:
+        raise ModelError(f"{where}: {error} is not supported: take a checkpoint with {_SUPPORTED}") from None
+
+
+def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: str | None) -> Scheme:
+    """Of weights and of what they are multiplied with.
+
+    Raises:
+        ValueError: names what is not supported.
+    """
+    bits, kind = weights["num_bits"], weights["type"]
+    size: Any = weights.get("group_size")
+    if layout in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+        return Fp4(layout[:5])  # of activations nothing is quantized: only cards with 4-bit tensor cores gain by it
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    if layout == "pack-quantized" and kind == "int" and bits in BITS and strategy in ("channel", "group"):
+        return Packed(bits, -1 if strategy == "channel" else size, weights.get("symmetric", True))
+    if (
+        layout in ("int-quantized", "float-quantized", "naive-quantized")
+        and bits == 8
+        and strategy in ("tensor", "channel", "block")
+    ):
+        if not weights.get("symmetric", True):
+            raise ValueError(f"{layout} with weights that are not symmetric")
+        dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
+        activations = _activations(inputs, kind)
+        block = tuple(weights.get("block_structure") or (BLOCK, BLOCK)) if strategy == "block" else None
+        is_by_block = activations is Activations.BY_BLOCK
+        if (block is not None or is_by_block) and (block != (BLOCK, BLOCK) or not is_by_block):
+            activations = Activations.PLAIN  # nobody multiplies such codes with each other
+        of_batch = activations is Activations.BY_TOKEN and (inputs or {}).get("strategy") != "token"
+        return Scaled(dtype, strategy, activations, block=block or (BLOCK, BLOCK), of_batch=of_batch)
+    if layout == "mxfp8-quantized" and strategy == "group":  # activations stay, likewise
+        return Scaled(torch.float8_e4m3fn, "block", Activations.PLAIN, block=(1, size))
+    raise ValueError(f"the format {layout!r} with {bits!r}-bit {kind} weights by {strategy}")
+
+
+def _activations(inputs: Mapping[str, Any] | None, weight_kind: str) -> Activations:
+    if not inputs:
+        return Activations.PLAIN
+    strategy, bits, kind = inputs.get("strategy"), inputs.get("num_bits", 8), inputs.get("type", weight_kind)
+    if bits != 8 or kind != weight_kind:
+        raise ValueError(f"a product of {weight_kind} weights and {bits!r}-bit {kind} activations")
+    if not inputs.get("symmetric", True):
+        raise ValueError(f"a product of {kind} weights and activations that are not symmetric")
+    if strategy == "token":
+        return Activations.BY_TOKEN
+    if strategy == "group" and inputs.get("group_size") == BLOCK:
+        return Activations.BY_BLOCK
+    if strategy in (None, "tensor"):
+        return Activations.BY_TOKEN if inputs.get("dynamic") else Activations.STATIC
+    raise ValueError(f"a product of {kind} weights and activations by {strategy}")

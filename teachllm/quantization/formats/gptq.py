@@ -1,0 +1,216 @@
+"""GPTQ checkpoints (lesson 11): 4 or 8 bits by group, each column against the error so far (`algorithms/gptq.py`).
+
+    qweight  int32 [in * bits / 32, out]   codes along the inputs
+    qzeros   int32 [groups, out * bits / 32]   along the outputs; version 1 holds them less one
+    scales   float16 [groups, out]
+    g_idx    int32 [in]   the group of each input, where they were quantized in another order (`desc_act`)
+
+In version 1 one is taken from each code of a word by subtracting 0x11111111 from the whole: where a zero is 0 that
+borrows from its neighbour, and only adding to the whole word gives it back.
+
+Sources: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR 2023;
+`pack` and `convert_gptq_v1_to_v2_format` of ModelCloud/GPTQModel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from teachllm.models.registry import ModelError
+from teachllm.quantization import rounding
+from teachllm.quantization.formats.packing import WORD, pack, unpack
+from teachllm.quantization.formats.scheme import FLOATS, INTS, Scheme, Stored
+from teachllm.quantization.quantized_weights import GroupedCodes, fits_kernels
+
+BITS = (4, 8)
+LEAVE_OUT = "quantization_config must leave this layer out"
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """A projection of such a checkpoint.
+
+    Attributes:
+        group_size: inputs that share a scale; -1: all.
+        stored_offset: what is taken from a zero before it is stored: 1 in version 1.
+        adds_to_words: how it is given back: to a word of several, or to each by itself.
+        has_order: a file holds `g_idx`, if the groups are not in order.
+    """
+
+    bits: int
+    group_size: int
+    is_symmetric: bool = True
+    stored_offset: int = 1
+    adds_to_words: bool = True
+    has_order: bool = True
+
+    def __str__(self) -> str:
+        return f"GPTQ (bits {self.bits}, group_size {self.group_size})"
+
+    def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
+        """As `Scheme`."""
+        check_sizes(self.group_size, in_features)
+        per_word = WORD // self.bits
+        if in_features % per_word or out_features % per_word:
+            raise ValueError(f"GPTQ packs {per_word} codes to a word, which do not divide it: {LEAVE_OUT}")
+        groups = num_groups(self.group_size, in_features)
+        tensors = {
+            "qweight": Stored((in_features // per_word, out_features), INTS),
+            "qzeros": Stored((groups, out_features // per_word), INTS),
+            "scales": Stored((groups, out_features), FLOATS),
+        }
+        return tensors | ({"g_idx": Stored((in_features,), INTS, is_optional=True)} if self.has_order else {})
+
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedCodes:
+        """As `Scheme`."""
+        words = tensors["qzeros"]
+        if self.adds_to_words and self.stored_offset:
+            words = words + _in_each_field(self.bits)  # modulo 2^32
+        zeros = unpack(words, self.bits, dim=1).to(torch.int32)
+        if not self.adds_to_words:
+            zeros = zeros + self.stored_offset
+        codes = unpack(tensors["qweight"], self.bits, dim=0)
+        order = tensors.get("g_idx")
+        if order is not None:
+            order = unless_sorted(order, zeros.shape[0])
+        middle = 1 << (self.bits - 1)
+        is_plain = bool((zeros == middle).all())
+        of_outputs = None if is_plain else zeros.t().contiguous()
+        return GroupedCodes(codes.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, self.bits, order)
+
+    def quantize(self, weight: torch.Tensor) -> GroupedCodes:
+        """As `Scheme`."""
+        size = weight.shape[1] if self.group_size == -1 else self.group_size
+        return rounding.grouped(weight, self.bits, size, self.is_symmetric)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        """As `Scheme`."""
+        return grouped_bytes(self.bits, self.group_size, self.is_symmetric, out_features, in_features)
+
+
+def write(codes: GroupedCodes, is_version_2: bool = False) -> dict[str, torch.Tensor]:
+    """Tensors of a projection, the inverse of `Gptq.read`.
+
+    Raises:
+        ValueError: a zero cannot be stored.
+    """
+    zeros, num_in = codes.with_zeros(), codes.codes.shape[1]
+    if int(zeros.min()) < 0 or int(zeros.max()) >= 1 << codes.bits:
+        raise ValueError(f"zeros of {codes.bits} bits are 0 to {(1 << codes.bits) - 1}")
+    order = codes.group_index
+    if order is None:
+        order = torch.arange(num_in, dtype=torch.int32) // codes.group_size
+    words = pack(zeros.t(), codes.bits, dim=1)
+    return {
+        "qweight": pack(codes.codes.t(), codes.bits, dim=0),
+        "qzeros": words if is_version_2 else words - _in_each_field(codes.bits),
+        "scales": codes.scales.t().contiguous(),
+        "g_idx": order.to(torch.int32),
+    }
+
+
+def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
+    """From a `quantization_config` to the scheme of each projection, by its name.
+
+    Args:
+        names: of the checkpoint's tensors; None: they are not known, and every layer is taken for quantized.
+
+    Raises:
+        ModelError: it says what is not supported.
+    """
+    version = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise ModelError(
+            f"GPTQ in the layout {version!r} is not supported, only 'gptq' and 'gptq_v2': take a checkpoint in these"
+        )
+    usual = Gptq(
+        bits=checked_bits(config["bits"], "every layer"),
+        group_size=config["group_size"],
+        is_symmetric=config.get("sym", True),
+        stored_offset=1 if version == "gptq" else 0,
+    )
+    rules = dict(config.get("dynamic") or {})
+
+    def scheme_of(name: str) -> Scheme | None:
+        if names is None:
+            if name == "lm_head" and not config.get("lm_head", False):
+                return None
+        elif f"{name}.qweight" not in names:
+            return None
+        for rule, changes in rules.items():
+            if not re.match(rule.removeprefix("+:").removeprefix("-:"), name):
+                continue
+            if rule.startswith("-:"):
+                return None
+            return replace(
+                usual,
+                bits=checked_bits(changes.get("bits", usual.bits), name),
+                group_size=changes.get("group_size", usual.group_size),
+                is_symmetric=changes.get("sym", usual.is_symmetric),
+            )
+        return usual
+
+    return scheme_of
+
+
+def check_sizes(group_size: int, in_features: int) -> None:
+    """Refuses groups that no such format has.
+
+    Raises:
+        ValueError: as of `Scheme.stored`.
+    """
+    if not isinstance(group_size, int):
+        raise ValueError(f"its group_size is {group_size!r}, not a whole number: correct quantization_config")
+    if group_size != -1 and (group_size < 1 or in_features % group_size):
+        what = f"groups of {group_size} do not divide its {in_features} inputs"
+        raise ValueError(f"{what}: correct group_size, or {LEAVE_OUT}")
+
+
+def num_groups(group_size: int, in_features: int) -> int:
+    """Of an output."""
+    return 1 if group_size == -1 else in_features // group_size
+
+
+def grouped_bytes(bits: int, group_size: int, is_symmetric: bool, out_features: int, in_features: int) -> int:
+    """What codes take on a GPU, with scales of two bytes and zeros of one; or numbers, see `fits_kernels`."""
+    groups = num_groups(group_size, in_features)
+    if not fits_kernels(groups, group_size):
+        return 2 * out_features * in_features
+    return out_features * in_features * bits // 8 + out_features * groups * (2 if is_symmetric else 3)
+
+
+def checked_bits(bits: int, name: str, supported: tuple[int, ...] = BITS) -> int:
+    """The width of a layer's codes.
+
+    Raises:
+        ModelError: it is none of those that are supported.
+    """
+    if bits not in supported:
+        only = " and ".join(map(str, supported))
+        raise ModelError(f"{name}: {bits!r} bits are not supported, only {only}: take a checkpoint with these")
+    return bits
+
+
+def _in_each_field(bits: int) -> int:
+    return 0x11111111 if bits == 4 else 0x01010101
+
+
+def unless_sorted(order: torch.Tensor, groups: int) -> torch.Tensor | None:
+    """The group of each input; None if each group's inputs are beside each other, in order.
+
+    Raises:
+        ValueError: there are no such groups, or some are larger than others.
+    """
+    if int(order.min()) < 0 or int(order.max()) >= groups:
+        raise ValueError(f"g_idx names group {int(order.max())} of {groups}: the file is broken, get it anew")
+    sizes = torch.bincount(order.long(), minlength=groups)
+    if not bool((sizes == sizes[0]).all()):
+        smallest, largest = int(sizes.min()), int(sizes.max())
+        raise ValueError(f"g_idx has groups of {smallest} to {largest} inputs: the file is broken, get it anew")
+    in_order = torch.arange(len(order), dtype=order.dtype, device=order.device) // -(-len(order) // groups)
+    return None if torch.equal(order, in_order) else order

@@ -1,0 +1,46 @@
+"""Checkpoints of NVIDIA's ModelOpt: fp8 and NVFP4. What they are says config.json, or hf_quant_config.json beside it.
+
+Source: NVIDIA/Model-Optimizer (`unified_export_hf`), as vLLM's `modelopt.py` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from teachllm.models.registry import ModelError
+from teachllm.quantization.formats.fp4 import Fp4
+from teachllm.quantization.formats.scaled import Scaled
+from teachllm.quantization.formats.scheme import Scheme
+from teachllm.quantization.quantized_weights import Activations
+
+_E4M3 = torch.float8_e4m3fn
+_SCHEMES: dict[str, Scheme] = {
+    "FP8": Scaled(_E4M3, "channel", Activations.STATIC),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scaled(_E4M3, "channel", Activations.BY_TOKEN),
+    "FP8_PB_WO": Scaled(_E4M3, "block", Activations.PLAIN),
+    "NVFP4": Fp4("nvfp4", "weight", "weight_scale", "weight_scale_2", global_divides=False),
+    "W4A16_NVFP4": Fp4("nvfp4", "weight", "weight_scale", "weight_scale_2", global_divides=False),
+}
+
+
+def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
+    """As of `gptq.py`; `config` may also be what hf_quant_config.json holds."""
+    config = config.get("quantization", config)
+    algorithm = str(config.get("quant_algo")).upper()
+    scheme = _SCHEMES.get(algorithm)
+    if scheme is None:
+        raise ModelError(
+            f"ModelOpt's {algorithm} is not supported, only {', '.join(_SCHEMES)}: take a checkpoint in these"
+        )
+    ignored = config.get("ignore") or config.get("exclude_modules") or []
+
+    def scheme_of(name: str) -> Scheme | None:
+        if names is not None:
+            return scheme if f"{name}.weight_scale" in names else None
+        return None if any(each in name or fnmatchcase(name, each) for each in ignored) else scheme
+
+    return scheme_of

@@ -1,0 +1,317 @@
+"""Schemes (lesson 11): what a format keeps of a projection on disk, and how codes come of it.
+
+A scheme is one projection's: in one checkpoint some layers have 4 bits, some 8, some none. It names the tensors that a
+file holds (`stored`), makes codes of them (`read`), and can make codes of plain numbers itself (`quantize`), which is
+how a checkpoint that is not quantized becomes so while it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from teachllm.models.registry import ModelError
+from teachllm.quantization.quantized_weights import Quantized, part_of
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTS = (torch.int32,)  # words that codes are packed into
+ALL_OF_IT = slice(None)
+NOT_THIS_FILE = (
+    "config.json is not this file's: correct its quantization_config (quant_method, bits, group_size) or its sizes, or "
+    "get both anew"
+)
+NOT_READ = (
+    "codes without their scales, or not those of quantization_config in config.json: take a complete checkpoint, or "
+    "correct it"
+)
+
+
+class Stored(NamedTuple):
+    """A tensor of a projection in a file.
+
+    Attributes:
+        shape: -1 is any size.
+        dtypes: it may have.
+        is_optional: files without it mean something by that.
+        others: shapes that mean the same; the numbers are read in their order.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    is_optional: bool = False
+    others: tuple[tuple[int, ...], ...] = ()
+
+
+class Scheme(Protocol):
+    """A format's way with a projection of [out_features, in_features] numbers. Equal ones read alike.
+
+    `str` of it is for errors: the format, and those of its settings that decide on shapes.
+    """
+
+    def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
+        """Its tensors, by the last part of their names.
+
+        Raises:
+            ValueError: such a projection cannot be quantized so; "why: what would do".
+        """
+        ...
+
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> Quantized:
+        """Codes, of the tensors in `stored`; optional ones may be missing.
+
+        Raises:
+            ValueError: their numbers contradict each other.
+        """
+        ...
+
+    def quantize(self, weight: torch.Tensor) -> Quantized:
+        """Codes of plain numbers [out_features, in_features], each rounded to the nearest.
+
+        Raises:
+            ValueError: the scheme cannot, or such a projection cannot.
+        """
+        ...
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        """What the codes take in memory, as a GPU keeps them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Schemes:
+    """How the projections below a module are quantized.
+
+    Attributes:
+        of: the scheme of a projection, by its whole name; None: it is not quantized.
+        prefix: the module's name.
+    """
+
+    of: Callable[[str], Scheme | None]
+    prefix: str = ""
+
+    def within(self, name: str) -> Schemes:
+        """Those of a module of this one."""
+        return Schemes(self.of, self.full_name(name))
+
+    def full_name(self, name: str) -> str:
+        """Of a projection or a module of this one."""
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+    def __call__(self, name: str) -> Scheme | None:
+        return self.of(self.full_name(name))
+
+
+def unquantized(name: str) -> None:
+    """The scheme of every projection of a checkpoint of plain numbers."""
+
+
+UNQUANTIZED = Schemes(unquantized)
+
+
+class Slot:
+    """Where a tensor of a quantized projection goes.
+
+    Attributes:
+        part: what it is a part of; None: of no projection's codes.
+        format: of that, for errors.
+    """
+
+    part: PartCodes | None = None
+    format = ""
+
+    def __init__(self, part: PartCodes, name: str, stored: Stored) -> None:
+        self.part, self._name, self.stored = part, name, stored
+        self.format = str(part.scheme)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """It was read.
+
+        Raises:
+            ValueError: its shape or dtype is not what the format has there.
+        """
+        stored = self.stored
+        shapes = (stored.shape, *stored.others)
+        if not any(_fits(tuple(tensor.shape), shape) for shape in shapes):
+            shape = list(tensor.shape)
+            raise ValueError(f"has shape {shape}, and {list(stored.shape)} in {self.format}: {NOT_THIS_FILE}")
+        if tensor.dtype not in stored.dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in stored.dtypes)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"is of {dtype}, and {names} in {self.format}: {NOT_THIS_FILE}")
+        assert self.part is not None
+        self.part.put(self._name, tensor)
+
+
+def formats_of(destinations: Mapping[str, object]) -> dict[str, str]:
+    """What each module's weight is read as, by the module's name; plain numbers: "".
+
+    Args:
+        destinations: of a checkpoint's tensors, by their names.
+    """
+    formats = {}
+    for name, place in destinations.items():
+        module, _, part = name.rpartition(".")
+        if isinstance(place, Slot) and place.format:
+            formats[module] = place.format
+        elif part == "weight":
+            formats[module] = ""
+    return formats
+
+
+def why_unknown(name: str, formats: Mapping[str, str]) -> str:
+    """What a tensor is that has no place, for errors: beside a weight that has one, a part of its codes."""
+    module, _, part = name.rpartition(".")
+    if module not in formats or part == "bias":
+        return "which the model of its config.json does not have"
+    return f"which {formats[module]} does not have: {NOT_THIS_FILE}" if formats[module] else NOT_READ
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return len(shape) == len(wanted) and all(w in (-1, s) for s, w in zip(shape, wanted, strict=True))
+
+
+class PartCodes:
+    """A projection's weight while it is read.
+
+    Args:
+        name: the projection's, for errors.
+        out_features, in_features: of the whole projection.
+        like: of the model's dtype, on its device.
+        when_read: called when nothing more can come.
+        rows, columns: which outputs and inputs are kept. All of the projection is read, since what is packed and scaled
+            together is not cut where ranks are.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        name: str,
+        out_features: int,
+        in_features: int,
+        like: torch.Tensor,
+        when_read: Callable[[], None] | None = None,
+        rows: slice = ALL_OF_IT,
+        columns: slice = ALL_OF_IT,
+    ) -> None:
+        self.scheme, self.name = scheme, name
+        self._shape, self._cut = (out_features, in_features), (rows, columns)
+        num_out, self.in_features = (len(range(size)[each]) for size, each in zip(self._shape, self._cut, strict=True))
+        self._own_shape, self._like, self._when_read = (num_out, self.in_features), like, when_read
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._codes: Quantized | None = None
+        try:
+            self._stored = scheme.stored(*self._shape)
+        except ValueError as error:
+            raise ModelError(f"{name} [{out_features}, {in_features}]: {error}") from None
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """For each tensor that a file may hold, by the last part of its name."""
+        return {key: Slot(self, key, each) for key, each in self._stored.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """That its codes are on."""
+        return self._like.device
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything was read."""
+        return bool(self._tensors) or self.is_read
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its codes are made."""
+        return self._codes is not None
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor was read. Codes are made when nothing more can come."""
+        self._tensors[name] = tensor.to(self._like.device)
+        if len(self._tensors) == len(self._stored):
+            self.codes()
+            if self._when_read is not None:
+                self._when_read()
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that its codes stand for."""
+        return self._own_shape[0] * self._own_shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """What its codes take on a GPU."""
+        return self.scheme.num_bytes(*self._own_shape)
+
+    def fill_randomly(self, generator: torch.Generator | None) -> None:
+        """Random numbers in place of what a file holds, quantized; products keep the size of what they are given. As of
+        a file, the whole projection is made and this part of it kept.
+
+        Raises:
+            ModelError: the scheme cannot.
+        """
+        numbers = torch.randn(self._shape, dtype=self._like.dtype, device=self.device, generator=generator)
+        try:
+            self._codes = self._own(self.scheme.quantize(numbers * self._shape[1] ** -0.5))
+        except ValueError as error:
+            raise ModelError(f"{self.name}: {error}") from None
+        if self._when_read is not None:
+            self._when_read()
+
+    def codes(self) -> Quantized:
+        """What was read.
+
+        Raises:
+            ModelError: it contradicts itself.
+        """
+        if self._codes is None:
+            try:
+                self._codes = self.scheme.read(self._tensors, *self._shape)
+                if not bool(self._codes.scales.isfinite().all()):
+                    raise ValueError("a scale is infinite or NaN: the file is broken, get it anew")
+                self._codes = self._own(self._codes)
+            except ValueError as error:
+                raise ModelError(f"{self.name}: {error}") from None
+            self._tensors.clear()
+        return self._codes
+
+    def _own(self, codes: Quantized) -> Quantized:
+        """The part that is kept of a whole projection's."""
+        return codes if self._own_shape == self._shape else part_of(codes, *self._cut)
+
+
+@dataclass(frozen=True)
+class OnTheFly:
+    """Quantizes plain numbers as they are read.
+
+    Attributes:
+        of_size: a projection's scheme, by its inputs.
+    """
+
+    of_size: Callable[[int], Scheme]
+
+    def __str__(self) -> str:
+        return "plain numbers"
+
+    def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
+        """As `Scheme`."""
+        try:
+            self.of_size(in_features).stored(out_features, in_features)  # refuses sizes that it cannot take
+        except ValueError as error:
+            what = str(error).partition(":")[0]
+            raise ValueError(f"{what}: set quantization='int8', which takes any size") from None
+        return {"weight": Stored((out_features, in_features), FLOATS)}
+
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> Quantized:
+        """As `Scheme`."""
+        return self.quantize(tensors["weight"])
+
+    def quantize(self, weight: torch.Tensor) -> Quantized:
+        """As `Scheme`."""
+        return self.of_size(weight.shape[1]).quantize(weight)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        """As `Scheme`."""
+        return self.of_size(in_features).num_bytes(out_features, in_features)

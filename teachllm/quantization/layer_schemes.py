@@ -1,0 +1,135 @@
+"""Which layers of a model are quantized, and how: what its checkpoint says, or what the user asks for.
+
+Source: the `quantization_config` of config.json, as Hugging Face's quantizers write it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from teachllm.models.checkpoint import quantization_config
+from teachllm.models.registry import ModelError
+from teachllm.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
+from teachllm.quantization.formats.compressed_tensors import Packed
+from teachllm.quantization.formats.scaled import Scaled
+from teachllm.quantization.formats.scheme import UNQUANTIZED, OnTheFly, Scheme, Schemes
+from teachllm.quantization.quantized_weights import Activations
+
+Parse = Callable[[Mapping[str, Any], Container[str] | None], Callable[[str], Scheme | None]]
+
+FORMATS: dict[str, Parse] = {
+    "gptq": gptq.parse,
+    "awq": awq.parse,
+    "auto-round": auto_round.parse,
+    "compressed-tensors": compressed_tensors.parse,
+    "fp8": fp8.parse,
+    "fbgemm_fp8": fp8.parse,
+    "modelopt": modelopt.parse,
+}
+_GROUP_SIZES = (128, 64, 32)
+# From plain numbers, as they are read.
+ON_THE_FLY: dict[str, Callable[[int], Scheme]] = {
+    "fp8": lambda in_features: Scaled(torch.float8_e4m3fn, "channel", Activations.BY_TOKEN),
+    "int8": lambda in_features: Scaled(torch.int8, "channel", Activations.BY_TOKEN),
+    "int4": lambda in_features: Packed(4, next((n for n in _GROUP_SIZES if in_features % n == 0), _GROUP_SIZES[0])),
+}
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Of a model.
+
+    Attributes:
+        name: for people: "gptq", "fp8, as it is read".
+        schemes: of all of its projections.
+    """
+
+    name: str
+    schemes: Schemes = field(default=UNQUANTIZED, compare=False)
+
+
+def config_of(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of itself; None: that it is not quantized.
+
+    Args:
+        raw: config.json.
+
+    Raises:
+        ModelError: a format that is not supported.
+    """
+    config = quantization_config(raw, folder)
+    if config is None:
+        return None
+    method = config.get("quant_method", "unnamed")
+    if method not in FORMATS:
+        raise ModelError(
+            f"it is quantized with {method!r}, which is not supported: supported are {', '.join(FORMATS)}; or take its "
+            "unquantized checkpoint (float32, bfloat16 or float16)"
+        )
+    return config
+
+
+def quantization_of(
+    raw: Mapping[str, Any], folder: Path, method: str | None, names: Container[str] | None
+) -> Quantization | None:
+    """What a model's layers are, or become as they are read; None: plain numbers.
+
+    Args:
+        raw: config.json.
+        method: to quantize plain numbers by; None: they stay.
+        names: as in `of_config`.
+
+    Raises:
+        ModelError: a format, or a part of one, that is not supported.
+    """
+    found = config_of(raw, folder)
+    if found is not None:
+        return of_config(found, names)
+    return None if method is None else on_the_fly(method)
+
+
+def of_config(config: Mapping[str, Any], names: Container[str] | None) -> Quantization:
+    """What a checkpoint's layers are.
+
+    Args:
+        config: of `config_of`.
+        names: of its tensors; None: they are not known, and every layer that may be quantized is taken to be.
+
+    Raises:
+        ModelError: a part of the format that is not supported.
+    """
+    method = config["quant_method"]
+    with _malformed_is_said(method):
+        scheme_of = FORMATS[method](config, names)
+
+    def of_layer(name: str) -> Scheme | None:
+        with _malformed_is_said(method, f" for {name}"):
+            return scheme_of(name)
+
+    return Quantization(method, Schemes(of_layer))
+
+
+@contextmanager
+def _malformed_is_said(method: str, where: str = "") -> Iterator[None]:
+    """Of a file that anyone may have edited, the parsers do not check each type."""
+    what, fix = f"quantization_config of {method!r}{where}", "correct it in config.json, or get that anew"
+    try:
+        yield
+    except KeyError as error:
+        raise ModelError(f"{what} lacks {error}: {fix}") from None
+    except (TypeError, AttributeError, re.error) as error:
+        raise ModelError(f"{what} has a value of another type or form than such files have ({error}): {fix}") from error
+
+
+def on_the_fly(method: str) -> Quantization:
+    """All projections of all layers, of plain numbers, as they are read; the output head stays as it is."""
+    scheme = OnTheFly(ON_THE_FLY[method])
+    return Quantization(f"{method}, as it is read", Schemes(lambda name: None if name == _HEAD else scheme))

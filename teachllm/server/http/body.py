@@ -1,0 +1,67 @@
+"""A request's body: read up to a limit, taken as JSON in the strict sense, and checked against what is accepted.
+
+Not left to the framework: it would take `NaN` and half a surrogate pair for JSON, a nesting too deep for a bug of the
+server, and a body without end for a request.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from teachllm.server.http.errors import ApiError, of_validation
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, object]:
+    """The object in the body.
+
+    Raises:
+        ApiError: 413 past `max_bytes`; 400 for anything that is not one JSON object.
+    """
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(400, f"the content type is {kind or 'missing'}: send JSON with Content-Type: application/json")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+    except ClientDisconnect:
+        raise ApiError(400, "the client left before its request was complete") from None
+    try:
+        content = from_json(bytes(body), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ApiError(400, "the body is JSON, but not an object: send {...}")
+    return content
+
+
+def check(model: type[M], content: dict[str, object]) -> M:
+    """The content as a request.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+async def read_request(request: Request, model: type[M], max_bytes: int) -> M:
+    """The body as a request. Raises as `read_json` and `check`."""
+    return check(model, await read_json(request, max_bytes))
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the request is larger than {max_bytes} bytes: shorten it, or raise --max-request-bytes")

@@ -1,0 +1,77 @@
+"""The front door, before anything else runs: who asks, how it ended, and one line in the log.
+
+Plain ASGI, since a middleware that wraps requests and responses would cost every token of every stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from teachllm.server.http.errors import ApiError, error_response
+from teachllm.server.http.request_ids import request_id
+from teachllm.server.service import Service
+
+OPEN_PATHS = {"/health", "/metrics", "/version", "/openapi.json"}
+_QUIET_PATHS = {"/health", "/metrics"}  # asked every few seconds by machines
+logger = logging.getLogger("teachllm.requests")
+
+
+class Front:
+    """Asks for the API key, names the request, and logs it.
+
+    `scope["teachllm"]` holds what the log will say; handlers add to it. `scope["teachllm.send"]` is the server's own
+    `send`, for the chunks of a stream: what lies between only looks at how an answer begins.
+    """
+
+    def __init__(self, app: Any, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        began = time.perf_counter()
+        headers = dict(scope["headers"])
+        name = request_id(headers.get(b"x-request-id"))
+        notes: dict[str, Any] = {"request_id": name}
+        scope["teachllm"], scope["teachllm.send"] = notes, send
+        status = 0
+
+        async def send_named(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
+            await send(message)
+
+        scope["root_path"] = root_path = self._service.options.root_path  # routes are looked up below it
+        path = scope["path"].removeprefix(root_path)
+        try:
+            if self._may_enter(path, headers):
+                await self._app(scope, receive, send_named)
+            else:
+                refusal = ApiError(
+                    401,
+                    "this server needs an API key: send Authorization: Bearer KEY",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await error_response(refusal)(scope, receive, send_named)
+        finally:
+            if self._service.options.log_requests and path not in _QUIET_PATHS:
+                self._log(scope, path, status, time.perf_counter() - began, notes)
+
+    def _may_enter(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        if path in OPEN_PATHS:
+            return True
+        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        return self._service.is_key(key.strip() if kind.lower() == "bearer" else "")
+
+    def _log(self, scope: Any, path: str, status: int, seconds: float, notes: dict[str, Any]) -> None:
+        client = scope.get("client") or ("", 0)
+        fields = {"request_id": notes["request_id"], "client": client[0], "method": scope["method"], "path": path}
+        fields |= {"status": status, "seconds": round(seconds, 4)}
+        for field in ("prompt_tokens", "completion_tokens", "error"):
+            if field in notes:
+                fields[field] = notes[field]
+        logger.info("request", extra={"fields": fields})

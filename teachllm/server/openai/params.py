@@ -1,0 +1,121 @@
+"""From a request's fields to SamplingParams; what is not built yet is named and refused.
+
+Defaults: what the request says, else what the checkpoint recommends (generation_config.json), else OpenAI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from teachllm.sampling_params import SamplingParams
+from teachllm.server.http.errors import ApiError, refused_as
+from teachllm.server.openai.protocol import Sampling
+
+_SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("n", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
+_OPENAI_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
+
+
+def sampling_params(
+    request: Sampling,
+    recommended: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """What the engine is asked for.
+
+    Args:
+        recommended: the checkpoint's defaults, under SamplingParams' names.
+
+    Raises:
+        ApiError: 400 where fields contradict each other.
+    """
+    given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.logit_bias is not None:
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
+    chosen = {**_OPENAI_DEFAULTS, **recommended, **given}
+    chosen |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    with refused_as():
+        return SamplingParams(**chosen)
+
+
+def refuse_unbuilt(request: Sampling) -> None:
+    """What is understood, and checked as far as it can be, but not built yet.
+
+    Raises:
+        ApiError: 501, naming the feature; 400 if it is asked for in a wrong way.
+    """
+    wanted = request.structured_outputs
+    if wanted is not None:
+        kinds = [name for name in type(wanted).model_fields if getattr(wanted, name) not in (None, False)]
+        if len(kinds) != 1:
+            raise ApiError(400, f"structured_outputs takes exactly one kind, not {len(kinds)}", "structured_outputs")
+        raise _unbuilt("structured output", "structured_outputs")
+    if request.response_format is not None and request.response_format.type != "text":
+        raise _unbuilt(f"structured output (response_format {request.response_format.type})", "response_format")
+    if request.use_beam_search:
+        raise _unbuilt("beam search", "use_beam_search")
+
+
+def check_streaming(request: Sampling) -> None:
+    """Raises ApiError: 400, `stream_options` without a stream, or `prompt_logprobs` with one."""
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options says how to stream: set stream to true, or leave it out", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs are not streamed: set stream to false", "prompt_logprobs")
+
+
+def check_length(
+    num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str, name: str = "max_tokens"
+) -> int:
+    """How many tokens there may be: `max_tokens`, or without it what the model's length leaves.
+
+    Args:
+        param, name: what the request calls the prompt and `max_tokens`.
+
+    Raises:
+        ApiError: 400 if prompt and output are longer than the model's length together.
+    """
+    left = max_model_len - num_prompt_tokens
+    if left < 1:
+        raise ApiError(
+            400,
+            f"the prompt has {num_prompt_tokens} tokens and max_model_len={max_model_len} is the most that prompt and "
+            f"output may have together: shorten it to {max_model_len - 1}",
+            param,
+        )
+    if max_tokens is not None and max_tokens > left:
+        raise ApiError(
+            400,
+            f"the prompt has {num_prompt_tokens} tokens, and with {name}={max_tokens} more there would be "
+            f"{num_prompt_tokens + max_tokens}, more than max_model_len={max_model_len}: lower {name} to {left}, "
+            "or shorten the prompt",
+            name,
+        )
+    return left if max_tokens is None else max_tokens
+
+
+def engine_options(request: Sampling, policy: str) -> dict[str, Any]:
+    """What the engine takes beside the parameters.
+
+    Raises:
+        ApiError: 400 for a priority that nothing looks at.
+    """
+    if request.priority and policy != "priority":
+        raise ApiError(
+            400,
+            f"priority={request.priority} means nothing with scheduling_policy={policy}: leave it out, or start the "
+            "server with --scheduling-policy priority",
+            "priority",
+        )
+    return {"priority": request.priority or 0, "cache_salt": request.cache_salt}
+
+
+def _unbuilt(feature: str, param: str) -> ApiError:
+    return ApiError(501, f"{feature} is not built yet: leave {param} out", param)

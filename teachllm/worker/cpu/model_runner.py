@@ -1,0 +1,295 @@
+"""ModelRunner: a plan of integers in, sampled token ids out.
+
+    execute(plan)  rows, flat tensors, forward, logits of the positions that need them
+    sample(step)   one token per logits row; drafts hold as long as they are what is sampled; then the next are drafted
+
+The two are apart because what happens between them (a grammar's mask) may take as long as the forward itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from teachllm.distributed.group import agreed_least
+from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.stages import Stage
+from teachllm.layers.attention_backends.base import AttentionBackend
+from teachllm.layers.attention_backends.reference import REFERENCE
+from teachllm.layers.attention_backends.selection import select_backend
+from teachllm.models.llama import Tap
+from teachllm.models.loader import load_model
+from teachllm.models.model_config import ModelConfig
+from teachllm.models.model_of_rank import model_of_rank
+from teachllm.sampling.sampler import Sampler
+from teachllm.sampling.verify import synthetic_tokens
+from teachllm.spec_decode.drafter import ModelDrafter
+from teachllm.spec_decode.load import DrafterConfig, load_drafter
+from teachllm.spec_decode.tree import DraftTree
+from teachllm.speculative_config import MAX_SPECULATIVE_TOKENS
+from teachllm.worker.cpu.input_batch import InputBatch, StepInputs
+from teachllm.worker.cpu.libc_settings import keep_freed_memory
+from teachllm.worker.kv_cache import (
+    KVCache,
+    allocate_kv_cache,
+    allocate_layers,
+    attention_needs,
+    kv_cache_specs,
+    plan_memory,
+)
+from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
+from teachllm.worker.prompt_logprobs import PromptScores
+from teachllm.worker.rows import OpenedRow
+from teachllm.worker.spec_decode.drafting import Drafting
+from teachllm_kernels.attention.kv_quantization import as_bytes
+from teachllm_kernels.sampling.philox import philox_uniform_reference
+
+
+@dataclass(slots=True)
+class ExecutedStep:
+    """A step between forward and sampling.
+
+    Attributes:
+        logits: [num_logits, own part of the vocabulary] float32, of the positions that are sampled from, in plan
+            order; none on a stage that is not the last.
+        logits_rows: request row of each of them.
+        lengths: [num_logits] int64, tokens before the one to sample.
+        prompt_logprobs: per scheduled request, for those that asked.
+        drafts: per scheduled request, what it verifies.
+        hidden: [num_tokens, hidden_size], of all tokens.
+        features: what the drafter reads besides, see `DraftBatch`.
+        expert_load: as of `ModelRunnerOutput`.
+    """
+
+    plan: SchedulerOutput
+    inputs: StepInputs
+    logits: torch.Tensor
+    logits_rows: list[int]
+    lengths: torch.Tensor
+    prompt_logprobs: list[list[TokenLogprobs] | None] | None
+    drafts: list[Sequence[int]]
+    hidden: torch.Tensor
+    features: dict[int, torch.Tensor]
+    expert_load: list[list[int]] | None = None
+
+
+class ModelRunner:
+    """The model, its KV cache and its rows on one device.
+
+    Args:
+        config: resolved for the model.
+        progress: called with (bytes loaded, bytes in all) while weights load.
+        drafter: with weights; None: there is none, or one on the host.
+        ranks: that share the model; this runner has the part of one. All are given the same plans.
+        attention, make_sampler: of `Pieces`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+        drafter: DrafterConfig | None = None,
+        ranks: Ranks = ALONE,
+        *,
+        attention: AttentionBackend | None = None,
+        make_sampler: Callable[..., Sampler] = Sampler,
+    ) -> None:
+        assert config.max_model_len and config.max_num_seqs
+        self._ranks, whole = ranks, model_config
+        model_config = model_of_rank(whole, ranks.place)
+        if device.type == "cpu":
+            needs = attention_needs(config, model_config)
+            attention = attention or select_backend(config.attention_backend, needs, device)
+            keep_freed_memory()
+        self.memory = plan_memory(config, model_config, device, drafter)  # before any weight is read
+        num_blocks = agreed_least(ranks.world, self.memory.num_blocks, device)
+        self.memory = self.memory.of_blocks(num_blocks)
+        self.model: Any = load_model(whole, config, device, progress, ranks)
+        self._has_experts = getattr(self.model, "experts", None) is not None
+        if ranks.place.layout.pipeline > 1:
+            self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
+        self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
+        sizes = config.max_num_seqs, config.max_model_len, config.block_size
+        self._batch = InputBatch(*sizes, device, attention or REFERENCE)
+        self._sampler = make_sampler(config.max_num_seqs, whole.vocab_size, device, ranks.tensor)
+        self._prompt_scores = PromptScores(self.model.own_logits, self._sampler)
+        self._device = device
+        self._drafting: Drafting | None = None
+        self._tree = DraftTree.chain(MAX_SPECULATIVE_TOKENS)
+        speculation = config.speculative_config
+        self._synthetic_rate = None if speculation is None else speculation.synthetic_rate
+        self._moved: KVCache = []  # where drafts of a tree may lie apart
+        self._awaited: dict[int, list[OpenedRow]] = {}  # whose tokens another stage samples, by step
+        self._load: torch.Tensor | None = None  # of experts, in the step under way
+        loaded: ModelDrafter | None = None
+        if drafter is not None:
+            own_caches = allocate_layers(drafter.specs, drafter.kv_dtype, num_blocks, config.block_size, device)
+            loaded = load_drafter(drafter, config, self.model, own_caches, device)
+            self._drafting = Drafting(loaded, self._batch, self._sampler, num_blocks, drafter.tree)
+            self._tree = drafter.tree
+            self._moved = [*self._kv_caches, *own_caches]
+        if model_config.has_kv_codes:
+            hold_codes(self.model, kv_cache_specs(model_config), device)
+            if drafter is not None and loaded is not None and drafter.specs:
+                hold_codes(layers_of(loaded), drafter.specs, device)
+            calibrate(self.model, whole, self._kv_caches, loaded, ranks)
+
+    def count_load(self) -> None:
+        """From now on outputs say what load experts had, if there are any."""
+        if self._has_experts:
+            self._load = self.model.count_load()
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """An empty step: this rank's experts are there for replicas that have tokens."""
+        self.model.serve()
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> ExecutedStep:
+        """Runs the forward pass of a plan."""
+        drafting = self._drafting
+        kept = (self._sampler, self._prompt_scores)
+        self._batch.update(plan, kept if drafting is None else (*kept, drafting))
+        drafts: list[Sequence[int]] = [share.draft_token_ids for share in plan.scheduled]
+        if drafting is not None:
+            drafts = [drafting.drafts(self._batch.row(share.request_id), share) for share in plan.scheduled]
+        inputs = self._batch.prepare(plan, drafts, self._tree)
+        features: dict[int, torch.Tensor] = {}
+        taps: dict[int, Tap] = {}
+        if drafting is not None:
+            drafting.begin(inputs)
+            taps = {layer: partial(features.__setitem__, layer) for layer in drafting.drafter.feature_layers}
+        tapped = {"taps": taps} if taps else {}
+        hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, **tapped)
+        expert_load = self._taken_load()
+
+        if not self._ranks.place.is_last_stage:
+            self._awaited[plan.step] = self._batch.opened_rows(inputs.rows)
+            nothing = hidden.new_empty((0, 0))
+            return ExecutedStep(plan, inputs, nothing, [], nothing, None, drafts, hidden, features)
+        wanted: list[int] = []  # flat token indices whose logits are sampled from
+        logits_rows: list[int] = []
+        for share, row, end in zip(plan.scheduled, inputs.rows, inputs.query_ends, strict=True):
+            if share.samples:
+                verified = len(share.draft_token_ids) + 1
+                wanted.extend(range(end - verified, end))
+                logits_rows.extend([row] * verified)
+        indices = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        # A decode-only step samples from every token: nothing to select.
+        chosen = hidden if len(wanted) == hidden.shape[0] else hidden[indices]
+        prompt_logprobs = None
+        if self._prompt_scores.any_due(plan.scheduled, inputs.rows):
+            where = (plan.scheduled, inputs.rows, inputs.starts, hidden, self._batch.token_ids)
+            prompt_logprobs = self._prompt_scores.score(*where)
+        return ExecutedStep(
+            plan=plan,
+            inputs=inputs,
+            logits=self.model.own_logits(chosen),
+            logits_rows=logits_rows,
+            lengths=inputs.positions[indices] + 1,
+            prompt_logprobs=prompt_logprobs,
+            drafts=drafts,
+            hidden=hidden,
+            features=features,
+            expert_load=expert_load,
+        )
+
+    @torch.inference_mode()
+    def sample(self, step: ExecutedStep) -> ModelRunnerOutput:
+        """Samples a token at every position that is verified, keeps those up to the first draft that does not hold,
+        and has the drafter propose."""
+        shares, rows = step.plan.scheduled, step.inputs.rows
+        if not self._ranks.place.is_last_stage:
+            return ModelRunnerOutput([[] for _ in shares])
+        proposals = histories = None
+        if self._drafting is not None:
+            proposals = self._drafting.proposals(step.inputs, step.drafts, [share.samples for share in shares])
+            histories = self._drafting.histories(step.inputs, step.drafts, [share.samples for share in shares])
+        known_ids = self._batch.token_ids.to(self._device)
+        where = (step.logits_rows, step.lengths, known_ids, proposals, histories)
+        sampled = self._sampler.sample(step.logits, *where)
+        token_ids = sampled.token_ids
+        if self._synthetic_rate is not None:
+            token_ids = self._synthetic_tokens(token_ids, step)
+        ids: list[int] = token_ids.tolist() if step.logits_rows else []
+        kept: list[list[int]] = []
+        paths: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs] | None] = []
+        found = sampled.logprobs
+        first = 0
+        for share, drafts in zip(shares, step.drafts, strict=True):
+            end = first + (len(drafts) + 1 if share.samples else 0)
+            path = self._tree.walk(ids[first:end], drafts) if share.samples else []
+            at = [first, *(first + 1 + node for node in path)] if share.samples else []
+            paths.append(path)
+            kept.append([ids[i] for i in at])
+            if found is not None:
+                logprobs.append([entry for i in at if (entry := found[i]) is not None] or None)
+            first = end
+        self._keep(rows, kept, paths)
+        next_drafts = None
+        if self._drafting is not None:
+            next_drafts = self._drafting.propose(shares, step.inputs, paths, step.hidden, step.features)
+        return ModelRunnerOutput(
+            kept,
+            logprobs or None,
+            step.prompt_logprobs,
+            draft_token_ids=next_drafts,
+            expert_load=step.expert_load,
+        )
+
+    def _taken_load(self) -> list[list[int]] | None:
+        """What was counted in this step, in the layers of this stage and of those before it."""
+        if self._load is None:
+            return None
+        load, place = self._load.clone(), self._ranks.place
+        self._load.zero_()
+        if not place.is_first_stage:
+            load += self._ranks.world.recv(torch.empty_like(load), place.before)
+        if not place.is_last_stage:
+            self._ranks.world.send(load, place.behind)
+        return load.tolist()
+
+    def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        for failed in [each for each in self._awaited if each < step]:
+            del self._awaited[failed]
+        for (row, opening), token_ids in zip(self._awaited.pop(step), sampled_token_ids, strict=True):
+            if self._batch.opening(row) == opening:  # or it is another request's by now
+                self._batch.append(row, token_ids)
+
+    def _synthetic_tokens(self, sampled: torch.Tensor, step: ExecutedStep) -> torch.Tensor:
+        """What each position is said to give in a benchmark: the first draft after it, or not, by a seeded coin."""
+        assert self._synthetic_rate is not None
+        nexts: list[int] = []
+        for share, drafts in zip(step.plan.scheduled, step.drafts, strict=True):
+            for place in range(len(drafts) + share.samples):
+                children = [node for node in self._tree.children[place] if node < len(drafts)]
+                nexts.append(drafts[children[0]] if children else -1)
+        rows = torch.tensor(step.logits_rows, dtype=torch.int64)
+        coins = philox_uniform_reference(torch.zeros_like(rows), step.lengths, rows, 1)[:, 0]
+        return synthetic_tokens(sampled, torch.tensor(nexts, dtype=torch.int64), coins, self._synthetic_rate)
+
+    def _keep(self, rows: Sequence[int], kept: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> None:
+        """Tokens become known; K and V of drafts that hold go where their tokens stand now."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for row, token_ids, path in zip(rows, kept, paths, strict=True):
+            first = self._batch.num_known(row)
+            moved = [(first + node, first + place) for place, node in enumerate(path) if node != place]
+            sources += self._batch.slots(row, [source for source, _ in moved])
+            targets += self._batch.slots(row, [target for _, target in moved])
+            self._batch.append(row, token_ids)
+        if sources:
+            source, target = torch.tensor(sources, device=self._device), torch.tensor(targets, device=self._device)
+            for cache in map(as_bytes, chain.from_iterable(self._moved)):
+                cache.flatten(0, 1).index_copy_(0, target, cache.flatten(0, 1)[source])

@@ -1,0 +1,125 @@
+"""What attention must know of flat tokens on a GPU, for the layers of the model or of a drafter.
+
+A step's tokens come in several ways (decodes in a graph, a mixed step, a drafter's next level), and each has its
+lengths, slots and rows on the device. Here they become what every layer reads, and the decodes among them are planned:
+once for all layers (`decode_plan.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.attention_backends.base import AttentionBackend, AttentionNeeds
+from teachllm.worker.gpu.device_batch import LONGEST_DECODE, DeviceBatch
+from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.attention.hopper_decode import fits_hopper_decode
+
+
+@dataclass(slots=True)
+class FlatBatch:
+    """Flat tokens and where they belong; the fields are those of `AttentionMetadata`.
+
+    Attributes:
+        input_ids, positions: [num_tokens] int64.
+        first_place: of a tree of drafts, where the first token of each decode stands; None: tokens follow one another.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start: torch.Tensor
+    rows: torch.Tensor
+    num_decodes: int = 0
+    decode_len: int = 1
+    query_lens: list[int] = field(default_factory=list)
+    kv_lens: list[int] = field(default_factory=list)
+    num_decode_tokens: int | None = None
+    first_place: int | None = None
+
+    @staticmethod
+    def of(batch: DeviceBatch, num_seqs: int, num_tokens: int, num_decodes: int, decode_len: int = 1) -> FlatBatch:
+        """A step as `DeviceBatch.build` has made it, with padding; `decode_len` tokens of a decode at most."""
+        verifies_tree = batch.places is not None and num_decodes > 0 and decode_len > 1
+        return FlatBatch(
+            input_ids=batch.input_ids[:num_tokens],
+            positions=batch.positions[:num_tokens],
+            slot_mapping=batch.slot_mapping[:num_tokens],
+            seq_lens=batch.seq_lens[:num_seqs],
+            query_start=batch.query_start[: num_seqs + 1],
+            rows=batch.rows[:num_seqs],
+            num_decodes=num_decodes,
+            decode_len=decode_len,
+            first_place=0 if verifies_tree else None,
+        )
+
+
+class GPUAttention:
+    """Makes the metadata of some layers.
+
+    Args:
+        needs: of the layers.
+        decode_len: tokens of a decode, at most.
+
+    Attributes:
+        plans: of their decodes, by window; none where the backend splits no decodes.
+    """
+
+    def __init__(self, needs: AttentionNeeds, backend: AttentionBackend, batch: DeviceBatch, decode_len: int) -> None:
+        self.backend = backend
+        self._batch, self._num_kv_heads = batch, needs.num_kv_heads
+        self.plans: dict[int | None, DecodePlan] = {}
+        if not backend.splits_decodes:
+            return
+        dtype, group = getattr(torch, needs.dtype), needs.num_heads // needs.num_kv_heads
+        on_hopper = fits_hopper_decode(batch.device, dtype, needs.head_size, group, needs.block_size)
+        shape = (batch.num_known.shape[0], needs.num_heads, needs.num_kv_heads, needs.head_size, batch.device)
+        options: dict[str, Any] = {"max_query_len": min(decode_len, LONGEST_DECODE), "on_hopper": on_hopper}
+        self.plans = {window: DecodePlan.allocate(*shape, **options) for window in needs.windows}
+
+    def metadata(self, tokens: FlatBatch, can_fuse: bool = True) -> AttentionMetadata:
+        """Where flat tokens read and write; the decodes among them planned.
+
+        Args:
+            can_fuse: the layers can leave norm, rotation and KV write to attention, see `AttentionMetadata.is_fused`.
+        """
+        count, num_seqs, tree = tokens.num_decodes, tokens.rows.shape[0], self._batch.tree
+        fits = count == num_seqs and tokens.decode_len == 1 and tokens.first_place is None
+        is_fused = (
+            can_fuse
+            and fits
+            and self.backend.splits_decodes
+            and all(plan.fuses(num_seqs) for plan in self.plans.values())
+        )
+        if count:
+            self._plan(tokens, is_fused)
+        first_prompt = count if tokens.num_decode_tokens is None else tokens.num_decode_tokens
+        return AttentionMetadata(
+            query_start=tokens.query_start,
+            seq_lens=tokens.seq_lens,
+            block_tables=self._batch.block_tables,
+            slot_mapping=tokens.slot_mapping,
+            query_lens=tokens.query_lens,
+            kv_lens=tokens.kv_lens,
+            backend=self.backend,
+            rows=tokens.rows,
+            num_decodes=count,
+            decode_len=tokens.decode_len,
+            num_decode_tokens=tokens.input_ids.shape[0] if count == num_seqs else tokens.num_decode_tokens,
+            is_fused=is_fused,
+            prefill_start=tokens.query_start[count:] - first_prompt if count < num_seqs else None,
+            plans=dict(self.plans),
+            tree=None if tree is None or tokens.first_place is None else tree.sees,
+            first_place=tokens.first_place or 0,
+        )
+
+    def _plan(self, tokens: FlatBatch, is_fused: bool) -> None:
+        count = tokens.num_decodes
+        which = (tokens.seq_lens[:count], tokens.query_start[: count + 1], tokens.rows[:count])
+        for window, plan in self.plans.items():
+            seen = None if window is None else window + (tokens.first_place or 0) + tokens.decode_len - 1
+            plan_decode(plan, *which, self._num_kv_heads, seen, is_fused)

@@ -1,0 +1,162 @@
+"""CUDA graphs (lesson 09): a step's hundreds of kernels, recorded once and launched by one call.
+
+Launching a kernel costs the host microseconds, and a decode step has more kernels than microseconds: recorded as a
+graph, its length on the host no longer matters. A recording fixes every address and size, so it is made for a padded
+number of tokens, reads and writes only tensors that stay where they are, and leaves all lengths to the device.
+
+    full        a step of decodes alone, or of a few short prompts alone, from row to sampled token: how attention is
+                launched does not depend on lengths there, it finds them on the device
+    piecewise   a mixed step: everything between two attentions is a piece, attention itself is launched in between,
+                as it is best for the batch at hand
+
+What ranks exchange inside is counted at each replay, as it was when it was recorded.
+
+Source: Gray, "Getting Started with CUDA Graphs", 2019; the pieces are vLLM's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from teachllm.distributed.group import Counts, Traffic
+from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.weak_tensor import borrowed
+
+LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
+_OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
+
+T = TypeVar("T")
+
+AttentionCall = Callable[[AttentionMetadata], None]
+
+
+class Graphs(Generic[T]):
+    """Recordings by key; they share one pool of memory, so a result is there until the next replay of any of them.
+
+    Args:
+        traffic: counts what this process exchanges with other ranks; None: there are none.
+    """
+
+    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
+        self._traffic = traffic or Traffic()
+        self._sent: dict[Hashable, Counts] = {}  # at each replay
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._seen: set[Hashable] = set()
+        self._failed: set[Hashable] = set()
+        self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._pieces: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], list[AttentionCall], T]] = {}
+
+    def clear(self) -> None:
+        """Gives all recordings up. A communicator whose operations are in one cannot be closed before."""
+        self._full.clear()
+        self._pieces.clear()
+
+    def has(self, key: Hashable) -> bool:
+        return key in self._full or key in self._pieces
+
+    def is_due(self, key: Hashable) -> bool:
+        """Notes a key; true if it was noted before: what happens once is not worth a recording."""
+        seen = key in self._seen
+        self._seen.add(key)
+        return seen and key not in self._failed
+
+    def capture(self, key: Hashable, run: Callable[[], T]) -> bool:
+        """Records `run`. It runs once before, so that kernels are compiled and libraries have what they need.
+
+        Returns:
+            Whether it could be recorded; if not, it is not tried again, and a warning says why.
+        """
+        self._warm_up(run)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The outer one leaves the stream also if the recording fails; PyTorch's own does not.
+            recording = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=_OTHERS_MAY_CALL)
+            with torch.cuda.stream(self._stream), recording, self._traffic.recorded() as sent:
+                result = run()
+        except RuntimeError as error:
+            return self._give_up(key, error)
+        self._full[key], self._sent[key] = (graph, _borrowed(result)), sent
+        return True
+
+    def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> bool:
+        """Records `run`, which hands every attention call to its argument (None: there is nothing to attend to yet).
+
+        As `capture`.
+        """
+        self._warm_up(lambda: run(None))
+        graphs: list[torch.cuda.CUDAGraph] = []
+        calls: list[AttentionCall] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(self._pool, capture_error_mode=_OTHERS_MAY_CALL)
+
+        def outside(call: AttentionCall) -> None:
+            graphs[-1].capture_end()
+            calls.append(call)
+            begin()
+
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.stream(self._stream), self._traffic.recorded() as sent:
+                begin()
+                try:
+                    result = run(outside)
+                finally:
+                    graphs[-1].capture_end()  # or the stream would go on recording
+        except RuntimeError as error:
+            return self._give_up(key, error)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._pieces[key], self._sent[key] = (graphs, calls, _borrowed(result)), sent
+        return True
+
+    def _give_up(self, key: Hashable, error: RuntimeError) -> bool:
+        self._failed.add(key)
+        # PyTorch before 2.12 takes the old pool for one that is still recorded to (pytorch/pytorch#180395).
+        self._pool = torch.cuda.graph_pool_handle()
+        reason = str(error).splitlines()[0]
+        warnings.warn(f"running without a CUDA graph for {key}, which could not be recorded: {reason}", stacklevel=4)
+        return False
+
+    def replay(self, key: Hashable) -> T:
+        """Launches a full recording; returns the tensors that it writes to, the same ones every time."""
+        graph, result = self._full[key]
+        graph.replay()
+        self._traffic.replay(self._sent[key])
+        return result
+
+    def replay_pieces(self, key: Hashable, metadata: AttentionMetadata) -> T:
+        """Launches a recording in pieces, with attention for this step in between."""
+        graphs, calls, result = self._pieces[key]
+        graphs[0].replay()
+        for call, graph in zip(calls, graphs[1:], strict=True):
+            call(metadata)
+            graph.replay()
+        self._traffic.replay(self._sent[key])
+        return result
+
+    def _warm_up(self, run: Callable[[], T]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _borrowed(result: Any) -> Any:
+    """A recording's tensor, or None, not kept."""
+    return result if result is None else borrowed(result)
+
+
+def padded_size(count: int, largest: int) -> int:
+    """The size of graph for so many tokens: powers of two up to 8, steps of 8 up to 32, 16 to 64, 32 to 512, 64."""
+    if count <= 8:
+        size = 1 << (count - 1).bit_length()
+    else:
+        step = 8 if count <= 32 else 16 if count <= 64 else 32 if count <= 512 else 64
+        size = -(-count // step) * step
+    return min(size, largest)

@@ -1,0 +1,470 @@
+"""The input batch on a GPU: rows and step tensors that stay where they are, so that CUDA graphs can name them.
+
+As `input_batch.py`, a row per running request; but the rows live on the device, and what a step samples goes straight
+into them. The host says who computes how many tokens (the header) and what a plan adds to the rows, and never needs to
+know a token to plan the step after it. Between two steps the device would only wait, so crossing must be short: one
+kernel reads all of this from the host's pinned memory (`write_runs`), and the one that appends sampled tokens to the
+rows writes them back there (`append_tokens`). A copy takes longer to start than either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
+from teachllm.sampling.transfers import to_device
+from teachllm.spec_decode.tree import DraftTree, TreeTensors
+from teachllm.speculative_config import MAX_NODES
+from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
+from teachllm.worker.rows import Rows
+from teachllm_kernels.speculation.verify_drafts import accept
+from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
+
+LONGEST_DECODE = 1 + MAX_NODES  # tokens, of which all but one are drafts: what attention takes as one decode
+_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
+NUM_STEPS = 4  # whose inputs and outputs are kept on the host: more than are in flight, one under way and one ahead
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceStep:
+    """What the host knows of a step.
+
+    Attributes:
+        rows: the request row of each scheduled request.
+        query_lens: tokens that each computes.
+        starts: index in its sequence of each one's first token.
+        num_decodes: the first so many compute one token, with the drafts after it, and did not start in this step.
+        sampling: positions in `rows` of those that sample.
+        num_drafts: of each of those, how many drafts it verifies; none: nobody does.
+        num_next: of each of them, how many drafts it asks for; none: nobody does.
+        decode_len: tokens of a decode, its newest one and drafts, at most, with padding.
+        most_next: drafts that one asks for, at most, with padding.
+    """
+
+    rows: list[int]
+    query_lens: list[int]
+    starts: list[int]
+    num_decodes: int
+    sampling: list[int]
+    num_drafts: list[int] = field(default_factory=list)
+    num_next: list[int] = field(default_factory=list)
+    decode_len: int = 1
+    most_next: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def num_logits(self) -> int:
+        """Positions that are sampled from."""
+        return len(self.sampling) + sum(self.num_drafts)
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """The request row of each position that is sampled from."""
+        rows = [self.rows[i] for i in self.sampling]
+        if not self.num_drafts:
+            return rows
+        return [row for row, count in zip(rows, self.num_drafts, strict=True) for _ in range(1 + count)]
+
+    @property
+    def sampled_places(self) -> list[int]:
+        """Of each such position how many of its request's stand before it in the step."""
+        counts = self.num_drafts or [0] * len(self.sampling)
+        return [place for count in counts for place in range(1 + count)]
+
+    @property
+    def is_decode(self) -> bool:
+        """All are decodes that sample."""
+        return self.num_decodes == len(self.rows) == len(self.sampling)
+
+    @property
+    def speculates(self) -> bool:
+        """Drafts are verified in it, or asked for."""
+        return bool(self.num_drafts or self.num_next)
+
+    def with_drafts_inside(self) -> DeviceStep:
+        """Padded so that it verifies and asks for equally many drafts: the larger of both numbers.
+
+        They differ when a length changes. A step with some padding takes less than a graph more for each pair.
+        """
+        most = max(self.decode_len - 1, self.most_next)
+        return replace(self, decode_len=1 + most, most_next=most)
+
+    def full_graph_shape(self, max_num_seqs: int, max_num_tokens: int) -> tuple[int, int] | None:
+        """(sequences, tokens), with padding, of the graph that holds this whole step; None if there is no such graph.
+
+        Decodes alone: padded to a graph's size. A few short prompts alone: with at least one padding sequence, which
+        owns the tokens that are padding, if there are any.
+        """
+        count = len(self.rows)
+        if self.is_decode:
+            size = padded_size(count, max_num_seqs)
+            num_tokens = size * self.decode_len
+            if num_tokens > max_num_tokens:
+                return None
+            # What some have less than others is padding, and padding needs an owner.
+            return size + (self.decode_len > 1), num_tokens
+        num_seqs = padded_size(count + 1, max_num_seqs + 1)
+        if self.num_decodes or self.num_drafts or num_seqs > _LARGEST_PROMPT_GRAPH:
+            return None
+        if self.num_tokens > min(max_num_tokens, LARGEST_MIXED_GRAPH):
+            return None
+        return num_seqs, padded_size(self.num_tokens, max_num_tokens)
+
+
+@dataclass(slots=True)
+class _Additions:
+    """What is to be written into the rows: runs of values, the prompts' before the others'."""
+
+    places: list[int] = field(default_factory=list)
+    lens: list[int] = field(default_factory=list)
+    prompts: list[Sequence[int]] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+
+
+class _Sampled(NamedTuple):
+    """Of a step whose tokens are sampled elsewhere, [num_seqs] each: who waits for one, and where it belongs.
+
+    Attributes:
+        openings: which of its row's requests each is, as of `Rows.opening`.
+        indices: in its sequence, of the token.
+    """
+
+    rows: np.ndarray
+    openings: np.ndarray
+    indices: np.ndarray
+
+    def of(self, which: np.ndarray) -> _Sampled:
+        return _Sampled(*(column[which] for column in self))
+
+
+class DeviceBatch(Rows):
+    """Rows of the requests a GPU is running.
+
+    Attributes:
+        token_ids: [max_num_seqs, max_model_len] int32.
+        num_known: [max_num_seqs] int32, tokens of prompt and outputs.
+        block_tables: [max_num_seqs, max_blocks] int32.
+        num_real: [max_num_seqs] int32, drafts behind those that a drafter stands behind, see `verify_drafts.py`.
+        rows, query_start, planned_start: this step's header: [max_num_seqs + 1] int32, with room for a sequence of
+            padding beside those that run, query_start one more; of each sequence its row (-1: padding), its first flat
+            token, and its first token's index in the sequence.
+        sample_rows, logit_index: [max_num_seqs * (1 + max_drafts) + 1] int32, further: of each position that is
+            sampled from its row (-1: padding), and which flat token it is.
+        sample_first: [max_num_seqs + 2] int32, further: of each sequence that samples the first such position.
+        num_next: [max_num_seqs + 1] int32, further: of each of them, how many drafts it asks for.
+        output_row: [1] int32, further: which of the host's outputs is this step's.
+        input_ids, positions, slot_mapping: [max_num_batched_tokens] int64, seq_lens: [max_num_seqs + 1] int32; made of
+            it.
+        last, last_token: [max_num_seqs + 1] int32, of each sequence that samples the position whose token is its
+            newest, and the flat token before that one, once those that are true stand together.
+        path: [max_num_seqs + 1, num_levels] int32, the drafts of each that hold.
+        places: [max_num_batched_tokens] int64, of the flat tokens where the true ones of each sequence stand together,
+            where the step has computed each; None: there already, in a chain.
+        tree: the shape of the drafts; None: nothing speculates.
+
+    Args:
+        tree: None: nothing speculates.
+        num_steps: whose inputs and outputs are kept on the host: more than are in flight.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        device: torch.device,
+        tree: DraftTree | None = None,
+        num_steps: int = NUM_STEPS,
+    ) -> None:
+        super().__init__(max_num_seqs)
+        max_drafts = self.max_drafts = 0 if tree is None else len(tree.parents)
+        self.block_size = block_size
+        self.device = device
+        # All rows and the header lie in one tensor, so that one kernel reaches them all:
+        #     block_tables | token_ids | num_known | num_real   the rows, to which a plan adds
+        #     rows | query_start | planned_start | sample_rows | logit_index | ...   the header, new each step
+        row_sizes = [max_num_seqs * width for width in (-(-max_model_len // block_size), max_model_len, 1, 1)]
+        most = max_num_seqs + 1  # sequences of a step, with one of padding
+        most_sampled = max_num_seqs * (1 + max_drafts) + 1
+        sizes = [most, most + 1, most, most_sampled, most_sampled, 1]
+        if max_drafts:
+            sizes += [most + 1, most]
+        self._memory = torch.zeros(sum(row_sizes) + sum(sizes), dtype=torch.int32, device=device)
+        tables, tokens, self.num_known, self.num_real, *header = self._memory.split(row_sizes + sizes)
+        self.block_tables, self.token_ids = tables.view(max_num_seqs, -1), tokens.view(max_num_seqs, -1)
+        self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index, self.output_row = header[
+            :6
+        ]
+        self.sample_first, self.num_next = header[6:] or (self.output_row, self.output_row)
+        self._tokens_place, self._known_place, self._real_place, self._header_place = accumulate(row_sizes)
+        self._header = np.zeros(sum(sizes), dtype=np.int32)  # on the host
+        self._header_fields = np.split(self._header, np.cumsum(sizes)[:-1])
+        self._added = _Additions()
+        self._awaited: dict[int, _Sampled] = {}  # by step
+        self._learned: list[tuple[_Sampled, np.ndarray]] = []  # and the tokens
+        self._sent: deque[torch.Tensor] = deque(maxlen=num_steps)
+        # Of each sequence that samples one id; or what `accept` tells.
+        self.num_fields = 1 if tree is None else 3 + 2 * len(tree.levels)
+        self._outputs = self._on_host(num_steps * max_num_seqs * self.num_fields).view(num_steps, -1)
+        self.input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self.last = torch.zeros(most, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros_like(self.last)
+        self.tree: TreeTensors | None = None
+        self.path, self.places = self.last.unsqueeze(1), None
+        if tree is not None:
+            self.tree = tree.tensors(device)
+            self.path = torch.full((most, len(tree.levels)), -1, dtype=torch.int32, device=device)
+            self._in_order = torch.arange(max_num_batched_tokens, device=device)
+            self.places = None if tree.is_chain else self._in_order.clone()
+
+    def prepare(self, plan: SchedulerOutput) -> DeviceStep:
+        """Notes a plan's new tokens and blocks and returns the rest, for `send`."""
+        shares = plan.scheduled
+        rows = [self._row_of[share.request_id] for share in shares]
+        self._note(rows, shares)
+        query_lens = [share.num_tokens for share in shares]
+        # A request that starts now may share a block which another one fills in this very step: its one token is no
+        # decode, since what is fused for those reads the cache while others still write to it.
+        is_decode = [
+            share.num_tokens == 1 + len(share.draft_token_ids) <= LONGEST_DECODE and share.new_row is None
+            for share in shares
+        ]
+        num_decodes = is_decode.index(False) if False in is_decode else len(shares)
+        sampling = [i for i, share in enumerate(shares) if share.samples]
+        num_drafts = [len(shares[i].draft_token_ids) for i in sampling]
+        num_next = [shares[i].num_next_drafts for i in sampling]
+        starts = [share.start for share in shares]
+        return DeviceStep(
+            *(rows, query_lens, starts, num_decodes, sampling),
+            num_drafts=num_drafts if any(num_drafts) else [],
+            num_next=num_next if any(num_next) else [],
+            decode_len=min(1 + self.padded_drafts(max(num_drafts, default=0)), LONGEST_DECODE),
+            most_next=self.padded_drafts(max(num_next, default=0)),
+        )
+
+    def padded_drafts(self, count: int) -> int:
+        """Drafts that a graph is recorded for: few numbers, since each is one more recording of every size of batch."""
+        return min(1 << (count - 1).bit_length(), self.max_drafts) if count else 0
+
+    def _note(self, rows: Sequence[int], shares: Sequence[ScheduledRequest]) -> None:
+        """The tokens of requests that start, and all new blocks."""
+        table_width, row_width = self.block_tables.shape[1], self.token_ids.shape[1]
+        added = self._added = _Additions()
+        started = [(row, share.new_row.token_ids) for row, share in zip(rows, shares, strict=True) if share.new_row]
+        added.prompts = [token_ids for _, token_ids in started]
+        added.places = [self._tokens_place + row * row_width for row, _ in started]
+        added.places += [self._known_place + row for row, _ in started]
+        added.values = [len(token_ids) for token_ids in added.prompts]
+        added.lens = added.values + [1] * len(started)
+        for row, share in zip(rows, shares, strict=True):
+            if share.draft_token_ids and share.draft_token_ids[0] >= 0:  # of a drafter on the host
+                count = len(share.draft_token_ids)
+                added.places += [self._tokens_place + row * row_width + share.start + 1, self._real_place + row]
+                added.lens += [count, 1]
+                added.values += [*share.draft_token_ids, count]
+            if share.new_block_ids:
+                added.places.append(row * table_width + share.first_new_block)
+                added.lens.append(len(share.new_block_ids))
+                added.values += share.new_block_ids
+
+    def expect(self, number: int, step: DeviceStep) -> None:
+        """A step's tokens will be sampled elsewhere: notes where they belong, for `learn`.
+
+        Args:
+            number: of the step's plan.
+        """
+        rows = np.asarray(step.rows)
+        self._awaited[number] = _Sampled(rows, self._openings[rows], np.add(step.starts, step.query_lens))
+
+    def learn(self, number: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """What was sampled elsewhere in a step, of each request at most one token. They cross with the next plan."""
+        for failed in [each for each in self._awaited if each < number]:
+            del self._awaited[failed]
+        samples = np.fromiter(map(len, sampled_token_ids), dtype=bool, count=len(sampled_token_ids))
+        token_ids = np.fromiter(chain.from_iterable(sampled_token_ids), dtype=np.int32)
+        self._learned.append((self._awaited.pop(number).of(samples), token_ids))
+
+    def _take_learned(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Where to write what was learned, number by number, and the numbers: tokens, and how many are known then."""
+        places, values = [], []
+        for sampled, token_ids in self._learned:
+            is_there = self._openings[sampled.rows] == sampled.openings  # or the row is another request's by now
+            rows, _, indices = sampled.of(is_there)
+            places += [self._tokens_place + rows * self.token_ids.shape[1] + indices, self._known_place + rows]
+            values += [token_ids[is_there], indices + 1]
+        self._learned.clear()
+        return places, values
+
+    def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
+        """Writes a step's header, and what it adds to the rows, to the device.
+
+        Args:
+            num_seqs: with padding.
+            num_tokens: with padding. Each padding sequence takes one padding token while they last, the last one all
+                that remain.
+        """
+        self._fill_header(step, num_seqs, num_tokens)
+        added, header = self._added, self._header
+        self._added = _Additions()
+        learned_places, learned = self._take_learned()
+        places = np.concatenate([np.asarray(added.places, np.int64), *learned_places, [self._header_place]])
+        lens = np.ones_like(places)
+        lens[: len(added.lens)], lens[-1] = added.lens, len(header)
+        ends, count = np.cumsum(lens), len(places)
+        packed = self._on_host(2 * count + 1 + int(ends[-1]))
+        array = packed.numpy()  # places [count], ends [count + 1], values
+        array[:count], array[count], array[count + 1 : 2 * count + 1] = places, 0, ends
+        end = 2 * count + 1
+        runs: list[Sequence[int] | np.ndarray] = [*added.prompts, added.values, *learned, header]
+        for values in runs:
+            start, end = end, end + len(values)
+            array[start:end] = values
+        write_runs(self._memory, packed, count, int(lens.max()))
+        self._sent.append(packed)  # kept until a kernel has read it: the allocator knows of copies, not of kernels
+
+    def _fill_header(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
+        count, samples = len(step.rows), step.num_logits
+        rows, starts, planned, sample_rows, logit_index, output_row = self._header_fields[:6]
+        rows[:count], rows[count:num_seqs] = step.rows, -1
+        ends = np.cumsum(step.query_lens)
+        starts[0], starts[1 : count + 1] = 0, ends
+        padding = num_seqs - count
+        if padding:
+            starts[count + 1 : num_seqs + 1] = np.minimum(ends[-1] + np.arange(1, padding + 1), num_tokens)
+            starts[num_seqs] = num_tokens
+        planned[:count] = step.starts
+        sample_rows[samples:], logit_index[samples:] = -1, 0
+        sampling = np.asarray(step.sampling, dtype=np.int64)
+        if step.num_drafts:
+            sampled = np.asarray(step.num_drafts) + 1
+            sampling = np.repeat(sampling, sampled)
+            # From the last one of a sequence backwards: 0 for the newest token's, more for those before it.
+            behind = np.repeat(np.cumsum(sampled), sampled) - 1 - np.arange(samples)
+            logit_index[:samples] = ends[sampling] - 1 - behind
+        else:
+            logit_index[:samples] = ends[sampling] - 1
+        sample_rows[:samples] = np.asarray(step.rows)[sampling]
+        output_row[0] = (output_row[0] + 1) % len(self._outputs)
+        if self.max_drafts:
+            first, num_next = self._header_fields[6:]
+            num_sampling = len(step.sampling)
+            first[0], first[num_sampling + 1 :] = 0, samples
+            first[1 : num_sampling + 1] = np.arange(1, num_sampling + 1)
+            if step.num_drafts:
+                first[1 : num_sampling + 1] = np.cumsum(sampled)
+            num_next[:], num_next[: len(step.num_next)] = 0, step.num_next
+
+    @property
+    def output(self) -> torch.Tensor:
+        """[max_num_seqs * num_fields] int32 on the host: what the step that was sent last samples, when it has.
+
+        To be read before `num_steps` more are sent: its place is used again.
+        """
+        return self._outputs[int(self._header_fields[5][0])]
+
+    def clear(self, num_seqs: int, num_tokens: int) -> None:
+        """A header of padding alone: what graphs are captured with."""
+        self.rows.fill_(-1)
+        self.sample_rows.fill_(-1)
+        self.logit_index.fill_(0)
+        torch.arange(num_seqs + 1, out=self.query_start[: num_seqs + 1]).clamp_(max=num_tokens)
+        self.query_start[num_seqs] = num_tokens
+        if self.max_drafts:
+            self.sample_first.fill_(0)
+            self.num_next.fill_(0)
+
+    def pretend(self, num_known: int, num_blocks: int) -> None:
+        """All rows know so many tokens, in blocks of their own as far as there are enough: to time steps."""
+        self.num_known.fill_(num_known)
+        self.block_tables.view(-1).copy_(torch.arange(self.block_tables.numel(), device=self.device) % num_blocks)
+
+    def forget(self) -> None:
+        """Rows and header are as they were in the beginning."""
+        self._memory.zero_()
+
+    def build(self, num_seqs: int, num_decodes: int = 0) -> None:
+        """Fills `input_ids`, `positions`, `slot_mapping` and `seq_lens` on the device.
+
+        Args:
+            num_decodes: the first so many sequences may have drafts.
+        """
+        if self.places is not None:
+            self.places.copy_(self._in_order)
+        step_inputs(
+            rows=self.rows[:num_seqs],
+            query_start=self.query_start[: num_seqs + 1],
+            planned_start=self.planned_start,
+            token_ids=self.token_ids,
+            num_known=self.num_known,
+            block_tables=self.block_tables,
+            block_size=self.block_size,
+            input_ids=self.input_ids,
+            positions=self.positions,
+            slot_mapping=self.slot_mapping,
+            seq_lens=self.seq_lens,
+            depths=None if self.tree is None or self.places is None else self.tree.depths,
+            num_trees=num_decodes,
+        )
+
+    def append(self, sampled: torch.Tensor) -> None:
+        """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known, and the step's output."""
+        rows = self.sample_rows[: sampled.shape[0]]
+        append_tokens(rows, sampled, self.token_ids, self.num_known, self._outputs, self.output_row)
+
+    def accept(self, sampled: torch.Tensor, num_seqs: int) -> None:
+        """Of `num_seqs` sequences the drafts that hold, and the token after them, become known, and the output.
+
+        Args:
+            sampled: [num_logits or more] int64, the token of each position.
+        """
+        assert self.tree is not None
+        accept(
+            *(self.sample_first[: num_seqs + 1], self.sample_rows, self.logit_index, sampled),
+            *(self.token_ids, self.num_known, self.num_real, self.tree.parents),
+            *(self.last[:num_seqs], self.last_token[:num_seqs], self.path[:num_seqs]),
+            places=self.places,
+            outputs=self._outputs,
+            output_row=self.output_row,
+        )
+
+    def histories(self, positions: slice, places: Sequence[int]) -> torch.Tensor | None:
+        """What stands before some positions that are sampled from; None: what their rows say.
+
+        Nodes of a tree lie side by side in a row, but only those of one path follow each other.
+
+        Args:
+            positions: which of them.
+            places: in the tree, of all positions of the step.
+
+        Returns:
+            [num_positions, max_model_len and a few more].
+        """
+        if self.tree is None or self.places is None:
+            return None
+        path = self.tree.paths.index_select(0, to_device(places[positions], torch.int64, self.device)).long()
+        rows = self.sample_rows[: len(places)][positions]
+        known = self.num_known.index_select(0, rows).unsqueeze(1) + torch.zeros_like(path)
+        found = F.pad(self.token_ids.index_select(0, rows), (0, path.shape[1]))
+        # What lies behind a position's own path, nobody reads.
+        return found.scatter(
+            1, known + torch.arange(path.shape[1], device=self.device), found.gather(1, known + path.clamp(min=0))
+        )
+
+    def _on_host(self, size: int) -> torch.Tensor:
+        """[size] int32, where a GPU's kernels read and write it."""
+        return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")

@@ -1,0 +1,519 @@
+"""ModelRunner for a GPU: as `model_runner.py`, with rows on the device, graphs, and results that come a step late.
+
+    execute(plan)  header and new blocks to the device; then a graph, or the same kernels one by one
+    sample(step)   ids stay on the device for the step after this one, and cross to the host through pinned memory, as
+                   do the logprobs that were asked for
+
+Neither waits for the device, but for log-probabilities of prompts, where they are asked for, and to record a size of
+batch when it comes for the second time. A batch of decodes, or of a few short prompts, is one graph from row to sampled
+token, a mixed batch runs in pieces; rows that ask for more than temperature and filters (logprobs, penalties,
+constraints) are sampled outside.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.memory import MemoryPlan
+from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
+from teachllm.distributed.group import agreed_least
+from teachllm.distributed.ranks import ALONE, Ranks
+from teachllm.distributed.stages import Stage
+from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.attention_backends.selection import select_backend
+from teachllm.models.loader import load_model
+from teachllm.models.model_config import ModelConfig
+from teachllm.models.model_of_rank import model_of_rank
+from teachllm.sampling.sampler import Sampler, SamplerOutput
+from teachllm.sampling.shared_vocabulary import Columns
+from teachllm.spec_decode.load import DrafterConfig, load_drafter
+from teachllm.spec_decode.step_times import Prior
+from teachllm.spec_decode.tree import DraftTree
+from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
+from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
+from teachllm.worker.gpu.device_batch import NUM_STEPS, DeviceBatch, DeviceStep
+from teachllm.worker.gpu.gpu_sampling import GPUSampling
+from teachllm.worker.gpu.launched_step import LaunchedStep, PendingStep
+from teachllm.worker.gpu.memory_needs import compare, measure_needs, sampling_bytes, ungated_bytes
+from teachllm.worker.kv_cache import (
+    KVCache,
+    allocate_kv_cache,
+    allocate_layers,
+    attention_needs,
+    drafter_needs,
+    kv_cache_specs,
+    measured_plan,
+    plan_memory,
+)
+from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
+from teachllm.worker.prompt_logprobs import PromptScores
+from teachllm.worker.spec_decode.capture_ahead import (
+    VARIANTS,
+    as_prior,
+    decode_steps,
+    known_tokens,
+    per_token_behind,
+    seconds_of,
+)
+from teachllm.worker.spec_decode.draft_progress import Behind
+from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
+from teachllm_kernels.attention.kv_move import KVMover
+from teachllm_kernels.compile_ahead import compiling_ahead
+
+_PROMPTS = (8, 32)  # tokens; batches of 2 to 8 and of 17 to 32 decodes have the same products
+
+
+class GPUModelRunner:
+    """The model, its KV cache and its rows on one GPU. Arguments as `ModelRunner`'s.
+
+    Attributes:
+        times_steps: results say how long their steps took; False costs nothing.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+        drafter: DrafterConfig | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+        self._ranks, layout = ranks, ranks.place.layout
+        whole, model_config = model_config, model_of_rank(model_config, ranks.place)
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(device)
+        self._device = device
+        if not (config.disable_custom_all_reduce or config.batch_invariant):  # long steps' sums are rounded otherwise
+            ranks.tensor.open_mailbox(whole.hidden_size, getattr(torch, whole.dtype), device)
+        self.times_steps = False
+        self._last: PendingStep | None = None
+        needs = attention_needs(config, model_config)
+        self._backend = select_backend(config.attention_backend, needs, device, config.batch_invariant)
+        speculation = config.speculative_config
+        if speculation is not None and not self._backend.in_graphs:
+            raise ValueError(
+                f"attention_backend={self._backend.name!r} verifies no drafts: set attention_backend=triton, or leave "
+                "speculative_config out"
+            )
+        self._eager = config.enforce_eager or not (self._backend.in_graphs and ranks.tensor.in_graphs)
+        self._max_num_seqs = config.max_num_seqs
+        self._model_config = model_config
+        if torch.cuda.memory_reserved(device):  # by an engine that was closed, and may not have been collected yet
+            gc.collect()
+            torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        tree = None if speculation is None else DraftTree.of_config(speculation)
+        if tree is not None and not tree.is_chain and not self._backend.splits_decodes:
+            raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
+        predicted = plan_memory(config, model_config, device, drafter)  # before any weight is read
+        allocated = torch.cuda.memory_allocated(device)
+        self.model: Any = load_model(whole, config, device, progress, ranks)
+        if layout.pipeline > 1:
+            self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
+        draft_caches: KVCache = []
+        loaded = None if drafter is None else load_drafter(drafter, config, self.model, draft_caches, device)
+        if model_config.has_kv_codes:
+            hold_codes(self.model, kv_cache_specs(model_config), device)
+            if drafter is not None and loaded is not None and drafter.specs:
+                hold_codes(layers_of(loaded), drafter.specs, device)
+        weights = torch.cuda.memory_allocated(device) - allocated
+        self._batch = DeviceBatch(
+            *(config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device),
+            tree=tree,
+            num_steps=max(NUM_STEPS, 2 + layout.pipeline),
+        )
+        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
+        self._graphs: Graphs[Any] = Graphs(device, ranks.world.traffic)
+        self._graph_mode = "eager"  # of the last step, see `ModelRunnerOutput`
+        self._attention = GPUAttention(needs, self._backend, self._batch, 1 + self._batch.max_drafts)
+        self._drafting: GPUDrafting | None = None
+        if speculation is not None and tree is not None and (loaded is not None or speculation.method == "ngram"):
+            own = needs if drafter is None else drafter_needs(drafter, needs)
+            attention = GPUAttention(own, self._backend, self._batch, max(1 + self._batch.max_drafts, 2))
+            workers = (self._batch, self._sampler, attention)
+            self._drafting = GPUDrafting(speculation, loaded, tree, model_config, *workers)
+        rate = None if speculation is None else speculation.synthetic_rate
+        self._columns = Columns(whole.vocab_size, ranks.tensor)
+        self._sampling = GPUSampling(self._batch, self._sampler, self._drafting, rate, self._columns)
+        self._allocate(config, drafter, 1, draft_caches)  # to measure with
+        memory = self._measured(predicted, config, weights, free, total)
+        self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
+        self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
+        if model_config.has_kv_codes:
+            calibrate(self.model, whole, self._kv_caches, loaded, ranks)
+        self._prompt_scores = PromptScores(lambda hidden: self.model.compute_logits(hidden), self._sampler)
+        # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
+        gc.collect()
+        gc.freeze()
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> LaunchedStep:
+        """Launches the forward pass of a plan; for a batch of plain decodes, sampling too."""
+        with torch.cuda.device(self._device):  # which one is current is each thread's own
+            began = self._start_clock() if self.times_steps else None
+            launched = self._execute(plan)
+            launched.began = began
+            return launched
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedStep) -> PendingStep:
+        """Samples what the graph has not, and sends the ids on their way."""
+        with torch.cuda.device(self._device):
+            self._last = self._sample(launched)
+            return self._last
+
+    def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        self._batch.learn(step, sampled_token_ids)
+
+    def _start_clock(self) -> torch.cuda.Event:
+        """When the step in front is done, if nobody has asked for its result yet; else now.
+
+        In the first case the device has work all the time, and what it waits between two steps is the second one's.
+        """
+        if self._last is not None and not self._last.is_taken:
+            return self._last.arrived
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        return now
+
+    def _allocate(
+        self, config: EngineConfig, drafter: DrafterConfig | None, num_blocks: int, draft_caches: KVCache
+    ) -> None:
+        """KV caches of the model and, into `draft_caches`, of the drafter, in place of those that there were."""
+        self._kv_caches = []  # a block may be as long as the longest sequence
+        draft_caches.clear()
+        self._kv_caches = allocate_kv_cache(self._model_config, num_blocks, config.block_size, self._device)
+        if drafter is not None:
+            draft_caches += allocate_layers(
+                drafter.specs, drafter.kv_dtype, num_blocks, config.block_size, self._device
+            )
+        if self._batch.places is not None:
+            self._sampling.mover = KVMover([*self._kv_caches, *draft_caches])
+
+    def close(self) -> None:
+        """Gives its graphs up, and lets collections look at everything again."""
+        self._graphs.clear()
+        gc.unfreeze()
+
+    def _measured(self, predicted: MemoryPlan, config: EngineConfig, weights: int, free: int, total: int) -> MemoryPlan:
+        """The plan with what the largest step takes, measured by running it; `free` and `total` are from the start."""
+        num_bytes = sampling_bytes(config, self._model_config)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            self._compile_ahead(num_bytes)
+            return self._largest_step(self._kv_caches, num_bytes)
+
+        needs = measure_needs(predicted, run, self._device, total - free, self._eager)
+        needs["activations"] = max(needs["activations"], ungated_bytes(config, self._model_config, self._device))
+        measured = {"weights": weights, **needs}
+        compare(predicted, measured)
+        return measured_plan(predicted, config, free, measured)
+
+    @torch.inference_mode()
+    def _compile_ahead(self, num_sampling_bytes: int) -> None:
+        """Compiles what an engine meets first, side by side: the largest step, sampling, a decode, short prompts."""
+        batch = self._batch
+        with compiling_ahead(self._device):
+            _, *logits, _ = self._largest_step(self._kv_caches, num_sampling_bytes)
+            rows, known = batch.sample_rows[:1], batch.num_known
+            if logits:  # of the last stage: its own, and all
+                for variant in ((True, True), (True, False)):  # the first takes the longest of all
+                    self._sampling.tokens(logits[0][:1], rows, variant)
+                # What a request's penalties or bias have changed is in float32, and its rows are gathered.
+                self._sampler.sample_plain(logits[-1][:1].float(), rows.clone(), known, (True, True))
+            for num_tokens, num_decodes in ((1, 1), *((n, 0) for n in _PROMPTS)):
+                step = DeviceStep([0], [num_tokens], [0], num_decodes, sampling=[0])
+                shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
+                if shape is not None and self._backend.in_graphs:
+                    batch.send(step, *shape)
+                    self._full_step(*shape, int(step.is_decode), (False, False))
+
+    @torch.inference_mode()
+    def _largest_step(self, kv_caches: KVCache, num_sampling_bytes: int) -> tuple[torch.Tensor, ...]:
+        """As many tokens as a step may have, all padding, as many logits, and room to sample from them."""
+        batch, size = self._batch, self._batch.input_ids.shape[0]
+        batch.slot_mapping.fill_(-1)
+        metadata = self._attention.metadata(FlatBatch.of(batch, 1, size, 0))
+        metadata.outside = lambda call: None
+        hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
+        if self._drafting is not None:
+            self._drafting.largest_step(hidden)
+        logits: list[torch.Tensor] = []
+        if self._ranks.place.is_last_stage:
+            logits.append(self.model.own_lm_logits(hidden.index_select(0, batch.logit_index[:-1])))  # none of padding
+            if not self._columns.are_all:
+                logits.append(self._columns.gathered(logits[0]))
+        return hidden, *logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
+
+    def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
+        drafting, kept = self._drafting, (self._sampler, self._prompt_scores)
+        self._batch.update(plan, kept if drafting is None else (*kept, drafting))
+        step = self._batch.prepare(plan)
+        if not self._ranks.place.is_last_stage:
+            self._batch.expect(plan.step, step)
+        behind = [] if drafting is None else drafting.note(plan.scheduled, step.rows)
+        rows = step.sampled_rows
+        variant = self._sampler.plain_variant(rows)
+        if drafting is not None and variant is not None:
+            variant = (variant[0], variant[0])  # as they are recorded
+        scores = self._prompt_scores.any_due(plan.scheduled, step.rows)
+        if not scores and self._backend.in_graphs:
+            is_whole = step.is_decode and variant is not None
+            # What a graph leaves behind is gone with the next one: a drafter that reads it must be in the same.
+            inside = drafting is not None and is_whole and (step.speculates or drafting.reads_step)
+            step, full = self._graph_shape(step, inside)
+            if full is not None and (is_whole or drafting is None or not drafting.reads_step):
+                logits = self._full(step, *full, variant, step.most_next if inside else None, behind)
+                to_draft = None
+                if drafting is not None and not is_whole:
+                    tokens = self._tokens(step, *full)
+                    to_draft = partial(drafting.propose, step, tokens, behind)
+                return self._launched(step, rows, variant, logits, None, to_draft)
+        wanted = self._batch.logit_index[: len(rows)] if rows else None
+        reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
+        hidden = self._mixed(step, None if scores or reads_all else wanted)
+        if not self._ranks.place.is_last_stage:
+            return self._launched(step, rows, variant, None, None, None)
+        scores_all, prompt_logprobs = scores or reads_all, None
+        if scores:
+            where = (plan.scheduled, step.rows, step.starts, hidden, self._batch.token_ids)
+            prompt_logprobs = self._prompt_scores.score(*where)
+        logits = None
+        if wanted is not None:
+            chosen = hidden.index_select(0, wanted) if scores_all else hidden
+            logits = self.model.own_lm_logits(chosen)
+            hidden = hidden if reads_all else chosen
+        to_draft = None
+        if drafting is not None:
+            tokens = self._tokens(step, *self._mixed_shape(step))
+            to_draft = partial(drafting.propose, step, tokens, behind, hidden=hidden)
+        return self._launched(step, rows, variant, logits, prompt_logprobs, to_draft)
+
+    def _graph_shape(self, step: DeviceStep, drafts_inside: bool) -> tuple[DeviceStep, tuple[int, int] | None]:
+        """A step, padded as the graph that holds it wants it, and that one's shape; None: no graph does."""
+        limits = (self._max_num_seqs, self._batch.input_ids.shape[0])
+        if drafts_inside:
+            padded = step.with_drafts_inside()
+            if (shape := padded.full_graph_shape(*limits)) is not None:
+                return padded, shape
+        return step, step.full_graph_shape(*limits)
+
+    def _launched(
+        self,
+        step: DeviceStep,
+        rows: list[int],
+        variant: tuple[bool, bool] | None,
+        logits: torch.Tensor | None,
+        prompt_logprobs: list[list[TokenLogprobs] | None] | None,
+        to_draft: Callable[..., None] | None,
+    ) -> LaunchedStep:
+        """A step under way."""
+        batch = self._batch
+        told = (batch.output, prompt_logprobs, self._graph_mode)
+        return LaunchedStep(step, rows, variant, logits, *told, num_fields=batch.num_fields, to_draft=to_draft)
+
+    def _sample(self, launched: LaunchedStep) -> PendingStep:
+        rows, variant = launched.rows, launched.variant
+        outputs: list[SamplerOutput] = []
+        if launched.logits is not None:
+            logits, num_seqs = launched.logits[: len(rows)], len(launched.step.sampling)
+            if variant is not None:
+                self._sampling.plain(logits, num_seqs, variant, bool(launched.step.num_drafts))
+            else:
+                outputs = self._sampling.any(logits, rows, num_seqs, launched.step.sampled_places)
+            launched.logits = None  # the next step may have the memory
+        pending = PendingStep(launched, outputs)
+        if launched.to_draft is not None:  # the host need not wait for it
+            launched.to_draft(any_random=variant is None or variant[0])
+            launched.to_draft = None
+        return pending
+
+    # -- in one graph --------------------------------------------------------------------------------------
+
+    def _full(
+        self,
+        step: DeviceStep,
+        num_seqs: int,
+        num_tokens: int,
+        variant: tuple[bool, bool] | None,
+        num_drafts: int | None,
+        behind: Sequence[Behind],
+    ) -> torch.Tensor | None:
+        """The logits of a step padded to a graph's size; None if it has sampled.
+
+        Args:
+            num_drafts: to propose in it, at most; None: the drafter is not in it.
+            behind: what it has to catch up with, if it is in it.
+        """
+        decode_len = step.decode_len if step.is_decode else 0
+        what = (num_seqs, num_tokens, decode_len, variant, num_drafts)
+        key = ("full", *what)
+        has_graph = self._graphs.has(key)
+        if not has_graph and not self._eager and self._graphs.is_due(key):
+            has_graph = self._record(*what)
+        self._batch.send(step, num_seqs, num_tokens)
+        if num_drafts is not None and self._drafting is not None:
+            self._drafting.catch_up(behind)
+        self._graph_mode = "full" if has_graph else "eager"
+        return self._graphs.replay(key) if has_graph else self._full_step(*what)
+
+    def _record(self, num_seqs: int, num_tokens: int, *what: Any) -> bool:
+        """Records a full graph, by its key; what is captured also runs once before: on padding alone."""
+        self._batch.clear(num_seqs, num_tokens)
+        key = (num_seqs, num_tokens, *what)
+        return self._graphs.capture(("full", *key), lambda: self._full_step(*key))
+
+    @torch.inference_mode()
+    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """Records the decodes of an engine that speculates, and times them if lengths adapt. See `capture_ahead.py`.
+
+        Args:
+            sizes: as of `AdaptiveLength`.
+
+        Returns:
+            None: nothing was timed.
+        """
+        batch, drafting = self._batch, self._drafting
+        if self._eager or drafting is None:
+            return None
+        recorded: dict[tuple[int, int], tuple[Any, ...]] = {}
+        seconds: dict[tuple[int, int], float] = {}
+        with torch.cuda.device(self._device):
+            steps = decode_steps(batch, is_adaptive)
+            for size, step in steps.items():
+                shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
+                assert shape is not None
+                inside = step.most_next if step.speculates or drafting.reads_step else None
+                for variant in VARIANTS:
+                    key = (*shape, step.decode_len, variant, inside)
+                    if self._record(*key):
+                        recorded[size] = key
+            num_known = known_tokens(batch)
+            if not is_adaptive or not num_known:
+                return None
+            batch.pretend(num_known, self.memory.num_blocks)
+            for size, key in recorded.items():
+                batch.send(steps[size], *key[:2])
+                seconds[size] = seconds_of(partial(self._graphs.replay, ("full", *key)), batch)
+            behind = per_token_behind(drafting)
+            batch.forget()
+        return as_prior(seconds, behind, batch, sizes)
+
+    def _full_step(
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        decode_len: int,
+        variant: tuple[bool, bool] | None,
+        num_drafts: int | None = None,
+    ) -> torch.Tensor | None:
+        """From rows to logits, or to sampled ids and the next drafts: what a full graph holds.
+
+        Args:
+            decode_len: tokens of a decode, at most; 0: all are prompts.
+            num_drafts: as of `_full`.
+        """
+        batch, drafting = self._batch, self._drafting
+        batch.build(num_seqs, num_seqs if decode_len else 0)
+        tokens = FlatBatch.of(batch, num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
+        hidden = self._forward(num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
+        if not self._ranks.place.is_last_stage:
+            return None
+        if not decode_len:
+            hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
+        logits = self.model.own_lm_logits(hidden)
+        if variant is None:
+            return logits
+        self._sampling.plain(logits, num_seqs, variant, verifies=decode_len > 1)
+        if drafting is not None and num_drafts is not None:
+            drafting.propose_decodes(tokens, num_drafts, variant[0], hidden)
+        return None
+
+    def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
+        """Hidden states of the batch's first tokens, or of the wanted ones."""
+        batch, taps = self._batch, {} if self._drafting is None else self._drafting.taps()
+        tapped = {"taps": taps} if taps else {}
+        return self.model(
+            batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata, **tapped
+        )
+
+    # -- anything else -------------------------------------------------------------------------------------
+
+    def _mixed(self, step: DeviceStep, wanted: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states of any batch, [num_wanted, hidden_size]; None: of all tokens and the padding behind them."""
+        batch = self._batch
+        padded_seqs, size = self._mixed_shape(step)
+        is_padded = self._is_padded(step)
+        key = ("mixed", size)
+        in_pieces = is_padded and self._graphs.has(key)
+        if is_padded and not in_pieces and not self._eager and self._graphs.is_due(key):
+            in_pieces = self._capture_mixed(key, size)
+        batch.send(step, padded_seqs, size)
+        batch.build(padded_seqs, step.num_decodes)
+        tokens = self._tokens(step, padded_seqs, size)
+        metadata = self._attention.metadata(tokens, can_fuse=False)
+        self._graph_mode = "piecewise" if in_pieces else "eager"
+        if in_pieces:
+            hidden = self._graphs.replay_pieces(key, metadata)
+        else:
+            if wanted is not None and not is_padded and not step.num_drafts:
+                metadata.wanted = wanted
+                metadata.ending = partial(self._ending, wanted) if self._backend.splits_decodes else None
+            hidden = self._forward(size, metadata)
+        return hidden if wanted is None or metadata.wanted is not None else hidden.index_select(0, wanted)
+
+    def _is_padded(self, step: DeviceStep) -> bool:
+        """Whether a mixed step is. Without graphs too: the same kernels then give the same bits."""
+        return self._backend.in_graphs and step.num_tokens <= LARGEST_MIXED_GRAPH
+
+    def _mixed_shape(self, step: DeviceStep) -> tuple[int, int]:
+        """(sequences, tokens) of a mixed step, with padding."""
+        num_tokens = step.num_tokens
+        size = padded_size(num_tokens, self._batch.input_ids.shape[0]) if self._is_padded(step) else num_tokens
+        return len(step.rows) + (size > num_tokens), size
+
+    def _capture_mixed(self, key: tuple[str, int], size: int) -> bool:
+        """Records a mixed step of `size` tokens; they are all padding meanwhile. False if that cannot be done."""
+        batch = self._batch
+        batch.slot_mapping[:size].fill_(-1)
+        metadata = self._attention.metadata(FlatBatch.of(batch, 1, size, 0))
+
+        def run(outside: Callable[[AttentionCall], None] | None) -> torch.Tensor:
+            metadata.outside = outside or (lambda call: None)
+            return self._forward(size, metadata)
+
+        return self._graphs.capture_pieces(key, run)
+
+    def _tokens(self, step: DeviceStep, num_seqs: int, size: int) -> FlatBatch:
+        """A mixed step, built."""
+        tokens = FlatBatch.of(self._batch, num_seqs, size, step.num_decodes, step.decode_len)
+        tokens.query_lens = step.query_lens
+        tokens.kv_lens = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
+        if step.num_decodes < num_seqs:
+            tokens.num_decode_tokens = sum(step.query_lens[: step.num_decodes])
+        return tokens
+
+    def _ending(self, wanted: torch.Tensor) -> AttentionMetadata:
+        """The wanted tokens as decodes, planned. Behind the attention of all layers but the last one."""
+        batch, count = self._batch, wanted.shape[0]
+        positions = batch.positions.index_select(0, wanted)
+        tokens = FlatBatch(
+            input_ids=wanted,
+            positions=positions,
+            slot_mapping=batch.slot_mapping[:0],
+            seq_lens=positions.int() + 1,
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=self._device),
+            rows=batch.sample_rows[:count],
+            num_decodes=count,
+        )
+        return self._attention.metadata(tokens, can_fuse=False)

@@ -1,0 +1,126 @@
+"""Worker: what one rank does, whoever started it.
+
+Every rank is given every plan, computes its part, and keeps its own rows and KV cache; what the ranks tell each other
+in between they do by collectives. All know what was sampled in the end, and one says it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from teachllm.distributed.connect import connected
+from teachllm.distributed.layout import Place
+from teachllm.distributed.plan_codec import Told
+from teachllm.distributed.ranks import ALONE
+from teachllm.distributed.rendezvous import Rendezvous
+from teachllm.models.model_config import load_model_config
+from teachllm.spec_decode.load import load_drafter_config
+from teachllm.spec_decode.step_times import Prior
+from teachllm.worker.cpu.model_runner import ModelRunner
+from teachllm.worker.executor import InProcessExecutor, PendingOutput, Ready
+from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
+from teachllm.worker.rank_watch import RankWatch, WatchedStep
+
+
+class Worker:
+    """A rank's model, KV cache and rows.
+
+    Args:
+        config: resolved for the model; `device` is this rank's own.
+        place: where it stands among the ranks.
+        rendezvous: where they meet; None: it is alone.
+        progress: called with (bytes loaded, bytes in all) while weights load.
+        times_steps: outputs say how long their steps took, on a GPU, and elsewhere what load experts had; and one of
+            several ranks watches what it does.
+
+    Attributes:
+        num_blocks: KV blocks it has.
+
+    Raises:
+        ValueError: the checkpoint or the settings are refused; one line says why and what to change.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        place: Place,
+        rendezvous: Rendezvous | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        times_steps: bool = False,
+    ) -> None:
+        assert (rendezvous is not None) == (place.layout.num_connected > 1)
+        self._device = device = torch.device(config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # before anything makes a context on another one
+        model = load_model_config(config, device.type)
+        drafter = load_drafter_config(config, model, device.type)
+        self._leaving = contextlib.ExitStack()
+        ranks = ALONE
+        if rendezvous is not None:
+            ranks = self._leaving.enter_context(connected(place, rendezvous, device))
+        runner: GPUModelRunner | ModelRunner
+        if device.type == "cuda":
+            runner = GPUModelRunner(config, model, device, progress, drafter, ranks)
+            runner.times_steps = times_steps
+        else:
+            runner = ModelRunner(config, model, device, progress, drafter, ranks)
+            if times_steps:
+                runner.count_load()
+        self._runner = runner
+        self._watch: RankWatch | None = None
+        self._watched: WatchedStep | None = None
+        if times_steps and rendezvous is not None:
+            self._watch = RankWatch(place, ranks.world.traffic, device)
+        self._speaks, self._learns = place.speaks, not place.is_last_stage
+        self._executor = InProcessExecutor(runner)
+        self.num_blocks = self._executor.num_blocks
+
+    def learn(self, told: Sequence[Told]) -> None:
+        """What was sampled in earlier steps, and is known since the plan before the one that is next."""
+        if self._learns:
+            for step, sampled_token_ids in told:
+                self._runner.learn(step, sampled_token_ids)
+
+    def execute(self, plan: SchedulerOutput) -> PendingOutput | None:
+        """Computes a plan, or on a GPU launches that. An empty one is a step that other replicas take.
+
+        Returns:
+            What waits for the output, at the rank that speaks; None at any other.
+        """
+        pending: PendingOutput
+        if self._watch is not None:
+            self._watch.begin()
+        if plan.scheduled:
+            pending = self._executor.sample(self._executor.execute(plan))
+        else:
+            assert isinstance(self._runner, ModelRunner)
+            self._runner.serve()
+            pending = Ready(ModelRunnerOutput([]))
+        if self._watch is not None:
+            self._watched = self._watch.end(pending)
+        return pending if self._speaks else None
+
+    def take_watched(self) -> WatchedStep | None:
+        """What it did in the step that has been executed, once; None if that failed, or nobody wants to know."""
+        watched, self._watched = self._watched, None
+        return watched
+
+    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """As `GPUModelRunner.record_ahead`; there is nothing to record on a CPU."""
+        return self._runner.record_ahead(sizes, is_adaptive) if isinstance(self._runner, GPUModelRunner) else None
+
+    def wait(self) -> None:
+        """Until all that was launched is over: where another rank has failed, what waits for it never is."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Gives memory back."""
+        self._executor.close()
+        self._leaving.close()

@@ -1,0 +1,109 @@
+"""Recording what speculation goes back and forth between before anybody waits for it, and timing it.
+
+The length of drafts follows load and acceptance, so an engine that speculates meets more kinds of steps than others,
+and to record one takes as long as dozens of steps. So decodes of every size are recorded as the engine starts, without
+drafts and with every number that a graph is padded to. Then they are timed, as is what a drafter takes to catch up:
+where to draft pays is known before the first request.
+
+What is timed are rows that know some tokens, whatever these are: attention takes its time for their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from teachllm.spec_decode.step_times import Prior
+from teachllm.worker.gpu.cuda_graphs import padded_size
+from teachllm.worker.gpu.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.spec_decode.draft_progress import Behind
+from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
+
+_NUM_KNOWN = 1024  # tokens of a request, if that many fit
+# Of random tokens and of filters, see `Sampler.plain_variant`: random rows without filters go through them, too.
+VARIANTS = ((True, True), (False, False))
+_REPLAYS = 3  # of which the median counts
+_MOST_DRAFTED_FOR = 64  # requests at once; for more it rarely pays, and what is needed all the same is recorded then
+
+
+def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int], DeviceStep]:
+    """Of decodes by the hundred and one by one: (requests, drafts of each) -> what such a step is like.
+
+    Both numbers with padding: those of a batch that is not as large, or drafts less, are the next larger ones. Without
+    `is_adaptive` all draft as much as they can, but for those near their end.
+    """
+    max_num_seqs = batch.num_known.shape[0]
+    num_known = max(known_tokens(batch), 1)
+    counts = range(batch.max_drafts + 1) if is_adaptive else (0, batch.max_drafts)
+    lengths = sorted({batch.padded_drafts(count) for count in counts})
+    found: dict[tuple[int, int], DeviceStep] = {}
+    for num_seqs in sorted({padded_size(count, max_num_seqs) for count in range(1, max_num_seqs + 1)}):
+        every = list(range(num_seqs))
+        for num_drafts in lengths if num_seqs <= _MOST_DRAFTED_FOR else lengths[:1]:
+            drafts = [num_drafts] * num_seqs if num_drafts else []
+            lens, starts = [1 + num_drafts] * num_seqs, [num_known - 1] * num_seqs
+            where = (every, lens, starts, num_seqs, every)
+            step = DeviceStep(
+                *where, num_drafts=drafts, num_next=drafts, decode_len=1 + num_drafts, most_next=num_drafts
+            )
+            if step.full_graph_shape(max_num_seqs, batch.input_ids.shape[0]) is not None:
+                found[num_seqs, num_drafts] = step
+    return found
+
+
+def known_tokens(batch: DeviceBatch) -> int:
+    """So many tokens of a request leave room for what a step adds to them, and the next one drafts; 0: none do."""
+    return max(min(_NUM_KNOWN, batch.token_ids.shape[1] - 2 * (1 + batch.max_drafts)), 0)
+
+
+def seconds_of(launch: Callable[[], object], batch: DeviceBatch) -> float:
+    """What it takes on the device."""
+    times: list[float] = []
+    for _ in range(_REPLAYS):
+        batch.num_known.fill_(known_tokens(batch))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return median(times)
+
+
+def per_token_behind(drafting: GPUDrafting) -> float:
+    """Seconds that a drafter takes to catch up with a token; 0: it need not."""
+    if not drafting.catches_up:
+        return 0.0
+    batch = drafting.batch
+    num_rows, num_known = batch.num_known.shape[0], known_tokens(batch)
+    count = min(num_rows, max(batch.input_ids.shape[0] // num_known, 1))
+    behind = [Behind(row, 0, num_known) for row in range(count)]
+    drafting.catch_up(behind)  # and compiles
+    return seconds_of(lambda: drafting.catch_up(behind), batch) / (count * num_known)
+
+
+def as_prior(seconds: dict[tuple[int, int], float], behind: float, batch: DeviceBatch, sizes: Sequence[int]) -> Prior:
+    """What was timed, for what `AdaptiveLength` asks.
+
+    Args:
+        seconds: by the keys of `decode_steps`, of those that are recorded.
+        behind: of a token, see `Prior`.
+        sizes: as of `AdaptiveLength`.
+    """
+    max_num_seqs = batch.num_known.shape[0]
+    most = max((num_seqs for num_seqs, num_drafts in seconds if num_drafts), default=0)
+
+    def ratio(num_requests: int, levels: int) -> float:
+        num_seqs = padded_size(min(max(num_requests, 1), max_num_seqs), max_num_seqs)
+        at = min(num_seqs, most)
+        plain, drafting = (seconds.get((at, batch.padded_drafts(sizes[k]))) for k in (0, levels))
+        if plain is None or drafting is None:
+            return 1.0 + sizes[levels]  # a step that no graph holds is longer than any that one does
+        if num_seqs <= at:
+            return drafting / plain
+        # What drafts take beyond a plain step grows with the requests, up to as much as plain steps would.
+        return min(1 + (drafting / plain - 1) * num_seqs / at, 1.0 + sizes[levels])
+
+    return Prior(ratio, behind)

@@ -1,0 +1,303 @@
+"""The engine's core in a process of its own: refusals, seeds, traces, failed steps, and every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from teachllm import EngineConfig, SamplingParams
+from teachllm.engine.async_llm import AsyncLLM
+from teachllm.engine.llm_engine import Engine, EngineDeadError
+from teachllm.engine.processes import core_link
+from teachllm.engine.processes.core_messages import Died, FromCore, Ready, Refused, decode_from_core, encode
+from teachllm.models.model_config import load_model_config
+from teachllm.trace.reader import read_trace
+from tests.processes import children, is_gone, num_descriptors
+from tests.ready_children import start_program
+from tests.waiting import wait_for
+from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+
+
+def make_remote(**changes: Any) -> Engine:
+    options = {name: changes.pop(name) for name in ("trace_sink", "progress") if name in changes}
+    return Engine(EngineConfig(**tiny(**changes)), own_process=True, **options)
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[Engine]:
+    with closing(make_remote()) as engine:
+        yield engine
+
+
+def process_of(engine: Engine) -> subprocess.Popen[bytes]:
+    process: subprocess.Popen[bytes] = engine._core._links[0].process  # type: ignore[attr-defined]
+    return process
+
+
+def saying(message: FromCore) -> str:
+    """Code of a process that says this alone, in place of a core's."""
+    return f"""
+import sys, zmq
+with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    socket.bind(sys.argv[1])
+    socket.recv()
+    socket.send({encode(message)!r})
+sys.exit(1)
+"""
+
+
+_LOADING = "input()"  # code of one that says nothing, and ends with the parent
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch, *codes: str) -> list[str]:
+    """Has processes with these codes started in place of cores; where they are to listen, as soon as they are."""
+    addresses = list[str]()
+
+    def start(module: str, address: str, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        addresses.append(address)
+        return subprocess.Popen([sys.executable, "-c", codes[len(addresses) - 1], address], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(core_link, "start_child", start)
+    return addresses
+
+
+def test_it_gives_what_an_engine_in_this_process_gives(remote: Engine) -> None:
+    local = make_engine()
+    params = [
+        GREEDY,
+        SamplingParams(n=3, seed=2**70 + 3, max_tokens=9, logprobs=2, prompt_logprobs=1),
+        SamplingParams(seed=-5, max_tokens=9, logit_bias={3: 2.5}, min_tokens=4, allowed_token_ids=range(40)),
+        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
+    ]
+    found = []
+    for engine in (local, remote):
+        outputs = [engine.add_request(str(i), random_ids(9, seed=i), each) for i, each in enumerate(params)]
+        drain(engine)
+        found.append(outputs)
+    for here, there in zip(*found, strict=True):
+        assert tokens(here) == tokens(there) and len(here.outputs) == len(there.outputs)
+        assert [each.finish_reason for each in here.outputs] == [each.finish_reason for each in there.outputs]
+        for mine, its in zip(here.outputs, there.outputs, strict=True):
+            assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=1e-3)
+            assert [list(each) for each in mine.logprobs or ()] == [list(each) for each in its.logprobs or ()]
+        assert [list(each or ()) for each in here.prompt_logprobs or ()] == [
+            list(each or ()) for each in there.prompt_logprobs or ()
+        ]
+
+
+def test_what_is_refused_is_refused_at_once_and_with_the_numbers(remote: Engine) -> None:
+    with pytest.raises(ValueError, match="the prompt has 96 tokens and max_model_len=96"):
+        remote.add_request("long", random_ids(96), GREEDY)
+    with pytest.raises(ValueError, match="not in the vocabulary"):
+        remote.add_request("wrong", [10**6], GREEDY)
+    with pytest.raises(ValueError, match="cannot be passed on: Expected `int"):
+        remote.add_request("float", random_ids(4), SamplingParams(max_tokens=5.5))  # type: ignore[arg-type]
+    assert not remote.has_unfinished_requests
+
+
+def test_what_is_late_for_one_request_is_not_taken_for_another_of_its_name(remote: Engine) -> None:
+    for _ in range(5):
+        remote.add_request("a", random_ids(5), LONG)
+        remote.step()
+        remote.abort_request("a")
+    output = remote.add_request("a", random_ids(9), GREEDY)
+    drain(remote)
+    engine = make_engine()
+    expected = engine.add_request("a", random_ids(9), GREEDY)
+    drain(engine)
+    assert tokens(output) == tokens(expected)
+
+
+def test_an_interrupt_ends_a_wait_and_the_core_cannot_be_looked_at(remote: Engine) -> None:
+    remote.interrupt()
+    assert remote.step() == []
+    with pytest.raises(RuntimeError, match="in a process of its own"):
+        _ = remote.core
+    with closing(AsyncLLM.start(EngineConfig(**tiny()))) as llm, pytest.raises(ValueError, match="keeps its own pace"):
+        llm.pause()
+
+
+def test_resetting_the_prefix_cache_forgets_what_is_free(remote: Engine) -> None:
+    def num_cached() -> int:
+        output = remote.add_request("a", random_ids(40), GREEDY)
+        drain(remote)
+        return output.num_cached_tokens
+
+    num_cached()
+    assert num_cached() == 32
+    remote.reset_prefix_cache()
+    assert num_cached() == 0
+
+
+def test_settings_that_are_refused_are_named_as_in_one_process() -> None:
+    with pytest.raises(ValueError, match=r"max_model_len=100000 is more than the model's context"):
+        make_remote(max_model_len=100_000)
+
+
+def test_a_load_that_fails_is_told() -> None:
+    wrong = EngineConfig(**tiny() | {"model": "/nowhere/at/all"})
+    with pytest.raises(ValueError, match="there is no such folder"):
+        Engine(wrong, own_process=True)
+    with pytest.raises(ValueError, match="objects of this process"):
+        Engine(EngineConfig(**tiny()), own_process=True, make_executor=lambda config, executor: executor)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_what_a_quantized_model_needs_of_a_gpu_comes_across(method: str) -> None:
+    config = EngineConfig(**tiny(quantization=method, device="cuda"))
+    plain = load_model_config(replace(config, quantization=None), "cuda")
+    model_config = load_model_config(config, "cuda")
+    if method == "int4":
+        assert model_config.dequantized
+    else:
+        assert model_config.peak_width != plain.peak_width and model_config.num_multiplied_as_codes > 0
+    ready = Ready(config, model_config, num_blocks=7)
+    assert decode_from_core(encode(ready)) == ready
+
+
+def test_a_long_path_of_temporary_files_is_none_of_a_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    addresses = put_in_place(monkeypatch, saying(Refused("heard", is_fault=False)))
+    with pytest.raises(ValueError, match=r"^heard$"):
+        make_remote()
+    [address] = addresses
+    assert not Path(address.removeprefix("ipc://")).parent.exists() and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["teachllm.engine.processes.core_link.start_child", "teachllm.engine.processes.core_link.CoreLink.send"],
+    ids=str,
+)
+def test_a_process_that_cannot_be_started_leaves_nothing_behind(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError("no more processes")
+
+    before = num_descriptors(), children(os.getpid())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    put_in_place(monkeypatch, _LOADING)
+    monkeypatch.setattr(where, fail)
+    with pytest.raises(OSError, match=r"^no more processes$"):
+        make_remote()
+    assert (num_descriptors(), children(os.getpid())) == before and not list(tmp_path.iterdir())
+
+
+def test_what_a_replica_dies_of_while_another_one_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, why = children(os.getpid()), "the process of rank 0 has ended with SIGKILL"
+    put_in_place(monkeypatch, saying(Died(why)), _LOADING)
+    with pytest.raises(EngineDeadError, match=f"^{why}$"):
+        make_remote(data_parallel_size=2)
+    assert children(os.getpid()) == before
+
+
+def test_a_trace_comes_across_and_is_written_there(tmp_path: Path) -> None:
+    lines: list[str] = []
+    path, seen = tmp_path / "run.jsonl", list[tuple[int, int]]()
+    with closing(make_remote(trace_sink=lines.append, trace_path=str(path), progress=lambda *n: seen.append(n))) as e:
+        e.add_request("a", random_ids(9), GREEDY)
+        drain(e)
+    assert seen and seen[-1][0] == seen[-1][1] > 0
+    assert path.read_text().splitlines() == lines
+    events = [json.loads(line)["event"] for line in lines]
+    assert events[:2] == ["header", "arrival"] and events.count("step") == 20
+    assert read_trace(path).lines[-1]["event"] == "step"
+
+
+def test_a_step_that_fails_is_told_once_and_many_in_a_row_end_the_process() -> None:
+    full = Path("/dev/full")  # every write fails
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+    with closing(make_remote(trace_path=str(full))) as engine:
+        engine.add_request("a", random_ids(4), LONG)
+        with pytest.raises(RuntimeError, match="No space left"):
+            for _ in range(100):
+                engine.step()
+        engine.abort_request("a")
+        engine.interrupt()
+        assert engine.step() == []  # it was told once
+        assert process_of(engine).poll() is None
+        failures: list[RuntimeError] = []
+        with pytest.raises(EngineDeadError, match="exit code 1"):
+            for i in range(100):
+                engine.add_request(str(i), random_ids(4), LONG)
+                try:
+                    engine.step()
+                except EngineDeadError:
+                    raise
+                except RuntimeError as error:
+                    failures.append(error)
+        assert len(failures) == 4  # with the first one
+
+
+def test_when_the_process_dies_every_stream_says_so_and_nothing_hangs() -> None:
+    ended: list[Exception | None] = []
+
+    async def main(llm: AsyncLLM) -> None:
+        streams = [await llm.submit(random_ids(4, seed=i), LONG) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        process_of(llm._engine).kill()
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="has ended with SIGKILL"):
+                async with asyncio.timeout(10):
+                    async for _ in stream:
+                        pass
+            await stream.aclose()
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await llm.submit(random_ids(4), GREEDY)
+        wait_for(lambda: bool(ended))
+        assert isinstance(ended[0], EngineDeadError)
+
+    with closing(AsyncLLM.start(EngineConfig(**tiny()), on_end=ended.append)) as llm:
+        asyncio.run(main(llm))
+    assert process_of(llm._engine).returncode == -signal.SIGKILL
+
+
+def test_a_process_that_dies_while_nobody_asks_for_anything_is_noticed() -> None:
+    ended: list[Exception | None] = []
+    with closing(AsyncLLM.start(EngineConfig(**tiny()), on_end=ended.append)) as llm:
+        process_of(llm._engine).kill()
+        wait_for(lambda: bool(ended))
+    assert isinstance(ended[0], EngineDeadError)
+
+
+def test_closing_ends_the_process_and_leaves_nothing_behind() -> None:
+    engine = make_remote()
+    folder = Path(engine._core._links[0]._folder)  # type: ignore[attr-defined]
+    assert not folder.exists()  # once both ends are connected
+    engine.add_request("a", random_ids(4), LONG)
+    engine.close()
+    assert process_of(engine).returncode == 0
+    engine.close()
+
+
+def test_the_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from teachllm import EngineConfig; from teachllm.engine.llm_engine import Engine\n"
+        f"engine = Engine(EngineConfig(**{tiny()!r}), own_process=True)\n"
+        "print(engine._core._links[0].process.pid, flush=True); time.sleep(600)"
+    )
+    with start_program("-c", code, environment={"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    wait_for(lambda: is_gone(pid))

@@ -1,0 +1,234 @@
+"""Replicas that share a mixture's experts: the tokens of one process, whoever has work, and one end for all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teachllm import LLM, EngineConfig, SamplingParams
+from teachllm.engine.async_llm import AsyncLLM
+from teachllm.engine.fork import fork_config
+from teachllm.engine.llm_engine import Engine
+from teachllm.engine.processes.core_client import CoreClient
+from teachllm.trace.reader import Trace, read_trace
+from teachllm.worker.errors import EngineDeadError
+from tests.engine.reference import reference
+from tests.engine.streams import all_hear_that
+from tests.processes import descendants, is_gone
+from tests.thorough import THOROUGH
+from tests.waiting import wait_for
+from tests.worker.doors import random_ids, tiny, tokens
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+PROMPTS = [random_ids(length, seed=length) for length in (3, 40, 17, 1, 25, 60)]
+SHARED: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "dp=2": {},
+    "dp=2 x tp=2": {"tensor_parallel_size": 2},
+    "dp=2 x pp=2": {"pipeline_parallel_size": 2},
+    "dp=3, plans in flight": {"data_parallel_size": 3, "async_scheduling": True},
+}
+TOP_K, NUM_EXPERTS = {"qwen3_moe": 3, "mixtral": 2}, {"qwen3_moe": 8, "mixtral": 5}
+CASES = [(name, way) for name in TOP_K for way in (WAYS if THOROUGH or name == "qwen3_moe" else list(WAYS)[:2])]
+
+
+def cores_of(engine: Engine) -> list[int]:
+    """The pids of the replicas' processes."""
+    core = engine._core
+    assert isinstance(core, CoreClient)
+    return [link.process.pid for link in core._links]
+
+
+def cpu_seconds(pids: set[int]) -> float:
+    ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids]
+    return sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def loads(trace: Trace, top_k: int) -> list[list[int]]:
+    """By layer that has experts and by expert: the tokens that it got in all steps, each of which has counted all."""
+    found: list[list[list[int]]] = [step["expert_load"] for step in trace.steps]
+    for step, layers in zip(trace.steps, found, strict=True):
+        num_tokens = sum(share["num_tokens"] for share in step["scheduled"])
+        assert {sum(layer) for layer in layers} == {num_tokens * top_k}
+    return [[sum(counts) for counts in zip(*layer, strict=True)] for layer in zip(*found, strict=True)]
+
+
+def loads_of_all(traces: list[Trace], top_k: int) -> list[list[int]]:
+    """As `loads`, of all replicas."""
+    each = [loads(trace, top_k) for trace in traces]
+    return [[sum(counts) for counts in zip(*layer, strict=True)] for layer in zip(*each, strict=True)]
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_unfinished_requests:
+        engine.step()
+
+
+@pytest.fixture(scope="module")
+def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[list[list[int]]]]]:
+    with closing(LLM(**tiny(request.param))) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        yield request.param, [tokens(output) for output in outputs]
+
+
+@pytest.mark.parametrize(("expected", "way"), CASES, indirect=["expected"])
+def test_greedy_tokens_are_those_of_one_process(expected: tuple[str, list[list[list[int]]]], way: str) -> None:
+    name, theirs = expected
+    assert len({token for [ids] in theirs for token in ids}) >= 16
+    with closing(LLM(**tiny(name, **(SHARED | WAYS[way])))) as llm:
+        assert [tokens(output) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == theirs
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Callable[[], list[Trace]]]]:
+    folder = tmp_path_factory.mktemp("traces")
+    config = EngineConfig(**tiny("qwen3_moe", **SHARED, trace_path=str(folder / "run.jsonl")))
+    paths = [folder / f"run-{replica}.jsonl" for replica in range(2)]
+    with closing(Engine(config)) as engine:
+        wait_for(lambda: all("\n" in path.read_text() for path in paths))  # written by a thread
+        yield engine, lambda: [read_trace(path) for path in paths]
+
+
+def test_an_idle_replica_takes_empty_steps_and_then_all_rest(
+    traced: tuple[Engine, Callable[[], list[Trace]]],
+) -> None:
+    engine, traces = traced
+    [expected] = [tokens(each) for each in _alone("qwen3_moe", [PROMPTS[1]])]
+    for _ in range(3):  # one request alone is always the first replica's
+        output = engine.add_request("one", PROMPTS[1], GREEDY)
+        finish(engine)
+        assert tokens(output) == expected
+    wait_for(lambda: len(traces()[0].steps) == 3 * 16)
+    assert not traces()[1].steps
+    wait_for(lambda: [line["event"] for line in traces()[1].lines] == ["serve"] * (3 * 16))
+    for took, served in zip(traces()[0].steps, traces()[1].lines, strict=True):  # at the same time
+        [mine], [its] = took["ranks"], served["ranks"]
+        assert (mine["replica"], its["replica"]) == (0, 1)
+        assert mine["begin"] < its["end"] and its["begin"] < mine["end"]
+        assert mine["sent"]["all_to_all"][0] == its["sent"]["all_to_all"][0] == 4 * 2  # of two layers
+    pids = descendants(os.getpid())
+    assert len(pids) >= 4
+    time.sleep(0.3)
+    before = cpu_seconds(pids)
+    time.sleep(1.0)
+    assert cpu_seconds(pids) - before < 0.2
+
+
+def _alone(name: str, prompts: list[list[int]], **changes: Any) -> list[Any]:
+    with closing(LLM(**tiny(name, **changes))) as llm:
+        return llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+def test_one_whose_requests_ended_serves_those_that_came_later_elsewhere(
+    traced: tuple[Engine, Callable[[], list[Trace]]],
+) -> None:
+    engine, _ = traced
+    theirs = [tokens(each) for each in _alone("qwen3_moe", PROMPTS[:4])]
+    first = [engine.add_request(str(i), PROMPTS[i], GREEDY) for i in range(2)]
+    long = engine.add_request("long", PROMPTS[2], LONG)
+    for _ in range(8):
+        engine.step()
+    later = [engine.add_request(str(i), PROMPTS[i], GREEDY) for i in (2, 3)]
+    engine.abort_request("long")
+    finish(engine)
+    assert [tokens(each) for each in (*first, *later)] == theirs
+    assert len(tokens(long)[0]) < 80
+
+
+def test_traces_tell_the_load_of_each_expert_which_is_that_of_one_process(tmp_path: Path) -> None:
+    alone, ways = tmp_path / "alone.jsonl", {"pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2}}
+    _alone("qwen3_moe", PROMPTS, trace_path=str(alone))
+    expected = loads(read_trace(alone), TOP_K["qwen3_moe"])
+    assert [len(layer) for layer in expected] == [NUM_EXPERTS["qwen3_moe"]] * 2
+    assert all(max(layer) > min(layer) for layer in expected)
+    for name, way in ways.items():
+        _alone("qwen3_moe", PROMPTS, trace_path=str(tmp_path / f"{name}.jsonl"), **SHARED, **way)
+        traces = [read_trace(tmp_path / f"{name}-{replica}.jsonl") for replica in range(2)]
+        assert loads_of_all(traces, TOP_K["qwen3_moe"]) == expected
+
+
+def test_a_trace_of_one_replica_is_forked_as_an_engine_with_all_experts(
+    traced: tuple[Engine, Callable[[], list[Trace]]],
+) -> None:
+    config = fork_config(traced[1]()[0].header)
+    assert config.data_parallel_size == 1 and not config.enable_expert_parallel
+
+
+def test_closing_in_the_middle_of_a_step_ends_all_without_a_complaint(capfd: pytest.CaptureFixture[str]) -> None:
+    before = descendants(os.getpid())
+    engine = Engine(EngineConfig(**tiny("qwen3_moe", **SHARED)))
+    for i in range(4):
+        engine.add_request(str(i), random_ids(4, seed=i), LONG)
+    for _ in range(6):
+        engine.step()
+    pids = descendants(os.getpid()) - before
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 3
+    assert len(pids) == 4 and all(map(is_gone, pids))
+    assert "rror" not in capfd.readouterr().err
+
+
+def test_one_that_is_told_to_end_serves_the_others_until_all_are() -> None:
+    engine = Engine(EngineConfig(**tiny("qwen3_moe", **SHARED)))
+    try:
+        _, theirs = [engine.add_request(str(i), random_ids(4, seed=i), LONG) for i in range(2)]
+        for _ in range(6):
+            engine.step()
+        core = engine._core
+        assert isinstance(core, CoreClient)
+        core._links[0].tell_to_end()
+        while not theirs.finished:
+            engine.step()
+        assert len(tokens(theirs)[0]) == 80
+        assert not core._links[0].is_dead
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("is_rank", [False, True], ids=["a replica's process", "a rank's"])
+@pytest.mark.parametrize("num_requests", [6, 1], ids=["at work", "idle"])
+def test_when_one_is_killed_every_request_hears_of_it_and_all_processes_end(num_requests: int, is_rank: bool) -> None:
+    ended = list[Exception | None]()
+
+    async def main(llm: AsyncLLM) -> None:
+        streams = [await llm.submit(random_ids(4, seed=i), LONG) for i in range(num_requests)]
+        for stream in streams:
+            await anext(stream)
+        victim = cores_of(llm._engine)[1]  # which has nothing to do, where there is one request
+        os.kill(min(descendants(victim)) if is_rank else victim, signal.SIGKILL)
+        of_whom = "the process of rank 0" if is_rank else "the process of replica 1"
+        await all_hear_that(f"{of_whom} has ended with SIGKILL", streams)
+        wait_for(lambda: bool(ended))
+
+    before = descendants(os.getpid())
+    with closing(AsyncLLM.start(EngineConfig(**tiny("qwen3_moe", **SHARED)), on_end=ended.append)) as llm:
+        started = descendants(os.getpid()) - before
+        asyncio.run(main(llm))
+        wait_for(lambda: all(map(is_gone, started)))
+    assert isinstance(ended[0], EngineDeadError)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("qwen3", {}, "spreads experts over ranks, and Qwen3ForCausalLM has none: set it to False"),
+        ("mixtral", {"data_parallel_size": 6}, "over 6 ranks, and the model has 5: lower data_parallel_size"),
+        ("mixtral", {"data_parallel_size": 1}, "there is one rank: set it to False, or tensor_parallel_size=2, or"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    assert reference(name)
+    before = descendants(os.getpid())
+    with pytest.raises(ValueError, match=message):
+        LLM(**tiny(name, **(SHARED | settings)))
+    wait_for(lambda: all(map(is_gone, descendants(os.getpid()) - before)))

@@ -1,0 +1,91 @@
+"""Hopper's attention kernels, interpreted: what they compute, and that their warps wait for each other rightly."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachllm_kernels.attention import decode_plan, hopper_prefill
+from teachllm_kernels.attention.hopper_kv_dequantize import channel_of, in_order_of_values
+from tests.kernels.attention.test_paged_decode import FP8, INT8, Kind, check_fused
+from tests.kernels.attention.test_paged_prefill import Shape, check, prefill_on_hopper
+from tests.kernels.interpreted_gluon import interpreted
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a Hopper runs them itself: test_paged_decode.py")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_plan, "_MULTIPROCESSORS", 2)
+    monkeypatch.setattr(decode_plan, "_FEW", 2)
+
+
+KINDS = [
+    Kind((4, 2), 128, torch.float16),
+    Kind((4, 2), 128, torch.float16, codes=FP8),
+    Kind((4, 1), 128, torch.bfloat16, 48, codes=INT8),
+    Kind((6, 2), 64, torch.float16, window=100, codes=FP8),
+    Kind((12, 1), 128, torch.bfloat16, window=1, codes=FP8),
+]
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 300), min_size=2, max_size=4), st.sampled_from(KINDS), st.booleans())
+def test_decode(lens: list[int], kind: Kind, has_norm: bool) -> None:
+    with interpreted("_hopper_decode"):
+        check_fused(lens, kind, has_norm, on_hopper=True)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_decode_of_more_tiles_than_there_are_stages(kind: Kind) -> None:
+    with interpreted("_hopper_decode") as launches:
+        check_fused([700, 129], kind, True, on_hopper=True)
+    assert kind.window == 1 or all(all(barriers) for barriers in launches), "a barrier that nobody waits for"
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_the_rows_of_sums_are_the_channels_that_they_are_said_to_be(head_size: int) -> None:
+    channels = torch.arange(head_size)[:, None].expand(-1, 16)
+    rows = in_order_of_values.fn(channels)[:, 0]
+    assert rows.tolist() == channel_of.fn(torch.arange(head_size), head_size).tolist()
+    assert sorted(rows.tolist()) == list(range(head_size))
+
+
+def check_prefill(shape: Shape, longest: int = 0, num_programs: int = 2) -> list[list[bool]]:
+    with interpreted("_hopper_prefill") as launches, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_prefill, "num_multiprocessors", lambda device: num_programs)
+        check(shape, prefill=partial(prefill_on_hopper, longest=longest))
+    return launches
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"head_size": 128, "group": 2},
+    {"head_size": 128, "group": 2, "codes": FP8},
+    {"head_size": 128, "group": 4, "codes": INT8, "window": 100, "block_size": 32},
+    {"head_size": 64, "group": 8, "codes": FP8, "block_size": 48, "dtype": torch.bfloat16},
+    {"head_size": 128, "group": 64, "num_kv_heads": 1, "codes": FP8, "window": 1},
+]
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.tuples(st.integers(1, 150), st.integers(0, 200)), min_size=1, max_size=3),
+    st.sampled_from(SHAPES),
+    st.sampled_from([0, 10_000]),
+    st.sampled_from([1, 3]),
+)
+def test_prefill(sequences: list[tuple[int, int]], shape: dict[str, Any], longest: int, num_programs: int) -> None:
+    query_lens, context_lens = zip(*sequences, strict=True)
+    drawn = Shape(list(query_lens), list(context_lens), **{"dtype": torch.float16} | shape)
+    check_prefill(drawn, longest, num_programs)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefill_of_more_tiles_than_there_are_stages(shape: dict[str, Any]) -> None:
+    launches = check_prefill(Shape([130, 65], [300, 0], **{"dtype": torch.float16} | shape), num_programs=1)
+    assert all(all(barriers) for barriers in launches), "a barrier that nobody waits for"

@@ -1,0 +1,97 @@
+"""Quantized weights for tests: random codes, with scales of every kind. And what Hopper's products must give."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear
+from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
+from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
+from teachllm_kernels.linear.scaled.scaled_reference import scaled_linear_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CODES = [torch.float8_e4m3fn, torch.int8]
+KINDS = ["tensor", "output", "block"]
+ROUNDED = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+IN_TENSOR_CORES = 3e-3  # sums of e4m3 there, in about 14 bits
+code_dtypes = st.sampled_from(CODES)
+kinds = st.sampled_from(KINDS)
+OF_HOPPER = [(codes, kind) for codes in CODES for kind in KINDS if (codes, kind) != (torch.int8, "block")]
+hopper_kinds = st.sampled_from(OF_HOPPER)
+
+
+def tolerance(codes: torch.dtype, dtype: torch.dtype, gated: bool = False) -> float:
+    """Of a gated result twice what tensor cores lose: it is a product of two such sums."""
+    in_tensor_cores = DEVICE.type == "cuda" and codes == torch.float8_e4m3fn
+    return ROUNDED[dtype] + (IN_TENSOR_CORES * (2 if gated else 1) if in_tensor_cores else 0)
+
+
+def weight_of(num_rows: int, num_in: int, codes: torch.dtype, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [num_rows, num_in], and their scales: numbers that leave rows about as large as they were."""
+    numbers = torch.randn(num_rows, num_in, device=DEVICE)
+    shape = {"tensor": (1, 1), "output": (num_rows, 1), "block": (-(-num_rows // GROUP), -(-num_in // GROUP))}[kind]
+    quantized = quantize_rows_reference(numbers, codes)
+    scales = torch.exp2(torch.rand(shape, device=DEVICE)) * quantized.scales.mean() * num_in**-0.5
+    return quantized.codes, scales
+
+
+def rows_of(num_rows: int, num_in: int, codes: torch.dtype, kind: str) -> QuantizedRows:
+    """Rows of different sizes, with scales as a weight of this kind wants them."""
+    sizes = torch.exp2(torch.randint(-4, 3, (num_rows, 1), device=DEVICE))
+    return quantize_rows_reference(torch.randn(num_rows, num_in, device=DEVICE) * sizes, codes, grouped=kind == "block")
+
+
+def bias_of(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_rows, device=DEVICE).to(dtype)
+
+
+def outputs_of(kind: str, gated: bool, num_out: int) -> int:
+    """Outputs that such a weight may have: blocks do not reach from gate to up."""
+    return -(-num_out // GROUP) * GROUP if gated and kind == "block" else num_out
+
+
+def assert_near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Each row, by the length of the error."""
+    assert result.isfinite().all()
+    error = (result.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    assert error.max() < tolerance, f"{float(error.max()):.1e}"
+
+
+def check_few_rows_on_hopper(
+    num_rows: int, shape: tuple[int, int], codes: torch.dtype, kind: str, has_bias: bool, form: str
+) -> None:
+    """`hopper_scaled_linear` against the definition.
+
+    Args:
+        form: plain, gated, or parts.
+    """
+    gated, parts = form == "gated", form == "parts"
+    num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
+    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, codes, kind)
+    x = rows_of(num_rows, num_in, codes, kind)
+    bias = bias_of(len(weight), torch.bfloat16) if has_bias else None
+    y = hopper_scaled_linear(x, weight, scales, bias, gated, parts)
+    y = y.sum(0) if parts else y
+    dtype = torch.float32 if parts else torch.bfloat16
+    assert y.dtype == dtype and y.shape == (num_rows, num_out)
+    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, dtype, gated))
+
+
+def check_many_rows_on_hopper(
+    num_rows: int,
+    shape: tuple[int, int],
+    codes: torch.dtype,
+    kind: str,
+    has_bias: bool,
+    gated: bool,
+    level: int = 0,
+) -> None:
+    """`hopper_scaled_mm` against the definition."""
+    num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
+    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, codes, kind)
+    x = rows_of(num_rows, num_in, codes, kind)
+    bias = bias_of(len(weight), torch.bfloat16) if has_bias else None
+    y = hopper_scaled_mm(x, weight, scales, bias, gated, level=level)
+    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, torch.bfloat16, gated))
+    assert torch.equal(y, hopper_scaled_mm(x, weight, scales, bias, gated, level=level))
