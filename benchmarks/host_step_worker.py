@@ -30,14 +30,11 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "SamplingParams": ("teachllm.sampling_params:SamplingParams",),
     "Request": ("teachllm.core.request:Request",),
     "ModelRunnerOutput": ("teachllm.core.scheduler_output:ModelRunnerOutput",),
-    "EngineCore": ("teachllm.engine.engine_core:EngineCore", "teachllm.engine.core.engine_core:EngineCore"),
-    "InputBatch": (
-        "teachllm.worker.cpu.input_batch:InputBatch",
-        "teachllm.worker.cpu.libc_settings.input_batch:InputBatch",
-    ),
-    "DeviceBatch": ("teachllm.worker.gpu.device_batch:DeviceBatch", "teachllm.worker.gpu.device_batch:DeviceBatch"),
+    "EngineCore": ("teachllm.engine.engine_core:EngineCore",),
+    "InputBatch": ("teachllm.worker.cpu.input_batch:InputBatch", "teachllm.worker.input_batch:InputBatch"),
+    "DeviceBatch": ("teachllm.worker.gpu.device_batch:DeviceBatch", "teachllm.worker.device_batch:DeviceBatch"),
     # The kernel that `DeviceBatch.send` launches once it has packed a plan, as the module of `send` knows it.
-    "write_runs": ("teachllm.worker.gpu.device_batch:write_runs", "teachllm.worker.gpu.device_batch:write_runs"),
+    "write_runs": ("teachllm.worker.gpu.device_batch:write_runs", "teachllm.worker.device_batch:write_runs"),
 }
 # Methods and attributes that have other names in some checkouts: the first one that is there is taken.
 MEMBERS: dict[str, tuple[str, ...]] = {

@@ -39,11 +39,7 @@ from teachllm_kernels._triton import triton  # noqa: E402
 from teachllm_kernels.linear import dense_gemm  # noqa: E402
 from teachllm_kernels.linear.gemv import gemv_reference, gemv_triton  # noqa: E402
 from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_linear  # noqa: E402
-from teachllm_kernels.linear.packed import (
-    dequantize,
-    packed_gemv,
-    packed_linear,
-)
+from teachllm_kernels.linear.packed import dequantize, packed_gemv, packed_linear  # noqa: E402
 from teachllm_kernels.linear.packed.dequantize import dequantize_triton  # noqa: E402
 from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear, is_fit  # noqa: E402
 from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton  # noqa: E402

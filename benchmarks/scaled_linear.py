@@ -34,10 +34,7 @@ from prefill_attention import seconds  # noqa: E402
 from teachllm.bench.ceilings import measure_ceilings  # noqa: E402
 from teachllm.engine.observability.ceilings import at_best  # noqa: E402
 from teachllm.roofline import Ceilings  # noqa: E402
-from teachllm_kernels.linear import (
-    dense_gemm,
-    hopper_linear,
-)
+from teachllm_kernels.linear import dense_gemm, hopper_linear  # noqa: E402
 from teachllm_kernels.linear.gemv import gemv_triton  # noqa: E402
 from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS, hopper_gated_linear  # noqa: E402
 from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear  # noqa: E402

@@ -86,8 +86,8 @@ OUTSIDE = {
     "teachllm.server": SERVE_EXTRA,
     "teachllm": CORE_INSTALL,
     **{
-        f"teachllm.engine.{name}": {"zmq", "msgspec"}
-        for name in ("core_client", "core_link", "core_process", "messages")
+        f"teachllm.engine.processes.{name}": {"zmq", "msgspec"}
+        for name in ("core_client", "core_link", "core_process", "core_messages")
     },
     **{
         f"teachllm.worker.processes.{name}": {"torch", "zmq", "msgspec"}

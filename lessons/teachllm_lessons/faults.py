@@ -69,7 +69,7 @@ FAULTS = (
     Fault(
         "01",
         "a token attends to the one after it",
-        f"{_KERNELS}/paged_attention.py",
+        f"{_KERNELS}/attention/paged_attention.py",
         "    mask = key_index.unsqueeze(1) > query_index\n",
         "    mask = key_index.unsqueeze(1) > query_index + 1\n",
         "A prompt's tokens see what they are to predict. Decodes are right, so answers are the same, or a little odd.",
@@ -195,7 +195,7 @@ FAULTS = (
     Fault(
         "08",
         "tiles added up without rescaling",
-        f"{_KERNELS}/decode_tile.py",
+        f"{_KERNELS}/attention/decode_tile.py",
         '    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")\n',
         '    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")\n',
         "Right until a later tile has the largest score: short sequences never show it.",
@@ -204,7 +204,7 @@ FAULTS = (
     Fault(
         "08",
         "splits merged by their number",
-        f"{_KERNELS}/merge_splits.py",
+        f"{_KERNELS}/attention/merge_splits.py",
         "            weight = tl.exp2(part_lse - base[None, :])\n",
         '            weight = tl.where(part_lse > -float("inf"), 1.0, 0.0)\n',
         "Every split of a long sequence counts the same, whatever its scores.",
@@ -222,7 +222,7 @@ FAULTS = (
     Fault(
         "10",
         "a rejection that draws from p",
-        f"{_KERNELS}/rejection_reference.py",
+        f"{_KERNELS}/speculation/rejection_reference.py",
         "    rest = (p - q).clamp(min=0.0)\n",
         "    rest = p\n",
         "What the drafter likes comes too often: a bad drafter changes the text.",

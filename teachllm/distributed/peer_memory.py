@@ -1,7 +1,7 @@
 """Memory that GPUs have for each other: each writes there what the others are to add up.
 
-It is for what is waited for, the few rows of a decode, see `teachllm_kernels/comm/one_shot_all_reduce.py`. A large sum is a matter
-of bytes, and NCCL's.
+It serves small sums that a step waits for, such as the few rows of a decode: see
+`teachllm_kernels/comm/one_shot_all_reduce.py`. A large sum is bound by bytes and left to NCCL.
 
 Source: PyTorch, "Symmetric Memory", https://docs.pytorch.org/docs/stable/symmetric_memory.html
 """

@@ -8,8 +8,8 @@ right and are not, and which it must find out.
 What works here is what works in an engine, with tables in the place of its two models:
 
     drafts      `Sampler.draw_drafts`, for every node of a `DraftTree`
-    tokens      `Sampler.sample` at every node: filters, then rejection sampling of what was drafted there
-                (`teachllm_kernels/speculation/rejection_reference.py`); on a GPU that is the kernel, on a CPU its reference
+    tokens      `Sampler.sample` at every node: filters, then rejection sampling of what was drafted there; on a GPU
+                with the kernel, on a CPU with `teachllm_kernels/speculation/rejection_reference.py`
     accepted    `DraftTree.walk`
 
 Not in it: how a batch's rows are laid out, tree attention, and the kernels that draw and walk on a GPU. Those are

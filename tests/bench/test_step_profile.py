@@ -76,7 +76,8 @@ KERNELS = {
 
 
 def test_every_kernel_of_this_project_has_its_group() -> None:
-    found = {name for file in FOLDER.glob("*.py") for name in re.findall(r"^\s+(_\w+)\[.*\]\(", file.read_text(), re.M)}
+    sources = [file.read_text() for file in FOLDER.rglob("*.py")]
+    found = {name for source in sources for name in re.findall(r"^\s+(_\w+)\[.*\]\(", source, re.M)}
     assert {name: group_of(name) for name in found} == {
         name: group for group, names in KERNELS.items() for name in names
     }

@@ -23,7 +23,7 @@ def test_every_kernel_compiles_for_ampere_and_hopper() -> None:
     )
     assert done.returncode == 0, done.stderr
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
-    entries = {name for file in KERNELS.glob("*.py") for name in entry_points(file.read_text())}
+    entries = {name for file in KERNELS.rglob("*.py") for name in entry_points(file.read_text())}
     assert entries and compiled == entries
 
 

@@ -188,9 +188,11 @@ def test_costs_count_each_number_once() -> None:
 
 
 def test_references_and_models_import_where_triton_is_not_installed() -> None:
-    modules = [path.stem for path in (ROOT / "kernels" / "teachllm_kernels").glob("*.py") if path.stem != "__init__"]
+    folder = ROOT / "kernels"
+    paths = [path.relative_to(folder).with_suffix("") for path in (folder / "teachllm_kernels").rglob("*.py")]
     lines = ["import sys", "sys.modules['triton'] = None"]
-    lines += [f"import teachllm_kernels.{module}" for module in modules] + ["import teachllm.models.loader"]
+    lines += [f"import {'.'.join(path.parts)}" for path in paths if path.stem != "__init__"]
+    lines += ["import teachllm.models.loader"]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": ""}
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)
 

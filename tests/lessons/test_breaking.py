@@ -22,7 +22,7 @@ SCENARIOS = {  # those that notebooks name and do not run
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_shows_the_fault(name: str) -> None:
-    said = plant(name).symptom(f"teachllm_lessons.{SCENARIOS[name]}").text
+    said = plant(name).symptom(f"teachllm_lessons.helpers.{SCENARIOS[name]}").text
     whole, broken = said.split("With the fault:")
     assert whole.count("```") == broken.count("```") == 2
     assert whole.split("```")[1].strip() != broken.split("```")[1].strip() != ""

@@ -13,9 +13,8 @@ instruction. Here are
                  are computed: scores [64 keys, 8 heads] = K Q^T, sums [128 channels, 8 heads] += V^T P^T. K and V are
                  used as they lie in shared memory; of 4 heads' 8 columns half count, of 64 rows it would be 1 in 16
 
-Over a cache of codes four of the warps do what `hopper_decode_quantized.py` says. The plan is `decode_plan.py`'s; what each
-of these is worth is in benchmarks/NOTES.md. The definition is `rope_kv_write_reference`, then
-`paged_attention_reference`.
+Over a quantized cache four of the warps run `hopper_decode_quantized.py`. The plan is `decode_plan.py`'s; what each of
+these is worth is in benchmarks/NOTES.md. The definition is `rope_kv_write_reference`, then `paged_attention_reference`.
 
 Sources: those of `paged_decode.py` and `hopper_linear.py`; Shah et al., "FlashAttention-3", 2024.
 """

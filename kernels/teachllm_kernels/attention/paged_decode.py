@@ -15,8 +15,8 @@ all the work goes into keeping every multiprocessor reading until the end, howev
               under way; then for the rest, at once; and 32 splits are merged in one go, as each go waits for what
               others have just written
 
-More than one query token a sequence, and a tree mask, are for verifying drafts. Of a cache of codes (`kv_quantization.py`) the
-scores are multiplied by K's scale, the sums by V's.
+More than one query token per sequence, and a tree mask, are for verifying drafts. With a quantized cache
+(`kv_quantization.py`) the scores are multiplied by K's scale and the sums by V's.
 
 `fused_paged_decode` does also what comes before attention (q/k norm, rotary embedding, KV write) for one new token a
 sequence: at small batches a kernel less a layer is worth more than the few numbers each split computes again. On Hopper
