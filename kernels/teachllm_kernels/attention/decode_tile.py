@@ -1,4 +1,4 @@
-"""One tile of decode attention (lesson 08): K and V are loaded through the block table, scored, and added to the running sums.
+"""One tile of decode attention (lesson 08): K and V are loaded through the block table, scored and accumulated.
 
 A softmax over all keys would need all scores first. Online softmax needs three values per row instead: the highest
 score so far, and, relative to it, the sum of the weights and the weighted sum of V. A tile with a higher score rescales
