@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
 import tempfile
-from collections.abc import Generator
 
 # No test reads the user's ceilings, or leaves some there.
 os.environ["TEACHLLM_CACHE"] = os.path.join(tempfile.gettempdir(), f"teachllm-cache-{os.getpid()}")
@@ -17,11 +14,8 @@ if not os.path.exists("/dev/nvidiactl"):
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import ready_children
+from tests.budget import Budget
 from tests.thorough import times
-
-if sys.platform == "linux":
-    ready_children.install()
 
 settings.register_profile(
     "teachllm",
@@ -33,9 +27,12 @@ settings.register_profile(
 settings.load_profile("teachllm")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budget", action="store_true", help="print the CPU seconds of each folder beside its share")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if sys.platform == "linux" and config.pluginmanager.hasplugin("nbmake"):
-        ready_children.install_kernels()
+    config.pluginmanager.register(Budget())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,33 +44,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
-
-
-@pytest.hookimpl(optionalhook=True, wrapper=True)
-def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """One more than there are processors: whoever has started a program, or a browser, waits for it."""
-    return 1 + (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Modules of all tests, and what they import, stay: no collection of garbage need look at them."""
-    gc.disable()
-    found = yield
-    gc.enable()
-    gc.collect()
-    gc.freeze()
-    return found
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where kernels are interpreted, quickly; whether they are is known once Triton has been imported."""
-    if "triton.runtime.interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.kernels.quick_interpreter import quicken
-
-        quicken()
-    if "tests.processes" in sys.modules:  # where a test counts what is open
-        ready_children.start_nursery()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.ready_children import NURSERY, nursery_pid
-
 RING = "memfd:teachllm ring"  # memory that ranks share: it has no file, and lasts as long as anybody maps it
 
 
@@ -18,16 +16,7 @@ def children(pid: int) -> list[int]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (task / "children").read_text().split())
-    return [each for each in found if not is_nursery(each)]
-
-
-def is_nursery(pid: int) -> bool:
-    """Whether that is one of `ready_children.py`, which is there in tests only."""
-    if pid == nursery_pid():
-        return True
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/comm").read_text() == f"{NURSERY}\n"
-    return False
+    return found
 
 
 def descendants(pid: int) -> set[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ready_children import environment_with
+from tests.programs import environment_with
 
 ROOT = Path(__file__).resolve().parent.parent
 WINGS = {".": "teachllm", "kernels": "teachllm_kernels", "cli": "teachllm_cli"}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.ready_children import environment_with, run_program
+from tests.programs import environment_with, run_program
 
 GREEDY = ("--device", "cpu", "--temperature", "0")
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from teachllm import __version__
-from tests.ready_children import environment_with, run_program
+from tests.programs import environment_with, run_program
 
 
 def start(*arguments: str, python: tuple[str, ...] = (), stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import children, descendants, is_gone, num_rings
-from tests.ready_children import start_program
+from tests.programs import start_program
 from tests.thorough import THOROUGH
 from tests.waiting import wait_for
 

@@ -14,7 +14,6 @@ import torch
 
 from teachllm_kernels.attention.kv_move import KVMover
 from teachllm_kernels.comm.one_shot_all_reduce import Mailbox
-from tests.kernels.quick_interpreter import quicken
 
 
 class _Bounds:
@@ -44,7 +43,6 @@ class _Bounds:
 
 def guard(patch: pytest.MonkeyPatch) -> None:
     """From now on."""
-    quicken()
     from triton.runtime import interpreter
 
     bounds, builder = _Bounds(), interpreter.InterpreterBuilder

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.processes import children
-from tests.ready_children import start_program
+from tests.programs import start_program
 from tests.server.door import PATIENCE
 
 

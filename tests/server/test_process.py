@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.ready_children import run_program
+from tests.programs import run_program
 from tests.server.door import PATIENCE, chunks, error_of
 from tests.server.process import engine_processes, started
 

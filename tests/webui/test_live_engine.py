@@ -29,7 +29,7 @@ from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Seen, Status, Timeline
 from teachllm_webui.trace_log import TraceLog
 from teachllm_webui.what_if import SHAPE_NAMES, WhatIf, run_what_if
-from tests.ready_children import environment_with
+from tests.programs import environment_with
 from tests.waiting import wait_for
 
 CONFIG = EngineConfig(device="cpu", num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=256)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.ready_children import start_program
+from tests.programs import start_program
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from teachllm.bench import ceilings
-from tests.ready_children import environment_with
+from tests.programs import environment_with
 
 ENGINE = ("--device", "cpu", "--load-format", "dummy", "--max-model-len", "256", "--max-num-seqs", "8")
 SHORT = ("--input-len", "5", "--output-len", "4")

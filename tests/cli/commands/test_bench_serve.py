@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
-from tests.ready_children import environment_with
+from tests.programs import environment_with
 
 SMALL = ("--num-prompts", "6", "--random-input-len", "5", "--random-output-len", "4", "--request-timeout", "20")
 

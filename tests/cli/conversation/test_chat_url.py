@@ -23,7 +23,7 @@ from teachllm_cli.conversation.chat_session import ChatSession
 from teachllm_cli.conversation.history import Turn
 from teachllm_cli.conversation.openai_client import OpenAIClient, ServerError, TooLongError
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
-from tests.ready_children import environment_with
+from tests.programs import environment_with
 from tests.server.door import FakeDoor, Server, serving
 
 TOO_LONG = {"error": {"message": "This model's maximum context length is 9 tokens.", "code": 400}}

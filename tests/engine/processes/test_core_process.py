@@ -25,7 +25,7 @@ from teachllm.engine.processes.core_messages import Died, FromCore, Ready, Refus
 from teachllm.models.model_config import load_model_config
 from teachllm.trace.reader import read_trace
 from tests.processes import children, is_gone, num_descriptors
-from tests.ready_children import start_program
+from tests.programs import start_program
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 

@@ -11,7 +11,7 @@ import time
 from typing import Any, NamedTuple
 
 from tests.processes import is_gone, named_memory, num_rings
-from tests.ready_children import start_program
+from tests.programs import start_program
 from tests.worker.doors import tiny
 
 SECONDS_TO_TELL = 5.0  # from the kill until the program has its error

@@ -33,7 +33,7 @@ from teachllm.worker.processes.host_socket import connect, listen, port_of
 from teachllm.worker.processes.rank_hosts import RankHosts
 from teachllm.worker.processes.rank_lines import Work
 from tests.processes import num_descriptors
-from tests.ready_children import environment_with
+from tests.programs import environment_with
 from tests.waiting import wait_for
 from tests.worker.doors import make_engine
 

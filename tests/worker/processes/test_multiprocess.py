@@ -41,7 +41,6 @@ from teachllm.worker.processes.rank_lines import Frame, Work
 from teachllm.worker.processes.rank_processes import RankProcesses, devices_of
 from teachllm.worker.processes.worker_process import prior_of, table_of
 from tests.processes import children, is_gone, num_descriptors, num_rings
-from tests.ready_children import start_fresh_child
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.kill import kill_a_rank, program
@@ -485,7 +484,6 @@ def test_ranks_that_disagree_are_ended_and_what_differs_is_named(
 
 @pytest.mark.parametrize("seconds", [0.0, 0.7])
 def test_a_rank_that_is_killed_while_it_loads_is_named(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.processes.rank_processes.start_child", start_fresh_child)  # it takes seconds
     before, pids = num_descriptors(), list[int]()
 
     def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -18,7 +18,7 @@ from teachllm.distributed.rendezvous import keep_store
 from teachllm.engine.llm_engine import Engine
 from teachllm.worker.errors import EngineDeadError
 from tests.processes import children, is_gone, num_descriptors
-from tests.ready_children import start_program
+from tests.programs import start_program
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.kill import program

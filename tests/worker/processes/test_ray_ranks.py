@@ -18,7 +18,7 @@ import pytest
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.worker.processes.ray_ranks import _tell, by_machine
 from tests.processes import descendants, is_gone
-from tests.ready_children import environment_with
+from tests.programs import environment_with
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
 from tests.worker.processes.process_trees import needs_proc

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.worker.processes.torchrun import plan_of_torchrun, works_for_process_0
 from tests.processes import children, is_gone
-from tests.ready_children import environment_with
+from tests.programs import environment_with
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny
 from tests.worker.processes.process_trees import free_port, needs_proc
