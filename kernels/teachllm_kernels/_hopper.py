@@ -1,4 +1,4 @@
-"""What the kernels for Hopper share: which cards they run on, how the copy engine (TMA) is told of a tile, barriers."""
+"""What the Hopper kernels share: the hardware check, tensor descriptors for the copy engine (TMA), and barriers."""
 
 from __future__ import annotations
 
@@ -9,40 +9,49 @@ import torch
 from teachllm_kernels._triton import HAS_GLUON, PLACES, TensorDescriptor, gl, gluon, hopper
 
 __all__ = [
-    *("PIECE", "barriers", "copy_or_arrive", "fetch", "gate_up_map", "has_hopper", "head_map", "num_multiprocessors"),
-    *("pieces", "place", "tile_map"),
+    "PIECE",
+    "barriers",
+    "copy_or_arrive",
+    "fetch",
+    "gate_up_map",
+    "has_hopper",
+    "head_map",
+    "num_multiprocessors",
+    "pieces",
+    "place",
+    "tile_map",
 ]
 
-PIECE = 16  # keys of a copy, which lie in one block
+PIECE = 16  # keys per copy; they lie in one block
 
 
 @cache
 def has_hopper(device: torch.device) -> bool:
-    """Whether these kernels run there: a Hopper card (its tensor cores' instructions are no other card's)."""
+    """Return whether these kernels run there: no other card has Hopper's tensor-core instructions."""
     return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """A GPU's; of another device, for which kernels are only compiled, an H200's."""
+    """Return the GPU's number of multiprocessors; for a device that kernels are only compiled for, an H200's."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PLACES
 
 
 def tile_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """What the copy engine must know to fetch or write tiles of a matrix."""
+    """Return the descriptor with which the copy engine fetches or writes tiles of a matrix."""
     return TensorDescriptor.from_tensor(matrix, block, _layout(tuple(block), matrix.dtype))
 
 
 def gate_up_map(weight: torch.Tensor, num_rows: int, block_k: int) -> TensorDescriptor:
-    """As `tile_map`, of gate above up, [2 * num_out, num_in]: a tile is gate 0-7, up 0-7, gate 8-15, up 8-15, ...
+    """Like `tile_map`, for gate above up, [2 * num_out, num_in]: a tile is gate 0-7, up 0-7, gate 8-15, up 8-15, ...
 
-    So the gate and the up of one output meet in one thread, and nothing has to be exchanged before SiLU: where the
-    weight is the left operand, who holds a row of every sixteen of the product also holds the row eight further on;
-    where it is the right one, everybody holds the same two columns of every eight.
+    The gate and the up of one output then meet in one thread, and nothing has to be exchanged before SiLU. If the
+    weight is the left operand, the thread that holds one row of every sixteen of the product also holds the row eight
+    further on; if it is the right operand, every thread holds the same two columns of every eight.
 
     Args:
-        num_rows: of the tile, both kinds together.
-        block_k: its columns.
+        num_rows: rows of the tile, gate and up together.
+        block_k: columns of the tile.
     """
     num_out, num_in = weight.shape[0] // 2, weight.shape[1]
     shape, strides = [num_out // 8, 2, 8, num_in], [8 * num_in, num_out * num_in, num_in, 1]
@@ -51,13 +60,13 @@ def gate_up_map(weight: torch.Tensor, num_rows: int, block_k: int) -> TensorDesc
 
 
 def head_map(heads: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """As `tile_map`, of some heads of some tokens: [num_tokens, num_heads, head_size], tokens at any stride."""
+    """Like `tile_map`, for some heads of some tokens: [num_tokens, num_heads, head_size], tokens at any stride."""
     return TensorDescriptor(heads, list(heads.shape), list(heads.stride()), block, _layout(tuple(block), heads.dtype))
 
 
 @gluon.jit
 def pieces(cache_desc, table_ptr, key, end, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The slots where the pieces of a tile begin, for `fetch`: all are asked for before the first is needed."""
+    """Return the slots where the pieces of a tile begin, for `fetch`; all loads start before the first is needed."""
     PIECE: gl.constexpr = cache_desc.block_shape[0]
     slots = ()
     for piece in gl.static_range(TILE // PIECE):
@@ -69,7 +78,7 @@ def pieces(cache_desc, table_ptr, key, end, TILE: gl.constexpr, BLOCK_SIZE: gl.c
 
 @gluon.jit
 def fetch(cache_desc, to, arrived, slots, column, key, end):
-    """Starts copying a tile of keys, or of values, piece by piece; each one is an arrival, those behind `end` too."""
+    """Start copying a tile of keys or values piece by piece. Each piece is one arrival, even pieces after `end`."""
     PIECE: gl.constexpr = cache_desc.block_shape[0]
     for piece in gl.static_range(to.shape[0] // PIECE):
         place = to.slice(piece * PIECE, PIECE)
@@ -78,7 +87,7 @@ def fetch(cache_desc, to, arrived, slots, column, key, end):
 
 @gluon.jit
 def copy_or_arrive(tile_desc, row, column, arrived, to, index, end):
-    """Starts copying a tile of a matrix, which arrives with its bytes; one behind the end arrives without any."""
+    """Start copying a tile of a matrix. It arrives with its bytes; a tile after the end arrives without any."""
     BYTES: gl.constexpr = tile_desc.block_shape[0] * tile_desc.block_shape[1] * to.dtype.primitive_bitwidth // 8
     hopper.mbarrier.expect(arrived, BYTES, index < end)
     hopper.mbarrier.arrive(arrived, pred=index >= end)
@@ -87,11 +96,11 @@ def copy_or_arrive(tile_desc, row, column, arrived, to, index, end):
 
 @gluon.jit
 def barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
-    """[NUM, 1], each complete when so many have arrived.
+    """Allocate NUM barriers, [NUM, 1], each of which completes after ARRIVALS arrivals.
 
-    A kernel that goes on when nobody waits for them any more invalidates them: their memory may then hold other things.
-    Nor does one make any that nobody waits for. The compiler sees that their memory is free, and what it puts there
-    is not what is read: with tiles of keys it was NaN.
+    A kernel that continues after its last wait invalidates them, because their memory may then hold other data. A
+    kernel must not make a barrier that no role waits for: the compiler sees that its memory is free and reuses it. With
+    tiles of keys the kernel then read NaN.
     """
     made = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
@@ -101,7 +110,7 @@ def barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def place(index, num_row_blocks, num_column_blocks, AT_ONCE: gl.constexpr):
-    """Which block of rows of a result, and of columns, comes as the `index`-th: AT_ONCE blocks of rows side by side."""
+    """Return which (row block, column block) of a result comes `index`-th; AT_ONCE row blocks run side by side."""
     per_band = AT_ONCE * num_column_blocks
     first = index // per_band * AT_ONCE
     height = gl.minimum(num_row_blocks - first, AT_ONCE)
@@ -111,7 +120,7 @@ def place(index, num_row_blocks, num_column_blocks, AT_ONCE: gl.constexpr):
 
 @cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a tile in shared memory, as the tensor cores read it."""
+    """Return the shared-memory layout of a tile that the tensor cores read."""
     dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
     dtypes |= {torch.float8_e4m3fn: gl.float8e4nv, torch.int8: gl.int8}
     return gl.NVMMASharedLayout.get_default_for(list(block), dtypes[dtype])

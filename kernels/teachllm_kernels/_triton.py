@@ -1,12 +1,13 @@
-"""Triton where it is installed; a machine without it (a laptop's CPU) imports every kernel's file all the same.
+"""Triton, if it is installed. A machine without it (a laptop's CPU) can still import every kernel's file.
 
-Programmatic dependent launch lets a kernel start while the one before it drains: it asks for its weights, which
-nobody writes, and only then waits (`gdc_wait`) for what the other one computed. A kernel that is launched so must
-wait before it reads, or writes, anything that another kernel writes or reads; and one of its programs must wait even
-if none has work, or it could end before the kernel in front, for which the next one then does not wait. What another
-kernel wrote may be read earlier only if one that is launched the ordinary way lies between the two. That holds for what
-a step prepares for all of its layers (lengths, slots, block tables, plans, cos and sin): the embedding lookup comes
-after it. Hopper and newer cards have it; elsewhere, and in Triton's interpreter, the kernels' `PDL` switch is off.
+Programmatic dependent launch (PDL) lets a kernel start while the previous one drains: it loads its weights, which no
+kernel writes, and only then waits (`gdc_wait`) for what the previous kernel computed. A kernel launched this way must
+wait before it reads or writes anything that another kernel writes or reads. One of its programs must wait even if none
+has work; otherwise it could end before the previous kernel, and the next kernel would not wait for that one. A kernel
+may read another kernel's result before the wait only if a kernel that is launched the ordinary way lies between the
+two. This holds for what a step prepares for all of its layers (lengths, slots, block tables, plans, cos and sin),
+because the embedding lookup comes after it. Hopper and newer cards have PDL; elsewhere, and in Triton's interpreter,
+the kernels' `PDL` switch is off.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -20,7 +21,7 @@ import torch
 
 
 class _Absent:
-    """Stands for Triton, or for a kernel: complains when it is used, not when the kernel's file is read."""
+    """A stand-in for Triton or for a kernel. It raises when it is used, not when the kernel's file is imported."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -61,22 +62,33 @@ except ImportError:
     gluon = gl = hopper = TensorDescriptor = _Absent("this needs Gluon, which comes with Triton 3.6 and newer")
     HAS_GLUON = False
 
-PLACES = 132  # multiprocessors of an H200, or of the larger H100: what products are divided for
+PLACES = 132  # multiprocessors of an H200 and of the larger H100; the kernels divide products for that many
 
 __all__ = [
-    *("HAS_GLUON", "PLACES", "TensorDescriptor", "barrier", "gdc_launch_dependents", "gdc_wait", "gl", "gluon"),
-    *("hopper", "launch_options", "shared_memory", "tl", "triton"),
+    "HAS_GLUON",
+    "PLACES",
+    "TensorDescriptor",
+    "barrier",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "gl",
+    "gluon",
+    "hopper",
+    "launch_options",
+    "shared_memory",
+    "tl",
+    "triton",
 ]
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """Keyword arguments for every launch on this device: a kernel's `PDL` switch, and the launch that goes with it."""
+    """Return keyword arguments for every launch on this device: the `PDL` switch and the matching launch option."""
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have on this device; on a CPU, which compiles and interprets, on the smallest Ampere."""
+    """Return the bytes of shared memory per program; for a CPU, those of the smallest Ampere."""
     if device.type != "cuda":
         return 99 << 10
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,21 +1,21 @@
-"""Kernels compiled side by side: a pass through a model in which every launch compiles, and nothing is launched.
+"""Compile kernels in parallel: run a model once so that every launch compiles its kernel and launches nothing.
 
-Triton compiles a kernel when it is launched for the first time, for the types, the alignment and the constants of its
-arguments. A model's first step meets its kernels one after the other, and while one is compiled the other cores rest.
-To make the same launches once before, each of them handed to a pool of threads, says what to compile without a list
-that would have to be kept: what is not compiled before a step meets it is compiled then, as ever.
+Triton compiles a kernel at its first launch, for the types, the alignment and the constants of its arguments. A model's
+first step meets its kernels one after the other, and while one compiles the other cores are idle. This module makes the
+same launches once beforehand and hands each of them to a thread pool. No list of kernels has to be maintained: a kernel
+that was not compiled here is compiled at its first launch, as usual.
 
-Threads suffice: most of a compilation is native code, or another program's (the assembler, and, up to Triton 3.6, the C
-compiler, which builds each signature's launcher), and meanwhile other threads run Python.
+Threads suffice: most of a compilation is native code or another program (the assembler and, up to Triton 3.6, the C
+compiler, which builds the launcher of each signature), and meanwhile other threads run Python.
 
-In the order of time, with what is Triton's own in brackets:
+The steps in order, with Triton's own part in brackets:
 
-    launch    a kernel's arguments say what to compile; nothing is on its way to the device
-    submit    [once for each that is not compiled already] its compilation waits for the pass to be over
+    launch    a kernel's arguments determine what to compile; nothing is sent to the device
+    submit    [once per kernel that is not compiled yet] its compilation waits for the pass to end
     compile   a thread: [source to machine code], then the launcher is built and the machine code loaded
-    finish    this thread waits for all: [the next such launch finds the kernel]
+    finish    this thread waits for all: [the next launch finds the kernel]
 
-Source: Triton's `AsyncCompileMode`, which compiles so what is launched with `warmup`.
+Source: Triton's `AsyncCompileMode`, which compiles in this way what is launched with `warmup`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from teachllm_kernels._triton import triton
 
 __all__ = ["compiling_ahead"]
 
-_is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)  # of this thread: the others launch
+_is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)  # per thread: the other threads launch
 _one_at_a_time = Lock()
-_THREADS = 8  # more would take turns at running Python: a fifth of a compilation
+_THREADS = 8  # more would only take turns at the Python part, a fifth of a compilation
 
 
 class _Pool(ThreadPoolExecutor):
-    """Makes kernels ready to be launched."""
+    """A thread pool that compiles kernels until they are ready to be launched."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(_THREADS, **settings)
@@ -55,14 +55,14 @@ class _Pool(ThreadPoolExecutor):
         return super().submit(make_ready)
 
     def _build_launcher(self, kernel: Any) -> None:
-        """And loads the kernel: Triton does both when it is asked for `run`."""
-        with self._building[kernel.name]:  # a kernel's variants have launchers in common: one builds for all
+        """Build the kernel's launcher and load the kernel: Triton does both on access to `run`."""
+        with self._building[kernel.name]:  # a kernel's variants share launchers: one thread builds for all
             _ = kernel.run
 
 
 @contextmanager
 def _launches_compile(met: list[Any]) -> Iterator[None]:
-    """Inside, this thread's launches are what Triton calls a warm-up; `met` gets the kernels."""
+    """Inside, this thread's launches are what Triton calls a warm-up. Each kernel is appended to `met`."""
     jit = triton.JITFunction
     launch = jit.run
 
@@ -81,12 +81,12 @@ def _launches_compile(met: list[Any]) -> Iterator[None]:
 
 
 def _give_up(mode: Any, pool: _Pool, met: list[Any]) -> None:
-    """Leaves nothing behind of a mode that an error or an interruption has ended, but the compilations under way.
+    """Clean up after a mode that an error or an interruption has ended; only compilations under way continue.
 
-    Triton ends its mode only when nothing was raised, and newer ones keep what is to be a kernel among the kernels.
+    Triton ends its mode only if nothing was raised, and newer versions keep unfinished kernels among the kernels.
     """
     pool.shutdown(wait=False, cancel_futures=True)
-    mode.raw_futures.clear()  # which it would wait for
+    mode.raw_futures.clear()  # the mode would wait for them
     mode.__exit__(None, None, None)
     unfinished = set(map(id, mode.future_kernels.values()))
     for kernels, *_ in (caches for function in met for caches in function.device_caches.values()):
@@ -96,18 +96,18 @@ def _give_up(mode: Any, pool: _Pool, met: list[Any]) -> None:
 
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """Inside, this thread's launches only compile. What they would have written is not; PyTorch's own work is done.
+    """Inside, this thread's launches compile and write nothing. PyTorch's own operations run as usual.
 
-    Compiling begins when the block ends, and then all of it is waited for. A kernel that does not compile raises
-    nothing here, but where it is launched. Other threads' launches go on; one of a kernel that was met here waits, so
-    the block must not wait for those threads.
+    Compilation begins when the block ends, and the exit waits for all of it. A kernel that does not compile raises
+    where it is launched, not here. Other threads' launches go on; a launch of a kernel that was met here waits, so the
+    block must not wait for those threads.
 
     Args:
         device: the GPU on which they will be launched, with its index; this thread's current one.
 
     Raises:
-        RuntimeError: inside of itself.
-        BaseException: of the block; nothing is compiled then that was not under way.
+        RuntimeError: if called inside itself.
+        BaseException: whatever the block raises; only compilations under way are then finished.
     """
     if _is_ahead.get():
         raise RuntimeError("this thread is compiling ahead already")
@@ -115,7 +115,7 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
     def begin() -> None:
         torch.cuda.set_device(device)
-        passed.wait()  # the pass is Python, too, and what it meets last may take the longest
+        passed.wait()  # the pass is Python, too, and the kernel that it meets last may take the longest
 
     pool = _Pool(initializer=begin)
     mode = triton.AsyncCompileMode(pool, ignore_errors=True)
@@ -127,7 +127,7 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
                     with _launches_compile(met):
                         yield
                 except BaseException:
-                    mode.raw_futures.clear()  # nothing is to be waited for
+                    mode.raw_futures.clear()  # do not wait for any compilation
                     raise
                 finally:
                     passed.set()

@@ -1,15 +1,15 @@
-"""RMS norm, with the residual added first where there is one.
+"""RMS norm, with the residual added first if there is one.
 
 Every sub-layer of a Llama-family model ends in `x = residual + y` and the next begins with `rms_norm(x)`, so the
 two belong in one operation: done apart, each row travels to memory and back several times. Memory-bound: its speed
 is bytes over bandwidth, see `cost`.
 
-Between two norms a decode step reads more weights, keys and values than the second-level cache holds (50 MB on an
-H200). They push out what was written there, and it goes to memory, though the next layer is going to overwrite it.
-`evict_last` keeps it in the cache.
+Between two norms a decode step reads more weights, keys and values than the L2 cache holds (50 MB on an H200). They
+evict what was written there, and it goes to memory, though the next layer is going to overwrite it. `evict_last`
+keeps it in the cache.
 
-Where the product that follows takes codes of 8 bits, the norm writes these, and never the row itself. Where several
-GPUs have parts of y, the norm is also what adds them up: a row is exchanged, added, normed and written in one kernel.
+If the next product takes 8-bit operands, the norm writes quantized rows and never the row itself. If several GPUs have
+parts of y, the norm also adds them up: a row is exchanged, added, normed and written in one kernel.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
@@ -45,7 +45,7 @@ def rms_norm_reference(
 
 
 def prepare_rms_norm(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight * sqrt(size), sqrt(eps * size)) for `rms_norm_cpu`: x / rms(x) = sqrt(size) x / hypot(|x|, root)."""
+    """Return (weight * sqrt(size), sqrt(eps * size)): x / rms(x) = sqrt(size) x / hypot(|x|, root)."""
     size = weight.shape[-1]
     wide = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(wide) * size**0.5, torch.tensor((eps * size) ** 0.5, dtype=wide)
@@ -54,10 +54,10 @@ def prepare_rms_norm(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, to
 def rms_norm_cpu(
     y: torch.Tensor, residual: torch.Tensor | None, prepared: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rms_norm_reference`, with what `prepare_rms_norm` made of the weight; equal up to rounding.
+    """Compute `rms_norm_reference` with the result of `prepare_rms_norm`; equal up to rounding.
 
-    A row of a small model is done in microseconds, so what counts is how many operations there are: the length of
-    x is one fused sum, and no Python number has to become a tensor.
+    A small model's row takes microseconds, so the number of operations counts: the length of x is one fused sum, and no
+    Python number has to become a tensor.
     """
     scaled_weight, root = prepared
     x = y if residual is None else residual + y
@@ -66,7 +66,7 @@ def rms_norm_cpu(
     return normed if wide is x else normed.to(x.dtype), x
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_tokens"])  # it differs from batch to batch
 def _rms_norm(
     y_ptr, residual_ptr, weight_ptr, normed_ptr, x_ptr,
     eps, num_tokens, size,
@@ -98,14 +98,16 @@ def _rms_norm(
     if HAS_RESIDUAL:
         total += before
         tl.store(x_ptr + at, total.to(x_ptr.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
-        total = total.to(x_ptr.dtype.element_ty).to(tl.float32)  # what is normed is what was stored
+        total = total.to(x_ptr.dtype.element_ty).to(tl.float32)  # the norm's input is what was stored
     rms = tl.sqrt(tl.sum(total * total) / size + eps)
     if code_scales_ptr is None:
         normed_ptrs = normed_ptr + at
         normed = (total / rms * scale).to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptrs, normed, mask=inside, eviction_policy=EVICTION)
     else:
-        unquantized = (total / rms * scale).to(x_ptr.dtype.element_ty).to(tl.float32)  # as it would have been stored
+        unquantized = (
+            (total / rms * scale).to(x_ptr.dtype.element_ty).to(tl.float32)
+        )  # rounded as if it had been stored
         row = tl.program_id(0)
         store_row(
             unquantized, normed_ptr, code_scales_ptr, given_scale_ptr, row, num_tokens, size, BLOCK, GROUPED, EVICTION
@@ -115,13 +117,13 @@ def _rms_norm(
 def rms_norm_triton(
     y: torch.Tensor | Unsummed, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rms_norm_reference` for contiguous y and residual, [num_tokens, size]. One program a row.
+    """Compute `rms_norm_reference` for contiguous y and residual, [num_tokens, size]. One program per row.
 
-    Or y in parts that are to be added up, [num_parts, num_tokens, size] float32, or at several ranks; then there must
-    be a residual.
+    y may also be parts that must be added up: [num_parts, num_tokens, size] float32, or parts at several ranks. Then
+    there must be a residual.
     """
     normed = torch.empty_like(_part(y) if residual is None else residual)
-    return normed, _launch(y, residual, weight, eps, normed)
+    return normed, _launch(y, residual, weight, eps, normed=normed)
 
 
 def rms_norm_quantized_triton(
@@ -133,14 +135,24 @@ def rms_norm_quantized_triton(
     scale: torch.Tensor | None = None,
     grouped: bool = False,
 ) -> tuple[QuantizedRows, torch.Tensor]:
-    """As `rms_norm_triton`, then `quantize_rows`: the codes are the same."""
+    """Compute `rms_norm_triton`, then `quantize_rows`, with the same quantized values."""
     own = _part(y)
     normed = empty_rows((own.shape[-2], own.shape[-1]), dtype, grouped, own.device)
-    return normed, _launch(y, residual, weight, eps, *normed, scale, grouped)
+    x = _launch(
+        y,
+        residual,
+        weight,
+        eps,
+        normed=normed.codes,
+        code_scales=normed.scales,
+        given_scale=scale,
+        grouped=grouped,
+    )
+    return normed, x
 
 
 def _part(y: torch.Tensor | Unsummed) -> torch.Tensor:
-    """What this rank has of it: all, or a part."""
+    """Return this rank's tensor: all of y, or its part."""
     return y.part if isinstance(y, Unsummed) else y
 
 
@@ -154,7 +166,7 @@ def _launch(
     given_scale: torch.Tensor | None = None,
     grouped: bool = False,
 ) -> torch.Tensor:
-    """Fills `normed`, or the codes in it and their scales. Returns what was normed."""
+    """Fill `normed`, or its quantized values and scales. Return the norm's input."""
     mailbox = y.mailbox if isinstance(y, Unsummed) else None
     y = _part(y)
     assert (y.dim() == 2 and mailbox is None) or residual is not None
@@ -187,13 +199,15 @@ def _launch(
         EVICTION="evict_last" if num_tokens <= KEPT else "",
         RANK=0 if mailbox is None else mailbox.rank,
         NUM_RANKS=1 if mailbox is None else mailbox.num_ranks,
-        num_warps=min(max(block // (256 if num_parts == 1 else 128), 1), 16),  # parts: as many loads at once
+        num_warps=min(
+            max(block // (256 if num_parts == 1 else 128), 1), 16
+        ),  # with parts, more warps for more loads at once
         **launch_options(y.device),
     )
     return x
 
 
 def cost(num_tokens: int, hidden_size: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: y and residual in, both out, weight once."""
+    """Return (bytes, FLOPs) that any implementation must spend: y and residual in, both out, weight once."""
     elements = num_tokens * hidden_size
     return (4 * elements + hidden_size) * dtype_bytes, 5 * elements

@@ -1,8 +1,8 @@
 """SwiGLU's activation: `silu(gate) * up`, on the output of the merged gate and up projection.
 
 The two projections are one matrix product (one read of the input, one launch), so their results lie side by side
-in each row. Memory-bound: done as two operations, the gate travels to memory and back once more. And once more, if the
-down projection takes codes of 8 bits and they are made by another kernel.
+in each row. Memory-bound: done as two operations, the gate travels to memory and back once more, and once more again if
+the down projection takes 8-bit operands and a separate kernel quantizes them.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 
 def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, 2 * size] (gate, then up) -> [num_tokens, size]."""
+    """Return silu(gate) * up: [num_tokens, 2 * size] (gate, then up) -> [num_tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -37,7 +37,7 @@ def _silu_and_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.const
     tl.store(out_ptr + row * size + column, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _silu_and_mul_quantized(
     gate_up_ptr, codes_ptr, scales_ptr, given_scale_ptr,
     num_rows, size,
@@ -52,12 +52,14 @@ def _silu_and_mul_quantized(
     gate_ptrs = gate_up_ptr + row.to(tl.int64) * 2 * size + column
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + size, mask=inside, other=0.0).to(tl.float32)
-    y = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)  # as it would have been stored
+    y = (
+        (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
+    )  # rounded as if it had been stored
     store_row(y, codes_ptr, scales_ptr, given_scale_ptr, row, num_rows, size, BLOCK, GROUPED, "")
 
 
 def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `silu_and_mul_reference`, computed in float32. One program for each row and 1024 columns."""
+    """Compute `silu_and_mul_reference` in float32. One program per row and 1024 columns."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
@@ -68,7 +70,7 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
 def silu_and_mul_quantized_triton(
     gate_up: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, grouped: bool = False
 ) -> QuantizedRows:
-    """As `silu_and_mul_triton`, then `quantize_rows`: the codes are the same. One program a row."""
+    """Compute `silu_and_mul_triton`, then `quantize_rows`, with the same quantized values. One program per row."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     quantized = empty_rows((num_tokens, size), dtype, grouped, gate_up.device)
     block = triton.next_power_of_2(max(size, GROUP))
@@ -88,10 +90,10 @@ def silu_and_mul_quantized_triton(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, 2 * size] (gate, then up), contiguous -> [num_tokens, size], by the device's best way."""
+    """Return silu(gate) * up, the fastest way: [num_tokens, 2 * size], contiguous -> [num_tokens, size]."""
     return silu_and_mul_triton(gate_up) if gate_up.is_cuda else silu_and_mul_reference(gate_up)
 
 
 def cost(num_tokens: int, size: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: both halves in, one out."""
+    """Return (bytes, FLOPs) that any implementation must spend: both halves in, one out."""
     return 3 * num_tokens * size * dtype_bytes, 5 * num_tokens * size

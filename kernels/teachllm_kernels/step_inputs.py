@@ -1,10 +1,10 @@
 """From rows to a step's flat tensors, on the device: which token, at which position, in which slot of the paged cache.
 
-The device keeps a row for every running request: its token ids, its block table, how many tokens it knows. The host
-sends only who computes how many tokens, so a step can be prepared before the one in front of it has sampled: what
-that one samples is in the row by the time `step_inputs` reads it. Before it, `write_runs` brings what the host adds to
-the rows, read from pinned memory; at the end of the step `append_tokens` puts sampled ids into the rows for the next
-one, and into the host's memory for the host, which may read them when the step's event is done.
+The device keeps a row for every running request: its token ids, its block table and its number of known tokens. The
+host sends only which request computes how many tokens, so a step can be prepared before the previous one has
+sampled: the sampled token is in the row by the time `step_inputs` reads it. Before that, `write_runs` copies what
+the host adds to the rows from pinned memory. At the end of the step `append_tokens` writes sampled ids into the rows
+for the next step, and into the host's memory; the host may read them when the step's event is done.
 
 Source of slots and block tables: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023.
 """
@@ -17,7 +17,7 @@ from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_opt
 
 _BLOCK = 256
 _RUN_BLOCK = 1024
-_MAX_RUN_PROGRAMS = 16  # for one run: most are a block-table entry or two
+_MAX_RUN_PROGRAMS = 16  # per run; most runs are a block-table entry or two
 
 
 @triton.jit(do_not_specialize=["num_trees"])
@@ -36,7 +36,7 @@ def _step_inputs(
     first = tl.load(query_start_ptr + seq)
     num_tokens = tl.load(query_start_ptr + seq + 1) - first
     if row >= 0:
-        # The plan may count on drafts that were rejected; a step always computes a known token first.
+        # The plan may assume drafts that were rejected; a step always computes a known token first.
         start = tl.load(num_known_ptr + row) - 1
         if ALL_KNOWN:
             start -= num_tokens - 1
@@ -79,21 +79,20 @@ def step_inputs(
     depths: torch.Tensor | None = None,
     num_trees: int = 0,
 ) -> None:
-    """Fills the four before the last from the others; one program a sequence.
+    """Fill `input_ids`, `positions`, `slot_mapping` and `seq_lens` from the others; one program per sequence.
 
     Args:
         rows: [num_seqs] int32, the row of each sequence; -1 is padding, whose tokens get id 0 and slot -1.
         query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
-        planned_start: [num_seqs] int32, index in the sequence of its first token to compute, at most.
+        planned_start: [num_seqs] int32, an upper bound for the index of its first token to compute in the sequence.
         token_ids: [max_rows, max_len] int32.
         num_known: [max_rows] int32, tokens of prompt and outputs.
         block_tables: [max_rows, max_blocks] int32.
         input_ids, positions, slot_mapping: [num_tokens] int64, written.
         seq_lens: [num_seqs] int32, written: tokens of each sequence after this step; 0 for padding.
-        all_known: no token is a draft: a sequence's last one is at most its newest. Else the first one is, at most.
-        depths: [num_places] int32, where drafts are trees: how far behind a sequence's first token the position of each
-            is.
-        num_trees: so many of the first sequences have such drafts, or could have.
+        all_known: no token is a draft: a sequence's last token is at most its newest one. Otherwise its first token is.
+        depths: [num_places] int32, if drafts are trees: each one's position relative to the sequence's first token.
+        num_trees: this many of the first sequences have such drafts, or could have.
     """
     _step_inputs[(rows.shape[0],)](
         rows_ptr=rows,
@@ -119,7 +118,7 @@ def step_inputs(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _append_tokens(
     rows_ptr, sampled_ptr, token_ids_ptr, num_known_ptr, outputs_ptr, output_row_ptr,
     num_rows, token_stride, output_stride,
@@ -145,13 +144,13 @@ def append_tokens(
     outputs: torch.Tensor,
     output_row: torch.Tensor,
 ) -> None:
-    """Sampled tokens become known, to the host too.
+    """Append sampled tokens to the known ones, for the host, too.
 
     Args:
         rows: [num_rows] int32, no row twice; -1 is padding.
         sampled: [num_rows] int64 ids.
         token_ids: [max_rows, max_len] int32, grown in place; no row may be full.
-        num_known: [max_rows] int32, counted up in place.
+        num_known: [max_rows] int32, incremented in place.
         outputs: [num_steps, max_rows] int32, on the device or in the host's pinned memory.
         output_row: [1] int32, the row of `outputs` to write to.
     """
@@ -185,23 +184,23 @@ def _write_runs(to_ptr, packed_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def write_runs(to: torch.Tensor, packed: torch.Tensor, num_runs: int, longest: int) -> None:
-    """Writes runs of consecutive values, what a plan adds to the rows: tokens, block-table entries, lengths.
+    """Write runs of consecutive values, the plan's additions to the rows: tokens, block-table entries, lengths.
 
     Args:
         to: [size] int32.
         packed: int32, on the same device or in the host's pinned memory: the place of each run's first value in `to`,
-            [num_runs]; where each run begins among the values, and the last one ends, [num_runs + 1]; the values. No
-            two runs may overlap.
-        longest: values of the longest run.
+            [num_runs]; where each run begins among the values, and where the last one ends, [num_runs + 1]; the
+            values. No two runs may overlap.
+        longest: the number of values in the longest run.
     """
     programs = min(triton.cdiv(longest, _RUN_BLOCK), _MAX_RUN_PROGRAMS)
     _write_runs[(num_runs, programs)](to_ptr=to, packed_ptr=packed, BLOCK=_RUN_BLOCK, **launch_options(to.device))
 
 
 def cost(num_tokens: int, num_sampled: int = 0, num_written: int = 0) -> tuple[int, int]:
-    """(bytes, FLOPs) of a step's three kernels. It is latency.
+    """Return (bytes, FLOPs) of a step's three kernels. Latency-bound.
 
-    A token's id and block in, its id, position and slot out; of each sampled one its row, id and place in, its id into
-    the row and to the host, the row's length in and out; of each value written the value in and out.
+    A token's id and block in, its id, position and slot out; per sampled token its row, id and place in, its id to
+    the row and to the host, the row's length in and out; per written value the value in and out.
     """
     return num_tokens * (4 + 4 + 3 * 8) + num_sampled * (4 + 8 + 2 * 4 + 2 * 4) + num_written * 2 * 4, 0

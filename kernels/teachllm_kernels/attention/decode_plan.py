@@ -1,18 +1,18 @@
-"""Who reads which keys in decode attention: a step's KV cut into splits, listed on the device once for all layers.
+"""The plan of decode attention: a step's KV is cut into splits, listed on the device once for all layers.
 
-The time of decode attention is bytes over bandwidth, if every multiprocessor reads until the end. A program takes one
-split of one KV head, so what matters is how many splits there are and how long each is:
+The time of decode attention is bytes over bandwidth if every multiprocessor reads until the end. A program takes one
+split of one KV head, so the number of splits and their lengths matter:
 
     one wave   as many splits as run at once, of nearly the same length: all start together and end together, and
                nothing is left over. Half a wave more would take as long as a whole one
-    two        where there are more sequences than places; the longest first, so that short ones fill up what is left
-               at the end. To cut one up costs merging: only those that would still run when the others have ended
+    two        if there are more sequences than places: the longest come first, so that short ones fill the gaps at the
+               end. A cut sequence must be merged, so only those are cut that would still run when the others have ended
 
-How many run at once is a choice: a program with fewer warps, or a shorter queue of tiles, leaves room for more of them
-(`DecodeShape`). So the shape follows from the number of sequences, such that they make whole waves; but one whose
-programs read fast alone, two to a multiprocessor, is the best for any number of them (`hopper_decode.py`), except one
-alone, beside which the products around it must find room. The list has a fixed bound, and the launch that a CUDA graph
-holds does not depend on lengths.
+How many splits run at once is a choice: a program with fewer warps, or a shorter queue of tiles, leaves room for more
+programs (`DecodeShape`). So the shape follows from the number of sequences, such that they make whole waves. A kernel
+whose programs read fast at two per multiprocessor is best for any number of sequences (`hopper_decode.py`) except one:
+beside a single sequence, the matrix products around attention must find room. The list has a fixed bound, and the
+launch that a CUDA graph holds does not depend on lengths.
 
 Sources: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first); Ye et al., "FlashInfer", MLSys
 2025 (balanced splits).
@@ -26,14 +26,14 @@ import torch
 
 from teachllm_kernels._triton import tl, triton
 
-TILE = 64  # keys: splits are whole tiles, but for a sequence's last
-LOG2_E = 1.4426950408889634  # scores are turned to base 2, in which `DecodePlan.lse` is: the hardware has exp2
-MAX_FUSED = 8  # sequences, up to which the portable kernel that does all at once is faster than two
-_SPLITS_OF_ONE = 64  # of a sequence at most, in the mean
-_FEW = 8  # sequences, whose splits are of nearly the same length in any order
-_MULTIPROCESSORS = 128  # of 132: a few are left to what else runs
+TILE = 64  # keys; a split is a whole number of tiles, except a sequence's last split
+LOG2_E = 1.4426950408889634  # converts scores to base 2 (as `DecodePlan.lse` is): the hardware computes exp2
+MAX_FUSED = 8  # sequences up to which the portable fused kernel is faster than two kernels
+_SPLITS_OF_ONE = 64  # splits per sequence at most, on average
+_FEW = 8  # so few sequences have splits of nearly the same length in any order
+_MULTIPROCESSORS = 128  # of 132: a few are left to other kernels
 _SHORTEST = 16  # keys per tile at least: tensor cores multiply that many at once
-_FIELDS = 8  # of an item, see `DecodePlan`
+_FIELDS = 8  # per item, see `DecodePlan`
 
 FIELDS = tl.constexpr(_FIELDS)
 SEQ, ROW, TOKEN, BEGIN, END, SEQ_LEN, FIRST_ITEM, NUM_SPLITS = map(tl.constexpr, range(_FIELDS))
@@ -41,14 +41,14 @@ SEQ, ROW, TOKEN, BEGIN, END, SEQ_LEN, FIRST_ITEM, NUM_SPLITS = map(tl.constexpr,
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What a program of the attention kernel takes up.
+    """The resources of one program of the attention kernel.
 
     Attributes:
-        at_once: programs that a multiprocessor has room for.
-        num_warps: of a program.
-        stages: tiles that are under way or in use.
-        tile: keys of one step of the inner loop.
-        maxnreg: registers of a thread at most; where warps have roles, in the mean.
+        at_once: programs per multiprocessor.
+        num_warps: warps per program.
+        stages: tiles that are being copied or in use.
+        tile: keys per step of the inner loop.
+        maxnreg: registers per thread at most; on average, if warps have roles.
     """
 
     at_once: int
@@ -59,24 +59,26 @@ class DecodeShape:
 
     @property
     def places(self) -> int:
-        """Programs that run at once."""
+        """The number of programs that run at once."""
         return self.at_once * _MULTIPROCESSORS
 
 
-_SHAPES = tuple(
-    DecodeShape(*fields)
-    for fields in [(3, 4, 3, 64, None), (4, 4, 2, 64, None), (5, 2, 2, 64, 168), (6, 2, 3, 32, 168)]
+_SHAPES = (
+    DecodeShape(at_once=3, num_warps=4, stages=3, tile=64, maxnreg=None),
+    DecodeShape(at_once=4, num_warps=4, stages=2, tile=64, maxnreg=None),
+    DecodeShape(at_once=5, num_warps=2, stages=2, tile=64, maxnreg=168),
+    DecodeShape(at_once=6, num_warps=2, stages=3, tile=32, maxnreg=168),
 )
 COMMON_SHAPE, _SPLITTING_SHAPE = _SHAPES[1], _SHAPES[2]
-HOPPER_SHAPE = DecodeShape(2, 4, 3, 64, 128)  # of `hopper_decode.py`
-ALONE_SHAPE = DecodeShape(2, 4, 2, 64, None)  # of `fused_paged_decode`, one sequence
+HOPPER_SHAPE = DecodeShape(at_once=2, num_warps=4, stages=3, tile=64, maxnreg=128)  # for `hopper_decode.py`
+ALONE_SHAPE = DecodeShape(at_once=2, num_warps=4, stages=2, tile=64, maxnreg=None)  # for one sequence, fused
 
 
 def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hopper: bool = False) -> DecodeShape:
-    """The shape of the programs for so many sequences; measured, see benchmarks/NOTES.md.
+    """Return the best shape for a number of sequences, as measured in benchmarks/NOTES.md.
 
     Args:
-        fused: it is `fused_paged_decode`, on a GPU with (`on_hopper`) or without `hopper_decode`.
+        fused: the kernel is `fused_paged_decode`, on a GPU with (`on_hopper`) or without `hopper_decode`.
     """
     programs = num_seqs * num_kv_heads
     if fused:
@@ -91,12 +93,12 @@ def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hoppe
 
 
 def _wave(num_seqs: int, num_kv_heads: int, shape: DecodeShape) -> int:
-    """Splits that run at once, all KV heads of each."""
+    """Return the number of splits that run at once, with all of their KV heads."""
     return min(max(shape.places // num_kv_heads, 1), num_seqs * _SPLITS_OF_ONE)
 
 
 def max_splits(num_seqs: int, num_kv_heads: int, shape: DecodeShape) -> int:
-    """A bound for any batch of so many sequences: the number of items that a launch is made for."""
+    """Return the number of items that a launch is sized for: a bound for any batch of `num_seqs` sequences."""
     wave = _wave(num_seqs, num_kv_heads, shape)
     return wave if num_seqs <= wave else wave + num_seqs
 
@@ -137,14 +139,14 @@ class DecodePlan:
     Attributes:
         items: [max_items, 8] int32, one split each. SEQ: its sequence; ROW: the sequence's row of the block tables;
             TOKEN: its first token in the batch; BEGIN: the split's first key; END: one past its last; SEQ_LEN: the
-            sequence's length; FIRST_ITEM: the first item of the sequence; NUM_SPLITS: how many it has. Those that are
-            not used have keys 0 to 0.
+            sequence's length; FIRST_ITEM: the first item of the sequence; NUM_SPLITS: how many items it has. Unused
+            items have keys 0 to 0.
         partial: [max_items, num_heads * max_query_len, head_size] float32, each split's normalised sum.
-        lse: [max_items, num_heads * max_query_len] float32, its log-sum-exp, base 2.
-        spans: [max_seqs, 2] int32, of each sequence its first item, and how many it has.
-        finished: [max_seqs * num_kv_heads] int32, splits that are; 0 between launches.
-        on_hopper: `hopper_decode` takes such heads.
-        filled_for: (sequences, shape of the programs) of the batch that it was filled for last.
+        lse: [max_items, num_heads * max_query_len] float32, each split's log-sum-exp, base 2.
+        spans: [max_seqs, 2] int32, each sequence's first item and its number of items.
+        finished: [max_seqs * num_kv_heads] int32, the number of finished splits; 0 between launches.
+        on_hopper: whether `hopper_decode` takes such heads.
+        filled_for: (number of sequences, shape) of the batch that the plan was last filled for.
     """
 
     items: torch.Tensor
@@ -156,7 +158,7 @@ class DecodePlan:
     filled_for: tuple[int, DecodeShape] | None = field(default=None, init=False)
 
     def fuses(self, num_seqs: int) -> bool:
-        """Whether `fused_paged_decode` is faster than two kernels for so many."""
+        """Return whether `fused_paged_decode` is faster than two kernels for `num_seqs` sequences."""
         return num_seqs <= MAX_FUSED or self.on_hopper
 
     @staticmethod
@@ -169,11 +171,11 @@ class DecodePlan:
         max_query_len: int = 1,
         on_hopper: bool = False,
     ) -> DecodePlan:
-        """Room for any batch of up to `max_seqs` sequences.
+        """Allocate room for any batch of up to `max_seqs` sequences.
 
         Args:
-            max_query_len: the most tokens of one sequence that a launch may be for; each has results of its own.
-            on_hopper: `fits_hopper_decode` is true of such heads, so the fused form is to be planned for it.
+            max_query_len: the most tokens per sequence that a launch may have; each has its own results.
+            on_hopper: `fits_hopper_decode` is true for such heads, so the fused form is planned for `hopper_decode`.
         """
         most_at_once = max(_SHAPES[-1].places // num_kv_heads, 1)
         max_items, rows = most_at_once + max_seqs, num_heads * max_query_len
@@ -189,7 +191,7 @@ class DecodePlan:
 
 @triton.jit
 def _tiles_of_a_split(tiles, num_seqs, wave):
-    """The fewest tiles a split such that there are no more splits than a wave has room for."""
+    """Return the fewest tiles per split such that the splits do not exceed one wave."""
     total = tl.sum(tiles)
     low = tl.maximum(tl.cdiv(total, wave), 1)
     if num_seqs <= wave:
@@ -199,17 +201,17 @@ def _tiles_of_a_split(tiles, num_seqs, wave):
             fits = tl.sum(tl.cdiv(tiles, middle)) <= wave
             low = tl.where(fits, low, middle + 1)
             high = tl.where(fits, middle, high)
-    return low  # with more sequences: a place's share of all the work
+    return low  # with more sequences than places: the work per place
 
 
-@triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])  # which differ
+@triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])  # they differ from batch to batch
 def _plan_decode(
     items_ptr, spans_ptr, seq_lens_ptr, query_start_ptr, rows_ptr,
     num_seqs, wave, max_items, window,
     SEQS: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
-    if SORTED:  # the longest first: what is left at the end are short ones, and all programs end at about the same time
+    if SORTED:  # the longest first: only short ones are left at the end, and all programs end at about the same time
         tiles = tl.cdiv(tl.minimum(tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0), window), TILE)
         seq = SEQS - 1 - tl.sort(tiles * SEQS + SEQS - 1 - seq, descending=True) % SEQS
     is_seq = seq < num_seqs
@@ -219,7 +221,7 @@ def _plan_decode(
     seen = tl.minimum(length, window)
     tiles = tl.cdiv(seen, TILE)
     most = _tiles_of_a_split(tiles, num_seqs, wave)
-    # A sequence's splits are equal: its last one could hold next to nothing otherwise.
+    # A sequence's splits are of equal length; otherwise its last one could hold next to nothing.
     split_len = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1)), 1) * TILE
     num_splits = tl.cdiv(seen, split_len)
     last = tl.cumsum(num_splits, 0)
@@ -253,15 +255,15 @@ def plan_decode(
     window: int | None = None,
     fused: bool = False,
 ) -> None:
-    """Fills `plan` for a batch; one launch, nothing crosses to the host.
+    """Fill `plan` for a batch in one launch, without a transfer to the host.
 
     Args:
         seq_lens: [num_seqs] int32, this step's tokens included; 0 for padding.
         query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
         rows: [num_seqs] int32, each sequence's row of the block tables.
-        window: of keys that any of a sequence's new tokens sees: a layer's window, `max_query_len` - 1, and those of a
-            tree of drafts that were there before.
-        fused: it is for `fused_paged_decode`.
+        window: the number of last keys that any of a sequence's new tokens sees: a layer's window, `max_query_len` - 1,
+            and the tokens of a draft tree that were there before.
+        fused: the plan is for `fused_paged_decode`.
     """
     num_seqs = seq_lens.shape[0]
     shape = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
@@ -283,5 +285,5 @@ def plan_decode(
 
 
 def cost(num_seqs: int, num_splits: int) -> tuple[int, int]:
-    """(bytes, FLOPs): of each sequence length, first token and row in, of each split its item out. It is latency."""
+    """Return (bytes, FLOPs): per sequence three numbers in, per split its item out. Latency-bound."""
     return num_seqs * 3 * 4 + num_splits * _FIELDS * 4, 0

@@ -1,10 +1,10 @@
-"""One tile of decode attention (lesson 08): K and V are loaded through the block table, scored and accumulated.
+"""One tile of decode attention (lesson 08): load K and V through the block table, score them, add them to the sums.
 
 A softmax over all keys would need all scores first. Online softmax needs three values per row instead: the highest
 score so far, and, relative to it, the sum of the weights and the weighted sum of V. A tile with a higher score rescales
 the two sums; after the last tile, acc / total is the exact result. So scores never leave the chip.
 
-`paged_decode.py` is the loop around these functions. Lesson 08 rebuilds `add_tile`.
+`paged_decode.py` is the loop around these functions. The reader of lesson 08 writes `add_tile`.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
@@ -22,7 +22,7 @@ def keys_and_values(
     k_cache_ptr, v_cache_ptr, block, key, kv_head, channel, is_key, is_channel,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """K [D_PADDED, TILE] and V [TILE, D_PADDED] of keys, as they are stored."""
+    """Load K [D_PADDED, TILE] and V [TILE, D_PADDED] of a tile's keys, as they are stored."""
     kv_row = ((block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D
     k_ptrs, v_ptrs = k_cache_ptr + kv_row[None, :] + channel[:, None], v_cache_ptr + kv_row[:, None] + channel[None, :]
     k = tl.load(k_ptrs, mask=is_key[None, :] & is_channel[:, None], other=0.0)
@@ -31,9 +31,9 @@ def keys_and_values(
 
 @triton.jit
 def add_tile(score, v, highest, total, acc):
-    """A tile more in (highest, total, acc): the largest score; sums of weights, and of weighted V, relative to it.
+    """Add a tile to (highest, total, acc): the highest score, and relative to it the sums of weights and of weighted V.
 
-    `score` is in base 2, -inf where a query may not look: [ROWS, TILE]; `v` is [TILE, D].
+    `score` [ROWS, TILE] is in base 2, -inf where a query may not look; `v` is [TILE, D].
     """
     higher = tl.maximum(highest, tl.max(score, axis=1))
     base = tl.where(higher == -float("inf"), 0.0, higher)
@@ -47,7 +47,7 @@ def add_tile(score, v, highest, total, acc):
 def attend_tile(
     queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP: tl.constexpr, HAS_CODES: tl.constexpr
 ):
-    """The scores of a tile's keys, and what `add_tile` makes of them."""
+    """Compute the scores of a tile's keys and add the tile with `add_tile`."""
     if HAS_CODES:
         k, v = numbers(k, queries.dtype), numbers(v, queries.dtype)
     score = tl.dot(queries, k, input_precision="ieee") * scale_log2  # [ROWS, TILE]
@@ -58,7 +58,7 @@ def attend_tile(
 
 @triton.jit
 def capped(score, soft_cap):
-    """tanh(score / soft_cap) * soft_cap; both in the base-2 scale."""
+    """Return tanh(score / soft_cap) * soft_cap; both in the base-2 scale."""
     return (2.0 * tl.sigmoid(2.0 * score / soft_cap) - 1.0) * soft_cap
 
 
@@ -66,7 +66,7 @@ def capped(score, soft_cap):
 def visible_keys(
     key, is_key, query, is_row, first_new, tree_ptr, first_place, WINDOW: tl.constexpr, HAS_TREE: tl.constexpr
 ):
-    """Which keys each of several new tokens sees, [ROWS, TILE]; the first of them is at `first_new`."""
+    """Return which keys each of several new tokens sees, [ROWS, TILE]; the first new token is at `first_new`."""
     ahead = key - first_new  # index among the new tokens; negative: before them
     key_position, query_position = ahead, query  # from the first new token's
     if HAS_TREE:
@@ -87,7 +87,7 @@ def visible_keys(
 
 @triton.jit
 def _depth(bits):
-    """How many of a tree's tokens lie before one that sees `bits`: it sees them, and itself."""
+    """Return how many of a tree's tokens lie before the one that sees `bits`: it sees them, and itself."""
     depth = tl.full(bits.shape, -1, tl.int32)
     for j in range(64):
         depth += ((bits >> j) & 1).to(tl.int32)

@@ -1,20 +1,21 @@
-"""Decode attention on Hopper: `paged_decode.py`'s fused form, with fewer instructions to the byte.
+"""Decode attention on Hopper: the fused form of `paged_decode.py`, with fewer instructions per byte.
 
-There every warp asks for keys and values, turns block numbers into addresses, multiplies 16 rows of which a KV head's
-query heads are a few, and waits in between; a program alone reads slowly, and a card at its power limit pays for every
-instruction. Here are
+In the portable kernel every warp loads keys and values, turns block numbers into addresses, multiplies 16 rows of which
+only a few are query heads, and waits in between. A program alone reads slowly, and a card at its power limit pays for
+every instruction. This kernel differs in four ways:
 
-    roles        one warp does nothing but start copies (TMA: 16 tokens of one block each, so block sizes are multiples
-                 of 16), as many tiles ahead as shared memory holds; four warps multiply and weigh
-    early start  keys and values of earlier steps are fetched while the kernel in front still runs
-    new token    its q, k and v come from that kernel: normed and turned here, written to the cache, and the first term
-                 of the softmax's sums. The tiles hold older tokens only
+    roles        one warp only starts copies (TMA: 16 tokens of one block each, so block sizes are multiples of 16), as
+                 many tiles ahead as shared memory holds; four warps multiply and compute the softmax
+    early start  keys and values of earlier steps are fetched while the previous kernel still runs
+    new token    its q, k and v come from that kernel. They are normed and rotated here, written to the cache, and start
+                 the softmax's sums. The tiles hold older tokens only
     operands     a product takes 64 rows on its left, but as few as 8 columns on its right. So the transposed products
                  are computed: scores [64 keys, 8 heads] = K Q^T, sums [128 channels, 8 heads] += V^T P^T. K and V are
-                 used as they lie in shared memory; of 4 heads' 8 columns half count, of 64 rows it would be 1 in 16
+                 used as they lie in shared memory. With 4 heads, half of the 8 columns count; of 64 rows 1 in 16 would
 
-Over a quantized cache four of the warps run `hopper_decode_quantized.py`. The plan is `decode_plan.py`'s; what each of
-these is worth is in benchmarks/NOTES.md. The definition is `rope_kv_write_reference`, then `paged_attention_reference`.
+With a quantized cache, four of the warps run `hopper_decode_quantized.py` instead. The plan is `decode_plan.py`'s; the
+gain of each step is in benchmarks/NOTES.md. The definition is `rope_kv_write_reference`, then
+`paged_attention_reference`.
 
 Sources: those of `paged_decode.py` and `hopper_linear.py`; Shah et al., "FlashAttention-3", 2024.
 """
@@ -52,7 +53,7 @@ __all__ = ["cost", "fits_hopper_decode", "hopper_decode"]
 
 @gluon.jit
 def _copy(descs, buffers, task, table_ptr, D: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The copying warp. Earlier steps wrote what it asks for: there is nothing to wait for but room."""
+    """The copying warp. Earlier steps wrote what it fetches, so it waits for room only."""
     k_desc, v_desc = descs
     k, v, arrived, free = buffers
     kv_head, first, _, end, _ = task
@@ -71,7 +72,7 @@ def _attend(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
     PRODUCT: gl.constexpr, LOADED: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: (weighted sums of the values [D, HEADS], sums of the weights [HEADS], highest scores [HEADS])."""
+    """Four warps: return weighted sums of the values [D, HEADS], sums of weights [HEADS], highest scores [HEADS]."""
     k, v, arrived, free = buffers
     kv_head, first, begin, end, holds_new = task
     qkv_ptr, _, _, _, _, k_slot_ptr, v_slot_ptr = new
@@ -95,18 +96,18 @@ def _attend(
     if holds_new:
         gl.store(k_slot_ptr + column, new_k)
         gl.store(v_slot_ptr + column, gl.load(new_v_ptr + column))
-    # Sums begin with the new token, which is not among the tiles, and go on with those before it.
+    # The sums begin with the new token, which is not among the tiles, and continue with the older ones.
     key = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
     nothing = gl.zeros([TILE, HEADS], gl.float32, PRODUCT)
     highest = gl.where(holds_new, new_score.load(gl.SliceLayout(0, PRODUCT)) * scale_log2, float("-inf"))
-    total = gl.where((key == 0) & holds_new, 1.0, 0.0)[:, None] + nothing  # each thread its own share, added up behind
+    total = gl.where((key == 0) & holds_new, 1.0, 0.0)[:, None] + nothing  # each thread's part; added up after the loop
     acc = hopper.warpgroup_mma_init(value[:, None] + gl.zeros([D, HEADS], gl.float32, PRODUCT))
     for tile in range(gl.cdiv(end - first, TILE)):
         stage = tile % STAGES
         start = first + tile * TILE
         hopper.mbarrier.wait(arrived.index(stage), tile // STAGES & 1)
         score = hopper.warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        score, sums = hopper.warpgroup_mma_wait(0, [score, acc])  # of this tile and of the one before
+        score, sums = hopper.warpgroup_mma_wait(0, [score, acc])  # this tile's scores, the previous sums
         hopper.mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), pred=tile > 0)
         seen = (start + key >= begin) & (start + key < end)
         score = gl.where(seen[:, None], score * scale_log2, float("-inf"))
@@ -116,7 +117,7 @@ def _attend(
         total = total * shrink + weight
         highest = higher
         weights.permute((1, 0)).store(weight.to(DTYPE))
-        if start + TILE > end:  # slots behind the end may hold NaN, and 0 * NaN is NaN
+        if start + TILE > end:  # slots after the end may hold NaN, and 0 * NaN is NaN
             mine = v.index(stage)
             inside = start + gl.arange(0, TILE, gl.SliceLayout(1, LOADED)) < end
             mine.store(gl.where(inside[:, None], mine.load(LOADED), 0.0))
@@ -132,8 +133,8 @@ def _merge(
     first_item, num_splits, kv_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
-    """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGED` at a time."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([MERGED, 1], [1, 32], [1, 4], [1, 0])  # a thread has all splits of a column
+    """Merge the splits of one sequence and KV head by their log-sum-exps, `MERGED` at a time."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([MERGED, 1], [1, 32], [1, 4], [1, 0])  # a thread has a column of all splits
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     for member in gl.static_range(GROUP):
         highest = float("-inf")
@@ -143,7 +144,7 @@ def _merge(
             split = start + gl.arange(0, MERGED, gl.SliceLayout(1, LAYOUT))
             row = ((first_item + split) * NUM_KV_HEADS + kv_head) * GROUP + member
             is_split = split < num_splits
-            # Past the first-level cache, which may hold what these addresses were before.
+            # Past the L1 cache, which may hold older values of these addresses.
             part_lse = gl.load(lse_ptr + row, is_split, float("-inf"), cache_modifier=".cg")
             at = partial_ptr + row[:, None] * D + column[None, :]
             part = gl.load(at, is_split[:, None], 0.0, cache_modifier=".cg")
@@ -167,12 +168,13 @@ def _hopper_decode(
     STAGES: gl.constexpr, MERGED: gl.constexpr, HAS_NORM: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One split of one KV head. What its warps are handed:
+    """Compute one split of one KV head. The warps are handed these tuples:
 
-    descs    (K, V), tensor maps
+    descs    (K, V), tensor descriptors
     buffers  (k, v [STAGES, TILE, D], arrived, free [STAGES]): the copying warp fills a stage, the others free it
     task     (kv_head, first key fetched, first and one past the last key that count, whether the new token is here)
-    new      (the new token's q, k and v; its cos and signed_sin; qk_weight; eps; its slots in K and V)
+    new      (pointers to the new token's q, k and v, to its cos, its signed_sin, and qk_weight; eps; pointers to its
+             slots in K and V)
     """
     gdc_launch_dependents()
     PIECE: gl.constexpr = k_desc.block_shape[0]
@@ -181,7 +183,7 @@ def _hopper_decode(
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     item, kv_head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
-    # The plan, the tables and what earlier steps wrote to the cache are there already, see `paged_decode.py`.
+    # The plan, the tables and earlier steps' K and V are already written, see `paged_decode.py`.
     fields_ptr = items_ptr + item * FIELDS
     seq = gl.load(fields_ptr + SEQ)
     table_ptr = block_tables_ptr + gl.load(fields_ptr + ROW).to(gl.int64) * table_stride
@@ -191,7 +193,7 @@ def _hopper_decode(
     first_item = gl.load(fields_ptr + FIRST_ITEM)
     num_splits = gl.load(fields_ptr + NUM_SPLITS)
     has_work = begin < end
-    token = gl.load(fields_ptr + TOKEN, has_work, 0).to(gl.int64)  # of an unused item: an earlier step's
+    token = gl.load(fields_ptr + TOKEN, has_work, 0).to(gl.int64)  # an unused item holds an earlier step's
     holds_new = has_work & (end == seq_len)
     end = gl.where(holds_new, end - 1, end)
     first = gl.where(has_work, begin // PIECE * PIECE, end)
@@ -266,10 +268,10 @@ def hopper_decode(
     scale: float,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """As `fused_paged_decode`, without a soft cap; a window is the plan's. For what `fits_hopper_decode` takes.
+    """Compute `fused_paged_decode` without a soft cap, where `fits_hopper_decode`; a window is in the plan.
 
     Args:
-        scales: of K's and V's codes, if the cache holds codes.
+        scales: scales of K and V, if the cache is quantized.
     """
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     tile = HOPPER_SHAPE.tile if scales is None else CODES_TILE
@@ -316,10 +318,10 @@ def hopper_decode(
 
 
 def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int, group: int, block_size: int) -> bool:
-    """Whether `hopper_decode` takes such heads there, from blocks of such a size.
+    """Return whether `hopper_decode` supports such heads and blocks on this device.
 
     Args:
-        group: query heads of a KV head.
+        group: query heads per KV head.
     """
     fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 16 and block_size % PIECE == 0
     return fits and has_hopper(device)
@@ -333,15 +335,23 @@ def cost(
     dtype_bytes: int = 2,
     kv_bytes: int | None = None,
 ) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend on a token a sequence, without a window.
+    """Return (bytes, FLOPs) that any implementation must spend on one token per sequence, without a window.
 
-    Attention's own, the new tokens' K and V to the cache, and of cos and sin what `rotary.cost` counts.
+    This counts attention's own cost, the new tokens' K and V to the cache, and for cos and sin what `rotary.cost`
+    counts.
 
     Args:
-        kv_bytes: of a number in the cache; None: as of q.
+        kv_bytes: bytes per number in the cache; None: as in q.
     """
     num_seqs, kept = len(kv_lens), dtype_bytes if kv_bytes is None else kv_bytes
-    sizes = (num_heads, num_kv_heads, head_size, dtype_bytes, kept)
-    num_bytes, flops = paged_attention.cost([1] * num_seqs, kv_lens, *sizes)
+    num_bytes, flops = paged_attention.cost(
+        query_lens=[1] * num_seqs,
+        kv_lens=kv_lens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype_bytes=dtype_bytes,
+        kv_bytes=kept,
+    )
     num_bytes += num_seqs * (2 * num_kv_heads * kept + dtype_bytes) * head_size
     return num_bytes, flops + rope_kv_write.cost(num_seqs, num_heads, num_kv_heads, head_size)[1]

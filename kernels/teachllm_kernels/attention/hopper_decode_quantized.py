@@ -1,9 +1,9 @@
-"""Decode attention on Hopper over a cache of codes: what `hopper_decode.py`'s four warps do in place of its `_attend`.
+"""Decode attention on Hopper over a quantized cache: what replaces `_attend` of `hopper_decode.py`.
 
-Codes take half of the bytes, so a tile has twice the keys, and to multiply, weigh and wait takes as long as before. All
-of a tile is in registers before it is weighed: its place in shared memory is free again by then.
+Quantized values take half of the bytes, so a tile has twice the keys, and multiplying, weighting and waiting take as
+long as before. All of a tile is in registers before it is weighted: its place in shared memory is free again by then.
 
-A tile's sums are added to those before it outside of the tensor cores, in float32.
+A tile's sums are added to the earlier ones outside of the tensor cores, in float32.
 
 Sources: those of `hopper_kv_dequantize.py` and `hopper_decode.py`.
 """
@@ -30,7 +30,7 @@ def attend_codes(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
     PRODUCT: gl.constexpr, LOADED: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """As `hopper_decode._attend`, of codes without V's scale; rows of the sums are `channel_of`'s."""
+    """Like `hopper_decode._attend`, for quantized values, without V's scale; `channel_of` orders the sums' rows."""
     k, v, arrived, free = buffers
     kv_head, first, begin, end, holds_new = task
     qkv_ptr, _, _, _, _, k_slot_ptr, v_slot_ptr = new
@@ -62,7 +62,7 @@ def attend_codes(
     nothing = gl.zeros([TILE, HEADS], gl.float32, PRODUCT)
     no_sums = gl.zeros([D, HEADS], gl.float32, PRODUCT)
     highest = gl.where(holds_new, new_score.load(gl.SliceLayout(0, PRODUCT)) * score_scale, float("-inf"))
-    total = gl.where((key == 0) & holds_new, 1.0, 0.0)[:, None] + nothing  # each thread its own share, added up behind
+    total = gl.where((key == 0) & holds_new, 1.0, 0.0)[:, None] + nothing  # each thread's part; added up after the loop
     acc = value[:, None] + no_sums
     for tile in range(gl.cdiv(end - first, TILE)):
         stage = tile % STAGES

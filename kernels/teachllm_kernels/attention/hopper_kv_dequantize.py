@@ -1,15 +1,15 @@
-"""Codes of K and V as operands of Hopper's tensor cores: they become numbers on their way through registers.
+"""Quantized K and V as operands of Hopper's tensor cores: they are dequantized on their way through registers.
 
-The copy engine brings codes to shared memory, and a product of float16 takes its right operand from there, as float16.
-But its left one may come from registers. Decodes have K and V on the left (`hopper_decode.py` says why), so codes need
-no second place: a thread loads them, converts them, and multiplies.
+The copy engine brings quantized values to shared memory, but a float16 product reads its right operand from there as
+float16. Its left operand may come from registers. Decodes have K and V on the left (`hopper_decode.py` says why), so
+quantized values need no second place: a thread loads them, converts them and multiplies.
 
-Of each operand a thread holds pairs of neighbours here and there; to load them so would be an instruction a pair. Yet
-in which order the terms of a dot product come is free, if both sides have the same one, and so is the order of a
-result's rows. So the operands' columns and rows are named anew, such that a thread holds what lies side by side:
+Of each operand a thread holds scattered pairs of neighbours; loading them like that would take one instruction per
+pair. But the order of the terms of a dot product is free if both sides have the same one, and so is the order of a
+result's rows. So the operands' columns and rows are renumbered such that a thread holds values that lie side by side:
 
     K    [keys, channels]: 16 or 32 channels of a key. q's channels are put in the same order once
-    V^T  [channels, keys]: 2 or 4 channels of a key. The sums' rows come in that order, and `channel_of` says in which
+    V^T  [channels, keys]: 2 or 4 channels of a key. The rows of the sums come in that order, see `channel_of`
 
 Either way every bank of shared memory is read once. The definitions are those of `kv_quantization.py`.
 
@@ -25,7 +25,7 @@ from teachllm_kernels._triton import gl, gluon
 
 @cache
 def key_layout(tile: int, head_size: int) -> gl.DistributedLinearLayout:
-    """Who loads which codes of K, [tile, head_size], four warps: lanes as in a product's left operand."""
+    """Return which of four warps' threads loads which values of K, [tile, head_size], as in a left operand."""
     num_bits = head_size.bit_length() - 1
     channels = [[0, 1 << i] for i in range(num_bits)]
     keys = [[8, 0], *([64 << i, 0] for i in range(tile.bit_length() - 7))]
@@ -35,7 +35,7 @@ def key_layout(tile: int, head_size: int) -> gl.DistributedLinearLayout:
 
 @cache
 def value_layout(tile: int, head_size: int) -> gl.DistributedLinearLayout:
-    """Likewise of V, whose channels are the rows."""
+    """Return the same for V, whose channels are the rows."""
     num_bits = head_size.bit_length() - 1
     channels = [[0, 1 << i] for i in range(num_bits)]
     keys = [[1, 0], *([8 << i, 0] for i in range(tile.bit_length() - 4))]
@@ -43,7 +43,7 @@ def value_layout(tile: int, head_size: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(channels[:-5] + keys, lanes, channels[-2:], [], [tile, head_size])
 
 
-# Four integers of a byte, in two's complement, to float16: plus 128 they are the last bits of 1024 + x + 128.
+# Convert four int8 to float16: x + 128 becomes the last bits of the float 1024 + x + 128.
 _INTEGERS = gl.constexpr("""{
 .reg .b32 shifted, offset;
 xor.b32 shifted, $2, 0x80808080;
@@ -57,7 +57,7 @@ sub.f16x2 $1, $1, offset;
 
 @gluon.jit
 def numbers(codes):
-    """As `kv_codes.numbers`, in float16; a thread has codes in fours."""
+    """Dequantize like `kv_codes.numbers`, to float16; a thread holds quantized values in groups of four."""
     if codes.dtype == gl.int8:
         return gl.inline_asm_elementwise(_INTEGERS, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
     return codes.to(gl.float16)
@@ -65,14 +65,14 @@ def numbers(codes):
 
 @gluon.jit
 def in_order_of_keys(x):
-    """[rows, channels] of K or q -> the same with the channels in the order in which they are multiplied."""
+    """Reorder [rows, channels] of K or q: the channels come in the order in which they are multiplied."""
     STEPS: gl.constexpr = x.shape[1] // 16
     return x.reshape([x.shape[0], 4, STEPS, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([x.shape[0], 16 * STEPS])
 
 
 @gluon.jit
 def in_order_of_values(x):
-    """[channels, keys] of V^T -> the same with the channels in the order in which their sums come, see `channel_of`."""
+    """Reorder [channels, keys] of V^T: the channels come in the order in which their sums come, see `channel_of`."""
     PAIRS: gl.constexpr = x.shape[0] // 64
     rows = x.reshape([4, 8, PAIRS, 2, x.shape[1]]).permute((2, 0, 3, 1, 4))
     return rows.reshape([64 * PAIRS, x.shape[1]])
@@ -80,16 +80,16 @@ def in_order_of_values(x):
 
 @gluon.jit
 def key_operand(codes, LOADED: gl.constexpr, PRODUCT: gl.constexpr):
-    """K [tile, channels] from shared memory, to be multiplied from the left; `LOADED` is its `key_layout`."""
+    """Load K [tile, channels] from shared memory as a left operand; `LOADED` is its `key_layout`."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     return gl.convert_layout(in_order_of_keys(numbers(codes.load(LOADED))), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
 def value_operand(codes, num_keys, LOADED: gl.constexpr, PRODUCT: gl.constexpr):
-    """V^T [channels, tile] from shared memory, to be multiplied from the left; `LOADED` is its `value_layout`.
+    """Load V^T [channels, tile] from shared memory as a left operand; `LOADED` is its `value_layout`.
 
-    num_keys: what lies behind so many is 0: nobody wrote it, and 0 * NaN is NaN.
+    Keys from `num_keys` on are set to 0: those slots were never written, and 0 * NaN is NaN.
     """
     TILE: gl.constexpr = codes.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
@@ -101,13 +101,13 @@ def value_operand(codes, num_keys, LOADED: gl.constexpr, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def channel_of(row, D: gl.constexpr):
-    """Which channel a row of V^T is."""
+    """Return the channel of V that a row of V^T holds."""
     return ((row // 16 % 4 * 8 + row % 8) * (D // 64) + row // 64) * 2 + row // 8 % 2
 
 
 @gluon.jit
 def encode(x, scale, CODE_DTYPE: gl.constexpr):
-    """As `kv_codes.encode_reference`, of what the model's dtype has rounded."""
+    """Quantize like `kv_codes.encode_reference`, after rounding to the model's dtype."""
     steps = gl.div_rn(x.to(gl.float32), scale)
     if gl.int8 == CODE_DTYPE:
         clamped = gl.minimum(gl.maximum(steps, -127.0), 127.0)
@@ -117,5 +117,5 @@ def encode(x, scale, CODE_DTYPE: gl.constexpr):
 
 @gluon.jit
 def multiplicand(x):
-    """As `kv_codes.multiplicand`, in float16."""
+    """Convert q like `kv_codes.multiplicand`, to float16."""
     return gl.minimum(gl.maximum(x.to(gl.float32), -65504.0), 65504.0).to(gl.float16)

@@ -1,4 +1,4 @@
-"""The newest token of a decode on Hopper: its query heads and its key, normed and turned, for `hopper_decode.py`."""
+"""The newest token of a decode on Hopper: norm and rotate its query heads and key, for `hopper_decode.py`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from teachllm_kernels._triton import gl, gluon
 
 @gluon.jit
 def _normed_and_turned(x, y, weight_x, weight_y, cos, signed_sin, eps, AXIS: gl.constexpr, HAS_NORM: gl.constexpr):
-    """As `rotary.normed_and_turned`, but of whole heads, each of which lies in the threads of one warp. Float32.
+    """Like `rotary.normed_and_turned`, for whole heads, each of which lies in the threads of one warp. Float32.
 
-    y: of each channel of x the one that the rotation pairs with it.
+    y: for each channel of x, the channel that the rotation pairs with it.
     """
     x, y = x.to(gl.float32), y.to(gl.float32)
     scale = 1.0
@@ -28,16 +28,18 @@ def query_and_key(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, HAS_NORM: gl.constexpr,
     LOADED: gl.constexpr,
 ):  # fmt: skip
-    """Of this step's token: the query heads of a KV head, [HEADS, D], and its key, [D], normed and turned, float32."""
+    """Return this step's query heads of a KV head, [HEADS, D], and its key, [D], normed and rotated, float32."""
     qkv_ptr, cos_ptr, sin_ptr, qk_weight_ptr, eps, _, _ = new
     head = gl.arange(0, HEADS, gl.SliceLayout(1, LOADED))
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
-    across = gl.max_contiguous(gl.multiple_of((column + D // 2) % D, 8), 8)  # what the rotation pairs each with
+    across = gl.max_contiguous(
+        gl.multiple_of((column + D // 2) % D, 8), 8
+    )  # the channel that the rotation pairs with each
     is_query = (head < GROUP)[:, None]
     q_head = ((kv_head * GROUP + head) * D)[:, None]
     q_at, q_across = q_head + column[None, :], q_head + across[None, :]
     k_head = (NUM_KV_HEADS * GROUP + kv_head) * D
-    # All that is asked for at once: one trip to memory.
+    # All loads start at once: one round trip to memory.
     cos, signed_sin = gl.load(cos_ptr + column), gl.load(sin_ptr + column)
     q_x, q_y = gl.load(qkv_ptr + q_at, is_query, 0.0), gl.load(qkv_ptr + q_across, is_query, 0.0)
     k_x, k_y = gl.load(qkv_ptr + (k_head + column)), gl.load(qkv_ptr + (k_head + across))

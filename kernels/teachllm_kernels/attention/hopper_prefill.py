@@ -1,21 +1,22 @@
-"""Prefill attention on Hopper: `paged_prefill.py`'s loop, with a group of warps for each thing that takes time.
+"""Prefill attention on Hopper: the loop of `paged_prefill.py`, with one warp group for each task that takes time.
 
-There all warps ask for keys, turn block numbers into addresses, multiply, and weigh, and the tensor cores wait while
-the others happen. With the short prompts of a busy server a program has hardly begun when it ends. Here are
+In the portable kernel all warps load keys, turn block numbers into addresses, multiply and compute the softmax, and the
+tensor cores wait during all but one of these. With the short prompts of a busy server a program ends soon after it has
+begun. This kernel differs in four ways:
 
-    roles        one warp does nothing but start copies (TMA), 16 tokens of a block at a time. Two groups of four
-                 warps take 64 rows of a tile of queries each: while one weighs its scores, the other one can multiply
-    one behind   in each group, too: the values of one tile are multiplied while the scores of the next are weighed.
-                 So values come later than their keys, and each have their own queue
-    persistent   one program to a multiprocessor, which takes one tile of queries after the other: the copying warp is
-                 at the next one's keys while this one's last are multiplied
-    plan         which tiles there are is the same for all layers and written down once a step, those with the most
-                 keys first. They are dealt to the programs in rounds, every other one from the last program to the
-                 first: who has had the longest of a round has the shortest of the next
+    roles        one warp only starts copies (TMA), 16 tokens of a block at a time. Two groups of four warps take 64
+                 rows of a tile of queries each: while one computes its softmax, the other one can multiply
+    one behind   within a group, too, the values of one tile are multiplied while the scores of the next are weighted.
+                 So values are needed later than their keys, and each has its own queue
+    persistent   one program per multiprocessor takes one tile of queries after the other: the copying warp is at the
+                 next tile's keys while this tile's last ones are multiplied
+    plan         the list of tiles is the same for all layers and written once per step, the tiles with the most keys
+                 first. They are dealt to the programs in rounds, every other round from the last program to the first:
+                 the program with the longest tile of a round gets the shortest of the next (`prefill_plan.py`)
 
-The definition is `paged_attention_reference`. The rows of a tile are, as there, the query heads that share a KV head,
-for a few tokens. In memory they lie side by side, a token's heads next to the next token's, and the copy engine lays
-them out as rows.
+The definition is `paged_attention_reference`. As in `paged_prefill.py`, the rows of a tile are the query heads that
+share a KV head, for a few tokens. In memory they lie side by side, one token's heads next to the next token's, and the
+copy engine lays them out as rows.
 
 Sources: those of `paged_prefill.py` and `hopper_decode.py`; Shah et al., "FlashAttention-3", 2024.
 """
@@ -38,7 +39,7 @@ from teachllm_kernels.attention.prefill_plan import ROWS, PrefillPlan
 
 __all__ = ["cost", "fits_hopper_prefill", "hopper_prefill"]
 
-_STAGES = {64: 4, 128: 2}  # by the keys of a tile; 128 KiB with heads of 128, and two tiles of queries take 64
+_STAGES = {64: 4, 128: 2}  # by keys per tile; 128 KiB with heads of 128; two tiles of queries take another 64 KiB
 
 
 @gluon.jit
@@ -46,7 +47,7 @@ def _copy(
     descs, buffers, told, work, block_tables_ptr, table_stride,
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: queries, keys and values of one tile after the other, each as soon as there is room."""
+    """The copying warp: it copies one tile's queries, keys and values after the other, each when there is room."""
     q_desc, k_desc, v_desc = descs
     q, k, v = buffers
     q_arrived, q_free, k_arrived, k_free, v_arrived, v_free = told
@@ -55,7 +56,7 @@ def _copy(
     D: gl.constexpr = k.shape[2]
     GROUP: gl.constexpr = q.shape[2]
     Q_BYTES: gl.constexpr = q.shape[1] * GROUP * D * q.dtype.primitive_bitwidth // 8
-    count = 0  # tiles of keys, so far
+    count = 0  # tiles of keys so far
     gdc_wait()
     for task in range(num_tasks(work, NUM_KV_HEADS)):
         kv_head, token, _, _, row, begin, end = task_of(work, task, NUM_KV_HEADS, TILE, WINDOW)
@@ -79,7 +80,7 @@ def _copy(
 def _weigh(
     score, first_key, first_position, position, top, total, scale_log2, TILE: gl.constexpr, WINDOW: gl.constexpr
 ):
-    """From a tile's scores: its weights, the shrinkage of what came before, and each row's new highest and total."""
+    """Return a tile's weights, the shrink factor of earlier sums, and each row's new highest score and total."""
     key = (first_key + gl.arange(0, TILE, gl.SliceLayout(0, score.type.layout)))[None, :]
     if WINDOW is not None:
         is_seen = (key <= position[:, None]) & (key > position[:, None] - WINDOW)
@@ -94,9 +95,9 @@ def _weigh(
 
 @gluon.jit
 def _clean_slots(values, clean, num_cleaned, first_key, end, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zeros behind the last key that any row sees, half of the tile by each group.
+    """Set the slots after the last key that any row sees to zero, half of the tile by each group.
 
-    What was not fetched, and slots that nobody wrote, may be NaN, and 0 * NaN is NaN.
+    Slots that were not fetched, or never written, may hold NaN, and 0 * NaN is NaN.
     """
     ROWS: gl.constexpr = values.shape[0] // 2
     mine = values.slice(HALF * ROWS, ROWS)
@@ -114,10 +115,10 @@ def _attend(
     scale_log2,
     HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: attention of half of the rows of each tile.
+    """Four warps: they compute attention for half of the rows of each tile.
 
-    clean: see `_clean_slots`; None: who made numbers of codes has cleaned them.
-    k_scale, v_scale: of these codes; None: they are none.
+    clean: see `_clean_slots`; None: the warps that dequantize have cleaned the slots.
+    k_scale_ptr, v_scale_ptr: scales of a quantized cache; None: the cache is not quantized.
     """
     q, k, v = buffers
     q_arrived, q_free, k_arrived, k_free, v_arrived, v_free = told
@@ -136,7 +137,7 @@ def _attend(
     nothing = gl.zeros([64, TILE], gl.float32, SCORES)
     count = 0
     num_cleaned = 0
-    gdc_wait()  # each group for itself: the plan may be the kernel's in front, and `out` be read by one before it
+    gdc_wait()  # each group waits: the previous kernel may write the plan, and an earlier one read `out`
     for task in range(num_tasks(work, NUM_KV_HEADS)):
         kv_head, token, num_queries, first_position, _, begin, end = task_of(work, task, NUM_KV_HEADS, TILE, WINDOW)
         position = first_position + row // GROUP
@@ -166,15 +167,15 @@ def _attend(
             score = hopper.warpgroup_mma(queries, k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
             hopper.mbarrier.wait(v_arrived.index(before), v_parity)
             sums = hopper.warpgroup_mma(weight, v.index(before), acc, is_async=True)
-            score = hopper.warpgroup_mma_wait(1, [score])  # and no longer: the sums go on
+            score = hopper.warpgroup_mma_wait(1, [score])  # the scores only: the sums continue
             hopper.mbarrier.arrive(k_free.index(stage))
             next_weight, shrink, top, total = _weigh(
                 score, first_key, first_position, position, top, total, score_scale, TILE, WINDOW
             )
             parity = count // STAGES & 1
             count += 1
-            # Not at the loop's head: without a wait for a barrier between the two, the compiler puts the one for the
-            # sums in front of the weighing.
+            # Not at the loop's head: without a barrier wait between the two, the compiler would move the wait for the
+            # sums before the weights are computed.
             hopper.mbarrier.wait(k_arrived.index(count % STAGES), count // STAGES & 1, first_key + TILE < end)
             acc = hopper.warpgroup_mma_wait(0, [sums])
             hopper.mbarrier.arrive(v_free.index(before))
@@ -209,7 +210,7 @@ def _hopper_prefill(
     NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """What is filled by whom, and freed by whom, told to the other side by a barrier each way, without codes:
+    """Each buffer is filled by one side and freed by the other, with one barrier each way. Without quantization:
 
     ```
     buffer                          filled by the copying warp          freed by both groups, when
@@ -219,10 +220,10 @@ def _hopper_prefill(
     clean                           the two groups wait for each other before they read what both have cleaned
     ```
 
-    The groups wait for the keys of tile n + 2 before they free the values of tile n. With two stages that is no
-    deadlock, since the copying warp asks for these keys before it waits for room for their values, and the keys of
-    tile n, in whose place they go, are free by then. A cache of codes has a place for these beside, and a group that
-    stands between the copying warp and the others, see `hopper_prefill_quantized.py`.
+    The groups wait for the keys of tile n + 2 before they free the values of tile n. With two stages this is no
+    deadlock: the copying warp fetches these keys before it waits for room for their values, and the keys of tile n,
+    whose place they take, are free by then. A quantized cache has separate buffers for the fetched tiles, and a warp
+    group that dequantizes them between the copying warp and the others, see `hopper_prefill_quantized.py`.
     """
     gdc_launch_dependents()
     PIECES: gl.constexpr = TILE // k_desc.block_shape[0]
@@ -244,7 +245,7 @@ def _hopper_prefill(
             (_attend, (buffers, told, clean, work, out_ptr, None, None, scale_log2, 1, NUM_KV_HEADS, WINDOW)),
             (_copy, (descs, buffers, told, work, block_tables_ptr, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
         ], [4, 1], [224, 56])  # fmt: skip
-        # (Warps and registers of the second role and the third; the first keeps 224 registers.)
+        # Those are the warps and registers of the second and third role; the first keeps 224 registers.
     else:
         NUMBERS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], gl.float16)
         k_numbers = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, D], NUMBERS)
@@ -274,15 +275,15 @@ def hopper_prefill(
     out: torch.Tensor | None = None,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """As `paged_prefill_triton`, without a soft cap; who computes what is the plan's.
+    """Compute `paged_prefill_triton` without a soft cap; the plan says which program computes which tile.
 
     Only for heads and blocks that `fits_hopper_prefill` accepts. With a window every tile is masked, and heads of 64
     leave half of the shared memory unused: neither has been tuned.
 
     Args:
-        q: [num_tokens, num_heads, head_size], heads contiguous; from token to token any multiple of 8 numbers.
+        q: [num_tokens, num_heads, head_size], heads contiguous; the stride between tokens is any multiple of 8 numbers.
         out: [num_tokens, num_heads, head_size] contiguous.
-        scales: of K's and V's codes, if the cache holds codes.
+        scales: scales of K and V, if the cache is quantized.
     """
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     group = q.shape[1] // num_kv_heads
@@ -310,16 +311,16 @@ def hopper_prefill(
         STAGES=_STAGES[plan.tile] if scales is None else CODES_STAGES,
         WINDOW=window,
         num_warps=4,
-        launch_pdl=True,  # the programs of the kernel in front, `rope_kv_write`, are small: there is room beside them
+        launch_pdl=True,  # the previous kernel, `rope_kv_write`, has small programs: there is room beside them
     )
     return out
 
 
 def fits_hopper_prefill(device: torch.device, dtype: torch.dtype, head_size: int, group: int, block_size: int) -> bool:
-    """Whether `hopper_prefill` takes such heads there, from blocks of such a size.
+    """Return whether `hopper_prefill` supports such heads and blocks on this device.
 
     Args:
-        group: query heads of a KV head.
+        group: query heads per KV head.
     """
     fits = dtype.itemsize == 2 and head_size in (64, 128) and group in (1, 2, 4, 8, 16, 32, 64)
     return fits and block_size % PIECE == 0 and has_hopper(device)

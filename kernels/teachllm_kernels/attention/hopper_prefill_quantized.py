@@ -1,11 +1,11 @@
-"""Codes of K and V in Hopper's prefill: a further group of four warps of `hopper_prefill.py` makes numbers of them.
+"""A quantized KV cache in Hopper's prefill: a further group of four warps in `hopper_prefill.py` dequantizes K and V.
 
-There K and V are the right operands, which come from shared memory, and both groups that attend read all of them. So
-codes are fetched to a place of their own, and made float16 once, where the groups expect them. It is little work beside
-theirs, and done by warps that have nothing else to do. Tiles have 64 keys: with more, a thread's scores, sums and
-queries would not fit in the registers that the further group leaves.
+In that kernel K and V are right operands, which come from shared memory, and both attending groups read all of them. So
+quantized tiles are fetched to separate buffers and converted to float16 once, into the buffers that the groups expect.
+That is little work beside theirs, and it is done by warps that have nothing else to do. Tiles have 64 keys: with more,
+a thread's scores, sums and queries would not fit in the registers that the further group leaves.
 
-Q is float16, too, and goes through registers on its way to that, so it stays there: it is the left operand.
+Q becomes float16, too. It goes through registers on its way to that and stays there: it is the left operand.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from teachllm_kernels.attention.hopper_kv_dequantize import numbers
 from teachllm_kernels.attention.hopper_tasks import num_tasks, task_of
 
 TILE = 64  # keys
-STAGES = 3  # tiles of codes, and of numbers
+STAGES = 3  # tiles, quantized and dequantized
 
 
 @gluon.jit
 def convert(codes, fetched, buffers, made, work, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr):
-    """Four warps: tiles of keys and values, one after the other, from codes to numbers.
+    """Four warps: dequantize tiles of keys and values, one after the other.
 
-    codes, fetched    where the copying warp puts them: (K, V), and barriers (K's arrived, free, V's arrived, free)
-    buffers, made     likewise, where the groups that attend expect numbers
+    codes, fetched    the copying warp's buffers (K, V), and their barriers (K's arrived, free, V's arrived, free)
+    buffers, made     the same for the buffers of dequantized tiles, which the attending groups read
     """
     k_codes, v_codes = codes
     k_fetched, k_taken, v_fetched, v_taken = fetched
@@ -52,7 +52,7 @@ def convert(codes, fetched, buffers, made, work, NUM_KV_HEADS: gl.constexpr, WIN
             hopper.mbarrier.wait(v_fetched.index(source), source_parity)
             values = numbers(v_codes.index(source).load(MOVED))
             hopper.mbarrier.arrive(v_taken.index(source))
-            if first_key + TILE > end:  # nobody fetched what is behind, and 0 * NaN is NaN
+            if first_key + TILE > end:  # slots after the end were not fetched, and 0 * NaN is NaN
                 values = gl.where((first_key + key < end)[:, None], values, 0.0)
             hopper.mbarrier.wait(v_free.index(stage), parity, count >= STAGES)
             v.index(stage).store(values)

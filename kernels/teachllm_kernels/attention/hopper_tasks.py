@@ -1,10 +1,10 @@
-"""Which tiles of queries a program of Hopper's prefill takes, see `hopper_prefill.py`."""
+"""How the tiles of queries are dealt to the programs of Hopper's prefill, see `hopper_prefill.py`."""
 
 from __future__ import annotations
 
 from teachllm_kernels._triton import gl, gluon, tl
 
-NUM_FIELDS = 4  # of an item, see `hopper_prefill.PrefillPlan`
+NUM_FIELDS = 4  # per item, see `prefill_plan.PrefillPlan`
 
 FIELDS = tl.constexpr(NUM_FIELDS)
 TOKEN, NUM_QUERIES, POSITION, ROW = map(tl.constexpr, range(NUM_FIELDS))
@@ -12,7 +12,7 @@ TOKEN, NUM_QUERIES, POSITION, ROW = map(tl.constexpr, range(NUM_FIELDS))
 
 @gluon.jit
 def num_tasks(work, NUM_KV_HEADS: gl.constexpr):
-    """This program's: a whole round has one for each program, the last round may not reach it."""
+    """Return the number of this program's tasks: one per whole round, and perhaps one in the last round."""
     total = gl.load(work[1]) * NUM_KV_HEADS
     rounds, left = total // gl.num_programs(0), total % gl.num_programs(0)
     return rounds + (_place(rounds) < left).to(gl.int32)
@@ -20,13 +20,13 @@ def num_tasks(work, NUM_KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def _place(round_):
-    """This program's in a round: every other one goes backwards."""
+    """Return this program's place in a round: every other round goes backwards."""
     return gl.where(round_ % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
 
 
 @gluon.jit
 def task_of(work, round_, NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """A round's: (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
+    """Return (KV head, first token, queries, position of the first, table row, first key, end of the keys)."""
     items_ptr, _ = work
     index = round_ * gl.num_programs(0) + _place(round_)
     fields_ptr = items_ptr + index // NUM_KV_HEADS * FIELDS

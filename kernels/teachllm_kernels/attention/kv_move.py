@@ -1,8 +1,9 @@
-"""Moving K and V of drafts together: what holds of a tree is a path, and its nodes lie between others.
+"""Move the K and V of accepted drafts together: they are a path in the draft tree, and its nodes lie between others.
 
-Node i was computed at the i-th slot behind the known tokens. The nodes that hold go, in order, to the first slots
-there, where the tokens of their positions belong. None lies before its new place, so a program that moves them one
-after the other, each thread its own channels, overwrites nothing that it still needs. A chain's lie where they belong.
+Node i was computed at the i-th slot after the known tokens. The accepted nodes move, in order, to the first of those
+slots, where the tokens of their positions belong. No node lies before its new place, so a program that moves them one
+after the other, each thread its own channels, overwrites nothing that it still needs. The nodes of a chain are already
+in place.
 
 Source: Miao et al., "SpecInfer", ASPLOS 2024.
 """
@@ -54,15 +55,15 @@ class KVMover:
     """Moves K and V of some layers.
 
     Args:
-        caches: K and V of each layer, [num_blocks, block_size, num_kv_heads, head_size]; they stay where they are.
+        caches: K and V of each layer, [num_blocks, block_size, num_kv_heads, head_size]; their memory must not move.
     """
 
     def __init__(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         tensors = [tensor for cache in caches for tensor in cache]
-        self._caches = list(caches)  # kept: the kernel has only their addresses
+        self._caches = list(caches)  # kept alive: the kernel has only their addresses
         self._block_size, device = tensors[0].shape[1], tensors[0].device
         sizes = [tensor[0, 0].numel() * tensor.element_size() for tensor in tensors]
-        word_bytes = 4 if all(size % 4 == 0 for size in sizes) else 2  # heads are of even sizes
+        word_bytes = 4 if all(size % 4 == 0 for size in sizes) else 2  # head sizes are even
         self._word = {4: tl.int32, 2: tl.int16}[word_bytes]
         self._addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
         self._widths = torch.tensor([size // word_bytes for size in sizes], dtype=torch.int32, device=device)
@@ -75,7 +76,7 @@ class KVMover:
         num_known: torch.Tensor,
         block_tables: torch.Tensor,
     ) -> None:
-        """After `accept`, whose `path`, `first`, `rows` and `num_known` these are.
+        """Move K and V after `accept`, which returned `path`, `first`, `rows` and `num_known`.
 
         Args:
             block_tables: [max_rows, max_blocks] int32.
@@ -100,5 +101,5 @@ class KVMover:
 
 
 def cost(num_moved: int, bytes_per_token: int) -> tuple[int, int]:
-    """(bytes, FLOPs): K and V of all layers in and out, of each token that moves."""
+    """Return (bytes, FLOPs): K and V of all layers in and out, for each token that moves."""
     return 2 * num_moved * bytes_per_token, 0

@@ -1,8 +1,8 @@
 """Write the K and V of this step's tokens into their slots of the paged cache.
 
 A slot is a token's place in the cache: `block * block_size + offset`. The tokens of a step scatter to wherever the
-block tables put them; attention then reads them back together with everything written before. A cache of codes
-(`kv_quantization.py`) gets codes.
+block tables put them; attention then reads them together with everything written before. A quantized cache
+(`kv_quantization.py`) gets quantized values.
 
 Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", SOSP 2023.
 """
@@ -25,13 +25,13 @@ def kv_write_reference(
     slot_mapping: torch.Tensor,
     scales: KVScales | None = None,
 ) -> None:
-    """Writes in place.
+    """Write K and V in place.
 
     Args:
-        k, v: [num_tokens, num_kv_heads, head_size], in the cache's dtype unless that holds codes.
+        k, v: [num_tokens, num_kv_heads, head_size], in the cache's dtype unless the cache is quantized.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size], contiguous.
         slot_mapping: [num_tokens] int64; -1 means that the token is not written (padding).
-        scales: of the codes, if the cache holds codes.
+        scales: scales of K and V, if the cache is quantized.
     """
     kept = (slot_mapping >= 0).nonzero().squeeze(1)
     kv_write_cpu(k[kept], v[kept], k_cache, v_cache, slot_mapping[kept], scales)
@@ -45,7 +45,7 @@ def kv_write_cpu(
     slot_mapping: torch.Tensor,
     scales: KVScales | None = None,
 ) -> None:
-    """As `kv_write_reference`, for batches without padding: batches on a CPU have none."""
+    """Write like `kv_write_reference`, for batches without padding: batches on a CPU have none."""
     if scales is not None:
         k, v = (encode_reference(x, scale, k_cache.dtype) for x, scale in zip((k, v), scales, strict=True))
     for x, x_cache in ((k, k_cache), (v, v_cache)):
@@ -90,7 +90,7 @@ def kv_write_triton(
     slot_mapping: torch.Tensor,
     scales: KVScales | None = None,
 ) -> None:
-    """As `kv_write_reference`; a token's heads lie side by side, tokens may lie apart."""
+    """Write like `kv_write_reference`; a token's heads lie side by side, tokens may lie apart."""
     num_tokens, num_kv_heads, head_size = k.shape
     size = num_kv_heads * head_size
     k_scale, v_scale = scales or (None, None)
@@ -114,10 +114,10 @@ def kv_write_triton(
 def cost(
     num_tokens: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2, kv_bytes: int | None = None
 ) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: K and V in and out, the slots once.
+    """Return (bytes, FLOPs) that any implementation must spend: K and V in and out, the slots once.
 
     Args:
-        kv_bytes: of a number in the cache; None: as outside.
+        kv_bytes: bytes per number in the cache; None: as outside.
     """
     both = dtype_bytes + (dtype_bytes if kv_bytes is None else kv_bytes)
     return 2 * num_tokens * num_kv_heads * head_size * both + 8 * num_tokens, 0

@@ -1,8 +1,8 @@
-"""The splits of a sequence's KV become one (lesson 08): each has left the mean of its values, and the weight of that.
+"""Merge the splits of a sequence's KV (lesson 08): each has left the mean of its values and the weight of that mean.
 
-    partial    sum of softmax weights x values, over the split's own sum of weights
+    partial    sum of softmax weights x values, divided by the split's own sum of weights
     lse        log2 of that sum
-    merged     sum of partial x 2^lse, over the sum of 2^lse
+    merged     sum of partial x 2^lse, divided by the sum of 2^lse
 
 Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 """
@@ -13,7 +13,7 @@ import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 
-MERGED = 4096  # numbers that a program holds at once
+MERGED = 4096  # elements that a program holds at once
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def merge(
     first, num_splits, kv_head, token, channel, is_channel,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the splits of one sequence and KV head by their log-sum-exps, `MERGE` splits of `MERGE_ROWS` at a time."""
+    """Merge the splits of one sequence and KV head by log-sum-exp, `MERGE` splits of `MERGE_ROWS` at a time."""
     for first_row in tl.static_range(0, GROUP, MERGE_ROWS):
         row = first_row + tl.arange(0, MERGE_ROWS)
         is_row = row < GROUP
@@ -33,7 +33,7 @@ def merge(
             split = start + tl.arange(0, MERGE)
             part_row = ((first + split) * NUM_KV_HEADS + kv_head)[:, None] * GROUP + row[None, :]
             is_part = (split < num_splits)[:, None] & is_row[None, :]
-            # Past the first-level cache, which may hold what these addresses were before.
+            # Past the L1 cache, which may hold older values of these addresses.
             part_lse = tl.load(lse_ptr + part_row, mask=is_part, other=-float("inf"), cache_modifier=".cg")
             part = tl.load(
                 partial_ptr + part_row[:, :, None] * D + channel[None, None, :],
@@ -59,7 +59,7 @@ def _merge_splits(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_Q: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `merge`, of one of a sequence's query tokens and one head."""
+    """Like `merge`, for one query token of a sequence and one head."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -101,12 +101,12 @@ def merge_splits(
     num_kv_heads: int,
     max_query_len: int,
 ) -> None:
-    """Merges the splits of sequences that have several; one program for each query token and head.
+    """Merge the splits of sequences that have several; one program per query token and head.
 
     Args:
-        partial, lse, spans: of `DecodePlan`; `partial` and `lse` have rows for `max_query_len` tokens of each split.
+        partial, lse, spans: as in `DecodePlan`; `partial` and `lse` have rows for `max_query_len` tokens of each split.
         out: [num_tokens, num_heads, head_size], written.
-        query_start: [num_seqs + 1] int32, of each sequence the first query token.
+        query_start: [num_seqs + 1] int32, the first query token of each sequence.
     """
     num_heads, head_size = out.shape[1:]
     padded = triton.next_power_of_2(head_size)

@@ -20,23 +20,23 @@ import torch.nn.functional as F
 
 from teachllm_kernels.attention.kv_quantization import KVScales, as_bytes, decode_reference
 
-# Rows of queries that one rectangle takes from one sequence: longer ones hold scores that no query may see.
+# Query rows per rectangle and sequence: longer rectangles compute scores that no query may see.
 _QUERY_TILE = 128
-# With so few query rows on a KV head, V is summed up where it lies; with more, gathering it for a product pays.
+# With this few query rows per KV head, V is summed where it lies; with more, gathering it for a product pays.
 _FEW_QUERY_ROWS = 8
-# Scores computed for nothing (padding) that cost as much as starting another rectangle; measured on a CPU.
+# The number of padding scores that cost as much as starting another rectangle; measured on a CPU.
 _PADDING_WORTH_A_LAUNCH = 512
 
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """What the queries of one sequence see where some of its last tokens are a tree of drafts.
+    """What the queries of one sequence see if some of its last tokens are a tree of drafts.
 
     Attributes:
-        base: index of the first key that it speaks of; all before it are seen.
-        sees: of each query, bit j: it sees key base + j.
-        positions: of each query, how far it stands behind the first token; less than its index, where branches lie
-            side by side. It counts for a window, which is longer than the tree is deep.
+        base: index of the first key in the mask; all keys before it are seen.
+        sees: per query a bit mask; bit j: it sees key base + j.
+        positions: each query's position relative to the first token; less than its index if branches lie side by side.
+            It matters for a window, which is longer than the tree is deep.
     """
 
     base: int
@@ -130,17 +130,17 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Tiles of equally many queries, their keys padded to the longest, computed as one batch of matrices.
+    """Tiles with the same number of queries, their keys padded to the longest, computed as one batch of matrices.
 
     Attributes:
-        num_tiles, num_keys: the keys are those of its longest tile.
+        num_tiles, num_keys: the number of tiles, and of keys in the longest tile.
         tokens: [num_tiles * num_queries] int64, rows of the flat batch; None if they are all of it, in order.
-        span: the first slot and one past the last, where a single tile's keys lie side by side: they are read where
-            they are. None where they must be gathered.
+        span: the first slot and one past the last, if a single tile's keys lie side by side and are read in place;
+            None if they must be gathered.
         cache_rows: [num_tiles, num_kv_heads, num_keys] int64, rows of a cache seen as [slots * heads, head_size];
             None if `span` is set.
-        bags: [num_tiles * num_heads * num_queries, num_keys] int64, `cache_rows` for every row of queries on its own;
-            None where those are many, or `span` is set.
+        bags: [num_tiles * num_heads * num_queries, num_keys] int64, `cache_rows` for every query row separately;
+            None if there are many, or if `span` is set.
         mask: [num_tiles, 1, 1, num_queries, num_keys] bool, True where a query may not look; None if it may
             look everywhere.
     """
@@ -164,9 +164,9 @@ def plan_attention(
     window: int | None = None,
     trees: Trees = None,
 ) -> list[Rectangle]:
-    """How a step's attention is computed; equal for all layers with the same heads and `window`.
+    """Plan a step's attention; the plan is the same for all layers with the same heads and `window`.
 
-    Arguments as of `paged_attention_reference`.
+    The arguments are those of `paged_attention_reference`.
     """
     tiles: list[_Tile] = []
     first_token = 0
@@ -190,7 +190,7 @@ def plan_attention(
 
 
 def _group(tiles: list[_Tile]) -> list[list[_Tile]]:
-    """Puts tiles of equally many queries and similarly many keys together, as far as the padding is worth it."""
+    """Group tiles with equally many queries and similarly many keys, as long as the padding is worth it."""
     groups: list[list[_Tile]] = []
     padding = 0
     for tile in sorted(tiles, key=lambda t: (t.tree is not None, t.num_queries, t.num_keys), reverse=True):
@@ -237,7 +237,7 @@ def _rectangle(
     mask = mask[:, None, None]
     if span is not None:
         return Rectangle(1, num_keys, tokens, span, None, None, mask)
-    # Padding reads the tile's own last key again: what lies in slots nobody wrote could be NaN, and 0 * NaN is NaN.
+    # Padding reads the tile's own last key again: slots that were never written may hold NaN, and 0 * NaN is NaN.
     readable = key_index.minimum(kv_end - 1)
     slots = block_tables[seq, readable // block_size].long() * block_size + readable % block_size
     cache_rows = slots.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads, device=device).unsqueeze(-1)
@@ -249,7 +249,7 @@ def _rectangle(
 
 
 def _span(tile: _Tile, block_tables: torch.Tensor, block_size: int) -> tuple[int, int] | None:
-    """The slots of a tile's keys, first and one past the last, if they lie side by side."""
+    """Return the slots of a tile's keys, first and one past the last, if they lie side by side."""
     blocks = block_tables[tile.seq, tile.kv_begin // block_size : (tile.kv_end - 1) // block_size + 1].tolist()
     if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
         return None
@@ -266,14 +266,14 @@ def attend(
     soft_cap: float | None = None,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Computes a plan. Arguments and result as in `paged_attention_reference`."""
-    how = (scale, soft_cap, scales)
+    """Compute a plan. Arguments and result are those of `paged_attention_reference`."""
     if plan[0].tokens is None:
-        return _attend_rectangle(q, k_cache, v_cache, plan[0], *how).to(q.dtype)
+        return _attend_rectangle(q, k_cache, v_cache, plan[0], scale, soft_cap, scales).to(q.dtype)
     out = torch.empty_like(q)
     for rectangle in plan:
         assert rectangle.tokens is not None
-        rows = _attend_rectangle(q.index_select(0, rectangle.tokens), k_cache, v_cache, rectangle, *how)
+        queries = q.index_select(0, rectangle.tokens)
+        rows = _attend_rectangle(queries, k_cache, v_cache, rectangle, scale, soft_cap, scales)
         out.index_copy_(0, rectangle.tokens, rows.to(q.dtype))
     return out
 
@@ -287,7 +287,7 @@ def _attend_rectangle(
     soft_cap: float | None,
     scales: KVScales | None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v for the queries of one rectangle, [num_tiles * num_queries, num_heads, head_size]."""
+    """Return softmax(q k^T * scale) v for one rectangle: [num_tiles * num_queries, num_heads, head_size]."""
     num_tokens, num_heads, head_size = q.shape
     num_tiles, num_kv_heads, num_keys = rectangle.num_tiles, k_cache.shape[2], rectangle.num_keys
     num_queries, group = num_tokens // num_tiles, num_heads // num_kv_heads
@@ -302,11 +302,11 @@ def _attend_rectangle(
     # The query heads that share a KV head become further rows of its matrix: K and V are never repeated.
     queries = (q.to(wide) * scale).view(num_tiles, num_queries, num_kv_heads, group, head_size).permute(0, 2, 3, 1, 4)
     queries = queries.reshape(num_tiles, num_kv_heads, group * num_queries, head_size)
-    # K is let go before more is allocated, which then takes its place: fresh pages cost more than the gather.
+    # K is freed before more is allocated, which then takes its place: fresh pages cost more than the gather.
     keys = _read(k_cache, rectangle).to(wide)
     scores = queries @ keys.transpose(-1, -2)  # [num_tiles, num_kv_heads, group * num_queries, num_keys]
     del keys
-    if scales is not None:  # those were codes
+    if scales is not None:  # K was quantized
         scores *= scales[0].to(wide)[:, None, None]
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
@@ -327,7 +327,7 @@ def _attend_rectangle(
 
 
 def _read(cache: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-    """K or V of a rectangle, [num_tiles, num_kv_heads, num_keys, head_size]."""
+    """Return K or V of a rectangle, [num_tiles, num_kv_heads, num_keys, head_size]."""
     num_kv_heads, head_size = cache.shape[2:]
     if rectangle.span is not None:
         first, end = rectangle.span
@@ -350,7 +350,7 @@ def paged_attention_cpu(
     trees: Trees = None,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """As `paged_attention_reference`, equal up to rounding, and fast on a CPU."""
+    """Compute `paged_attention_reference`, equal up to rounding, and fast on a CPU."""
     block_size, num_kv_heads = k_cache.shape[1:3]
     plan = plan_attention(block_tables, query_lens, kv_lens, block_size, q.shape[1], num_kv_heads, window, trees)
     return attend(q, k_cache, v_cache, plan, scale, soft_cap, scales)
@@ -365,10 +365,10 @@ def cost(
     dtype_bytes: int = 2,
     kv_bytes: int | None = None,
 ) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend without a window: q in, out out, each K and V once.
+    """Return (bytes, FLOPs) that any implementation must spend without a window: q in, out out, each K and V once.
 
     Args:
-        kv_bytes: of a number in the cache; None: as of q.
+        kv_bytes: bytes per number in the cache; None: as in q.
     """
     num_tokens, num_keys = sum(query_lens), sum(kv_lens)
     # The tokens of a sequence see kv_len - query_len + 1, ..., kv_len keys.

@@ -1,26 +1,26 @@
-"""Attention of a few query tokens a sequence over the paged KV cache (lesson 08): what a decode step waits for.
+"""Attention of a few query tokens per sequence over the paged KV cache (lesson 08): what a decode step waits for.
 
-One query reads all K and V of its sequence once and does little with them, so the time is bytes over bandwidth and
-all the work goes into keeping every multiprocessor reading until the end, however ragged the batch:
+One query reads all K and V of its sequence once and does little with them, so the time is bytes over bandwidth, and
+the task is to keep every multiprocessor reading until the end, however ragged the batch:
 
     split     a sequence's KV is cut into splits, so that one long sequence occupies the whole card; `decode_plan.py`
-              says who reads what.
-    pack      the query heads that share a KV head, and up to 8 query tokens, are the rows of one matrix product; of
-              more tokens, each 8 are a program's.
-    merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's
-              last split merges them, so there is no second kernel. Of several query tokens there is too much to merge
-              for one program: there is a second one (`merge_splits.py`).
-    alone     of one sequence bytes are few, and the time is a chain of waits: each program asks for its first tile (if
-              registers hold it), and for all else that no kernel of this step writes, while the product in front is
-              under way; then for the rest, at once; and 32 splits are merged in one go, as each go waits for what
-              others have just written
+              assigns them
+    pack      the query heads that share a KV head, and up to 8 query tokens, are the rows of one matrix product; more
+              tokens are divided among programs, 8 each
+    merge     each split leaves its softmax-weighted sum and log-sum-exp; the program that finishes a sequence's last
+              split merges them, so there is no second kernel. Several query tokens have too much to merge for one
+              program: they take a second kernel (`merge_splits.py`)
+    alone     one sequence has few bytes, and the time is a chain of waits. While the previous product still runs, each
+              program loads its first tile (if registers hold it) and everything else that no kernel of this step
+              writes; then it loads the rest, at once. 32 splits are merged in one round, since each round waits for
+              what other programs have just written
 
-More than one query token per sequence, and a tree mask, are for verifying drafts. With a quantized cache
-(`kv_quantization.py`) the scores are multiplied by K's scale and the sums by V's.
+Several query tokens per sequence, and a tree mask, are for verifying drafts. With a quantized cache
+(`kv_quantization.py`) the scores are multiplied by K's scale, the sums by V's. `decode_tile.py` has the loop's body.
 
-`fused_paged_decode` does also what comes before attention (q/k norm, rotary embedding, KV write) for one new token a
-sequence: at small batches a kernel less a layer is worth more than the few numbers each split computes again. On Hopper
-it is `hopper_decode.py`, for any number of sequences but one.
+`fused_paged_decode` also does what comes before attention (q/k norm, rotary embedding, KV write) for one new token per
+sequence: at small batches one kernel less per layer is worth more than the few numbers that each split computes again.
+On Hopper it is `hopper_decode.py`, for any number of sequences except one.
 
 Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; Kwon et al., "Efficient Memory Management for
 LLM Serving with PagedAttention", SOSP 2023.
@@ -59,9 +59,9 @@ from teachllm_kernels.attention.rotary import load_halves, turned_heads
 
 __all__ = ["cost", "fused_paged_decode", "paged_decode_triton"]
 
-_QUERIES = 8  # tokens of a sequence that a program takes
-_MOST_EARLY = 32 << 10  # bytes of K and V that a program holds in 64 of its registers until the query is there
-_MERGED_ALONE = 16384  # numbers: 32 splits of 4 heads of 128
+_QUERIES = 8  # query tokens per sequence and program
+_MOST_EARLY = 32 << 10  # bytes of K and V that a program holds in 64 registers per thread until the query arrives
+_MERGED_ALONE = 16384  # elements: 32 splits of 4 heads of 128
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _paged_decode(
     if PDL:
         gdc_launch_dependents()
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
-    # The plan, the tables and what earlier steps wrote to the cache are there already, see `_launch`.
+    # The plan, the tables and earlier steps' K and V are already written, see `_launch`.
     fields_ptr = items_ptr + item * FIELDS
     begin = tl.load(fields_ptr + BEGIN)
     end = tl.load(fields_ptr + END)
@@ -105,7 +105,7 @@ def _paged_decode(
         column = tl.arange(0, D_PADDED)
         channel = column
         is_channel = column < D
-        if HALF != HALF_PADDED and FUSED:  # the halves are padded apart, since they are turned apart
+        if HALF != HALF_PADDED and FUSED:  # the halves are padded separately, since they are rotated separately
             channel = column // HALF_PADDED * HALF + column % HALF_PADDED
             is_channel = column % HALF_PADDED < HALF
         row = tl.arange(0, ROWS)
@@ -124,7 +124,7 @@ def _paged_decode(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D_PADDED], tl.float32)
         if FUSED:
-            # All that no kernel of this step writes is asked for before the wait, and then the rest at once: attention
+            # Everything that no kernel of this step writes is loaded before the wait, then the rest at once: attention
             # of few sequences is a chain of waits. So every split reads the new token's K and V, though one needs them.
             q_head = tl.where(is_row, head, -1)
             k_head = NUM_HEADS + kv_head + tl.zeros([1], tl.int32)
@@ -163,7 +163,7 @@ def _paged_decode(
         if k_scale_ptr is not None:
             queries = multiplicand(queries, OPERAND)
 
-        if FUSED:  # the new token's K and V are written, and attended to, where its sequence ends
+        if FUSED:  # the split that ends the sequence writes the new token's K and V and attends to them
             if k_scale_ptr is not None:
                 CODE: tl.constexpr = k_cache_ptr.dtype.element_ty
                 new_k = encode(new_k, k_scale_of_head, CODE)
@@ -184,7 +184,7 @@ def _paged_decode(
                     queries, first_k, first_v, is_first[None, :], scale_log2, soft_cap, highest, total, acc,
                     HAS_CAP, HAS_CODES,
                 )  # fmt: skip
-        if begin < end:  # even to begin with a loop takes time
+        if begin < end:  # even entering a loop takes time
             for start in tl.range(begin, end, TILE, num_stages=STAGES):
                 key = start + tl.arange(0, TILE)
                 is_key = key < end
@@ -230,7 +230,7 @@ def _paged_decode(
                         NUM_KV_HEADS, GROUP, D, MERGE, MERGE_ROWS,
                     )  # fmt: skip
     elif PDL:  # noqa: SIM102 (settled when the kernel is compiled)
-        if item == 0:  # a batch of padding alone must wait too, see `_triton.py`; others leave their room
+        if item == 0:  # a batch of only padding must wait too, see `_triton.py`; other programs free their place
             gdc_wait()
 
 
@@ -250,7 +250,7 @@ def paged_decode_triton(
     out: torch.Tensor | None = None,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Attention for the last few tokens of each sequence, whose K and V are written already.
+    """Compute attention for the last few tokens of each sequence, whose K and V are already written.
 
     Args:
         q: [num_tokens, num_heads, head_size], each token's heads side by side; tokens may lie apart.
@@ -260,12 +260,12 @@ def paged_decode_triton(
         plan: filled by `plan_decode` for this batch and window. Padding gets no output.
         scale, window, soft_cap: as in `paged_attention_reference`.
         max_query_len: the most tokens of one sequence, and no more than `plan` was allocated for.
-        tree: [num_places] int64 where the tokens are a tree of drafts, the same one for all sequences: bit j of place i
-            says that the token there sees the one at place j, as it does itself and those before it in the tree. 64
-            places at most. Without it a token sees itself and those before it.
-        first_place: where in the tree the first token of each sequence stands; those before it are in the cache.
+        tree: [num_places] int64 if the tokens are a tree of drafts, the same for all sequences: bit j of place i
+            means that the token there sees the one at place j; it sees itself and its ancestors. 64 places at most.
+            Without a tree a token sees itself and those before it.
+        first_place: the place in the tree of each sequence's first token; the tokens before it are in the cache.
         out: [num_tokens, num_heads, head_size], contiguous, to write to.
-        scales: of K's and V's codes, if the cache holds codes.
+        scales: scales of K and V, if the cache is quantized.
 
     Returns:
         `out`, or a new tensor like it.
@@ -295,13 +295,13 @@ def fused_paged_decode(
     soft_cap: float | None = None,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """`rope_kv_write` and `paged_decode_triton` in one launch, for one token a sequence, all of them decoding.
+    """Compute `rope_kv_write` and `paged_decode_triton` in one launch, for one decoding token per sequence.
 
     Args:
         qkv: [num_seqs, num_heads + 2 * num_kv_heads, head_size], contiguous; read only.
         cos, signed_sin, qk_weight, eps: as in `rope_kv_write_reference`.
         plan: filled by `plan_decode` for this form.
-        The others as in `paged_decode_triton`.
+        The others are those of `paged_decode_triton`.
 
     Returns:
         [num_seqs, num_heads, head_size].
@@ -362,8 +362,8 @@ def _launch(
         operand_bytes=operand_bytes,
         most_bytes=shared_memory(q.device),
     )
-    # The plan is read before the wait, see `_triton.py`. What is launched the ordinary way behind the plan of a last
-    # layer's wanted tokens is the selection of their queries.
+    # The plan is read before the wait, see `_triton.py`. After the plan of a last layer that computes only the tokens
+    # whose logits are needed, the kernel launched the ordinary way is the selection of their queries.
     _paged_decode[(max_splits(num_seqs, num_kv_heads, planned) * num_kv_heads, triton.cdiv(max_query_len, queries))](
         q_ptr=q, k_cache_ptr=for_kernel(k_cache), v_cache_ptr=for_kernel(v_cache), out_ptr=out,
         block_tables_ptr=block_tables, tree_ptr=tree,

@@ -1,11 +1,11 @@
-"""Attention of many query tokens per sequence: prompts, chunks of prompts, drafts to verify. For a GPU.
+"""Attention of many query tokens per sequence on a GPU: prompts, chunks of prompts, drafts to verify.
 
-The scores of a long prompt do not fit anywhere, so nobody stores them: a program takes a tile of queries past the
-sequence's keys, a tile of those at a time, and keeps only each row's highest score, the sum of its weights and their
-weighted sum of V. When a higher score turns up, what was summed so far shrinks to match (the online softmax).
+The scores of a long prompt do not fit anywhere, so they are never stored: a program takes a tile of queries past the
+sequence's keys, one tile of keys at a time, and keeps only each row's highest score, the sum of its weights and their
+weighted sum of V. When a higher score appears, the sums so far shrink to match (the online softmax).
 
-Here the keys of a tile come from wherever the block table says. The rows of a query tile are the query heads that
-share one KV head, for a few tokens: one load of K and V serves them all, and little lies beyond the diagonal.
+The keys of a tile come from wherever the block table points. The rows of a query tile are the query heads that share
+one KV head, for a few tokens: one load of K and V serves them all, and little lies beyond the diagonal.
 
 With `is_fixed` the bits of a token's result depend on its sequence alone: its keys come in the same tiles, by the same
 instructions, whatever chunk it is computed in.
@@ -36,9 +36,9 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [begin, end) to the running softmax. Not MASKED: whole tiles, which every row sees entirely.
+    """Add the keys [begin, end) to the running softmax. Not MASKED: whole tiles, of which every row sees every key.
 
-    CODES: K and V are codes; `scale` is then also K's, and what comes out wants V's.
+    CODES: K and V are quantized; `scale` then includes K's scale, and the caller applies V's to the result.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     lane = tl.arange(0, HEAD_PADDED)
@@ -46,7 +46,7 @@ def _attend(
         key = first_key + tl.arange(0, BLOCK_N)
         inside = (lane < HEAD_SIZE)[None, :]
         if MASKED:
-            # Slots that nobody wrote may hold NaN, and 0 * NaN is NaN: they are not read.
+            # Slots that were never written may hold NaN, and 0 * NaN is NaN: they are not read.
             block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
             inside = inside & (key < end)[:, None]
         else:
@@ -58,7 +58,7 @@ def _attend(
         if CODES:
             k = numbers(k, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        to_base_2 = scale * LOG2_E  # exp2 is what the hardware has
+        to_base_2 = scale * LOG2_E  # the hardware computes exp2
         if SOFT_CAP is not None:
             doubled = tl.exp2(scores * (scale * (2 * LOG2_E / SOFT_CAP)))
             scores = SOFT_CAP - 2 * SOFT_CAP / (doubled + 1)  # SOFT_CAP * tanh(scores * scale / SOFT_CAP)
@@ -81,7 +81,7 @@ def _attend(
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=["num_seqs", "rows_ptr", "seq_lens_ptr"])  # which differ from batch to batch
+@triton.jit(do_not_specialize=["num_seqs", "rows_ptr", "seq_lens_ptr"])  # they differ from batch to batch
 def _paged_prefill(
     q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, rows_ptr, query_start_ptr, seq_lens_ptr, out_ptr,
     k_scale_ptr, v_scale_ptr,
@@ -98,7 +98,7 @@ def _paged_prefill(
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
 
     # Sequence i owns the tiles from query_start[i] // QUERIES + i on: enough for its queries, whatever came before.
-    # All of them are compared at once: to halve what is left would be a trip to memory each time.
+    # All sequences are compared at once: a binary search would be a trip to memory per step.
     seq = -1
     for start in range(0, num_seqs, AT_ONCE):
         i = start + tl.arange(0, AT_ONCE)
@@ -132,7 +132,7 @@ def _paged_prefill(
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row that has seen nothing yet must not meet inf - inf
 
-    # Keys [full_begin, full_end) are seen by all rows; what lies before (in a window) or after, only by some.
+    # Keys [full_begin, full_end) are seen by all rows; keys before (in a window) or after, only by some.
     end = context_len + tl.minimum(first + QUERIES, query_len)
     begin, full_begin = 0, 0
     full_end = (context_len + first + 1) // BLOCK_N * BLOCK_N
@@ -140,7 +140,7 @@ def _paged_prefill(
         begin = tl.maximum(context_len + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         full_begin = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, full_end)
     if FIXED:
-        full_end = begin  # which keys all rows see depends on the chunk: all go through one loop
+        full_end = begin  # which keys all rows see depends on the chunk, so all keys take the masked loop
     elif WINDOW is not None:
         acc, total, top = _attend(
             acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, begin, full_begin, scale,
@@ -164,13 +164,14 @@ def _paged_prefill(
 
 
 def tile_options(head_size: int, dtype: torch.dtype, most_bytes: int) -> dict[str, int]:
-    """Tile sizes and launch options, the best measured on an H200 of those that fit.
+    """Return the tile sizes and launch options that fit and are fastest on an H200.
 
-    Many rows, because they share a load of K and V. Two programs on a processor, because the products of one then hide
-    the softmax of the other: `maxnreg` makes room for the second, at the price of a few registers spilled.
+    A tile has many rows, because they share a load of K and V. Two programs run per multiprocessor, because the
+    products of one then hide the softmax of the other: `maxnreg` makes room for the second, at the price of a few
+            spilled registers.
 
     Args:
-        most_bytes: of shared memory.
+        most_bytes: shared memory per program.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 32, "BLOCK_N": 32 if head_size <= 128 else 16, "num_warps": 4, "num_stages": 2}
@@ -198,7 +199,7 @@ def paged_prefill_triton(
     is_fixed: bool = False,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """As `paged_attention_reference`, with all lengths on the device: one captured launch serves any batch that fits.
+    """Compute `paged_attention_reference` with all lengths on the device, so one captured launch serves any batch.
 
     Args:
         q: [num_tokens, num_heads, head_size]; heads contiguous, tokens at any stride (a view into q, k and v).
@@ -209,10 +210,11 @@ def paged_prefill_triton(
         query_start: [num_seqs + 1] int32, where the tokens of each sequence begin in `q`, and where the last one's end.
         seq_lens: [num_seqs] int32, with this step's tokens.
         scale, window, soft_cap: as in `paged_attention_reference`; `scale` is positive.
-        out: [num_tokens, num_heads, head_size] contiguous, written for the tokens of sequences, else left as it is.
+        out: [num_tokens, num_heads, head_size] contiguous, written for the tokens of sequences, otherwise left as it
+            is.
         num_tokens: no sequence ends later than this in `q`; None: all of `q`. It sizes the grid.
         is_fixed: a token's result does not depend, by one bit, on its chunk or on other sequences; slower.
-        scales: of K's and V's codes, if the cache holds codes (`kv_quantization.py`).
+        scales: scales of K and V, if the cache is quantized (`kv_quantization.py`).
 
     Returns:
         `out`, or a new tensor.

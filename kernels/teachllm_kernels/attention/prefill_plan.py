@@ -25,11 +25,11 @@ class PrefillPlan:
     """A step's tiles of queries, on the device.
 
     Attributes:
-        items: [max_items, 4] int32, a tile each. TOKEN: its first token in the batch; NUM_QUERIES: how many it has;
-            POSITION: of the first in its sequence; ROW: the sequence's row of the block tables.
-        count: [1] int32, how many there are.
-        group: query heads of a KV head, for which it was made.
-        tile: keys of a step of the loop, 64 or 128.
+        items: [max_items, 4] int32, one tile each. TOKEN: its first token in the batch; NUM_QUERIES: its number of
+            tokens; POSITION: the first token's position in its sequence; ROW: the sequence's row of the block tables.
+        count: [1] int32, the number of tiles.
+        group: query heads per KV head, for which the plan was made.
+        tile: keys per step of the loop, 64 or 128.
     """
 
     items: torch.Tensor
@@ -38,7 +38,7 @@ class PrefillPlan:
     tile: int
 
 
-@triton.jit(do_not_specialize=["seq_lens_ptr", "rows_ptr", "num_seqs"])  # which differ from batch to batch
+@triton.jit(do_not_specialize=["seq_lens_ptr", "rows_ptr", "num_seqs"])  # they differ from batch to batch
 def _plan_prefill(
     items_ptr, count_ptr, query_start_ptr, seq_lens_ptr, rows_ptr, num_seqs, QUERIES: tl.constexpr, SEQS: tl.constexpr
 ):
@@ -49,7 +49,7 @@ def _plan_prefill(
     row = tl.load(rows_ptr + seq, mask=is_seq, other=-1)
     context = tl.load(seq_lens_ptr + seq, mask=is_seq, other=0) - num_tokens
     num_tiles = tl.where(row >= 0, tl.cdiv(num_tokens, QUERIES), 0)
-    # A level: the tiles, of any sequence, that see about the same number of keys. From the highest one down.
+    # A level is the set of tiles, of any sequence, that see about the same number of keys. Highest level first.
     lowest = context // QUERIES
     highest = lowest + num_tiles - 1
     level = tl.max(tl.where(num_tiles > 0, highest, -1))
@@ -76,20 +76,20 @@ def plan_prefill(
     group: int,
     longest: int = 0,
 ) -> PrefillPlan:
-    """Lists the tiles of a batch's queries; one launch, nothing crosses to the host.
+    """List the tiles of a batch's queries, in one launch, without a transfer to the host.
 
     Args:
         query_start: [num_seqs + 1] int32, first token of each sequence in the flat batch.
         seq_lens: [num_seqs] int32, this step's tokens included.
         rows: [num_seqs] int32, each sequence's row of the block tables; -1 is padding, which has no tiles.
         num_tokens: no sequence ends later than this.
-        group: query heads of a KV head, a power of two.
+        group: query heads per KV head, a power of two.
         longest: about how many tokens the longest sequence has, this step's included, if the host knows it.
     """
     num_seqs, queries = rows.shape[0], ROWS // group
     items = torch.empty((num_tokens // queries + num_seqs, NUM_FIELDS), dtype=torch.int32, device=rows.device)
     count = torch.empty(1, dtype=torch.int32, device=rows.device)
-    seqs = max(triton.next_power_of_2(num_seqs), 64)  # or every few a kernel of their own would be compiled for
+    seqs = max(triton.next_power_of_2(num_seqs), 64)  # a floor, or every few sequences would get a kernel of their own
     _plan_prefill[(1,)](
         items_ptr=items,
         count_ptr=count,

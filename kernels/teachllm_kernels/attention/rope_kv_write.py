@@ -1,8 +1,8 @@
-"""What lies between the QKV projection and attention, in one pass: q/k norm, rotary embedding, the KV cache write.
+"""Everything between the QKV projection and attention in one pass: q/k norm, rotary embedding and the KV cache write.
 
-Apart, these are five trips to memory for a few kilobytes a token. Here one program takes a few heads of one token
-through all of them in registers: q goes back to where it was, k there and into the cache, v into the cache; as codes
-(`kv_quantization.py`) into a cache of codes.
+Done apart, these are five trips to memory for a few kilobytes per token. Here one program takes a few heads of one
+token through all of them in registers: q goes back to where it was, k there and into the cache, v into the cache. A
+quantized cache (`kv_quantization.py`) gets quantized k and v.
 
 Sources: those of `rms_norm.py`, `rotary.py` and `kv_write.py`, whose references this is checked against.
 """
@@ -17,7 +17,7 @@ from teachllm_kernels.attention.kv_write import kv_write_reference
 from teachllm_kernels.attention.rotary import normed_and_turned, rotary_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 
-_HEADS = 8  # of one token, taken by one program
+_HEADS = 8  # heads of one token per program
 
 
 def rope_kv_write_reference(
@@ -31,17 +31,17 @@ def rope_kv_write_reference(
     slot_mapping: torch.Tensor,
     scales: KVScales | None = None,
 ) -> None:
-    """The definition. Works in place.
+    """The definition. It works in place.
 
     Args:
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_size], contiguous: what the merged projection made.
-            q and k are normed and turned where they are.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_size], contiguous: the result of the merged projection.
+            q and k are normed and rotated in place.
         cos, signed_sin: [num_tokens, 1, head_size], see `rotary_reference`.
-        qk_weight: [num_heads + num_kv_heads, head_size] of the norm that each head of q and k passes; None: no norm.
+        qk_weight: [num_heads + num_kv_heads, head_size], the norm's weight for each head of q and k; None: no norm.
         eps: of that norm.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_size]; k and v are written to their slots.
         slot_mapping: [num_tokens] int64; -1 means that the token is not written (padding).
-        scales: of the codes, if the cache holds codes.
+        scales: scales of K and V, if the cache is quantized.
     """
     num_kv_heads = k_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -119,7 +119,7 @@ def rope_kv_write_triton(
     slot_mapping: torch.Tensor,
     scales: KVScales | None = None,
 ) -> None:
-    """As `rope_kv_write_reference`, computed in float32 throughout."""
+    """Compute `rope_kv_write_reference` in float32 throughout."""
     num_tokens, num_all_heads, head_size = qkv.shape
     num_kv_heads, half = k_cache.shape[2], head_size // 2
     k_scale, v_scale = scales or (None, None)
@@ -153,12 +153,12 @@ def cost(
     dtype_bytes: int = 2,
     kv_bytes: int | None = None,
 ) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: q, k and v in and out once, the slots in.
+    """Return (bytes, FLOPs) that any implementation must spend: q, k and v in and out once, the slots in.
 
-    And of cos and sin what `rotary.cost` counts: one of their two halves, which hold the same angles.
+    This includes for cos and sin what `rotary.cost` counts: one of their two halves, which hold the same angles.
 
     Args:
-        kv_bytes: of a number in the cache; None: as outside.
+        kv_bytes: bytes per number in the cache; None: as outside.
     """
     per_token = (2 * num_heads + 2 * num_kv_heads + 1) * dtype_bytes
     per_token += 2 * num_kv_heads * (dtype_bytes if kv_bytes is None else kv_bytes)

@@ -15,7 +15,7 @@ from teachllm_kernels._triton import tl, triton
 
 
 def rotary_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Turns every head of every token: (a, b) -> (a cos - b sin, b cos + a sin) over the two halves of a head.
+    """Rotate every head of every token: (a, b) -> (a cos - b sin, b cos + a sin) over the two halves of a head.
 
     Args:
         x: [num_tokens, num_heads, head_size].
@@ -28,12 +28,12 @@ def rotary_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tenso
 
 @triton.jit
 def normed_and_turned(a, b, weight_a, weight_b, cos, sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    """RMS norm of heads, if they have one, and rotation, inside of a kernel. All float32.
+    """Apply the RMS norm of heads, if they have one, and the rotation, inside a kernel. All values are float32.
 
     Args:
-        a, b: [rows, at least HALF], the halves of each row's head, 0 behind their ends.
-        weight_a, weight_b: likewise, of the norm; without one they are not read.
-        cos, sin: [1, at least HALF], of each pair's angle: the second half of `rotary_reference`'s two.
+        a, b: [rows, at least HALF], the halves of each row's head, 0 after their ends.
+        weight_a, weight_b: likewise, the norm's weights; without a norm they are not read.
+        cos, sin: [1, at least HALF], per pair: the second half of each of `rotary_reference`'s two.
     """
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
@@ -44,7 +44,7 @@ def normed_and_turned(a, b, weight_a, weight_b, cos, sin, eps, HALF: tl.constexp
 
 @triton.jit
 def load_halves(matrix_ptr, head, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
-    """Rows `head` of a matrix of heads, zeros for negative ones -> two halves [rows, HALF_PADDED] float32."""
+    """Load rows `head` of a matrix of heads as two halves, [rows, HALF_PADDED] float32; negative rows are zeros."""
     lane = tl.arange(0, HALF_PADDED)
     inside = (head >= 0)[:, None] & (lane < HALF)[None, :]
     head_ptrs = matrix_ptr + head[:, None] * 2 * HALF + lane[None, :]
@@ -54,12 +54,12 @@ def load_halves(matrix_ptr, head, HALF: tl.constexpr, HALF_PADDED: tl.constexpr)
 
 @triton.jit
 def turned_heads(heads, weights, angles, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Heads through norm and rotation -> [rows, 2 * HALF_PADDED]."""
+    """Norm and rotate heads, given as halves. Return [rows, 2 * HALF_PADDED]."""
     a, b = normed_and_turned(*heads, *weights, *angles, eps, HALF, HAS_NORM)
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
 def cost(num_tokens: int, num_heads: int, head_size: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: x in and out, cos and sin of each pair's angle in."""
+    """Return (bytes, FLOPs) that any implementation must spend: x in and out, cos and sin of each pair in."""
     elements = num_tokens * num_heads * head_size
     return (2 * elements + num_tokens * head_size) * dtype_bytes, 3 * elements

@@ -1,20 +1,20 @@
-"""The sum of what several GPUs have, each of which writes its part straight into the others' memory.
+"""One-shot all-reduce: each of several GPUs writes its part straight into the memory of the others, and all add up.
 
-A ring of n GPUs sends the fewest bytes, in 2 (n - 1) steps that wait for each other. A decode's row of 4,096 numbers is
-on its way for 20 ns, and a step takes microseconds: so here everybody sends its whole part to everybody at once, and
-adds up what came. Two GPUs send no more than in a ring.
+A ring of n GPUs sends the fewest bytes, in 2 (n - 1) steps that wait for each other. A decode's row of 4,096 numbers
+takes 20 ns to send, and a step takes microseconds: so here every rank sends its whole part to all others at once, and
+adds up what arrived. Two GPUs send no more than in a ring.
 
-    rank 0's mailbox   slot 0   from 1 | from 2 | ...        Who sends fills its own place in a slot, and tells nobody:
-                       slot 1   from 1 | from 2 | ...        a place is empty as long as there is a -0.0 in it, which
-                       slot 2   from 1 | from 2 | ...        is never sent (0.0 goes instead), and the reader waits.
+    rank 0's mailbox   slot 0   from 1 | from 2 | ...        Each sender fills its own place in a slot, without a flag:
+                       slot 1   from 1 | from 2 | ...        a place is empty as long as it holds a -0.0, which is
+                       slot 2   from 1 | from 2 | ...        never sent (0.0 is sent instead), and the reader waits.
 
-A sum takes the next slot, and empties the one before. Two slots would be too few: when this rank still reads its slot,
-another, which has all that it needs, may already send for the next sum. It cannot send for the one after that: for this
-it needs what this rank sends in the next sum, and by then the slot is empty again. Each row counts its slots by itself,
+A sum takes the next slot and empties the one before. Two slots would be too few: while this rank still reads its slot,
+another rank that has all its parts may already send for the next sum. It cannot send for the sum after that: for this
+it needs what this rank sends in the next sum, and by then the slot is empty again. Each row has its own slot counter,
 since a sum may have any number of rows; all ranks make the same sums in the same order.
 
-All add up in the order of ranks, so all get the same bits. Who waits for a rank that never comes waits for ever, as in
-any collective: whoever watches the ranks ends it.
+All ranks add up in the order of ranks, so all get the same bits. A rank that waits for a missing rank waits for
+ever, as in any collective: whatever supervises the ranks must end it.
 
 Source: TensorRT-LLM's one-shot all-reduce, which calls this way of waiting Lamport's.
 """
@@ -30,22 +30,22 @@ from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_opt
 
 NUM_SLOTS = 3
 _SLOTS = tl.constexpr(NUM_SLOTS)
-_WORDS = {2: torch.int16, 4: torch.int32}  # numbers by their bits
+_WORDS = {2: torch.int16, 4: torch.int32}  # the same bits as integers
 
 
 class Mailbox:
-    """One rank's.
+    """One rank's receive buffer and its addresses of all other ranks' buffers.
 
     Args:
-        rank: this one's number.
-        boxes: of all ranks, by rank: [NUM_SLOTS, num_ranks, num_rows, size], of numbers of 2 or 4 bytes, all -0.0.
-            This rank can write to all of them; its own is on its own device. They stay where they are.
-        owner: of the others' memory, if the tensors are not.
+        rank: this rank's number.
+        boxes: the buffers of all ranks, by rank: [NUM_SLOTS, num_ranks, num_rows, size], elements of 2 or 4 bytes, all
+            -0.0. This rank can write to all of them; its own is on its own device. Their memory must not move.
+        owner: the owner of the other ranks' memory, if the tensors are not.
 
     Attributes:
         rank, num_ranks: as above.
-        num_rows, size: rows that a sum may have, and how long they are.
-        dtype: of the numbers.
+        num_rows, size: the most rows per sum, and their length.
+        dtype: dtype of the elements.
     """
 
     def __init__(self, rank: int, boxes: Sequence[torch.Tensor], owner: object = None) -> None:
@@ -54,23 +54,23 @@ class Mailbox:
         self.rank, self.dtype = rank, own.dtype
         assert own.shape[0] == NUM_SLOTS and self.num_ranks == len(boxes)
         assert self.size * own.element_size() % 16 == 0, "rows begin where 16 bytes can be read at once"
-        self._boxes, self._owner = list(boxes), owner  # kept: the kernel has only their addresses
+        self._boxes, self._owner = list(boxes), owner  # kept alive: the kernel has only their addresses
         self._own = own.view(_WORDS[own.element_size()])
         self._addresses = torch.tensor([box.data_ptr() for box in boxes], device=own.device)
-        self._slots = torch.zeros(self.num_rows, dtype=torch.int32, device=own.device)  # of each row, the next
+        self._slots = torch.zeros(self.num_rows, dtype=torch.int32, device=own.device)  # the next slot of each row
 
     def takes(self, y: torch.Tensor) -> bool:
-        """Whether y can be summed through it."""
+        """Return whether y can be summed through this mailbox."""
         return y.dim() == 2 and len(y) <= self.num_rows and y.shape[1] == self.size and y.dtype == self.dtype
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """Of a kernel, for `sum_over_ranks`: addresses, box, slots, num_box_rows."""
+        """The arguments of `sum_over_ranks` in a kernel: addresses, box, slots, num_box_rows."""
         return self._addresses, self._own, self._slots, self.num_rows
 
 
 class Unsummed(NamedTuple):
-    """A sum that whoever reads it makes; of which this rank has a part.
+    """A deferred sum over ranks: the operation that reads it adds the parts up; this rank holds its own part.
 
     Attributes:
         part: [num_rows, size], which the mailbox takes.
@@ -80,7 +80,7 @@ class Unsummed(NamedTuple):
     mailbox: Mailbox
 
     def sum(self) -> torch.Tensor:
-        """[num_rows, size]."""
+        """Return the sum, [num_rows, size]."""
         return one_shot_sum(self.part, self.mailbox)
 
 
@@ -91,21 +91,23 @@ def sum_over_ranks(
     row, column, inside, num_box_rows, size,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A row of the sum, in float32.
+    """Return a row of the sum, in float32.
 
     Args:
         own: [BLOCK] of this rank's part.
-        addresses, box, slots, num_box_rows: of a `Mailbox`.
-        row, column, inside: which row, and [BLOCK] which of its columns, if there are so many.
+        addresses_ptr, box_ptr, slots_ptr, num_box_rows: from a `Mailbox`.
+        row, column, inside: the row, and [BLOCK] its columns and whether they exist.
     """
     WORD: tl.constexpr = box_ptr.dtype.element_ty
     EMPTY: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))  # the bits of -0.0
-    slot = tl.load(slots_ptr + row, volatile=True)  # other rows' lie beside it, and were written elsewhere
+    slot = tl.load(
+        slots_ptr + row, volatile=True
+    )  # volatile: neighbouring rows' counters are written by other programs
     from_one = num_box_rows.to(tl.int64) * size
     at = row.to(tl.int64) * size + column
     sent = own.to(WORD, bitcast=True)
     sent = tl.where(sent == EMPTY, tl.zeros_like(sent), sent)
-    for step in tl.static_range(1, NUM_RANKS):  # not all to the same one at first
+    for step in tl.static_range(1, NUM_RANKS):  # so that the ranks do not all write to the same one first
         other_box_ptr = tl.multiple_of(tl.load(addresses_ptr + (RANK + step) % NUM_RANKS).to(tl.pointer_type(WORD)), 16)
         tl.store(other_box_ptr + (slot * NUM_RANKS + RANK) * from_one + at, sent, mask=inside)
     total = tl.zeros(own.shape, tl.float32)
@@ -144,13 +146,13 @@ def _one_shot_sum(
 
 
 def one_shot_sum(y: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
-    """The sum of all ranks' y, which all must call.
+    """Return the sum of all ranks' y. Every rank must call this.
 
     Args:
         y: [num_rows, size], contiguous, which the mailbox takes.
 
     Returns:
-        the same shape and dtype, added up in float32.
+        A tensor of the same shape and dtype, accumulated in float32.
     """
     assert mailbox.takes(y) and y.is_contiguous()
     total, block = torch.empty_like(y), triton.next_power_of_2(mailbox.size)
@@ -173,6 +175,6 @@ def one_shot_sum(y: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
 
 
 def cost(num_rows: int, size: int, num_ranks: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs): of one rank, what it sends to the others, and as many additions."""
+    """Return (bytes, FLOPs): what one rank sends to the others, and as many additions."""
     elements = (num_ranks - 1) * num_rows * size
     return elements * dtype_bytes, elements

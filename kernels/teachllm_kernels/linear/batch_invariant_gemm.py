@@ -1,9 +1,9 @@
-"""Matrix products whose every row comes out the same, bit for bit, whatever other rows there are.
+"""Batch-invariant matrix products: every row's result is the same, bit for bit, whatever other rows there are.
 
-Floating-point addition depends on its order, and a library picks the order by the shape: other tiles for 8 rows than
-for 800, for some the inner dimension split among processors. Then a token's logits depend on what runs beside it.
-Here the order is fixed: one tile shape for each weight, however many rows, and one program takes an element from the
-first input channel to the last. What that costs is what the library gains: a few rows leave processors idle.
+Floating-point addition depends on its order, and a library picks the order by the shape: it uses other tiles for 8 rows
+than for 800, and for some shapes it splits the inner dimension among processors. A token's logits then depend on what
+runs beside it. Here the order is fixed: one tile shape per weight, however many rows, and one program computes an
+element from the first input channel to the last. The cost is what the library gains: a few rows leave processors idle.
 
 Source: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.
 """
@@ -20,7 +20,7 @@ __all__ = ["cost", "fixed_linear_triton", "linear_reference"]
 _WIDE = 8192  # columns from which on wide tiles, which read x less often, still keep most multiprocessors busy
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # or one row would have a kernel of its own
+@triton.jit(do_not_specialize=["num_rows"])  # otherwise one row would get its own kernel
 def _fixed_linear(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     num_rows, num_out,
@@ -32,7 +32,7 @@ def _fixed_linear(
         gdc_wait()
     num_m, num_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_out, BLOCK_N)
     program = tl.program_id(0)
-    # Programs that run side by side share rows of x and of the weight, in the second-level cache.
+    # Programs that run side by side share rows of x and of the weight, in the L2 cache.
     block_m, block_n = tl.swizzle2d(program // num_n, program % num_n, num_m, num_n, GROUP)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -56,7 +56,7 @@ def _fixed_linear(
 
 
 def fixed_linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `linear_reference` for contiguous tensors; accumulates in float32, each row as if it were alone."""
+    """Compute `linear_reference` for contiguous tensors; accumulate in float32, each row as if it were alone."""
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     if x.data_ptr() % 16:
         x = x.clone()  # rows of a larger tensor: a kernel compiled for their alignment would be another one
@@ -80,9 +80,10 @@ def fixed_linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 def _tile(num_out: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options of a weight; the number of rows has no say.
+    """Return tile sizes and launch options for a weight; they do not depend on the number of rows.
 
-    As many bytes of the weight under way as fit, for the sake of few rows; 96 KB of shared memory, which any GPU has.
+    As many bytes of the weight as possible are in flight, for the sake of few rows, within 96 KB of shared memory,
+    which any GPU has.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 32, "STAGES": 2, "num_warps": 4}

@@ -1,4 +1,4 @@
-"""Matrix products with a weight. On a CPU the weight is laid out once, in the order in which products read it.
+"""Matrix products with a weight. On a CPU the weight is packed once, in the order in which products read it.
 
 A decode multiplies one row, or a few, by every weight of the model, so its time is the time to read them. In the
 usual [out, in] layout each output walks its own row of the weight, and a library's small products split the work
@@ -13,16 +13,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-SMALLEST = 1 << 16  # numbers of a weight; oneDNN takes 50 us to begin a product, in which fewer are multiplied plainly
+SMALLEST = 1 << 16  # elements per weight; oneDNN takes 50 us to start a product, and a smaller one is done by then
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + b: [num_rows, in] and [out, in] -> [num_rows, out]."""
+    """Return x W^T + b: [num_rows, in] and [out, in] -> [num_rows, out]."""
     return F.linear(x, weight, bias)
 
 
 def pays_to_pack(weight: torch.Tensor) -> bool:
-    """Whether a weight, [out, in], is large enough for `pack_weight`, and this CPU and build of PyTorch have it."""
+    """Return whether a weight, [out, in], is large enough for `pack_weight` and this machine supports that."""
     dtype = weight.dtype
     if weight.numel() < SMALLEST or not torch.backends.mkldnn.is_available():
         return False
@@ -34,19 +34,19 @@ def pays_to_pack(weight: torch.Tensor) -> bool:
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> the same numbers in oneDNN's layout, which only `packed_linear` can read."""
+    """Return the weight, [out, in], in oneDNN's layout, which only `packed_linear` can read."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `linear_reference`, with the weight from `pack_weight`; equal up to rounding."""
+    """Compute `linear_reference` with the weight from `pack_weight`; equal up to rounding."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def cost(num_rows: int, num_in: int, num_out: int, dtype_bytes: int = 2, gated: bool = False) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: x in, the result out, the weight once.
+    """Return (bytes, FLOPs) that any implementation must spend: x in, the result out, the weight once.
 
-    `gated`: the weight has [2 * num_out, num_in] numbers, gate above up.
+    `gated`: the weight has [2 * num_out, num_in] elements, gate above up.
     """
     numbers = num_in * num_out * (2 if gated else 1)
     return (numbers + num_rows * (num_in + num_out)) * dtype_bytes, 2 * num_rows * numbers

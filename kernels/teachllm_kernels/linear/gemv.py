@@ -1,12 +1,13 @@
-"""A matrix times one row, with what stands before and after it in a layer: norm, bias, SiLU, residual.
+"""A matrix-vector product for one row, fused with what surrounds it in a layer: norm, bias, SiLU, residual.
 
-One request alone decodes one row at a time: every weight of the model is read for two FLOPs a number, so the time is
-bytes over bandwidth, if nothing stands between the products. Here nothing does:
+A single request decodes one row at a time: every weight of the model is read for two FLOPs each, so the time is bytes
+over bandwidth if nothing stands between the products. Here nothing does:
 
-    one shot       a program asks for all of its few rows of the weight at once, so no loop waits for memory
-    weights first  with programmatic dependent launch it asks before the kernel in front has ended; only x must wait
-    fused          the norm before the product is computed by every program for itself from x, which is a few
-                   kilobytes; SiLU, bias and residual are applied to the result on its way out
+    one shot       a program loads all of its few rows of the weight at once, so no loop waits for memory
+    weights first  with programmatic dependent launch, the loads start before the previous kernel has ended; only x
+                   must wait
+    fused          every program computes the norm before the product for itself from x, which is a few kilobytes;
+                   SiLU, bias and residual are applied to the result on its way out
 
 A layer is then five kernels: QKV, attention, output, gate and up, down.
 
@@ -24,7 +25,7 @@ from teachllm_kernels.rms_norm import rms_norm_reference
 
 __all__ = ["cost", "gemv_reference", "gemv_triton"]
 
-_NUMBERS = 8192  # of the weight, held by one program of four warps
+_NUMBERS = 8192  # weights held by one program of four warps
 
 
 def gemv_reference(
@@ -101,7 +102,7 @@ def gemv_triton(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """As `gemv_reference` for one row and contiguous tensors, in float32 between reading x and writing the result."""
+    """Compute `gemv_reference` for one row and contiguous tensors, in float32 from input to output."""
     assert x.shape[0] == 1
     num_in, num_out = weight.shape[1], weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((1, num_out))

@@ -1,17 +1,17 @@
-"""Gate and up of many rows on Hopper: a large product that ends with SiLU-and-multiply.
+"""Gate and up projections of many rows on Hopper: a large product that ends with SiLU-and-multiply.
 
-What bounds such a product is the tensor cores, and soon the power that they draw; cuBLAS does it as well as anybody.
-But it leaves [rows, 2 * size] numbers in memory for a kernel that reads them again to write half as many, which takes
-6% as long as the product with Qwen3-8B's shapes on an H200, and 20% with Qwen3-0.6B's. Here the result is gated before
-it is written.
+Such a product is bound by the tensor cores and soon by the power that they draw; cuBLAS does it as well as any kernel.
+But cuBLAS leaves [rows, 2 * size] numbers in memory for a kernel that reads them again to write half as many. On an
+H200 that takes 6% as long as the product with Qwen3-8B's shapes, and 20% with Qwen3-0.6B's. Here the result is gated
+before it is written.
 
     tiles         128 rows of x by 256 of the weight: two groups of four warps hold 64 x 256 sums each, as many as
-                  registers allow, since the larger a tile the fewer bytes to the product
-    roles         one warp does nothing but start copies (TMA); it is at the next tile's while this one's is written
-    persistent    one program to a multiprocessor, which takes one tile after the other. No dependent launch: a program
-                  fills a multiprocessor, and could not start beside the kernel in front
-    order         the tiles under way are 16 blocks of rows by about 8 of columns: 2,048 rows of x and as many of the
-                  weight, nearly the fewest that so many tiles can need, so that the second-level cache serves them
+                  registers allow, since a larger tile needs fewer bytes per product
+    roles         one warp only starts copies (TMA); it is at the next tile while this one's result is written
+    persistent    one program per multiprocessor takes one tile after the other. There is no dependent launch: a program
+                  fills a multiprocessor and could not start beside the previous kernel
+    order         the tiles in flight are 16 blocks of rows by about 8 of columns: 2,048 rows of x and as many of the
+                  weight, nearly the fewest that so many tiles can need, so that the L2 cache serves them
     epilogue      gate and up of an output meet in one thread, see `gate_up_map`
 
 `hopper_linear.py` is for up to 256 rows. The definition is `linear_reference`, then `silu_and_mul_reference`.
@@ -32,12 +32,12 @@ __all__ = ["FROM_ROWS", "cost", "hopper_gated_linear"]
 FROM_ROWS = 2048  # with fewer it depends on how many tiles are left for the last round; the library has smaller ones
 _ROWS, _COLUMNS, _BLOCK_K = 128, 128, 64
 _STAGES = 4  # 48 KiB each; 32 more hold the result
-_AT_ONCE = 16  # blocks of rows that are worked on at once
+_AT_ONCE = 16  # blocks of rows that run at once
 
 
 @gluon.jit
 def _copy(x_desc, w_desc, buffers, grid, num_tiles, STAGES: gl.constexpr, AT_ONCE: gl.constexpr):
-    """The copying warp: fills stages, each as soon as both groups are done with what it held."""
+    """The copying warp: it fills stages, each as soon as both groups are done with its old content."""
     x, w, arrived, free = buffers
     num_row_blocks, num_column_blocks = grid
     ROWS: gl.constexpr = x.shape[1]
@@ -63,7 +63,7 @@ def _copy(x_desc, w_desc, buffers, grid, num_tiles, STAGES: gl.constexpr, AT_ONC
 def _multiply(
     out_desc, buffers, staged, grid, num_tiles, HALF: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr
 ):
-    """A group of four warps: half of the rows of each tile."""
+    """A group of four warps: it computes half of the rows of each tile."""
     x, w, arrived, free = buffers
     num_row_blocks, num_column_blocks = grid
     ROWS: gl.constexpr = x.shape[1]
@@ -82,14 +82,14 @@ def _multiply(
             rows = x.index(stage).slice(HALF * 64, 64)
             weight = w.index(stage).reshape([2 * COLUMNS, BLOCK_K])
             acc = hopper.warpgroup_mma(rows, weight.permute((1, 0)), acc, is_async=True)
-            acc = hopper.warpgroup_mma_wait(1, [acc])  # the tile before's
+            acc = hopper.warpgroup_mma_wait(1, [acc])  # the previous tile's
             hopper.mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=tile > 0)
             count += 1
         acc = hopper.warpgroup_mma_wait(0, [acc])
         hopper.mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
         gate, up = gl.split(acc.reshape([64, EIGHTS, 2, 8]).permute((0, 1, 3, 2)))
         y = (gate / (1.0 + gl.exp(-gate)) * up).reshape([64, COLUMNS])
-        hopper.tma.store_wait(0)  # the block before has been read
+        hopper.tma.store_wait(0)  # the previous block has been read
         mine.store(y.to(mine.dtype))
         hopper.fence_async_shared()
         at = [row_block * ROWS + HALF * 64, column_block * COLUMNS]
@@ -117,10 +117,10 @@ def _hopper_gated_linear(
 
 
 def hopper_gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu(x Wg^T) * (x Wu^T), accumulated in float32 and gated before it is rounded.
+    """Return silu(x Wg^T) * (x Wu^T), accumulated in float32 and gated before it is rounded.
 
     Args:
-        x: [num_rows, num_in], contiguous, 2-byte numbers; `num_in` a multiple of 8.
+        x: [num_rows, num_in], contiguous, 2-byte floats; `num_in` a multiple of 8.
         weight: [2 * num_out, num_in], contiguous: gate above up. `num_out` is a multiple of 8.
 
     Returns:

@@ -1,23 +1,24 @@
 """Matrix products of 2 to 256 rows on Hopper: decode batches. Up to about 160 rows, reading the weight bounds them.
 
-What a chain of such products waits for is not arithmetic but the start of each: launch, first bytes, then the sum. So
+A chain of such products does not wait for arithmetic but for the start of each: launch, first bytes, then the sum. So
 
-    copy engine    tiles travel to shared memory by themselves (TMA), several ahead of the tensor cores
-    early weights  a program asks for its first weight tiles before the kernel in front of it has ended
-                   (programmatic dependent launch): nobody writes weights. Only x must be waited for
-    roles          one warp does nothing but start copies. Each of 1 to 3 groups of four warps multiplies 64 rows of the
-                   weight, the left operand, by x^T, the right one. They meet at barriers, a tile at a time, so no group
-                   waits for another, and three of them share what is copied of x
-    epilogue       SiLU-and-multiply before the result is written: gate and up of an output meet in one thread, see
-                   `gate_up_map`
+    copy engine    tiles travel to shared memory by themselves (TMA), several tiles ahead of the tensor cores
+    early weights  a program loads its first weight tiles before the previous kernel has ended (programmatic dependent
+                   launch): no kernel writes weights. Only x must be waited for
+    roles          one warp only starts copies. Each of 1 to 3 groups of four warps multiplies 64 rows of the weight,
+                   the left operand, by x^T, the right one. They meet at barriers, one tile at a time, so no group waits
+                   for another, and three groups share the copies of x
+    epilogue       SiLU-and-multiply happens before the result is written: gate and up of an output meet in one thread,
+                   see `gate_up_map`
     parts          (split K) a result with few columns would leave most multiprocessors idle, so several programs each
-                   multiply a slice of the inputs for the same columns. They leave their partial sums side by side:
-                   the norm that follows reads them all anyway
-    codes          of 8 bits on both sides are multiplied as they are, in tiles of as many bytes; the epilogue has the
-                   scales of rows and columns. Those of groups and blocks are for each tile, see `hopper_blocks.py`
+                   multiply a slice of the inputs for the same columns. They leave their partial sums side by side: the
+                   norm that follows reads them all anyway
+    8 bits         quantized operands are multiplied as they are, in tiles of as many bytes; the epilogue applies the
+                   scales of rows and columns. Group and block scales are applied per tile, see `hopper_blocks.py`
 
-The definition is `linear_reference`, of codes `scaled_linear_reference`. Written in Gluon, Triton's lower level, where
-buffers, barriers and copies have names. The portable kernels are `few_rows_linear`, up to 16 rows, and `scaled_linear`.
+The definition is `linear_reference`, for quantized operands `scaled_linear_reference`. The kernel is written in Gluon,
+Triton's lower level, where buffers, barriers and copies have names. The portable kernels are `few_rows_linear`, up to
+16 rows, and `scaled_linear`.
 
 Sources: CUDA C++ Programming Guide, "Asynchronous Data Copies using the Tensor Memory Accelerator" and "Programmatic
 Dependent Launch and Synchronization"; PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"; CUTLASS,
@@ -47,7 +48,7 @@ __all__ = ["MAX_ROWS", "cost", "has_hopper", "hopper_linear", "hopper_scaled_lin
 
 @gluon.jit
 def _fetch_weight(w_desc, w, arrived, stage, block, k, STRIPES: gl.constexpr, GATED: gl.constexpr):
-    """Starts copying a program's weight rows, from column k on, to a stage."""
+    """Start copying a program's weight rows, from column k on, to a stage."""
     BYTES: gl.constexpr = STRIPES * 64 * w.shape[len(w.shape) - 1] * w.dtype.primitive_bitwidth // 8
     hopper.mbarrier.expect(arrived.index(stage), BYTES)
     for i in gl.static_range(STRIPES):
@@ -61,7 +62,9 @@ def _fetch_weight(w_desc, w, arrived, stage, block, k, STRIPES: gl.constexpr, GA
 
 @gluon.jit
 def fetch_x(x_desc, x, arrived, stage, first_row, num_rows, k):
-    """Starts copying x's columns from k on. In boxes, and only those with rows: to fill in others takes longer."""
+    """Start copying x's columns from k on, in boxes, and only boxes with rows: filling in the others takes
+    longer.
+    """
     BOX: gl.constexpr = x_desc.block_shape[0]
     for box in gl.static_range(x.shape[1] // BOX):
         row = first_row + box * BOX
@@ -76,10 +79,10 @@ def _copy(
     TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: fills stages, each as soon as all groups are done with what it held.
+    """The copying warp: it fills stages, each as soon as all groups are done with its old content.
 
-    It alone waits for the kernel in front. The groups, which write the result, need no wait of their own: what they
-    compute with was fetched behind this one.
+    Only this warp waits for the previous kernel. The groups, which write the result, need no wait of their own: what
+    they compute with was fetched after this one.
     """
     w, x, rest, of_rows, arrived, free = buffers
     first_row, num_rows, _, block, _, first_k = task
@@ -113,11 +116,11 @@ def _multiply(
     STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr,
     GATED: gl.constexpr, DIRECT: gl.constexpr, HAS_BIAS: gl.constexpr, BY_OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: the product of one stripe of the weight, and what is made of it."""
+    """A group of four warps: it computes the product of one stripe of the weight, and the epilogue."""
     _, x, _, _, arrived, _ = buffers
     ROWS: gl.constexpr = x.shape[1]
     MORE: gl.constexpr = REST if REST > 0 else 8
-    ROOMY: gl.constexpr = ROWS <= 64 and REST == 0  # registers have room for more than sums
+    ROOMY: gl.constexpr = ROWS <= 64 and REST == 0  # the registers have room for more than the sums
     SCALED: gl.constexpr = x.dtype.primitive_bitwidth == 8 and GROUPS == 0
     SUMS: gl.constexpr = gl.int32 if x.dtype.is_int() else gl.float32
     DEPTH: gl.constexpr = 256 // x.dtype.primitive_bitwidth
@@ -129,7 +132,7 @@ def _multiply(
     if SCALED:
         of_outputs = _output_scales(task, result, STRIPE, STRIPES, GATED, BY_OUTPUT, OF_ACC)
         if ROOMY:
-            hopper.mbarrier.wait(arrived.index(0), 0)  # so the kernel in front has ended
+            hopper.mbarrier.wait(arrived.index(0), 0)  # then the previous kernel has ended
             of_rows = _row_scales(task, result, 0, ROWS, OF_ACC)
     if GROUPS > 0:
         _, _, num_out, block, _, first_k = task
@@ -155,7 +158,7 @@ def _multiply(
 
 @gluon.jit
 def _outputs(stripe, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64] which rows of the weight a stripe holds, as biases and scales are numbered; and whether they exist."""
+    """Return the outputs of a stripe, [64], as biases and scales are numbered, and whether they exist."""
     row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     is_up = 0
     if GATED:  # rows of gate and up in turns, eight of each
@@ -170,7 +173,7 @@ def _output_scales(
     task, result,
     STRIPE: gl.constexpr, STRIPES: gl.constexpr, GATED: gl.constexpr, BY_OUTPUT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """[64, 1] of the rows of the weight, or one for all."""
+    """Return the scales of the weight's rows, [64, 1], or the single scale."""
     _, _, num_out, block, _, _ = task
     _, _, scales_ptr, _, _, _ = result
     found = gl.load(scales_ptr)
@@ -182,10 +185,10 @@ def _output_scales(
 
 @gluon.jit
 def _row_scales(task, result, BEFORE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """[1, ROWS] of rows of x. Nobody here has waited for who wrote them, so not by way of the first-level cache.
+    """Return the scales of x's rows, [1, ROWS], past the L1 cache: this warp has not waited for their writer.
 
-    All programs want the same few at once, and the second-level cache answers one after the other: every warp asks once
-    for all of them, and its threads exchange them. Each asking for its own takes longer than a tenth of the product.
+    All programs want the same few at once, and the L2 cache answers one request after the other: every warp loads all
+    of them once, and its threads exchange them. One load per thread takes longer than a tenth of the product.
     """
     first_row, num_rows, _, _, _, _ = task
     _, x_scales_ptr, _, _, _, _ = result
@@ -201,7 +204,7 @@ def finish(
     BEFORE: gl.constexpr, STRIPE: gl.constexpr, STRIPES: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """From the product of a stripe with some rows of x to the result. BEFORE: rows that are another product's."""
+    """Turn the product of a stripe with some rows of x into the result. BEFORE: rows of another product."""
     first_row, num_rows, num_out, block, split, _ = task
     bias_ptr, _, _, staged, out_desc, out_ptr = result
     stripe = block * STRIPES + STRIPE
@@ -236,7 +239,7 @@ def finish(
         hopper.tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@gluon.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _hopper_linear(
     w_desc, x_desc, bias_ptr, x_scales_ptr, scales_ptr, out_desc, out_ptr,
     num_rows, num_out,
@@ -251,7 +254,7 @@ def _hopper_linear(
     BOX: gl.constexpr = x_desc.block_shape[0]
     w = gl.allocate_shared_memory(DTYPE, [STAGES * STRIPES] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
     x = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, BLOCK_K], x_desc.layout)
-    rest = x  # not used, as other buffers below
+    rest = x  # not used, like other buffers below
     if REST > 0:  # a buffer's rows are a power of two
         rest = gl.allocate_shared_memory(DTYPE, [STAGES, REST, BLOCK_K], x_desc.layout)
     of_rows = x
@@ -260,7 +263,7 @@ def _hopper_linear(
     staged = w
     if not DIRECT:
         staged = gl.allocate_shared_memory(out_desc.dtype, [STRIPES, ROWS, out_desc.block_shape[1]], out_desc.layout)
-    # After all else, whose memory is then theirs alone; and none that nobody waits for, see `barriers`.
+    # Allocated last, so that their memory is theirs alone. No barrier without a waiting role, see `barriers`.
     arrived = barriers(STAGES, 1 + (ROWS + REST) // BOX + (COPIERS if GROUPS > 0 else 0))
     free = arrived
     if STAGES < TILES:
@@ -291,15 +294,15 @@ def _hopper_linear(
 def hopper_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, parts: bool = False
 ) -> torch.Tensor:
-    """x W^T + b in the tensor cores, accumulated in float32.
+    """Return x W^T + b, computed by the tensor cores and accumulated in float32.
 
     Args:
-        x: [num_rows, num_in], contiguous, 2-byte numbers; at most `MAX_ROWS` rows; `num_in` a multiple of 8.
+        x: [num_rows, num_in], contiguous, 2-byte floats; at most `MAX_ROWS` rows; `num_in` a multiple of 8.
         weight: [num_out, num_in], contiguous; if `gated`, [2 * num_out, num_in]: gate above up. `num_out` is a multiple
             of 8.
         bias: [num_out], or [2 * num_out].
         gated: the result is silu(gate) * up.
-        parts: the result may be left as parts to be added, float32; not of a gated one, which needs its sums whole.
+        parts: the result may be left as float32 parts to be added; not if gated, which needs whole sums.
 
     Returns:
         [num_rows, num_out]; with `parts`, [num_parts, num_rows, num_out] float32.
@@ -316,14 +319,14 @@ def hopper_scaled_linear(
     parts: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """As `hopper_linear`, of codes; see `scaled_linear_reference`. Integers are added up in int32.
+    """Compute `scaled_linear_reference` like `hopper_linear`, for quantized operands. Integers accumulate in int32.
 
     Args:
-        x: at most `MAX_ROWS` rows, with a scale each, or for each group of inputs; `num_in` a multiple of 16.
-        weight: codes of x's dtype.
-        scales: [num_out, 1] (gated: [2 * num_out, 1]) or [1, 1] float32; of 8-bit floats also those of blocks. Blocks
-            do not reach from gate to up: `num_out` is a multiple of 128.
-        dtype: of a result that is not in parts, 2 bytes.
+        x: at most `MAX_ROWS` rows, with one scale per row or per group of inputs; `num_in` a multiple of 16.
+        weight: quantized, of x's dtype.
+        scales: [num_out, 1] (gated: [2 * num_out, 1]) or [1, 1] float32; for 8-bit floats also block scales. Blocks do
+            not reach from gate to up: `num_out` is a multiple of 128.
+        dtype: dtype of a result that is not in parts, 2 bytes.
     """
     num_groups = scales.shape[1] if has_blocks(x, weight, scales, gated) else 0
     return _launch(x.codes, weight, bias, gated, parts, dtype, x.scales, scales, num_groups)

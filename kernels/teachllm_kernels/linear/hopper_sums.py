@@ -1,7 +1,7 @@
-"""How the products of a stripe's tiles become sums, for `hopper_linear.py`; of blocks, see `hopper_blocks.py`.
+"""How the products of a stripe's tiles become sums, for `hopper_linear.py`; for block scales, see `hopper_blocks.py`.
 
-Tensor cores work by themselves: a warp group begins a product, and waits for it when it wants the result or has to give
-the tile's memory back. So that they are never idle, the next one begins before that.
+Tensor cores work asynchronously: a warp group starts a product, and waits for it when it needs the result or has to
+give the tile's memory back. To keep them busy, the next product starts before that.
 
 Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 """
@@ -16,7 +16,10 @@ __all__ = ["sums", "sums_by_tile"]
 
 @gluon.jit
 def sums(acc, more, buffers, STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, REST: gl.constexpr):
-    """acc, and of further rows `more`, plus the products of a stripe of the weight. A tile's begin behind another's."""
+    """Return acc, and `more` for further rows, plus the products of a stripe of the weight.
+
+    Each tile's products start before the previous tile's end.
+    """
     w, x, rest, _, arrived, free = buffers
     STAGES: gl.constexpr = x.shape[0]
     for tile in range(TILES):
@@ -26,7 +29,7 @@ def sums(acc, more, buffers, STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES:
         acc = hopper.warpgroup_mma(weight, x.index(stage).permute((1, 0)), acc, is_async=True)
         if REST > 0:
             more = hopper.warpgroup_mma(weight, rest.index(stage).permute((1, 0)), more, is_async=True)
-            acc, more = hopper.warpgroup_mma_wait(2, [acc, more])  # of the tile before: these go on
+            acc, more = hopper.warpgroup_mma_wait(2, [acc, more])  # the previous tile's: these two continue
         else:
             acc = hopper.warpgroup_mma_wait(1, [acc])
         if STAGES < TILES:
@@ -40,11 +43,12 @@ def sums(acc, more, buffers, STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES:
 
 @gluon.jit
 def sums_by_tile(acc, buffers, STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr):
-    """As `sums`, of 8-bit floats, which tensor cores add up in fewer bits than float32 has: each tile's apart.
+    """Like `sums`, tile by tile, for 8-bit floats, which tensor cores accumulate in fewer bits than float32 has.
 
-    They are added up while the next tile's are computed in other registers, several tiles long: compilers do not see
-    through turns that begin with a product under way. Three groups of warps do it tile by tile: the tensor cores always
-    have one of them to serve, and none may keep a stage, of which there are few, until the next one has come.
+    A tile's sums are added up while the next tile's are computed in other registers. The loop is unrolled over several
+    tiles, because the compiler does not see through iterations that begin with a product in flight. Three warp groups
+    work tile by tile: the tensor cores always have one of them to serve, and none may hold one of the few stages until
+    the next has arrived.
     """
     _, x, _, _, _, free = buffers
     STAGES: gl.constexpr = x.shape[0]
@@ -78,7 +82,7 @@ def sums_by_tile(acc, buffers, STRIPE: gl.constexpr, STRIPES: gl.constexpr, TILE
 
 @gluon.jit
 def _next_product(buffers, tile, part, STRIPE: gl.constexpr, STRIPES: gl.constexpr):
-    """As `product`, of a tile, as soon as it is there."""
+    """Start `product` for a tile as soon as it has arrived."""
     w, x, _, _, arrived, _ = buffers
     STAGES: gl.constexpr = x.shape[0]
     stage = tile % STAGES

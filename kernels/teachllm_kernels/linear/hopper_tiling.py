@@ -1,8 +1,8 @@
 """How a product of up to 256 rows is divided among programs on Hopper, for `hopper_linear.py`.
 
-A program multiplies some rows of x by some stripes of the weight, tile by tile. Which, decides how many programs there
-are, and so how many multiprocessors read, how often x is read, and how many bytes are on their way. All of it was
-measured with bfloat16, see benchmarks/NOTES.md; of 8-bit codes a tile holds as many bytes, so twice the inputs.
+A program multiplies some rows of x by some stripes of the weight, tile by tile. The choice decides how many programs
+there are, and so how many multiprocessors read, how often x is read, and how many bytes are in flight. All of it was
+measured with bfloat16, see benchmarks/NOTES.md; with 8-bit operands a tile holds as many bytes, so twice the inputs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from teachllm_kernels._triton import PLACES
 __all__ = ["MAX_ROWS", "STRIPE", "Tiling", "registers", "result_columns", "tiling_of"]
 
 MAX_ROWS = 256
-STRIPE = 64  # weight rows of a group of warps: as many as the tensor cores take at once
-_SHARED = 226 * 1024  # bytes of shared memory for a program
-_SHARED_OF_TWO = 112 * 1024  # if there are more programs than places: two on a multiprocessor
+STRIPE = 64  # weight rows per warp group: as many as the tensor cores take at once
+_SHARED = 226 * 1024  # bytes of shared memory per program
+_SHARED_OF_TWO = 112 * 1024  # if there are more programs than places: two per multiprocessor
 _MAX_STAGES = 12
-_SHORT = 2048  # bytes of a weight's row; a product so short is mostly start and end of its programs
-_PARTS_WANTED = 128  # programs of a product in parts: nearly as many as there are places
+_SHORT = 2048  # bytes per weight row; a product this short is mostly the start and end of its programs
+_PARTS_WANTED = 128  # programs for a product in parts: nearly as many as there are places
 _ONE_BLOCK = 192  # rows of x that one program can take; more are two blocks of 128
-# Up to so many rows of x: rows of a program, further ones. Fewer of a narrow weight: where half of the places would be
+# Up to this many rows of x: (rows per program, further rows). A narrow weight gets fewer if half of the places would be
 # idle, and instead of more parts, all of which the next norm must read.
 _FEW = ((8, 8, 0), (16, 16, 0), (32, 32, 0))
 _MANY = ((160, 128, 32), (_ONE_BLOCK, 128, 64), (MAX_ROWS, 128, 0))
-_GROUPED = 64  # rows of a product of groups, whose sums and scaled sums share the registers
+_GROUPED = 64  # rows per product with group scales, whose sums and scaled sums share the registers
 _SIZES = (*_FEW, (64, 64, 0), (96, 64, 32), (128, 128, 0), *_MANY)
 _SIZES_OF_NARROW = (*_FEW, (64, 64, 0), (128, 64, 0), *_MANY)
 _SIZES_OF_NARROW_PARTS = (*_FEW, (64, 32, 0), (_ONE_BLOCK, 64, 0), (MAX_ROWS, 128, 0))
@@ -36,14 +36,14 @@ class Tiling:
     """How a product is divided.
 
     Attributes:
-        rows: of x, of a program: a power of two.
-        rest: further ones.
-        box: rows that are copied at once.
-        stripes: of 64 weight rows, of a program.
-        splits: slices of the inputs (split K), a program each, whose partial sums make the result.
+        rows: rows of x per program: a power of two.
+        rest: further rows.
+        box: rows per copy.
+        stripes: stripes of 64 weight rows per program.
+        splits: slices of the inputs (split K), one program each, whose partial sums make the result.
         block_k: columns of a tile.
-        tiles: of a program.
-        stages: tiles that are under way or in use.
+        tiles: tiles per program.
+        stages: tiles that are being copied or in use.
         direct: threads write the result themselves; otherwise the copy engine does, from shared memory.
     """
 
@@ -59,12 +59,12 @@ class Tiling:
 
 
 def result_columns(gated: bool) -> int:
-    """Of the result, that a stripe of the weight makes."""
+    """Return the number of result columns that a stripe of the weight makes."""
     return STRIPE // 2 if gated else STRIPE
 
 
 def _rows_of_a_program(num_rows: int, all_stripes: int, parts: bool) -> tuple[int, int]:
-    """Rows of x that a program takes: (a power of two, further ones, which are a second product)."""
+    """Return the rows of x per program: (a power of two, further rows, which are a second product)."""
     sizes: tuple[tuple[int, int, int], ...] = _SIZES
     if parts and 4 * all_stripes <= PLACES:
         sizes = _SIZES_OF_NARROW_PARTS
@@ -82,14 +82,15 @@ def tiling_of(
     dtype_bytes: int = 2,
     grouped: bool = False,
 ) -> Tiling:
-    """A program takes all rows of x that it can, fewer where places would be idle, and the stripes that end first.
+    """Return the tiling: all rows of x per program, fewer if places would be idle, and the stripes that end first.
 
-    Of parts it takes one stripe, or two of a wide weight for two blocks of rows, in as many slices as fill the places.
-    Stages take what shared memory is left, or of half of it where two programs fit. Measured, see benchmarks/NOTES.md.
+    With parts a program takes one stripe, or two of a wide weight for two blocks of rows, and there are as many slices
+    as fill the places. Stages take the remaining shared memory, or half of it if two programs fit. All of it was
+    measured, see benchmarks/NOTES.md.
 
     Args:
-        grouped: x has a scale for every 128 inputs of a row. A tile is two products, each of 128 inputs of `_GROUPED`
-            rows or fewer: of one after the other, or of some rows and further ones.
+        grouped: x has a scale for every 128 inputs of a row. A tile is two products, each of 128 inputs and at most
+            `_GROUPED` rows: of two groups one after the other, or of some rows and further rows.
     """
     all_stripes = -(-num_weight_rows // STRIPE)
     rows, rest = _rows_of_a_program(num_rows, all_stripes, parts)
@@ -103,7 +104,7 @@ def tiling_of(
 
     if parts:
         stripes = 2 if num_rows > _ONE_BLOCK and 4 * all_stripes > PLACES else 1
-    else:  # of those that take as long, few long programs; or if they are short, many: their starts and ends overlap
+    else:  # among equals, few long programs; or, if they are short, many: their starts and ends overlap
         overlap = -1 if num_in * dtype_bytes <= _SHORT else 1
         stripes = min((1, 2, 3), key=lambda count: (waves(count) * count, waves(count) * overlap))
     blocks = -(-all_stripes // stripes) * row_blocks
@@ -113,13 +114,13 @@ def tiling_of(
     splits = -(-num_in // (block_k * tiles))
     direct = parts or (gated and rest > 0 and not grouped)  # parts are too large to be staged, the other leaves no room
     staged = 0 if direct else stripes * rows * result_columns(gated) * 2
-    if dtype_bytes == 1 and not grouped:  # scales of rows, which the threads of a stripe exchange
+    if dtype_bytes == 1 and not grouped:  # row scales, which the threads of a stripe exchange
         staged += stripes * (rows + rest) * 8
     stage = (STRIPE * stripes + rows + rest) * block_k * dtype_bytes
     if grouped:
         stage += 2 * rows * 4
     room = _SHARED
-    alone = grouped and stripes > 1  # in its registers
+    alone = grouped and stripes > 1  # one stripe alone in the registers
     if blocks * splits > PLACES and _SHARED_OF_TWO - staged >= 3 * stage and not alone:
         room = _SHARED_OF_TWO
     stages = min(tiles, (room - staged) // stage, _MAX_STAGES)
@@ -128,7 +129,7 @@ def tiling_of(
 
 
 def registers(tiling: Tiling) -> dict[str, int]:
-    """At most so many a thread that programs of the next kernel find room beside the last ones of this one."""
+    """Return a limit on registers per thread that leaves room for the next kernel's programs beside this one's."""
     if tiling.stripes > 1:
         return {}
     return {"maxnreg": 96 if tiling.rows <= 32 else 128 if tiling.rows + tiling.rest <= 128 else 168}

@@ -1,12 +1,12 @@
 """Matrix products of 2 to 16 rows, the decode of a few requests: still bound by reading the weight.
 
-The weight is the left operand (x^T the right one), so its rows fill the tensor cores' 64 and x is padded to only 16.
-A library's kernel does as much; what it cannot do is what happens around the product:
+The weight is the left operand (x^T the right one), so its rows fill the 64 rows of a tensor-core instruction, and x is
+padded to only 16. A library's kernel does the same; what it cannot do is the work around the product:
 
-    launch    with programmatic dependent launch a product is in place when the one before it ends
+    launch    with programmatic dependent launch, a product is ready to start when the previous one ends
     epilogue  bias and SiLU-and-multiply are applied before the result is written
     split K   a result with few columns would leave most multiprocessors idle, so several programs share its columns;
-              the last to arrive adds their parts up in a fixed order, and results repeat bit for bit
+              the last to arrive adds their parts in a fixed order, so results repeat bit for bit
 
 Sources: the roofline argument of Williams et al., "Roofline", 2009; Osama et al., "Stream-K", PPoPP 2023.
 """
@@ -24,10 +24,10 @@ __all__ = ["MAX_ROWS", "cost", "few_rows_linear_triton"]
 
 MAX_ROWS = 16  # at 32 a library's kernel is as fast, at 64 faster, see benchmarks/NOTES.md
 _BLOCK_N = 64
-_BLOCKS_WANTED = 64  # programs; more, with less in flight each, read no faster
+_BLOCKS_WANTED = 64  # programs; more programs, with less in flight each, read no faster
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _few_rows_linear(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     num_rows, num_out,
@@ -72,7 +72,7 @@ def _few_rows_linear(
             tl.store(arrived_ptr + block, 0)
             acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
             acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            for part in tl.static_range(SPLITS):  # past the first-level cache, which may hold older numbers
+            for part in tl.static_range(SPLITS):  # past the L1 cache, which may hold older numbers
                 acc += tl.load(partial_ptr + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
                     other_half_ptrs = partial_ptr + (SPLITS + part) * size + at
@@ -95,9 +95,9 @@ def few_rows_linear_triton(
     bias: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """As `gemv_reference` without a norm, for up to `MAX_ROWS` rows of contiguous tensors; accumulates in float32.
+    """Compute `gemv_reference` without a norm, for up to `MAX_ROWS` rows of contiguous tensors; accumulate in float32.
 
-    Launches on one device must follow each other: they share the counters of arrivals.
+    Launches on one device must follow each other: they share the arrival counters.
     """
     (num_rows, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     assert num_rows <= MAX_ROWS
@@ -133,7 +133,9 @@ def few_rows_linear_triton(
 
 
 def _tile(num_in: int, dtype_bytes: int, gated: bool, most_bytes: int) -> tuple[int, int]:
-    """(columns of a tile, stages): all but one of these are in shared memory. Measured on an H200, cut to what fits."""
+    """Return (columns per tile, stages), measured on an H200 and cut to what fits. One stage is not in shared
+    memory.
+    """
 
     def num_bytes(block_k: int) -> int:
         return ((2 if gated else 1) * _BLOCK_N + MAX_ROWS) * block_k * dtype_bytes
@@ -144,7 +146,7 @@ def _tile(num_in: int, dtype_bytes: int, gated: bool, most_bytes: int) -> tuple[
 
 
 def _grid(num_in: int, num_out: int) -> tuple[int, int]:
-    """(blocks of columns, programs that share one); only so few blocks as have a counter are shared."""
+    """Return (blocks of columns, programs per block). Only blocks that have an arrival counter are shared."""
     blocks = -(-num_out // _BLOCK_N)
     if blocks > _BLOCKS_WANTED:
         return blocks, 1
@@ -154,5 +156,5 @@ def _grid(num_in: int, num_out: int) -> tuple[int, int]:
 
 @cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Programs that have finished their part, by block of columns; 0 between launches."""
+    """Return the counters of programs that have finished their part, per block of columns; 0 between launches."""
     return torch.zeros(_BLOCKS_WANTED, dtype=torch.int32, device=device)

@@ -1,12 +1,12 @@
-"""Matrix products of many weights in one launch: every expert multiplies the tokens that were sent to it.
+"""Matrix products of many weights in one launch: every expert multiplies the tokens that were routed to it.
 
-One by one they would be hundreds of small launches, and the host would have to wait for how many tokens each expert
-got. Here the pairs of token and expert lie in the order of experts (`moe_routing.py`), and a tile is a few of one
-expert's rows. As many programs start as there may be tiles at most. Each adds up the counts to find its expert and
-rows, or that there are none for it.
+One launch per expert would be hundreds of small launches, and the host would have to wait for each expert's token
+count. Here the (token, expert) pairs are sorted by expert (`moe_routing.py`), and a tile is a few rows of one expert.
+The launch has as many programs as there can be tiles. Each program adds up the counts to find its expert and rows, or
+that it has none.
 
-    gated   reads a pair's token; gate and up; writes silu(gate) * up at the pair's place in the order of experts
-    onto    reads that; writes the product times the weight that the router gave, at the pair's own place
+    gated   reads a pair's token; multiplies by gate and up; writes silu(gate) * up at the pair's sorted place
+    onto    reads that; writes the product times the router's weight at the pair's own place
 
 The weight is the left operand, as in `skinny_gemm.py`: in a decode an expert has few rows, or one.
 
@@ -22,19 +22,19 @@ from teachllm_kernels.linear.dense_gemm import linear_reference
 from teachllm_kernels.moe.moe_routing import Groups, Routes
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference
 
-_FIXED_ROWS = 64  # of an expert, for which tiles are chosen if they may not depend on how many there are
-_SIDE_BY_SIDE = 8  # tiles of rows that are worked on at once, so that those of one expert read its weight together
+_FIXED_ROWS = 64  # rows per expert for which tiles are chosen if they may not depend on the number of rows
+_SIDE_BY_SIDE = 8  # tiles of rows that run at once, so that one expert's tiles read its weight together
 
 
 def grouped_gated_reference(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """silu(gate) * up of each pair, by the pair's expert.
+    """Return silu(gate) * up of each pair, computed by the pair's expert.
 
     Args:
         x: [num_tokens, num_in].
-        weight: [num_experts, 2 * num_out, num_in], of each expert gate above up.
+        weight: [num_experts, 2 * num_out, num_in]; per expert, gate above up.
 
     Returns:
-        [num_pairs, num_out] in the order of experts; what lies beyond the last expert's is undefined.
+        [num_pairs, num_out] sorted by expert; rows after the last expert's are undefined.
     """
     top_k = groups.pairs.shape[0] // x.shape[0]
     out = x.new_empty(groups.pairs.shape[0], weight.shape[1] // 2)
@@ -45,10 +45,10 @@ def grouped_gated_reference(x: torch.Tensor, weight: torch.Tensor, groups: Group
 
 
 def grouped_onto_reference(h: torch.Tensor, weight: torch.Tensor, groups: Groups, routes: Routes) -> torch.Tensor:
-    """What each pair's expert makes of h, times the router's weight.
+    """Return each pair's product of h and its expert's weight, times the router's weight.
 
     Args:
-        h: [num_pairs, num_in] in the order of experts.
+        h: [num_pairs, num_in] sorted by expert.
         weight: [num_experts, num_out, num_in].
 
     Returns:
@@ -63,12 +63,12 @@ def grouped_onto_reference(h: torch.Tensor, weight: torch.Tensor, groups: Groups
 
 
 def _rows_of(groups: Groups) -> list[tuple[int, slice]]:
-    """(expert, its rows in the order of experts) of those that have any."""
+    """Return (expert, its rows in the sorted order) for every expert that has any."""
     counts, ends = groups.counts.tolist(), groups.counts.cumsum(0).tolist()
     return [(expert, slice(ends[expert] - count, ends[expert])) for expert, count in enumerate(counts) if count]
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_tiles"])  # it differs from batch to batch
 def _grouped_linear(
     x_ptr, weight_ptr, counts_ptr, pairs_ptr, routing_weights_ptr, out_ptr,
     num_tiles, num_out, num_experts,
@@ -85,7 +85,7 @@ def _grouped_linear(
     each = tl.arange(0, EXPERTS)
     count = tl.load(counts_ptr + each, mask=each < num_experts, other=0)
     tiles = (count + ROWS - 1) // ROWS
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))  # those whose tiles have all come before
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))  # experts whose tiles all come before this one
     if expert >= num_experts:
         return
     begin = tl.sum(tl.where(each < expert, count, 0))
@@ -98,7 +98,7 @@ def _grouped_linear(
     k = tl.arange(0, BLOCK_K)
     pair = tl.load(pairs_ptr + m, mask=is_m, other=0)
     x_row_ptrs = x_ptr + (pair // TOP_K if GATED else m).to(tl.int64)[None, :] * NUM_IN
-    num_weights = num_out.to(tl.int64) * NUM_IN  # of gate, of up, of the one
+    num_weights = num_out.to(tl.int64) * NUM_IN  # per matrix: gate, up, or the only one
     w_row_ptrs = weight_ptr + expert.to(tl.int64) * num_weights * (2 if GATED else 1) + n.to(tl.int64)[:, None] * NUM_IN
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -123,10 +123,10 @@ def _grouped_linear(
 
 
 def grouped_gated_triton(x: torch.Tensor, weight: torch.Tensor, groups: Groups, is_fixed: bool = False) -> torch.Tensor:
-    """As `grouped_gated_reference` for contiguous tensors; accumulates in float32.
+    """Compute `grouped_gated_reference` for contiguous tensors; accumulate in float32.
 
     Args:
-        is_fixed: a row of the result does not depend, by one bit, on how many others there are.
+        is_fixed: a row of the result does not depend, by one bit, on the number of other rows.
     """
     return _launch(x, weight, groups, None, groups.pairs.shape[0] // x.shape[0], is_fixed)
 
@@ -134,7 +134,7 @@ def grouped_gated_triton(x: torch.Tensor, weight: torch.Tensor, groups: Groups, 
 def grouped_onto_triton(
     h: torch.Tensor, weight: torch.Tensor, groups: Groups, routes: Routes, is_fixed: bool = False
 ) -> torch.Tensor:
-    """As `grouped_onto_reference` for contiguous tensors; accumulates in float32. `is_fixed`: see above."""
+    """Compute `grouped_onto_reference` for contiguous tensors; accumulate in float32. `is_fixed` as above."""
     return _launch(h, weight, groups, routes.weights, routes.weights.shape[1], is_fixed)
 
 
@@ -175,12 +175,12 @@ def _launch(
 
 
 def _most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
-    """That so many pairs can fill, however they are spread: all but one row of an expert's last tile may be empty."""
+    """Return the most tiles that the pairs can fill: an expert's last tile may hold a single row."""
     return (num_pairs + min(num_pairs, num_experts) * (rows - 1)) // rows
 
 
 def _tile(rows_each: int, gated: bool, dtype_bytes: int, most_bytes: int) -> dict[str, int]:
-    """Tile sizes and launch options, for so many rows of an expert on average."""
+    """Return tile sizes and launch options for an average number of rows per expert."""
     if dtype_bytes == 4:
         return {"ROWS": 16 if rows_each <= 16 else 32, "BLOCK_N": 64, "BLOCK_K": 32, "STAGES": 2, "num_warps": 4}
     rows = next((rows for rows in (16, 32, 64) if rows_each <= rows), 128)
@@ -194,11 +194,11 @@ def _tile(rows_each: int, gated: bool, dtype_bytes: int, most_bytes: int) -> dic
 def cost(
     num_pairs: int, num_in: int, num_out: int, num_experts: int, dtype_bytes: int = 2, gated: bool = False
 ) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: x in, the result out, once the weights that have rows.
+    """Return (bytes, FLOPs) that any implementation must spend: x in, the result out, once the weights that have rows.
 
     Args:
-        num_experts: those that have any.
-        gated: a weight has [2 * num_out, num_in] numbers, gate above up.
+        num_experts: the experts that have any rows.
+        gated: a weight has [2 * num_out, num_in] elements, gate above up.
     """
     numbers = num_in * num_out * (2 if gated else 1)
     num_bytes = (num_experts * numbers + num_pairs * (num_in + num_out)) * dtype_bytes

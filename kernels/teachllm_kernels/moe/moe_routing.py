@@ -1,12 +1,12 @@
-"""Which experts a token goes to, which tokens an expert gets, and the sum of what the experts say.
+"""Mixture-of-experts routing: which experts a token goes to, which tokens an expert gets, and the sum of the results.
 
-    route    a token's scores of all experts -> the best of them, and how much each counts
-    group    (token, expert) pairs, in the order of tokens -> in the order of experts
-    combine  what the pairs became, in the order of tokens again -> one row a token
+    route    a token's scores of all experts -> the best of them, and their weights
+    group    (token, expert) pairs in the order of tokens -> sorted by expert
+    combine  the pairs' results, in the order of tokens again -> one row per token
 
-A pair's number is token * top_k + its place among the token's experts. How many pairs an expert gets is known on the
-device alone: shapes depend on the number of tokens only, so that a step can be recorded. Whoever holds some of the
-experts groups the pairs of those, and combines them.
+A pair's number is token * top_k + its place among the token's experts. Only the device knows how many pairs an expert
+gets: shapes depend on the number of tokens alone, so that a step can be captured. A rank that holds some of the experts
+groups and combines the pairs of those.
 
 Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017.
 """
@@ -19,16 +19,16 @@ import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 
-_PAIRS_AT_ONCE = 2048  # that a program looks through
+_PAIRS_AT_ONCE = 2048  # per iteration of a program
 _BLOCK = 1024  # columns
 
 
 class Routes(NamedTuple):
-    """Of every token.
+    """The experts of every token.
 
     Attributes:
         experts: [num_tokens, top_k] int32, the best first.
-        weights: [num_tokens, top_k] float32 (float64 of float64), how much each counts.
+        weights: [num_tokens, top_k] float32 (float64 for float64), the weight of each.
     """
 
     experts: torch.Tensor
@@ -36,12 +36,12 @@ class Routes(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Of every expert that is held here.
+    """The pairs of every expert that is held here.
 
     Attributes:
-        counts: [num_experts] int32, the pairs that each gets.
-        pairs: [num_tokens * top_k] int32: those of the first expert, then those of the second; what comes after the
-            last one's is not to be read.
+        counts: [num_experts] int32, the number of pairs per expert.
+        pairs: [num_tokens * top_k] int32: those of the first expert, then those of the second; entries after the last
+            expert's are undefined.
     """
 
     counts: torch.Tensor
@@ -49,7 +49,7 @@ class Groups(NamedTuple):
 
 
 def route_reference(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
-    """The `top_k` most probable experts of each token, and their probabilities.
+    """Return the `top_k` most probable experts of each token, and their probabilities.
 
     Args:
         logits: [num_tokens, num_experts].
@@ -63,7 +63,7 @@ def route_reference(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Rou
 
 
 def group_reference(experts: torch.Tensor, held: range) -> Groups:
-    """The pairs of `Routes.experts` by expert, of those that are held; in the order of tokens within one."""
+    """Sort the pairs of `Routes.experts` by expert, for the experts that are held; in token order per expert."""
     flat = experts.flatten() - held.start
     flat = torch.where((flat >= 0) & (flat < len(held)), flat, len(held))
     counts = torch.bincount(flat, minlength=len(held) + 1)[: len(held)]
@@ -71,7 +71,7 @@ def group_reference(experts: torch.Tensor, held: range) -> Groups:
 
 
 def combine_reference(y: torch.Tensor, experts: torch.Tensor, held: range) -> torch.Tensor:
-    """[num_tokens * top_k, size] by pair -> [num_tokens, size]: a token's sum, over the experts that are held."""
+    """Sum per token over the experts that are held: [num_tokens * top_k, size] by pair -> [num_tokens, size]."""
     is_held = (experts >= held.start) & (experts < held.stop)
     return y.unflatten(0, experts.shape).masked_fill(~is_held[..., None], 0.0).sum(dim=1)
 
@@ -93,7 +93,7 @@ def _route(
     left = tl.where(inside, shares, -1.0)
     chosen, share = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.float32)
     for k in tl.static_range(TOP_K):
-        best = tl.minimum(tl.argmax(left, 0), num_experts - 1)  # of NaN the index may be any
+        best = tl.minimum(tl.argmax(left, 0), num_experts - 1)  # for NaN the index may be anything
         chosen = tl.where(place == k, best, chosen)
         share = tl.where(place == k, tl.max(left, 0), share)
         left = tl.where(expert == best, -1.0, left)
@@ -103,7 +103,7 @@ def _route(
     tl.store(weights_ptr + at, share, mask=is_place)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first"])  # the one differs from batch to batch, the other by holder
+@triton.jit(do_not_specialize=["num_pairs", "first"])  # num_pairs differs from batch to batch, first by rank
 def _group(experts_ptr, counts_ptr, pairs_ptr, num_pairs, first, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
@@ -146,7 +146,7 @@ def _combine(
 
 
 def route_triton(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
-    """As `route_reference`, in float32. Of equal scores the first wins. One program a token."""
+    """Compute `route_reference` in float32. Of equal scores the first wins. One program per token."""
     num_tokens, num_experts = logits.shape
     experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -166,7 +166,7 @@ def route_triton(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Routes
 
 
 def group_triton(experts: torch.Tensor, held: range) -> Groups:
-    """As `group_reference`. One program an expert, which looks through all pairs for its own."""
+    """Compute `group_reference`. One program per expert, which looks through all pairs for its own."""
     counts = torch.empty(len(held), dtype=torch.int32, device=experts.device)
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     options = launch_options(experts.device)
@@ -183,7 +183,7 @@ def group_triton(experts: torch.Tensor, held: range) -> Groups:
 
 
 def combine_triton(y: torch.Tensor, experts: torch.Tensor, held: range) -> torch.Tensor:
-    """As `combine_reference`, added up in float32, the best expert's part first; parts of others' are not read."""
+    """Compute `combine_reference` in float32, the best expert's part first; parts of other experts are not read."""
     (num_tokens, top_k), size = experts.shape, y.shape[1]
     out = torch.empty((num_tokens, size), dtype=y.dtype, device=y.device)
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
@@ -203,5 +203,5 @@ def combine_triton(y: torch.Tensor, experts: torch.Tensor, held: range) -> torch
 
 
 def cost(num_tokens: int, size: int, top_k: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) of `combine` that any implementation must spend: the parts in, their sums out."""
+    """Return (bytes, FLOPs) of `combine` that any implementation must spend: the parts in, their sums out."""
     return num_tokens * (top_k + 1) * size * dtype_bytes, num_tokens * top_k * size

@@ -1,20 +1,21 @@
-"""One row's draw among the tokens that min-p, top-k and top-p leave, without sorting its 150,000 logits.
+"""One row's draw among the tokens that min-p, top-k and top-p keep, without sorting its 150,000 logits.
 
-What the filters keep is a threshold: all logits above it, and of those equal to it the lowest ids. Bisection finds
-it, on the logits read as integers of the same order, so that at most 32 steps reach the exact float. A step counts
-and weighs the logits above a guess. What makes that fast is how few of them it has to look at:
+What the filters keep is described by a threshold: all logits above it, and of those equal to it the lowest ids.
+Bisection finds it on the logits read as integers of the same order, so at most 32 steps reach the exact float. A step
+counts and weighs the logits above a guess. It is fast because it has to look at few of them:
 
-    1. the vocabulary lies in groups of 64. While `group_stats` reads it all, it notes each group's largest logit
-       and its mass (the sum of exp(logit / temperature), relative to the largest)
+    1. the vocabulary is divided into groups of 64. While `group_stats` reads all logits, it records each group's
+       largest logit and its mass (the sum of exp(logit / temperature), relative to the largest)
     2. these alone bound the threshold from below: the k-th largest of some of the logits is no larger than the k-th
-       of all; tokens of less than (1 - p) of all mass together are outside the nucleus; min-p is a bound as it is
-    3. groups whose largest logit is below the bound are left out. The others are usually a few dozen, which stay
-       in the L1 cache; if it is all of them, the search is slower and equally right
-    4. once no more than FEW logits lie between too low and too high a guess, they stay in registers
+       largest of all; tokens that together have less than (1 - p) of the mass are outside the nucleus; min-p is a
+       bound as it is
+    3. groups whose largest logit is below the bound are skipped. The others are usually a few dozen, which stay in
+       the L1 cache; if all groups remain, the search is slower and equally right
+    4. once no more than FEW logits lie between a guess that is too low and one that is too high, they stay in registers
 
-Sources: those of `teachllm/sampling/filters.py`, whose `apply_filters` keeps the same tokens, but for rounding: it
-compares logits after division by the temperature, which can make neighbouring floats equal, and adds up
-probabilities in another order, which counts for a token on whose very edge the sum reaches p.
+Sources: those of `teachllm/sampling/filters.py`, whose `apply_filters` keeps the same tokens except for rounding: it
+compares logits after division by the temperature, which can make neighbouring floats equal, and it adds up
+probabilities in another order, which matters for a token on whose very edge the sum reaches p.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from teachllm_kernels.sampling.philox import gumbel_noise
 
 @triton.jit
 def ordered(x):
-    """int32 in the order of the floats: a negative float's magnitude bits count the other way round."""
+    """Map floats to int32 of the same order: a negative float's magnitude bits count the other way round."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def best_packed(score, ids):
-    """int64: the largest score and, of equal ones, the lowest id, as one number whose maximum is the winner."""
+    """Pack the largest score and, among equal ones, the lowest id into one int64, whose maximum is the winner."""
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0, but would be ordered below it
     return tl.max((ordered(score).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64))
 
@@ -51,7 +52,7 @@ def is_filtered(top_k, top_p, min_p, vocab_size):
 def group_stats(
     logits_ptr, first, end, temperature, group_max_ptr, group_mass_ptr, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Notes the largest logit and the mass of each group of the tokens `first` up to `end`."""
+    """Record the largest logit and the mass of each group of the tokens `first` up to `end`."""
     scale = 1.4426950408889634 / temperature  # of logits, for a power of 2 where exp is meant
     for start in range(first, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -72,7 +73,10 @@ def filtered_draw(
     vocab_size, num_groups,
     STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The token id, int64. The pointers are to this row's values; `listed` [num_groups] and `few` [FEW] are scratch."""
+    """Return the token id, int64. The pointers are to this row's values.
+
+    `listed_ptr` [num_groups] and `few_ptr` [FEW] point to scratch memory.
+    """
     threshold, last_tied, num_listed, _ = filtered_cut(
         logits_ptr, temperature, top_k, top_p, min_p, group_max_ptr, group_mass_ptr, listed_ptr, few_ptr,
         vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, FEW,
@@ -90,10 +94,10 @@ def filtered_cut(
     vocab_size, num_groups,
     GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """What the filters keep, for `is_kept`.
+    """Return what the filters keep, for `is_kept`.
 
     Returns:
-        the threshold, the last id kept of those equal to it, how many groups `listed` lists, the largest logit.
+        The threshold, the last id kept among those equal to it, the number of groups listed, and the largest logit.
     """
     scale = 1.4426950408889634 / temperature  # of logits, for a power of 2 where exp is meant
     group = tl.arange(0, NUM_GROUPS_PADDED)
@@ -115,7 +119,7 @@ def filtered_cut(
     place = tl.cumsum(has_candidates.to(tl.int32), axis=0) - 1
     tl.store(listed_ptr + place, group, mask=has_candidates)
     num_listed = tl.sum(has_candidates.to(tl.int32))
-    tl.debug_barrier()  # what one thread stored, others are going to read
+    tl.debug_barrier()  # other threads read what one thread stored
 
     threshold = bound
     num_at_least, mass_at_least = _weigh(logits_ptr, listed_ptr, num_listed, vocab_size, bound, top, scale, GROUP, TILE)
@@ -154,7 +158,7 @@ def kept_draw(
     logits_ptr, temperature, threshold, last_tied, seed, child_index, output_index, listed_ptr, num_listed, vocab_size,
     STREAM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The token id, int64, drawn from what `filtered_cut` keeps."""
+    """Return the token id, int64, drawn from what `filtered_cut` keeps."""
     best = tl.full([TILE * GROUP], float("-inf"), tl.float32)
     best_id = tl.zeros([TILE * GROUP], tl.int32)
     for start in range(0, num_listed, TILE):
@@ -173,7 +177,7 @@ def kept_mass(
     logits_ptr, temperature, threshold, last_tied, top, listed_ptr, num_listed, vocab_size,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of exp((logit - top) / temperature) of what `filtered_cut` keeps."""
+    """Return the sum of exp((logit - top) / temperature) over what `filtered_cut` keeps."""
     scale = 1.4426950408889634 / temperature
     mass = tl.zeros([TILE, GROUP], tl.float32)
     for start in range(0, num_listed, TILE):
@@ -184,7 +188,7 @@ def kept_mass(
 
 @triton.jit
 def _top_k_bound(largest, bound, top, top_k):
-    """The largest number, at least `bound`, that still has `top_k` groups' largest logits at or above it."""
+    """Return the largest number, at least `bound`, such that `top_k` groups' largest logits are at or above it."""
     low, high = ordered(bound).to(tl.int64), ordered(top).to(tl.int64) + 1
     count = tl.sum((largest >= bound).to(tl.int32))
     while (high - low > 1) & (count > top_k):
@@ -199,9 +203,9 @@ def _top_k_bound(largest, bound, top, top_k):
 
 @triton.jit
 def _nucleus_bound(largest, group_weight, mass, top, top_p, scale, vocab_size, GROUP: tl.constexpr):
-    """A number below which all tokens together have less than 1 - `top_p` of the mass."""
+    """Return a number such that all tokens below it together have less than 1 - `top_p` of the mass."""
     outside = (1.0 - top_p) * mass * 0.999  # clear of the sums' rounding
-    # Valid at once: tokens of at most (1 - p) / vocabulary each.
+    # A valid first bound: tokens of at most (1 - p) / vocabulary each.
     low = top + tl.log2((1.0 - top_p) / vocab_size) / scale
     high = top
     for _ in range(12):
@@ -221,10 +225,10 @@ def _search(
     num_listed, vocab_size, threshold, num_low, mass_low, top, scale, target_count, target_mass, few_ptr,
     BY_MASS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The largest threshold at or above which enough tokens lie, given one where `num_low` do, with `mass_low`.
+    """Return the largest threshold with enough tokens at or above it, given one with `num_low` tokens and `mass_low`.
 
     Returns:
-        the threshold, the tokens at least as large, their mass, the tokens above it, how many are enough.
+        The threshold, the number of tokens at least as large, their mass, the number above it, and how many are enough.
     """
     # Enough at `low`; not at `high`.
     low, high = ordered(threshold).to(tl.int64), ordered(top).to(tl.int64) + 1
@@ -275,7 +279,9 @@ def _between(
     logits_ptr, listed_ptr, num_listed, vocab_size, low, high, few_ptr,
     GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """[FEW] the logits from `low` up to below `high`, by way of `few` in memory; minus infinity past the last."""
+    """Return [FEW] the logits from `low` up to below `high`, via memory at `few_ptr`; minus infinity past the
+    last.
+    """
     num_found = 0
     for start in range(0, num_listed, TILE):
         x, _ = _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP, TILE)
@@ -295,7 +301,7 @@ def _weigh(
     logits_ptr, listed_ptr, num_listed, vocab_size, threshold, top, scale,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens are at least `threshold`, and their mass, where that of `top` is 1."""
+    """Return the number of tokens that are at least `threshold`, and their mass, where the mass of `top` is 1."""
     count = tl.zeros([TILE, GROUP], tl.int32)
     mass = tl.zeros([TILE, GROUP], tl.float32)
     for start in range(0, num_listed, TILE):
@@ -311,7 +317,7 @@ def _find_tied(
     logits_ptr, listed_ptr, num_listed, vocab_size, threshold, num_tied,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The id of the `num_tied`-th token, counted from 1, that equals `threshold`."""
+    """Return the id of the `num_tied`-th token, counted from 1, that equals `threshold`."""
     found = vocab_size
     before = 0
     for start in range(0, num_listed, TILE):
@@ -325,7 +331,7 @@ def _find_tied(
 
 @triton.jit
 def _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """[TILE, GROUP] logits and ids of the groups listed from place `start` on; minus infinity past the last."""
+    """Return [TILE, GROUP] logits and ids of the groups listed from `start` on; minus infinity past the last."""
     place = start + tl.arange(0, TILE)
     group = tl.load(listed_ptr + place, mask=place < num_listed, other=vocab_size)  # which is past the vocabulary
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -335,6 +341,6 @@ def _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP: tl
 
 @triton.jit
 def _float(integer):
-    """The float that `ordered` maps to this integer."""
+    """Return the float that `ordered` maps to this integer."""
     bits = integer.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

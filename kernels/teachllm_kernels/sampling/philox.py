@@ -1,12 +1,12 @@
-"""Random numbers as a function of what names the draw (lesson 07): Philox4x32-10, and Gumbel noise made of it.
+"""Random numbers as a function of the draw's identity (lesson 07): Philox4x32-10, and Gumbel noise made from it.
 
-A generator with a state would make a request's tokens depend on who drew before it. This function has none:
+With a stateful generator a request's tokens would depend on which requests drew before it. This function has no state:
 
     key      64 bits   the request's seed: low word, high word
     counter  word 0    vocabulary index // 4: one call serves four neighbours, index % 4 picks its word
              word 1    output index: how many tokens of this completion were sampled before
              word 2    child index: which of the request's n completions
-             word 3    stream: what the noise is for, so that no two uses ever share a number
+             word 3    stream: the purpose of the noise, so that no two uses ever share a number
 
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
 """
@@ -30,12 +30,12 @@ STREAM_ACCEPT = 1  # uniform numbers: whether a draft is accepted, see `rejectio
 STREAM_DRAFT = 2  # Gumbel noise: which token is drafted
 
 _ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of counter words 0 and 2
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # for counter words 0 and 2
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # added to the key words after each round
 _WORD = 0xFFFFFFFF
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # the last float32 below 1: at 1 the noise would be minus infinity
 
-if os.environ.get("TRITON_INTERPRET") == "1":  # which knows no functions of the GPU's own
+if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter has none of the GPU's own functions
 
     @triton.jit
     def _log(x):
@@ -72,7 +72,7 @@ def philox_reference(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multipliers and key steps, [2] int64 each; kept, since a copy to a GPU would make every step wait for it."""
+    """Return multipliers and key steps, [2] int64 each; cached, since a copy to the GPU would block every step."""
     return torch.tensor(_MULTIPLIERS, device=device), torch.tensor(_KEY_STEPS, device=device)
 
 
@@ -84,13 +84,13 @@ def philox_uniform_reference(
     stream: int = STREAM_SAMPLE,
     first_id: int = 0,
 ) -> torch.Tensor:
-    """One uniform number in (0, 1) for each row and vocabulary index.
+    """Return one uniform number in (0, 1) for each row and vocabulary index.
 
     Args:
         seeds, output_indices, child_indices: [num_rows] int64; a seed's 64 bits are read as they are.
-        vocab_size: how many indices.
-        stream: what the noise is for.
-        first_id: the first of them.
+        vocab_size: the number of indices.
+        stream: the purpose of the noise.
+        first_id: the first index.
 
     Returns:
         [num_rows, vocab_size] float32. Near 0 its steps are 2^-32 fine; it is never 0 and never 1.
@@ -110,24 +110,28 @@ def philox_uniform_reference(
 
 @triton.jit
 def philox_words(quads, seed, output_index, child_index, STREAM: tl.constexpr = STREAM_SAMPLE):
-    """[4 * N] uint32, of the vocabulary indices 4 * quads, 4 * quads + 1, ... in order. `quads` is [N] int32."""
+    """Return [4 * N] uint32 for the vocabulary indices 4 * quads, 4 * quads + 1, ... in order. `quads` is [N]
+    int32.
+    """
     a, b, c, d = tl.philox(seed, quads, output_index.to(tl.int32), child_index.to(tl.int32), STREAM)
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
 
 
 @triton.jit
 def uniform_numbers(quads, seed, output_index, child_index, STREAM: tl.constexpr = STREAM_SAMPLE):
-    """[4 * N] float32, those of `philox_uniform_reference`, of the indices that `philox_words` serves."""
+    """Return [4 * N] float32, those of `philox_uniform_reference`, for the indices of `philox_words`."""
     u = philox_words(quads, seed, output_index, child_index, STREAM).to(tl.float32) * 2.0**-32 + 2.0**-33
     return tl.minimum(u, 1.0 - 2.0**-24)
 
 
 @triton.jit
 def gumbel_noise(quads, seed, output_index, child_index, STREAM: tl.constexpr = STREAM_SAMPLE):
-    """[4 * N] float32, -log(-log1p(-u)) as in `gumbel_sample_reference`, of the indices that `philox_words` serves."""
+    """Return [4 * N] float32, -log(-log1p(-u)) as in `gumbel_sample_reference`, for the indices of
+    `philox_words`.
+    """
     u = uniform_numbers(quads, seed, output_index, child_index, STREAM)
-    # The GPU's own logarithm is one instruction, but coarse where its result is near 0. There, a few terms of the
-    # series are exact to a float's last bit; where it is not, 1 - u is.
+    # The GPU's own logarithm is one instruction, but coarse if its result is near 0. There, a few terms of the
+    # series are exact to a float's last bit; elsewhere, 1 - u is exact.
     series = 1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7)))
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * series)))
     exponential = tl.where(u < 0.125, series, -_log(1.0 - u))

@@ -1,15 +1,15 @@
-"""A random sample per row whose noise depends on the request alone, never on its place in the batch.
+"""Draw one token per row, with noise that depends on the request alone, never on its place in the batch.
 
 Adding independent Gumbel noise to log-probabilities and taking the argmax draws from exactly that distribution: no
-cumulative sum, no normalisation, one pass. Here as two kernels, without a word to the host between the logits and
-the token, so that a CUDA graph can hold both:
+cumulative sum, no normalisation, one pass. Two kernels do it, without a transfer to the host between the logits and the
+token, so that a CUDA graph can hold both:
 
-    _scan   cuts each row into chunks, since one program alone would take long for a row. Of each chunk: the best
-            token with its noise, or, for rows with filters, what `filtered_draw.py` wants to know
-    _pick   per row: the best of the chunks' best; or the draw among what the filters leave
+    _scan   cuts each row into chunks, since one program would take long for a whole row. Per chunk: the best token with
+            its noise, or, for rows with filters, what `filtered_draw.py` needs
+    _pick   per row: the best of all chunks, or the draw among what the filters keep
 
-Where several GPUs have the logits of some tokens each, of rows without filters each picks the best of its own. It comes
-with its score, as one number, and the largest of all GPUs' is the token: 8 bytes a row, see `token_of_best`.
+If several GPUs have the logits of some tokens each, each picks the best of its own, for rows without filters. It comes
+with its score, as one number, and the largest over all GPUs is the token: 8 bytes per row, see `token_of_best`.
 
 Sources: Gumbel, 1954; the noise is `philox.py`'s.
 """
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 _BLOCK = 1024  # tokens that a program of `_scan` takes at a time
-_SCAN_PROGRAMS = 2048  # about: as many as a GPU holds at once; more would only add to what is left to pick from
+_SCAN_PROGRAMS = 2048  # about as many as a GPU holds at once; more would only leave more candidates for `_pick`
 _GROUP = 64  # see `filtered_draw.py`
 _TILE = 64  # groups taken at a time there
 _FEW = 2048  # candidates that fit in one program's registers
 _HIGHEST_ID = 0x7FFFFFFF
 _TOKEN_0 = tl.constexpr(_HIGHEST_ID)  # with score 0, see `best_packed`
-_PICK_WARPS = 8  # for a row with filters; more are faster for one row and slower for many
+_PICK_WARPS = 8  # for rows with filters; more warps are faster for one row and slower for many
 
 
 def gumbel_sample_reference(
@@ -51,13 +51,13 @@ def gumbel_sample_reference(
     child_indices: torch.Tensor,
     stream: int = STREAM_SAMPLE,
 ) -> torch.Tensor:
-    """Draws one token per row from softmax(logits / temperature).
+    """Draw one token per row from softmax(logits / temperature).
 
     Args:
         logits: [num_rows, vocab_size] float32; minus infinity is never drawn while a row has a finite logit.
         temperature: [num_rows] float32, above 0.
         seeds, output_indices, child_indices: [num_rows] int64, see `philox.py`.
-        stream: what the noise is for, see there.
+        stream: the purpose of the noise, see there.
 
     Returns:
         [num_rows] int64 token ids.
@@ -74,7 +74,7 @@ def gumbel_scores_reference(
     stream: int = STREAM_SAMPLE,
     first_id: int = 0,
 ) -> torch.Tensor:
-    """What `gumbel_sample_reference` has the argmax of, [num_rows, vocab_size], of tokens from `first_id` on."""
+    """Return the scores that `gumbel_sample_reference` maximizes, [num_rows, vocab_size], from `first_id` on."""
     noise = gumbel_noise_reference(seeds, output_indices, child_indices, logits.shape[-1], stream, first_id)
     return logits / temperature[:, None] + noise
 
@@ -87,13 +87,13 @@ def gumbel_noise_reference(
     stream: int,
     first_id: int = 0,
 ) -> torch.Tensor:
-    """[num_rows, vocab_size] float32. The arguments are those of `philox_uniform_reference`."""
+    """Return [num_rows, vocab_size] float32 noise. The arguments are those of `philox_uniform_reference`."""
     uniform = philox_uniform_reference(seeds, output_indices, child_indices, vocab_size, stream, first_id)
     # -log1p(-u) is exponentially distributed; the large noises, which decide, come from small u, where u is finest.
     return -torch.log(-torch.log1p(-uniform))
 
 
-@triton.jit(do_not_specialize=["tiles_per_chunk"])  # which depends on the rows
+@triton.jit(do_not_specialize=["tiles_per_chunk"])  # it depends on the number of rows
 def _scan(
     logits_ptr, rows_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
@@ -134,11 +134,11 @@ def best_of_chunk(
     logits_ptr, first, end, heat, key, output, child,
     STREAM: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr, first_id=0, SKEW: tl.constexpr = 0,
 ):  # fmt: skip
-    """The winner among the columns `first` up to `end`, as `best_packed`.
+    """Return the winner among the columns `first` up to `end`, as `best_packed`.
 
     Args:
-        first_id: the token of the first column of all.
-        SKEW: how far that lies behind a multiple of four: noise comes for four tokens at a time.
+        first_id: the token of the very first column.
+        SKEW: first_id modulo four: noise comes for four tokens at a time.
     """
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + tl.arange(0, BLOCK)
@@ -159,7 +159,7 @@ def best_of_chunk(
     return best_packed(best_score, first_id + best_id)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])  # which depends on the rows
+@triton.jit(do_not_specialize=["num_chunks"])  # it depends on the number of rows
 def _pick(
     logits_ptr, rows_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
@@ -214,27 +214,27 @@ def sample_triton(
     out: torch.Tensor | None = None,
     first_id: int | None = None,
 ) -> torch.Tensor:
-    """Filters, noise and argmax: one token per row of logits. The parameters are those of all open requests.
+    """Apply filters, add noise and take the argmax: one token per row of logits.
 
     Args:
         logits: [R, vocab_size] float32, bfloat16 or float16, any stride between rows; left as they are.
         rows: [R] int32, the request row of each; -1 is padding, whose token is 0.
-        temperature, top_p, min_p: [max_rows] float32, columns of one tensor or each contiguous. 0 is greedy, the
-            lowest id of equal logits; 1 and 0 cut nothing.
+        temperature, top_p, min_p: [max_rows] float32, of all open requests, columns of one tensor or each contiguous.
+            Temperature 0 is greedy, the lowest id among equal logits; 1 and 0 cut nothing.
         top_k, seed, child_index: [max_rows] int64, likewise; the vocabulary's size cuts nothing.
         output_index: [R] int64.
-        any_random: False promises that every temperature is 0: nothing is then read but `rows` and the logits.
-        any_filtered: False leaves filters out, be it that no random row has one or, for drafts, that none is meant.
-        stream: what the noise is for, see `philox.py`: `STREAM_DRAFT` draws what a drafter proposes.
+        any_random: False promises that every temperature is 0: then only `rows` and the logits are read.
+        any_filtered: False skips filters, because no random row has one or, for drafts, because none is wanted.
+        stream: the purpose of the noise, see `philox.py`: `STREAM_DRAFT` draws what a drafter proposes.
         out: [R] int64 to write to.
-        first_id: the logits are those of the tokens from this one on, and others have the rest. Without filters.
+        first_id: the logits are those of the tokens from this one on, and other ranks have the rest. Without filters.
 
     Returns:
-        [R] int64, the tokens of `apply_filters` and `gumbel_sample_reference`, up to rounding; with `first_id` what
-        `token_of_best` wants to know. A row's token does not depend on what the others are, nor on how many.
+        [R] int64, the tokens of `apply_filters` and `gumbel_sample_reference`, up to rounding; with `first_id` the
+        input of `token_of_best`. A row's token does not depend on the other rows, nor on their number.
 
     Raises:
-        ValueError: parameters of one dtype that do not have the same stride.
+        ValueError: parameters of one dtype have different strides.
     """
     num_rows, vocab_size = logits.shape
     float_stride, int_stride = temperature.stride(0), top_k.stride(0)
@@ -277,31 +277,31 @@ def sample_triton(
 
 
 def token_of_best(best: torch.Tensor) -> torch.Tensor:
-    """[num_ranks, R] int64, what `sample_triton` returns of each rank's logits -> [R] int64 tokens."""
+    """Return [R] int64 tokens for what `sample_triton` returned for each rank's logits, [num_ranks, R] int64."""
     return _HIGHEST_ID - (best.amax(dim=0) & _HIGHEST_ID)
 
 
 def filter_scratch(num_rows: int, vocab_size: int, device: torch.device) -> list[torch.Tensor]:
-    """`group_max`, `group_mass`, `listed` and `few` of `filtered_cut`, for all rows."""
+    """Allocate `group_max`, `group_mass`, `listed` and `few` of `filtered_cut`, for all rows."""
     num_groups = triton.cdiv(vocab_size, _GROUP)
-    # Each by itself: aligned, however many rows, so the same kernel takes it.
+    # Separate allocations: each is aligned for any number of rows, so the same compiled kernel takes it.
     sizes = ((num_groups, torch.float32), (num_groups, torch.float32), (num_groups, torch.int32), (_FEW, torch.float32))
     return [torch.empty((num_rows, size), dtype=dtype, device=device) for size, dtype in sizes]
 
 
 def filter_sizes(vocab_size: int) -> dict[str, int]:
-    """The constants of `filtered_cut`."""
+    """Return the constants of `filtered_cut`."""
     padded = triton.next_power_of_2(triton.cdiv(vocab_size, _GROUP))
     return {"GROUP": _GROUP, "NUM_GROUPS_PADDED": padded, "TILE": _TILE, "FEW": _FEW}
 
 
 def workspace_bytes(num_rows: int, vocab_size: int) -> int:
-    """What `sample_triton` allocates for rows with filters, at most; the result included."""
+    """Return the most bytes that `sample_triton` allocates for rows with filters, including the result."""
     num_tiles, num_groups = -(-vocab_size // _BLOCK), -(-vocab_size // _GROUP)
     return num_rows * (8 * num_tiles + 12 * num_groups + 4 * _FEW + 8)
 
 
 def cost(num_rows: int, vocab_size: int, dtype_bytes: int = 4) -> tuple[int, int]:
-    """(bytes, FLOPs): logits in, one int64 id out; 70 integer operations per four ids, 6 float ones per id."""
+    """Return (bytes, FLOPs): logits in, an int64 id out; 70 integer operations per four ids, 6 float ones per id."""
     ids = num_rows * vocab_size
     return dtype_bytes * ids + 8 * num_rows, ids * 70 // 4 + 6 * ids

@@ -1,12 +1,12 @@
-"""A drafter's way through the rows of a batch on the device: what it reads, and where its drafts are written.
+"""A drafter's inputs and outputs in the rows of a batch, on the device: what it reads and where its drafts are written.
 
-A row's known tokens end at `num_known`; behind them lie its drafts, which the next step computes and verifies
-(`verify_drafts.py`). Nothing of it crosses to the host.
+A row's known tokens end at `num_known`. Its drafts lie after them; the next step computes and verifies these
+(`verify_drafts.py`). Nothing is transferred to the host.
 
     token_ids   | prompt and output | d0 d1 d2 |        num_known points at d0
     inputs      the flat tokens of a drafter's next forward pass: the newest known ones, or the drafts of a level
-    following   the tokens that a step has computed, each with the id of the one behind it
-    push        drafted tokens are written behind the known ones
+    following   the tokens that a step has computed, each with the id of the token after it
+    push        drafted tokens are written after the known ones
 
 Source: Li et al., "EAGLE", ICML 2024.
 """
@@ -70,19 +70,19 @@ def draft_inputs(
     depth: int | None = None,
     follows: bool = False,
 ) -> None:
-    """Fills the last four positional ones with `num_tokens` tokens of each sequence; of others ids 0 and slots -1.
+    """Fill the last four positional arguments with `num_tokens` tokens per sequence; elsewhere ids are 0 and slots -1.
 
     Args:
         rows: [num_seqs] int32; -1 is padding.
-        num_drafts: [num_seqs] int32, how many each asks for; one that asks for fewer than `least` gets none.
+        num_drafts: [num_seqs] int32, the drafts each sequence asks for; one that asks for fewer than `least` gets none.
         token_ids, num_known, block_tables: the rows, as in `step_inputs`.
         input_ids, positions, slot_mapping: [num_seqs * num_tokens] int64, written.
-        seq_lens: [num_seqs] int32, written: tokens of each sequence with these; 0 for who gets none.
-        offset: where the first one stands, from the first token that is not known.
-        id_shift: the ids are those of the tokens so many further on.
-        depth: they are nodes of a tree, side by side: their position, from that of the first token that is not known;
-            None: they follow one another.
-        follows: who asks for fewer gets the first token still.
+        seq_lens: [num_seqs] int32, written: tokens of each sequence including these; 0 for a sequence that gets none.
+        offset: position of the first token, counted from the first token that is not known.
+        id_shift: the ids are those of the tokens this many further on.
+        depth: the tokens are nodes of a tree, side by side: their position, counted from the first token that is not
+            known; None: they follow one another.
+        follows: a sequence that asks for fewer drafts still gets the first token.
     """
     _draft_inputs[(rows.shape[0],)](
         rows_ptr=rows,
@@ -137,12 +137,12 @@ def push(
     num_real: torch.Tensor,
     index: int,
 ) -> None:
-    """Writes drafts of every sequence that asks for so many behind its known tokens.
+    """Write drafts after the known tokens of every sequence that asks for that many.
 
     Args:
-        drafted: [num_seqs] or [num_seqs, num] ids, of draft `index` and those after it.
-        num_real: [max_rows] int32, written: drafts that a row has by now.
-        The others as of `draft_inputs`.
+        drafted: [num_seqs] or [num_seqs, num] ids, of draft `index` and the drafts after it.
+        num_real: [max_rows] int32, written: the number of drafts that a row has now.
+        The others are those of `draft_inputs`.
     """
     num_seqs = rows.shape[0]
     _push_drafts[(1,)](
@@ -191,10 +191,10 @@ def following_ids(
     following: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """The id that stands after each token of a flat batch, and their positions, one after the other.
+    """Return the id after each token of a flat batch, and the tokens' positions, one after the other.
 
     Args:
-        rows, query_start, seq_lens, token_ids: as of `step_inputs`; no sequence fills its row.
+        rows, query_start, seq_lens, token_ids: as in `step_inputs`; no sequence fills its row.
         following, positions: [num_tokens] int64, written; 0 for padding.
     """
     _following[(rows.shape[0],)](
@@ -211,5 +211,5 @@ def following_ids(
 
 
 def cost(num_seqs: int, num_drafts: int) -> tuple[int, int]:
-    """(bytes, FLOPs) of pushing so many drafts of each sequence. It is latency: of each its id in and out."""
+    """Return (bytes, FLOPs) of pushing `num_drafts` drafts per sequence: each id in and out. Latency-bound."""
     return num_seqs * num_drafts * (8 + 4), 0

@@ -1,10 +1,10 @@
-"""Prompt lookup: a draft model that costs nothing. What stood here before tells what comes next.
+"""Prompt lookup: a draft model that costs nothing. Earlier text predicts what comes next.
 
-Answers repeat their prompts: names, code, whole passages. So the last tokens of a sequence are looked for earlier in
-it, and what followed them there is proposed; the model verifies the proposals as any others.
+Answers repeat their prompts: names, code, whole passages. So the last tokens of a sequence are looked up earlier in it,
+and what followed them there is proposed; the model verifies the proposals like any others.
 
     the cat sat on the mat and then the cat
-    ======= ------------->          =======     the last two tokens stood here before; what followed is proposed
+    ======= ------------->          =======     the last two tokens occurred before; what followed them is proposed
 
 Sources: Saxena, "Prompt Lookup Decoding", 2023; Yang et al., "Inference with Reference", 2023.
 """
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     import numpy as np
 
 _BLOCK = 1024  # tokens that a program of `_find_matches` takes at a time
-_FIND_PROGRAMS = 2048  # about: as many as a GPU holds at once; a short batch of long rows is spread over all of it
+_FIND_PROGRAMS = 2048  # about as many as a GPU holds at once; a short batch of long rows is spread over all of it
 
-# A match as an integer, the better the larger; 0 is none. From the highest bits: how many tokens match, how many may be
+# A match as an integer: larger is better, 0 is none. From the highest bits: how many tokens match, how many may be
 # proposed, where the earlier occurrence ends.
 _MATCHED_SHIFT = tl.constexpr(40)
 _COUNT_SHIFT = tl.constexpr(32)
-_MAX_DRAFTS = 255  # what the bits between the two can say
+_MAX_DRAFTS = 255  # the most that the bits between the two can hold
 
 
 def find_match(tokens: np.ndarray, max_ngram: int, min_ngram: int, num_drafts: int) -> int:
-    """Where in one sequence the proposals begin: the rule itself.
+    """Return where in one sequence the proposals begin: the rule itself.
 
-    Of all earlier positions it is the one in front of which the most tokens match the sequence's end, `max_ngram` at
-    most and `min_ngram` at least; of equal ones the one after which more tokens are known, `num_drafts` at most; of
-    those the latest. An occurrence may overlap the sequence's end.
+    It is the earlier position before which the most tokens match the sequence's end, at least `min_ngram` and at most
+    `max_ngram`. Ties are broken by the number of tokens known after it, at most `num_drafts`, then by the latest
+    position. An occurrence may overlap the sequence's end.
 
     Args:
         tokens: [length] integers.
 
     Returns:
-        The index one past the earlier occurrence; `length` where nothing matches.
+        The index one past the earlier occurrence; `length` if nothing matches.
     """
     length, matched = len(tokens), 1
-    ends = (tokens[:-1] == tokens[-1:]).nonzero()[0] + 1  # ascending, as all that is left of them below
+    ends = (tokens[:-1] == tokens[-1:]).nonzero()[0] + 1  # ascending, like every subset of them below
     for size in range(2, min(max_ngram, length - 1) + 1):
-        longer = ends[ends.searchsorted(size) :]  # the others begin before the sequence does
+        longer = ends[ends.searchsorted(size) :]  # the others would begin before the sequence
         longer = longer[tokens[longer - size] == tokens[length - size]]
         if not len(longer):
             break
@@ -55,23 +55,23 @@ def find_match(tokens: np.ndarray, max_ngram: int, min_ngram: int, num_drafts: i
     if not len(ends) or matched < min_ngram:
         return length
     num_full = ends.searchsorted(length - num_drafts, side="right")
-    return int(ends[max(num_full - 1, 0)])  # of those that are all cut short by the end, more follows the earliest
+    return int(ends[max(num_full - 1, 0)])  # if the end cuts all of them short, the most tokens follow the earliest
 
 
 def prompt_lookup_reference(
     token_ids: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, max_ngram: int, min_ngram: int, num_drafts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`find_match` in several rows.
+    """Apply `find_match` to several rows.
 
     Args:
         token_ids: [max_rows, max_len] integers.
         rows: [R] integers, the row of each sequence.
-        lengths: [R] integers, how many tokens of each are known; at least 1.
+        lengths: [R] integers, the number of known tokens of each; at least 1.
         max_ngram, min_ngram, num_drafts: see `find_match`.
 
     Returns:
-        [R, num_drafts] int64 proposals, behind the last of which the sequence's last token is repeated; [R] int64, how
-        many there are.
+        [R, num_drafts] int64 proposals; after the last one, the sequence's last token is repeated. [R] int64, the
+        number of proposals.
     """
     drafts = torch.empty((len(rows), num_drafts), dtype=torch.int64)
     counts = torch.zeros(len(rows), dtype=torch.int64)
@@ -102,13 +102,13 @@ def _find_matches(
     length = tl.load(num_known_ptr + row)
     best_of_lanes = tl.zeros([BLOCK], tl.int64)
     for start in range(chunk * BLOCK, length - 1, num_chunks * BLOCK):
-        last = start + tl.arange(0, BLOCK)  # the last token of what may be an occurrence
+        last = start + tl.arange(0, BLOCK)  # the last token of a possible occurrence
         is_match = last < length - 1
         matched = tl.zeros([BLOCK], tl.int32)
         for back in tl.static_range(MAX_NGRAM):
             wanted = tl.load(token_ids_ptr + tl.maximum(length - 1 - back, 0))
             is_match &= last >= back
-            # Few lanes match a token, so but for the first these loads ask for next to nothing.
+            # Few lanes match a token, so all but the first of these loads read next to nothing.
             is_match &= tl.load(token_ids_ptr + last - back, mask=is_match, other=0) == wanted
             matched += is_match.to(tl.int32)
         count = tl.minimum(length - 1 - last, num_drafts).to(tl.int64)
@@ -117,7 +117,7 @@ def _find_matches(
     tl.store(best_ptr + i * num_chunks + chunk, tl.max(best_of_lanes))
 
 
-@triton.jit(do_not_specialize=["num_drafts", "num_chunks"])  # of which the second depends on the number of rows
+@triton.jit(do_not_specialize=["num_drafts", "num_chunks"])  # num_chunks depends on the number of rows
 def _propose(
     token_ids_ptr, rows_ptr, num_known_ptr, best_ptr, drafts_ptr, counts_ptr,
     num_drafts, num_chunks, token_stride, draft_stride,
@@ -149,7 +149,7 @@ def prompt_lookup_triton(
     max_ngram: int,
     min_ngram: int,
 ) -> None:
-    """As `prompt_lookup_reference`, on the device. The launches depend on the shapes alone, so a graph can hold them.
+    """Compute `prompt_lookup_reference` on the device. Launches depend on shapes alone, so a graph can hold them.
 
     Args:
         token_ids: [max_rows, max_len] int32.
@@ -197,5 +197,5 @@ def prompt_lookup_triton(
 
 
 def cost(lengths: Sequence[int], num_drafts: int) -> tuple[int, int]:
-    """(bytes, FLOPs): of each sequence its row, its length and its tokens in, its drafts and their count out."""
+    """Return (bytes, FLOPs): per sequence its row, its length and its tokens in, its drafts and their count out."""
     return 4 * (sum(lengths) + len(lengths) * (2 + num_drafts + 1)), 0

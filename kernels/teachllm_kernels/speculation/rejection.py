@@ -1,10 +1,10 @@
-"""The rule of `rejection_reference.py` as kernels, without a word to the host between the logits and the token.
+"""The rule of `rejection_reference.py` as kernels, without a transfer to the host between the logits and the token.
 
-    _measure  per chunk of a row: sums for its p and q where there are proposals, else the best token with its noise
+    _measure  per chunk of a row: sums for its p and q if there are proposals, else the best token with its noise
     _cut      per row with filters: what they keep; without proposals, the draw
-    _reject   per chunk, once for each proposal: tries those before, and if they were rejected sums up what is left of
-              p; the last time, if all were rejected, finds the best token of it
-    _settle   per row: the proposal that was accepted, or the best of the chunks' best
+    _reject   per chunk, once per proposal: tries the earlier ones, and if they were rejected sums up what is left of p;
+              the last time, if all were rejected, finds the best token of it
+    _settle   per row: the proposal that was accepted, or the best token of all chunks
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023.
 """
@@ -28,21 +28,21 @@ from teachllm_kernels.sampling.random_sample import best_of_chunk, filter_scratc
 from teachllm_kernels.sampling.random_sample import workspace_bytes as sampling_bytes
 from teachllm_kernels.speculation.residual import inverse, joined, left, probability, tile_masses, walk
 
-_BLOCK = 1024  # tokens that a program takes at a time, and what is summed up as one
-_PROGRAMS = 2048  # about: as many as a GPU holds at once
+_BLOCK = 1024  # tokens that a program takes at a time, and that are summed as one tile
+_PROGRAMS = 2048  # about as many as a GPU holds at once
 _CUT_WARPS = 8
 
 
 @triton.jit
 def _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride):
-    """The request row, its temperature, and the row of the proposals' logits, or -1 where none are to be verified."""
+    """Return the request row, its temperature, and the row of the proposals' logits, or -1 if there is none."""
     row = tl.load(rows_ptr + i).to(tl.int64)
     heat = tl.load(temperature_ptr + tl.maximum(row, 0) * float_stride)
     is_proposed = (row >= 0) & (heat > 0.0) & (tl.load(siblings_ptr + i * siblings_stride) >= 0)
     return row, heat, tl.where(is_proposed, tl.load(draft_rows_ptr + i).to(tl.int64), -1)
 
 
-@triton.jit(do_not_specialize=["tiles_per_chunk"])  # which depends on the rows
+@triton.jit(do_not_specialize=["tiles_per_chunk"])  # it depends on the number of rows
 def _measure(
     logits_ptr, draft_logits_ptr, rows_ptr, draft_rows_ptr, siblings_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
@@ -179,11 +179,13 @@ def _reject(
     )  # fmt: skip
     if IS_LAST:
         best_ptr += i * tl.num_programs(0) + chunk
-        if accepted >= 0:  # all programs of the row say so
+        if accepted >= 0:  # all programs of the row agree
             tl.store(best_ptr, (0x7FFFFFFF - accepted).to(tl.int64))
             return
     else:
-        if (num_rejected < most) | (tl.load(siblings_ptr + most) < 0):  # it is decided, or this is the last to be tried
+        if (num_rejected < most) | (
+            tl.load(siblings_ptr + most) < 0
+        ):  # decided already, or this is the last one to try
             return
 
     first = chunk * tiles_per_chunk * BLOCK
@@ -197,8 +199,8 @@ def _reject(
         before = probability(x, ids, top, share, scale, threshold, last)
         rest, before = left(before, y, ids, num_rejected, tried, tops, shares, totals, scale)
         if IS_LAST:
-            # If nothing is left, what was there before is drawn from. Else that is far behind: logarithms of what is
-            # left are above -104, and noise lies between -3 and 23.
+            # If nothing is left, the draw is from what was there before. Otherwise that is far below: logarithms of
+            # what is left are above -104, and noise lies between -3 and 23.
             is_left = rest > 0.0
             score = tl.log(tl.where(is_left, rest, before)) - tl.where(is_left, 0.0, 300.0)
             score += gumbel_noise(start // 4 + tl.arange(0, BLOCK // 4), key, output, child, STREAM)
@@ -211,7 +213,7 @@ def _reject(
         tl.store(best_ptr, best_packed(best_score, best_id))
 
 
-@triton.jit(do_not_specialize=["num_chunks"])  # which depends on the rows
+@triton.jit(do_not_specialize=["num_chunks"])  # it depends on the number of rows
 def _settle(
     rows_ptr, draft_rows_ptr, siblings_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, out_ptr,
     vocab_size, num_chunks,
@@ -256,25 +258,25 @@ def rejection_sample_triton(
     replaced: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Filters, proposals, noise and argmax: one token per row of logits. Nothing waits for the device.
+    """Apply filters, verify proposals and draw: one token per row of logits, without waiting for the device.
 
     Args:
-        logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index: as of `sample_triton`.
+        logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index: as in `sample_triton`.
         draft_logits: [Q, vocab_size] any float dtype, any stride between rows; proposals were drawn from
             softmax(draft_logits / the row's temperature), whatever filters the row has.
         draft_rows: [R] int32, the row of `draft_logits` that a row's proposals were drawn from; -1: no proposals.
-        siblings: [R, M] int32, the proposals in the order drawn, then -1. Unless `replaced`, all different.
+        siblings: [R, M] int32, the proposals in the order drawn, then -1. All different unless `replaced`.
         any_filtered: False promises that no random row has a filter.
-        replaced: a token drawn could be drawn again.
+        replaced: a token could be drawn more than once.
         out: [R] int64 to write to.
 
     Returns:
         [R] int64, the tokens of `apply_filters` and `rejection_sample_reference`, up to rounding. A greedy row, and
-        one without proposals, has its token of `sample_triton`. A row's token does not depend on what the others
-        are, nor on how many.
+        a row without proposals, gets its token of `sample_triton`. A row's token does not depend on the other rows,
+        nor on their number.
 
     Raises:
-        ValueError: parameters of one dtype that do not have the same stride; strides within rows.
+        ValueError: parameters of one dtype have different strides, or rows are not contiguous.
     """
     (num_rows, vocab_size), num_siblings = logits.shape, siblings.shape[1]
     float_stride, int_stride = temperature.stride(0), top_k.stride(0)
@@ -292,7 +294,7 @@ def rejection_sample_triton(
     stats = torch.empty((num_rows, 4, num_tiles), dtype=torch.float32, device=device)
     sums = group_max = group_mass = listed = few = cuts = last_tied = None
     if num_siblings > 1:
-        # Whether one is needed, two kernels could see differently, by rounding.
+        # Zeros, since two kernels could disagree by rounding whether a sum is needed.
         sums = torch.zeros((num_rows, num_siblings - 1, num_tiles), dtype=torch.float32, device=device)
     if any_filtered:
         group_max, group_mass, listed, few = filter_scratch(num_rows, vocab_size, device)
@@ -356,7 +358,7 @@ def rejection_sample_triton(
 
 
 def workspace_bytes(num_rows: int, vocab_size: int, num_siblings: int = 1) -> int:
-    """What `rejection_sample_triton` allocates for rows with filters, at most; the result included."""
+    """Return the most bytes that `rejection_sample_triton` allocates for rows with filters, including the result."""
     per_tile = 4 * 4 + 4 * (num_siblings - 1)
     return sampling_bytes(num_rows, vocab_size) + num_rows * (-(-vocab_size // _BLOCK) * per_tile + 4 * 4)
 

@@ -126,8 +126,9 @@ def draft_sample_reference(
         [R, num] int64 token ids in the order drawn; -1 once none is left that is possible.
     """
     rows = (temperature > 0.0).nonzero()[:, 0]
-    draws = (seeds[rows], output_indices[rows], child_indices[rows])
-    noise = gumbel_noise_reference(*draws, logits.shape[-1], STREAM_DRAFT)
+    noise = gumbel_noise_reference(
+        seeds[rows], output_indices[rows], child_indices[rows], vocab_size=logits.shape[-1], stream=STREAM_DRAFT
+    )
     scores = logits.index_copy(0, rows, logits[rows] / temperature[rows, None] + noise)
     drawn = []
     for _ in range(num):

@@ -1,11 +1,11 @@
-"""What is left of p after some tokens that were drawn from q have been rejected: the arithmetic of `rejection.py`.
+"""What is left of p after some tokens drawn from q have been rejected: the arithmetic of `rejection.py`.
 
     p_0 = softmax(logits / temperature), without what the filters cut      q_0 = softmax(draft logits / temperature)
     p_j = max(p_(j-1) - q_(j-1), 0) / its sum                              q_j = q_(j-1) without the j-th token
 
-Nothing as wide as the vocabulary is kept: a program works p_j out again from the logits and a few sums. Those are per
-tile of the vocabulary, so that the order in which they are added up, and with it a row's token, does not depend on how
-many rows there are. q_j's sum adds up what it still has: the difference to what it had would be nothing but rounding
+Nothing as wide as the vocabulary is stored: a program recomputes p_j from the logits and a few sums. The sums are per
+tile of the vocabulary, so that the order of the additions, and with it a row's token, does not depend on the number of
+rows. q_j's sum adds up what q_j still has: subtracting from the earlier sum would leave nothing but rounding errors
 where the drafter was sure of its token.
 
 Source: Jeon et al., "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
@@ -19,30 +19,30 @@ from teachllm_kernels.sampling.filtered_draw import is_kept
 from teachllm_kernels.sampling.philox import STREAM_ACCEPT, uniform_numbers
 
 _STREAM = tl.constexpr(STREAM_ACCEPT)
-_ROUNDING = tl.constexpr(2.0**-20)  # p and q of the same logits may differ by so much of either, and are the same
+_ROUNDING = tl.constexpr(2.0**-20)  # p and q of the same logits may differ by this fraction and still count as equal
 
 
 @triton.jit
 def tile_masses(
     logits_ptr, first, end, scale, left_out_ptr, tops_ptr, masses_ptr, BLOCK: tl.constexpr, NUM_LEFT_OUT: tl.constexpr
 ):
-    """Notes of each tile of the tokens `first` up to `end` the largest logit, and the sum of 2^((x - it) * scale).
+    """Record, per tile of the tokens `first` up to `end`, the largest logit and the sum of 2^((x - largest) * scale).
 
-    As if the ids in `left_out`, a pointer to NUM_LEFT_OUT of them, did not exist.
+    The NUM_LEFT_OUT ids at `left_out_ptr` are skipped.
     """
     for start in range(first, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
         for j in tl.static_range(NUM_LEFT_OUT):
             x = tl.where(ids == tl.load(left_out_ptr + j), float("-inf"), x)
-        top = tl.maximum(tl.max(x), -3.4e38)  # minus infinity stays out of the differences, where it would make a NaN
+        top = tl.maximum(tl.max(x), -3.4e38)  # keeps minus infinity out of the differences, where it would make NaN
         tl.store(tops_ptr + start // BLOCK, top)
         tl.store(masses_ptr + start // BLOCK, tl.sum(tl.exp2((x - top) * scale)))
 
 
 @triton.jit
 def joined(tops_ptr, masses_ptr, num_tiles, scale, NUM_TILES_PADDED: tl.constexpr):
-    """The largest logit and the sum of all tiles."""
+    """Return the largest logit and the sum over all tiles."""
     tile = tl.arange(0, NUM_TILES_PADDED)
     top = tl.load(tops_ptr + tile, mask=tile < num_tiles, other=-3.4e38)
     mass = tl.load(masses_ptr + tile, mask=tile < num_tiles, other=0.0)
@@ -52,7 +52,7 @@ def joined(tops_ptr, masses_ptr, num_tiles, scale, NUM_TILES_PADDED: tl.constexp
 
 @triton.jit
 def inverse(mass):
-    """1 / `mass`, which is at least 1 by the largest logit's own share, unless there is none."""
+    """Return 1 / `mass`, which is at least 1 because of the largest logit, unless there is none."""
     return 1.0 / tl.maximum(mass, 1e-30)
 
 
@@ -63,11 +63,11 @@ def probability(x, ids, top, inverse_mass, scale, threshold, last_tied):
 
 @triton.jit
 def draft_levels(y, top, mass, scale, NEVER_SHRINKS: tl.constexpr):
-    """[siblings] the largest logit, and 1 / the sum, of what q_0, q_1, ... have left.
+    """Return [siblings] the largest logit, and 1 / the sum, of what is left of q_0, q_1, ...
 
     Args:
         y: [siblings] their logits, in the order drawn.
-        top, mass: of the vocabulary without them; or, where q never shrinks, of all of it.
+        top, mass: of the vocabulary without the siblings; or, if q never shrinks, of all of it.
     """
     tops = tl.zeros_like(y) + top
     masses = tl.zeros_like(y) + mass
@@ -82,11 +82,12 @@ def draft_levels(y, top, mass, scale, NEVER_SHRINKS: tl.constexpr):
 
 @triton.jit
 def left(p, y, ids, num_rejected, siblings, tops, inverses, sums, scale):
-    """p_j of some tokens, j = `num_rejected`.
+    """Return p_j of some tokens, where j = `num_rejected`.
 
     Args:
         p, y, ids: p_0, the drafter's logits and the ids of the tokens.
-        siblings, tops, inverses, sums: [siblings] ids; of q_0, q_1, ...; by what p_1, p_2, ... are divided.
+        siblings, tops, inverses, sums: [siblings] ids; largest logits and inverse sums of q_0, q_1, ...; the sums that
+            divide p_1, p_2, ...
 
     Returns:
         p_j, and p_(j-1).
@@ -95,11 +96,11 @@ def left(p, y, ids, num_rejected, siblings, tops, inverses, sums, scale):
     for j in range(num_rejected):
         token, total = _at(siblings, j), _at(sums, j)
         q = tl.exp2((y - _at(tops, j)) * scale) * _at(inverses, j)
-        # A token that was rejected has p < q, and nothing left: also where rounding says otherwise. So what q says of
-        # it from here on, nobody asks.
+        # A rejected token has p < q, so nothing of it is left, even if rounding says otherwise. From here on its
+        # value in q does not matter.
         rest = tl.where((ids == token) | (p - q <= p * _ROUNDING), 0.0, p - q)
         before = p
-        # Where nothing is left of anything, it was rejected by rounding alone: p stays as it was.
+        # If nothing is left at all, the rejection was due to rounding alone: p stays as it was.
         p = tl.where(total > 0.0, rest * (1.0 / tl.where(total > 0.0, total, 1.0)), p)
     return p, before
 
@@ -111,16 +112,16 @@ def walk(
     partial_sums_ptr, num_tiles,
     NUM_SIBLINGS: tl.constexpr, PADDED: tl.constexpr, REPLACED: tl.constexpr, NUM_TILES_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Tries a row's siblings, in their order, until one is accepted or `most` are rejected.
+    """Try a row's siblings in order until one is accepted or `most` are rejected.
 
     Args:
-        logits, draft_logits, siblings: pointers to this row's.
-        top, inverse_mass, threshold, last_tied: what makes p_0, see `probability`.
+        logits_ptr, draft_logits_ptr, siblings_ptr: pointers to this row's values.
+        top, inverse_mass, threshold, last_tied: what defines p_0, see `probability`.
         draft_top, draft_mass: see `draft_levels`.
-        partial_sums: [NUM_SIBLINGS - 1, num_tiles] of max(p_(j-1) - q_(j-1), 0), of which `most` - 1 are there.
+        partial_sums_ptr: [NUM_SIBLINGS - 1, num_tiles] of max(p_(j-1) - q_(j-1), 0); the first `most` - 1 are filled.
 
     Returns:
-        the accepted id or -1, how many were rejected, and what `left` takes: siblings, tops, inverses, sums.
+        The accepted id or -1, the number rejected, and the arguments of `left`: siblings, tops, inverses, sums.
     """
     k, tile = tl.arange(0, PADDED), tl.arange(0, NUM_TILES_PADDED)
     tried = tl.load(siblings_ptr + k, mask=k < NUM_SIBLINGS, other=-1)
@@ -128,7 +129,7 @@ def walk(
     y = tl.load(draft_logits_ptr + tried, mask=tried >= 0, other=float("-inf")).to(tl.float32)
     p = probability(x, tried, top, inverse_mass, scale, threshold, last_tied)
     tops, inverses = draft_levels(y, draft_top, draft_mass, scale, REPLACED or NUM_SIBLINGS == 1)
-    q = tl.exp2((y - tops) * scale) * inverses  # of each sibling when its turn comes
+    q = tl.exp2((y - tops) * scale) * inverses  # each sibling's q when its turn comes
     coins = uniform_numbers(tl.arange(0, PADDED // 4), seed, output_index, child_index, _STREAM)
 
     most = tl.minimum(most, tl.sum((tried >= 0).to(tl.int32)))
@@ -149,5 +150,5 @@ def walk(
 
 @triton.jit
 def _at(values, j):
-    """`values[j]`."""
+    """Return `values[j]`."""
     return tl.sum(tl.where(tl.arange(0, values.shape[0]) == j, values, 0))

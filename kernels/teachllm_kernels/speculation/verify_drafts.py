@@ -1,13 +1,13 @@
-"""Verifying the drafts in the rows of a batch on the device: what was proposed, which of it holds, and what is told.
+"""Verify the drafts in the rows of a batch on the device: what was proposed, which drafts hold, and what is reported.
 
-A row's known tokens end at `num_known`, and behind them lie its drafts, which a step has just computed. The host counts
-on all of them and never waits to learn how many held:
+A row's known tokens end at `num_known`, and its drafts, which a step has just computed, lie after them. The host
+assumes that all of them hold and never waits to learn how many did:
 
     token_ids   | prompt and output | d0 d1 d2 |        num_known points at d0
-    accept      the tokens sampled at each position are compared with the drafts after it: on the path that holds the
-                tokens are written behind the known ones, then the one sampled at its end, and `num_known` moves behind
+    accept      the tokens sampled at each position are compared with the drafts after it. The tokens on the path that
+                holds are written after the known ones, then the token sampled at its end, and `num_known` advances
 
-Drafts are a tree, node i is d_i, and places count the newest token, too: place 0; node i is at place i + 1. Of a chain
+Drafts are a tree: node i is d_i. Places also count the newest token, at place 0; node i is at place i + 1. In a chain
 each node comes after the one before it. `DraftTree` makes the tensors that describe a tree.
 
 Sources of the rules: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023; Miao et
@@ -62,14 +62,14 @@ def draft_proposals(
     draft_rows: torch.Tensor,
     num_kept: int,
 ) -> None:
-    """What rejection sampling needs to know of the drafts after each logits row's token.
+    """Write what rejection sampling needs to know about the drafts after each logits row's token.
 
     Args:
-        first, rows, token_ids, num_known: as of `accept`, before it.
-        num_drawn: [max_rows] int32, how many drafts of each row were drawn from logits that were kept.
+        first, rows, token_ids, num_known: as in `accept`, before it.
+        num_drawn: [max_rows] int32, the number of each row's drafts that were drawn from logits that were kept.
         children, kept: of the tree, see `TreeTensors`.
         siblings, draft_rows: [R, most children] and [R] int32, written for all rows of a sequence: the drafts, and
-            which row of the kept logits they were drawn from, `row * num_kept + kept[place]`; -1: none.
+            the row of the kept logits they were drawn from, `row * num_kept + kept[place]`; -1: none.
     """
     _draft_proposals[(first.shape[0] - 1,)](
         first_ptr=first,
@@ -123,12 +123,12 @@ def synthetic_verdict(
     children: torch.Tensor,
     rate: float,
 ) -> None:
-    """For benchmarks: makes the first draft after each token hold by a seeded coin; the text means nothing.
+    """For benchmarks: let a seeded coin decide whether the first draft after each token holds; the text is meaningless.
 
     Args:
         sampled: [R] int64, changed in place.
         children: of the tree, see `TreeTensors`.
-        rate: how many hold, in the mean. The others as of `accept`, before it.
+        rate: the average fraction that holds. The others are those of `accept`, before it.
     """
     _synthetic_drafts[(first.shape[0] - 1,)](
         first_ptr=first,
@@ -168,7 +168,7 @@ def _accept_drafts(
             tl.store(path_ptr + level, -1)
         return
     newest, known = tl.load(logit_index_ptr + begin), tl.load(num_known_ptr + row)
-    num_drafts = tl.minimum(num_drafts, tl.load(num_real_ptr + row))  # what lies behind these is no guess of anybody's
+    num_drafts = tl.minimum(num_drafts, tl.load(num_real_ptr + row))  # tokens after these are not drafts of the drafter
     index = tl.arange(0, WIDTH)
     behind_ptr = token_ids_ptr + row * token_stride + known
     token = tl.load(sampled_ptr + begin + index, mask=index <= num_drafts, other=-1).to(tl.int32)
@@ -181,7 +181,7 @@ def _accept_drafts(
         is_reached = num_held == level
         tl.store(behind_ptr + level, said, mask=is_reached)
         tl.store(told_ptr + 2 + level, said, mask=is_reached)
-        # Siblings are different, but for those that stand in where nothing more could be drawn.
+        # Siblings are all different, except placeholders where nothing more could be drawn.
         node = tl.min(tl.where((parent == place) & (draft == said), index, WIDTH))
         holds = node < WIDTH
         is_level = level < LEVELS
@@ -215,25 +215,26 @@ def accept(
     outputs: torch.Tensor,
     output_row: torch.Tensor,
 ) -> None:
-    """Keeps the drafts that hold, and the one token after them; for one logits row of each, that one.
+    """Keep the drafts that hold, and the one token after them; a sequence with one logits row keeps that token.
 
     Args:
         first: [num_seqs + 1] int32, the first logits row of each sequence that samples; its drafts are one fewer than
             its logits rows. A sequence of padding begins at a row of padding.
         rows: [R + 1] int32, the request row of each logits row; -1 is padding.
-        logit_index: [R + 1] int32, which flat token of the step each logits row is of.
+        logit_index: [R + 1] int32, the flat token of the step that each logits row belongs to.
         sampled: [R] int64, the token of each logits row.
-        token_ids: [max_rows, max_len] int32, drafts behind the known tokens.
-        num_known: [max_rows] int32, counted up in place.
-        num_real: [max_rows] int32, how many drafts of each row its drafter stood behind; set to 0.
+        token_ids: [max_rows, max_len] int32, drafts after the known tokens.
+        num_known: [max_rows] int32, advanced in place.
+        num_real: [max_rows] int32, the number of each row's drafts that the drafter proposed; set to 0.
         parents: [num_nodes] int32, the place before each node.
         last: [num_seqs] int32, written: the logits row after whose token the known ones end.
-        last_token: [num_seqs] int32, written: the flat token before the newest one, once the true ones stand together.
+        last_token: [num_seqs] int32, written: the flat token before the newest one, once the accepted tokens are
+            compacted.
         path: [num_seqs, num_levels] int32, written: the nodes that hold, then -1.
-        places: [num_tokens] int64 or None, written where drafts hold: of the flat tokens that stand together, which
-            flat token of the step each is.
-        outputs: [num_steps, size] int32, on the device or in the host's pinned memory. Of each sequence 3 + 2 *
-            num_levels numbers: how many tokens it gained, how many drafts were verified, those tokens, and from number
+        places: [num_tokens] int64 or None, written where drafts hold: for each flat token after compaction, its flat
+            token in the step.
+        outputs: [num_steps, size] int32, on the device or in the host's pinned memory. Per sequence 3 + 2 * num_levels
+            numbers: how many tokens it gained, how many drafts were verified, those tokens, and from number
             3 + num_levels on the path.
         output_row: [1] int32, the row of `outputs` to write to.
     """
@@ -265,9 +266,9 @@ def accept(
 
 
 def cost(num_seqs: int, num_drafts: int) -> tuple[int, int]:
-    """(bytes, FLOPs) of accepting so many drafts of each sequence. It is latency.
+    """Return (bytes, FLOPs) of accepting `num_drafts` drafts per sequence. Latency-bound.
 
-    Of each token its sampled id and its draft in, and an id out to the row and to the host; of each sequence its row
-    and its length.
+    Per token its sampled id and its draft in, and an id out to the row and to the host; per sequence its row and its
+    length.
     """
     return num_seqs * ((num_drafts + 1) * (8 + 4 + 2 * 4) + 16), 0

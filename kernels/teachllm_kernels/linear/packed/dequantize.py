@@ -1,10 +1,10 @@
-"""A packed weight as the numbers that it stands for, for a library's product.
+"""Dequantize a packed weight, for a matrix product of a library.
 
-With many rows a product is bound by arithmetic, and what is saved on reading codes no longer counts: the weight is made
-numbers once, in memory, and multiplied like any other. Memory-bound: half a byte is read for two that are written.
+A product of many rows is bound by arithmetic, so reading fewer bytes no longer helps: the weight is dequantized once,
+to memory, and multiplied like any other. Memory-bound: half a byte is read for every two that are written.
 
-The definition is `dequantize_reference`, and it is kept bit for bit: whole numbers are exact in x's dtype, and their
-products with scales are rounded once.
+The definition is `dequantize_reference`. The kernel matches it bit for bit: integers are exact in x's dtype, and their
+products with the scales are rounded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from teachllm_kernels.linear.packed.packed_weight import PackedWeight, dequantiz
 
 __all__ = ["cost", "dequantize_reference", "dequantize_triton"]
 
-_BLOCKS, _TILE_K = 4, 256  # of 16 outputs, and inputs, of a program
+_BLOCKS, _TILE_K = 4, 256  # blocks of 16 outputs, and inputs, per program
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _dequantize(
     NUM_K: tl.constexpr = (NUM_IN + 63) // 64 * BITS // 4
     NUM_GROUPS: tl.constexpr = (NUM_IN + GROUP - 1) // GROUP
     first, start = tl.program_id(1) * BLOCKS, tl.program_id(0) * TILE_K
-    magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # an argument would be read again for every use of it
+    magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # otherwise the argument would be read again at every use
     part = tl.arange(0, KB * BLOCKS)
     block, k_block = tl.minimum(first + part % BLOCKS, num_blocks - 1), start // (256 // BITS) + part // BLOCKS
     word_ptrs = codes_ptr + (block.to(tl.int64) * NUM_K + tl.minimum(k_block, NUM_K - 1))[:, None] * 128
@@ -74,11 +74,11 @@ def _dequantize(
 
 
 def dequantize_triton(weight: PackedWeight, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As `dequantize_reference`, bit for bit: [num_out, num_in].
+    """Dequantize like `dequantize_reference`, bit for bit. Return [num_out, num_in].
 
     Args:
         dtype: bfloat16, float16 or float32.
-        out: where to write; contiguous, [num_out, num_in] of that dtype.
+        out: the tensor to write to; contiguous, [num_out, num_in] of that dtype.
     """
     if out is None:
         out = torch.empty((weight.num_out, weight.num_in), dtype=dtype, device=weight.codes.device)
@@ -108,6 +108,6 @@ def dequantize_triton(weight: PackedWeight, dtype: torch.dtype, out: torch.Tenso
 
 
 def cost(weight: PackedWeight, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: codes and scales in, numbers out."""
+    """Return (bytes, FLOPs) that any implementation must spend: quantized weights and scales in, floats out."""
     size = weight.num_out * weight.num_in
     return weight.num_bytes + size * dtype_bytes, 2 * size

@@ -1,13 +1,13 @@
-"""Products of a packed weight with 2 to 256 rows on Hopper: codes become numbers in the registers of who multiplies.
+"""Products of a packed weight with 2 to 256 rows on Hopper: the multiplying warps dequantize it in registers.
 
-As `hopper_linear.py`, whose parts it takes: one warp starts copies, groups of four warps multiply 64 outputs, the left
-operand, by x^T. But of the weight come codes, a quarter of the bytes or half. A group reads a tile's, makes numbers of
-them (see `hopper_packed_operands.py`) and multiplies from registers; meanwhile the tensor cores are another group's.
+The structure is that of `hopper_linear.py`: one warp starts copies, groups of four warps multiply 64 outputs, the left
+operand, by x^T. But the weight arrives quantized, a quarter of the bytes or half. A group reads a tile, dequantizes it
+(see `hopper_packed_operands.py`) and multiplies from registers; meanwhile the tensor cores serve another group.
 
-    scales   travel with their tile, several tiles ahead: threads that ask for them themselves wait for memory. If a
-             tile has one for each output, it is the product's factor; shorter groups' are factors of the numbers
-    narrow   where there are fewer stripes of outputs than multiprocessors, a program's groups take turns with the tiles
-             of one stripe, and add up at the end
+    scales   travel with their tile, several tiles ahead: threads that load scales themselves wait for memory. If a tile
+             has one scale per output, it multiplies the product; shorter groups' scales multiply the weights
+    narrow   if there are fewer stripes of outputs than multiprocessors, a program's groups take turns with the tiles
+             of one stripe and add up at the end
 
 The definition is `packed_linear_reference`. The portable kernel is `packed_linear.py`.
 
@@ -48,9 +48,9 @@ from teachllm_kernels.linear.packed.packed_weight import PackedWeight, cost, pac
 __all__ = ["MAX_ROWS", "cost", "hopper_packed_linear", "is_fit", "packed_linear_reference"]
 
 MAX_ROWS = 256
-_MOST = 128  # rows of a program
-_DEPTH = 128  # inputs of a tile: `TILE_K`
-_SHARED = 220 * 1024  # bytes of shared memory for a program's stages
+_MOST = 128  # rows per program
+_DEPTH = 128  # inputs per tile: `TILE_K`
+_SHARED = 220 * 1024  # bytes of shared memory per program for the stages
 _MAX_STAGES = 12
 
 
@@ -60,7 +60,7 @@ def _copy(
     buffers, task,
     GROUP: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, STRIPES: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: fills stages, each as soon as it is free."""
+    """The copying warp: it fills stages, each as soon as it is free."""
     _, _, _, x, arrived, free = buffers
     first_row, num_rows, _, block, _, first_k = task
     for i in gl.static_range(STAGES):
@@ -78,7 +78,7 @@ def _copy(
 
 @gluon.jit
 def _fetch_weight(w_desc, scale_desc, zero_desc, buffers, stage, block, k, GROUP: gl.constexpr, STRIPES: gl.constexpr):
-    """Starts copying codes, scales and zeros of a program's outputs, from input k on, to a stage."""
+    """Start copying the quantized weights, scales and zeros of a program's outputs, from input k on, to a stage."""
     w, scales, zeros, _, all_arrived, _ = buffers
     ROWS: gl.constexpr = w_desc.block_shape[1]  # of 32 words
     GROUPS: gl.constexpr = scale_desc.block_shape[1] // 16
@@ -101,7 +101,7 @@ def _multiply(
     IS_E2M1: gl.constexpr, WORDS: gl.constexpr, BY_GROUP: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: the product of a stripe, or of every tile of it whose turn is its own."""
+    """A group of four warps: it computes the product of a stripe, or of every tile of it that is its turn."""
     buffers, sums, added, task, result, magic = given
     _, scales, _, x, arrived, free = buffers
     STAGES: gl.constexpr = x.shape[0]
@@ -143,7 +143,7 @@ def _multiply(
         finish(acc, task, result, 0, STRIPE_OF_MINE, STRIPES, GATED, DIRECT, HAS_BIAS)
 
 
-@gluon.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@gluon.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _hopper_packed_linear(
     w_desc, scale_desc, zero_desc, x_desc, bias_ptr, out_desc, out_ptr,
     magic, num_rows, num_out,
@@ -161,13 +161,13 @@ def _hopper_packed_linear(
     if zero_desc is not None:
         zeros = gl.allocate_shared_memory(gl.uint8, [STORED] + zero_desc.block_shape, zero_desc.layout)  # noqa: RUF005
     x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, TILE_K], x_desc.layout)
-    staged, sums = w, w  # not used, as other buffers below
+    staged, sums = w, w  # not used, like other buffers below
     if not DIRECT:
         staged = gl.allocate_shared_memory(out_desc.dtype, [STRIPES, ROWS, out_desc.block_shape[1]], out_desc.layout)
     if TURNS > 1:
         SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         sums = gl.allocate_shared_memory(gl.float32, [TURNS - 1, 64, ROWS], SUMS)
-    # After all else, whose memory is then theirs alone; and none that nobody waits for, see `barriers`.
+    # Allocated last, so that their memory is theirs alone. No barrier without a waiting role, see `barriers`.
     arrived = barriers(STAGES, 1 + ROWS // BOX)
     free, added = arrived, arrived
     if STAGES < TILES:
@@ -215,12 +215,12 @@ class _Tiling:
     """How a product is divided.
 
     Attributes:
-        rows: of x, of a program.
-        stripes: of 64 outputs, of a program.
-        turns: groups of warps that share a stripe.
-        splits: slices of the inputs, a program each, whose partial sums make the result.
-        tiles: of a program.
-        stages: tiles that are under way or in use.
+        rows: rows of x per program.
+        stripes: stripes of 64 outputs per program.
+        turns: warp groups that share a stripe.
+        splits: slices of the inputs, one program each, whose partial sums make the result.
+        tiles: tiles per program.
+        stages: tiles that are being copied or in use.
     """
 
     rows: int
@@ -232,13 +232,13 @@ class _Tiling:
 
 
 def _tiling(num_rows: int, weight: PackedWeight, parts: bool) -> _Tiling:
-    """Three groups of warps for each multiprocessor: with a stripe each, or where stripes are few, with one.
+    """Return the tiling: three warp groups per multiprocessor, with one stripe each, or sharing one if stripes are few.
 
-    Of many rows two share a stripe: a third's sums take longer to add than it saves.
+    With many rows two groups share a stripe: a third group's sums take longer to add than it saves.
     """
     rows = min(max(triton.next_power_of_2(num_rows), 8), _MOST)
     row_blocks = triton.cdiv(num_rows, rows)
-    most = 3 if rows <= 64 else 2  # groups that have registers
+    most = 3 if rows <= 64 else 2  # warp groups that have enough registers
     all_stripes, all_tiles = -(-weight.codes.shape[0] // 4), -(-weight.num_in // _DEPTH)
 
     def waves(stripes: int) -> int:
@@ -254,7 +254,10 @@ def _tiling(num_rows: int, weight: PackedWeight, parts: bool) -> _Tiling:
 
 
 def _stages(rows: int, stripes: int, turns: int, weight: PackedWeight, tiles: int) -> int:
-    """That find room. Each is one group's, if they take turns: who skips a phase of a barrier misses the next one."""
+    """Return the number of stages that fit.
+
+    If groups take turns, each stage is one group's: a group that skips a phase of a barrier misses the next one.
+    """
     num_groups = max(_DEPTH // weight.group_size, 1) if weight.scales.shape[1] > 1 else 1
     stage = stripes * (64 * _DEPTH * weight.bits // 8 + num_groups * 256) + rows * _DEPTH * 2
     rest = (turns - 1) * 64 * rows * 4 + stripes * rows * STRIPE * 2
@@ -262,7 +265,7 @@ def _stages(rows: int, stripes: int, turns: int, weight: PackedWeight, tiles: in
 
 
 def is_fit(x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
-    """Whether this kernel takes such rows and such a weight, on a card that has it."""
+    """Return whether this kernel supports such rows and such a weight, on a card that has it."""
     size = weight.group_size if weight.scales.shape[1] > 1 else _DEPTH
     late = size % _DEPTH == 0
     if (not late and (x.dtype != torch.bfloat16 or _DEPTH % size)) or (late and weight.is_e2m1):
@@ -281,7 +284,7 @@ def hopper_packed_linear(
     gated: bool = False,
     parts: bool = False,
 ) -> torch.Tensor:
-    """As `packed_linear_triton`, for what `is_fit` says."""
+    """Compute `packed_linear_triton`, for what `is_fit` accepts."""
     assert is_fit(x, weight, gated) and x.shape[1] == weight.num_in and not (gated and parts)
     num_rows, num_out = x.shape[0], weight.num_out // (2 if gated else 1)
     tiling = _tiling(num_rows, weight, parts)
@@ -325,7 +328,7 @@ def hopper_packed_linear(
 
 
 def _map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """As `tile_map`, of codes, scales and zeros."""
+    """Like `tile_map`, for quantized weights, scales and zeros."""
     dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, torch.uint8: gl.uint8}
     return TensorDescriptor.from_tensor(
         matrix, block, gl.NVMMASharedLayout.get_default_for(block, dtypes[matrix.dtype])

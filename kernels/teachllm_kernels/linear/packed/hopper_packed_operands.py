@@ -1,14 +1,14 @@
-"""A packed weight's codes as left operands of Hopper's tensor cores, and its scales as they are needed for that.
+"""A packed weight as the left operand of Hopper's tensor cores, and its scales in the layout that this needs.
 
-Codes lie in shared memory as `packed_weight.py` has them, so a thread reads sixteen bytes of its own and makes numbers
-of them, two at a time in a word's halves:
+Quantized values lie in shared memory as `packed_weight.py` has them, so a thread reads sixteen consecutive bytes and
+dequantizes two values at a time, in the two halves of a word:
 
-    4 bits     a mask puts a code where a float of 128 has its last digits, and 128 + zero is taken away
-    8 bits     seven likewise; the highest decides between taking away 128 and 256
-    e2m1       sign, exponent and digit move to a float's, which is 2^126 times too small. One half of that is made up
-               for by the scales, the other by the sum: at no time is a number too large or too small
-    scales     one of 11 binary digits is the sum of two bfloat16, high and low. code * low is exact of 4 bits, and
-               code * high plus that is rounded once, as in the definition; of 8 bits it is rounded, too
+    4 bits     a mask puts the value where a float of 128 has its last digits, and 128 + zero is subtracted
+    8 bits     the same with seven bits; the highest bit decides between subtracting 128 and 256
+    e2m1       sign, exponent and digit move to those of a float that is 2^126 times too small. The scales make up for
+               one half of that factor, the sum for the other: at no time is a number too large or too small
+    scales     one of 11 binary digits is the sum of two bfloat16, high and low. value * low is exact for 4 bits, and
+               value * high plus that is rounded once, as in the definition; with 8 bits it is rounded, too
 
 Source: that of `packed_dequantize.py`; PTX ISA, "Matrix Fragments for wgmma.mma_async.m64nNk16".
 """
@@ -21,8 +21,8 @@ from teachllm_kernels._triton import gl, gluon
 
 __all__ = ["MISSING", "TILE_K", "groups_layout", "late_scales", "operand", "words_layout"]
 
-TILE_K = gl.constexpr(128)  # inputs of a tile
-MISSING = gl.constexpr(2.0**63)  # factor of sums of e2m1, and of their scales
+TILE_K = gl.constexpr(128)  # inputs per tile
+MISSING = gl.constexpr(2.0**63)  # factor for the sums of e2m1, and for their scales
 _SUB_BF16 = gl.constexpr("sub.rn.bf16x2 $0, $1, $2;")
 _SUB_F16 = gl.constexpr("sub.rn.f16x2 $0, $1, $2;")
 _MUL_BF16 = gl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
@@ -32,7 +32,9 @@ _ROUND_TWICE = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 
 @cache
 def words_layout(blocks_k: int) -> gl.DistributedLinearLayout:
-    """Who loads which codes of [4 blocks, rows of 32 words, words]: a warp a block, a thread 4 words in a row."""
+    """Return which thread loads which of [4 blocks, rows of 32 words, words]: a warp per block, 4 words per
+    thread.
+    """
     of_thread = [[0, 0, 1], [0, 0, 2], *([0, 4 << i, 0] for i in range(blocks_k.bit_length() - 1))]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
     return gl.DistributedLinearLayout(of_thread, lanes, [[1, 0, 0], [2, 0, 0]], [], [4, 4 * blocks_k, 32])
@@ -40,7 +42,9 @@ def words_layout(blocks_k: int) -> gl.DistributedLinearLayout:
 
 @cache
 def groups_layout(num_groups: int) -> gl.DistributedLinearLayout:
-    """Who loads which scales of [4 blocks, (group, g, i)]: those of outputs g and g + 8, of all groups of a tile."""
+    """Return which thread loads which of [4 blocks, (group, g, i)]: the scales of outputs g and g + 8, all
+    groups.
+    """
     of_thread = [[0, 1], *([0, 16 << i] for i in range(num_groups.bit_length() - 1))]
     lanes = [[0, 0], [0, 0], [0, 2], [0, 4], [0, 8]]
     return gl.DistributedLinearLayout(of_thread, lanes, [[1, 0], [2, 0]], [], [4, 16 * num_groups])
@@ -53,13 +57,13 @@ def _asm(CODE: gl.constexpr, a, b):
 
 @gluon.jit
 def _both_halves(x):
-    """A pair of the same bfloat16, of float32."""
+    """Round float32 to bfloat16 and return it in both halves of a word."""
     return gl.inline_asm_elementwise(_ROUND_TWICE, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _floats(codes, magic, BITS: gl.constexpr, DTYPE: gl.constexpr):
-    """Pairs of codes, at the lowest bits of both halves -> floats of 16 bits, by the same amount too large each."""
+    """Turn pairs of values, at the lowest bits of both halves, into 16-bit floats, too large by a constant."""
     if BITS == 8 and gl.bfloat16 == DTYPE:
         return _asm(_SUB_BF16, (codes & 0x007F007F) | magic, (codes & 0x00800080) ^ (magic | 0x00800080))
     return (codes & (0x00FF00FF if BITS == 8 else 0x000F000F)) | magic
@@ -67,7 +71,7 @@ def _floats(codes, magic, BITS: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _e2m1(words, FROM: gl.constexpr):
-    """Of the codes from bit FROM on, pairs of bfloat16 that are 2^126 times too small."""
+    """Turn the e2m1 values from bit FROM on into pairs of bfloat16 that are 2^126 times too small."""
     signs = (words << (12 - FROM)) & -0x7FFF8000  # 0x80008000
     if FROM > 6:
         return signs | ((words >> (FROM - 6)) & 0x01C001C0)
@@ -77,7 +81,7 @@ def _e2m1(words, FROM: gl.constexpr):
 
 @gluon.jit
 def _pairs(words, magic, BLOCKS_K: gl.constexpr, BITS: gl.constexpr, IS_E2M1: gl.constexpr, DTYPE: gl.constexpr):
-    """[4, 4 * BLOCKS_K, 32] words of codes -> [64 outputs, 64] pairs of floats, too large, or of e2m1 too small."""
+    """Turn [4, 4 * BLOCKS_K, 32] words into [64 outputs, 64] pairs of floats: too large, or for e2m1 too small."""
     if BITS == 8:
         words = words.reshape([4, BLOCKS_K, 8, 4, 2, 2])  # block, k block, g, q, step, i
         found = gl.join(_floats(words, magic, 8, DTYPE), _floats(words >> 8, magic, 8, DTYPE))  # j
@@ -95,7 +99,7 @@ def _pairs(words, magic, BLOCKS_K: gl.constexpr, BITS: gl.constexpr, IS_E2M1: gl
 
 @gluon.jit
 def _of_outputs(loaded, LAYOUT: gl.constexpr):
-    """[4, 16 * groups] as they are stored -> [64 outputs, groups]."""
+    """Reorder [4, 16 * groups], as stored, to [64 outputs, groups]."""
     GROUPS: gl.constexpr = loaded.shape[1] // 16
     by_output = loaded.reshape([4, GROUPS, 8, 2]).permute((0, 3, 2, 1)).reshape([64, GROUPS])
     return gl.convert_layout(by_output, LAYOUT, assert_trivial=True)
@@ -107,7 +111,7 @@ def operand(
     BITS: gl.constexpr, IS_E2M1: gl.constexpr, DTYPE: gl.constexpr, WORDS: gl.constexpr, BY_GROUP: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """A tile's [64 outputs, TILE_K], to be multiplied from the left: whole numbers, or if groups are short, scaled."""
+    """Return a tile's left operand, [64 outputs, TILE_K]: integers, or, if groups are short, scaled values."""
     w, scales, zeros, _, _, _ = buffers
     BLOCKS_K: gl.constexpr = w.shape[2] // 4
     GROUPS: gl.constexpr = scales.shape[2] // 16
@@ -145,7 +149,7 @@ def _low_half(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def late_scales(scales, BY_GROUP: gl.constexpr, PRODUCT: gl.constexpr):
-    """[64, 1] of a tile's outputs."""
+    """Return the scales of a tile's outputs, [64, 1]."""
     loaded = scales.load(BY_GROUP).to(gl.float32)
     by_output = loaded.reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])
     return gl.convert_layout(by_output, gl.SliceLayout(1, PRODUCT), assert_trivial=True)[:, None]

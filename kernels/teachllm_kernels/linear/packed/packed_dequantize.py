@@ -1,16 +1,16 @@
-"""From the words of a `PackedWeight` to numbers, in registers: what its kernels share.
+"""Dequantize the words of a `PackedWeight` in registers: what its kernels share.
 
-Converting integers to floating point is slow next to masks. But bits can be put where a float has its last digits:
-with 4 bits there, a bfloat16 of 128.0 is 128 + code, and 128 + zero taken away from it leaves code - zero, exactly. A
+Converting integers to floating point is slow next to masks. But bits can be put where a float has its last digits: with
+4 bits there, a bfloat16 of 128.0 becomes 128 + code, and subtracting 128 + zero leaves code - zero, exactly. A
 word's two halves are two such numbers, so a shift, a mask with an or, and a subtraction make two at once:
 
     bfloat16, 4 bits    0x4300 | code      128 + code
-    bfloat16, 8 bits    its lower seven likewise; the highest decides whether 128 or 256 is taken away: code - 128
-    float16             0x6400 | code      1024 + code, of 8 bits, too
+    bfloat16, 8 bits    the lower seven bits likewise; the highest decides whether 128 or 256 is subtracted: code - 128
+    float16             0x6400 | code      1024 + code, with 8 bits, too
     float32             0x4b000000 | code  2^23 + code
-    e2m1                sign, exponent and digit moved to a float's, times what the two exponents differ by
+    e2m1                sign, exponent and digit are moved to a float's, times the difference of the exponents' biases
 
-Source: Kim et al., "Who Says Elephants Can't Run", 2022, for floats made of masks.
+Source: Kim et al., "Who Says Elephants Can't Run", 2022, for floats made with masks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.linear.packed.packed_weight import PackedWeight
 
 __all__ = [
-    *("conversion", "halves", "load_pairs", "nibbles", "numbers", "of_steps", "pairs_of_zeros", "scale_step"),
+    "conversion",
+    "halves",
+    "load_pairs",
+    "nibbles",
+    "numbers",
+    "of_steps",
+    "pairs_of_zeros",
+    "scale_step",
     "scaled",
 ]
 
 
 def conversion(dtype: torch.dtype, weight: PackedWeight) -> int:
-    """For `numbers`, or `nibbles`: the bits of the float that codes are added to.
+    """Return the bits of the float that quantized values are added to, for `numbers` or `nibbles`.
 
-    They are an argument of a kernel and no constant of it: the GPU's instruction for `word & mask | bits` takes one
-    constant, and of two the compiler makes two instructions.
+    They are an argument of a kernel, not a constant: the GPU's instruction for `word & mask | bits` takes one constant,
+    and with two constants the compiler makes two instructions.
     """
     if weight.is_e2m1:
         return 0
@@ -40,12 +47,14 @@ def conversion(dtype: torch.dtype, weight: PackedWeight) -> int:
 
 
 def pairs_of_zeros(weight: PackedWeight) -> torch.Tensor | None:
-    """[num_blocks, num_groups, 8] int16, each two codes: seeing bytes, Triton would lay out fragments for bytes."""
+    """Return zeros as [num_blocks, num_groups, 8] int16 pairs: with bytes, Triton would lay out fragments for
+    bytes.
+    """
     return None if weight.zeros is None else weight.zeros.view(torch.int16).squeeze(-1)
 
 
 def scale_step(weight: PackedWeight) -> int:
-    """Inputs that surely have one scale: all of a block, or 32, or 16."""
+    """Return the number of inputs that certainly share a scale: all of a block, or 32, or 16."""
     if weight.scales.shape[1] == 1:
         return weight.block_k
     return next(step for step in (64, 32, 16) if step <= weight.block_k and weight.group_size % step == 0)
@@ -57,23 +66,23 @@ def numbers(
     DTYPE: tl.constexpr, BITS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr,
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
-    """code - zero of some blocks, exactly.
+    """Return code - zero for some blocks, exactly.
 
     Args:
         words: [num_blocks, 128] int32.
         zeros: [num_blocks, 8, 4, 16 / BITS] int16 from `pairs_of_zeros`, if there are any.
-        magic: of `conversion`.
+        magic: from `conversion`.
 
     Returns:
-        [num_blocks, 8, 4, 16 / BITS, 2, 2, 2] of DTYPE: at [a, b, c, d, e, f, g] that of block a, output 8 * e + b and
-        input 16 * d + 8 * f + 2 * c + g.
+        [num_blocks, 8, 4, 16 / BITS, 2, 2, 2] of DTYPE: [a, b, c, d, e, f, g] is the value of block a, output 8 * e
+        + b and input 16 * d + 8 * f + 2 * c + g.
     """
     words = words.to(tl.uint32, bitcast=True)
     IS_HALF: tl.constexpr = tl.float16 == DTYPE
     IN_HALVES: tl.constexpr = IS_HALF or tl.bfloat16 == DTYPE
     IN_TWO: tl.constexpr = BITS == 8 and tl.bfloat16 == DTYPE
     if IS_E2M1 and IN_HALVES:
-        UP: tl.constexpr = 9 if IS_HALF else 6  # from a code's exponent to a float's
+        UP: tl.constexpr = 9 if IS_HALF else 6  # shift from e2m1's exponent to a float's
         pairs = tl.join(
             tl.join(_e2m1(words, 0, UP), _e2m1(words, 4, UP)), tl.join(_e2m1(words, 8, UP), _e2m1(words, 12, UP))
         )
@@ -98,7 +107,7 @@ def numbers(
     elif HAS_ZEROS:
         zeros = zeros.to(tl.uint16, bitcast=True).to(tl.uint32)
         zeros = tl.join(zeros & 0xFF, zeros >> 8)
-        if IN_HALVES:  # made of one word, like codes, so that the compiler sees one subtraction in two
+        if IN_HALVES:  # made from one word, like the values, so that the compiler sees one subtraction in two halves
             zeros = zeros * 0x10001
             if not IN_TWO:
                 zeros = zeros | magic
@@ -114,7 +123,9 @@ def numbers(
 
 @triton.jit
 def nibbles(words, magic, DTYPE: tl.constexpr, FROM: tl.constexpr):
-    """128 + the four bits from bit FROM of 8-bit codes; words, magic and result as in `numbers`, of bfloat16."""
+    """Return 128 + the four bits from bit FROM of 8-bit values, as bfloat16; words, magic, result as in
+    `numbers`.
+    """
     words = words.to(tl.uint32, bitcast=True)
     pairs = tl.join((words >> FROM) & 0x000F000F, (words >> (FROM + 8)) & 0x000F000F) | magic
     found = tl.join(_low_half(pairs, DTYPE), _low_half(pairs >> 16, DTYPE))
@@ -123,10 +134,10 @@ def nibbles(words, magic, DTYPE: tl.constexpr, FROM: tl.constexpr):
 
 @triton.jit
 def load_pairs(numbers_ptr, pair, mask):
-    """Asks for numbers 2 * pair and 2 * pair + 1: as words for `halves` if they have 16 bits, otherwise [..., 2].
+    """Load numbers 2 * pair and 2 * pair + 1: as words for `halves` if they have 16 bits, otherwise [..., 2].
 
-    What a loop asks for an iteration ahead should be words: two numbers of 16 bits travel through a register each, and
-    to be put there they are waited for.
+    A loop that loads an iteration ahead should load words: two 16-bit numbers take a register each, and putting them
+    there waits for the load.
     """
     if numbers_ptr.dtype.element_ty.primitive_bitwidth == 16:
         return tl.load(numbers_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + pair, mask=mask, other=0)
@@ -140,7 +151,7 @@ def load_pairs(numbers_ptr, pair, mask):
 
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr):
-    """What `load_pairs` asked for: [..., 2] of DTYPE."""
+    """Return the numbers that `load_pairs` loaded: [..., 2] of DTYPE."""
     if DTYPE.primitive_bitwidth == 16:
         return tl.join(_low_half(pairs, DTYPE), _low_half(pairs >> 16, DTYPE))
     else:
@@ -149,13 +160,13 @@ def halves(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def of_steps(of_groups, KB: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, LAST: tl.constexpr):
-    """Of each group and block, repeated for the group's inputs.
+    """Repeat a value per group and block for the group's inputs.
 
     Args:
-        of_groups: [num_groups * BLOCKS, 32 threads, LAST] numbers, groups that divide KB blocks' inputs equally.
+        of_groups: [num_groups * BLOCKS, 32 threads, LAST], groups that divide KB blocks' inputs equally.
 
     Returns:
-        [KB * BLOCKS, 8, 4, STEPS, LAST]: of the blocks of `numbers`, whose first dimension is (k block, block).
+        [KB * BLOCKS, 8, 4, STEPS, LAST] for the blocks of `numbers`, whose first dimension is (k block, block).
     """
     GROUPS: tl.constexpr = of_groups.numel // (BLOCKS * 32 * LAST)
     by_group = tl.permute(tl.reshape(of_groups, [GROUPS, 1, BLOCKS, 8, 4, LAST]), [2, 3, 4, 0, 1, 5])
@@ -166,8 +177,8 @@ def of_steps(of_groups, KB: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.conste
 
 @triton.jit
 def scaled(found, scale):
-    """[..., 2, 2, 2] of `numbers`, by the scales of outputs g and g + 8, [..., 2]: rounded once."""
-    if scale.dtype == found.dtype and found.dtype != tl.float32:  # made of one word, as above
+    """Multiply [..., 2, 2, 2] of `numbers` by the scales of outputs g and g + 8, [..., 2]; rounded once."""
+    if scale.dtype == found.dtype and found.dtype != tl.float32:  # made from one word, as above
         twice = scale.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
         twice = tl.join(_low_half(twice, scale.dtype), _low_half(twice >> 16, scale.dtype))
         return found * twice[:, :, :, :, :, None, :]
@@ -182,7 +193,7 @@ def _low_half(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _halves(pairs, magic, DTYPE: tl.constexpr, IN_TWO: tl.constexpr):
-    """Of both halves: what floats they are, or if `IN_TWO`, of the codes in them, code - 128."""
+    """Return the floats in both halves, or, if `IN_TWO`, code - 128 of the quantized values in them."""
     if IN_TWO:
         rest, taken = (pairs & 0x007F007F) | magic, (pairs & 0x00800080) ^ (magic | 0x00800080)
         low = _low_half(rest, DTYPE) - _low_half(taken, DTYPE)
@@ -198,13 +209,13 @@ def _float(codes, magic):
 
 @triton.jit
 def _e2m1(words, AT: tl.constexpr, UP: tl.constexpr):
-    """Of the codes at bit AT of both halves: floats of 16 bits, their exponents too small."""
+    """Turn the e2m1 values at bit AT of both halves into 16-bit floats whose exponents are too small."""
     return (_moved(words, 12 - AT) & 0x80008000) | (_moved(words, UP - AT) & ((7 << UP) | (7 << (UP + 16))))
 
 
 @triton.jit
 def _wide_e2m1(codes):
-    """Of codes: float32, their exponents too small."""
+    """Turn e2m1 values into float32 whose exponents are too small."""
     return (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True)
 
 

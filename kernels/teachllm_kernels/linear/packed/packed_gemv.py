@@ -1,22 +1,22 @@
-"""A matrix of packed codes times one row, with what stands before and after it in a layer: norm, bias, SiLU, residual.
+"""A packed weight times one row, fused with what surrounds it in a layer: norm, bias, SiLU, residual.
 
-As in `gemv.py` the time is bytes over bandwidth, but of a quarter of the bytes: an H200 reads 36 codes a clock and
-multiprocessor, which has 128 lanes. Three and a half instructions a code are all there are, for making a number of it,
-multiplying and adding. With multiply-adds that is too few. So here, too, tensor cores multiply, which take a fragment
-of 256 codes at once. They want 8 columns on the right where there is one row of x. They get eight pieces of it:
+As in `gemv.py` the time is bytes over bandwidth, but with a quarter of the bytes: an H200 reads 36 quantized values per
+clock and multiprocessor, which has 128 lanes. That leaves three and a half instructions per value for dequantizing,
+multiplying and adding: too few for multiply-adds. So tensor cores multiply here, too, and take a fragment of 256 values
+at once. They expect 8 columns on the right, where there is one row of x. They get eight pieces of it:
 
     pieces  column n is the nth piece of a chunk of x. A warp multiplies each of its blocks, which belong to one
-            piece, by all eight. Of the products only the block's own column counts; the others cost nothing
+            piece, by all eight. Only the product with the block's own column counts; the others cost nothing
     chunks  each of a program's warps has 8 blocks of a chunk, one of each piece. The next chunk is on its way to
-            registers while one is multiplied, the first two before the kernel in front has ended
-    zeros   the sum of (code - zero) * x is that of code * x less zero times the sum of x, which is where a product
-            starts from. With bfloat16 nothing is ever subtracted from a code: `code + 128` is what a mask makes of it
-    scales  of a group: the product of whole numbers in float32 first, then times the scale
-    norm    y = W (x * weight) / rms(x): what is divided is the result, when all have seen their share of x. Where there
-            are more programs than run at a time, x is normed before: each would wait for the norm's weights again
+            registers while one is multiplied; the first two are fetched before the previous kernel has ended
+    zeros   the sum of (value - zero) * x is that of value * x minus zero times the sum of x, which is where a product
+            starts from. With bfloat16 nothing is ever subtracted from a value: `value + 128` is what a mask makes of it
+    scales  per group: the float32 product of integers first, then times the scale
+    norm    y = W (x * weight) / rms(x): the result is divided, once all warps have seen their part of x. If there are
+            more programs than run at a time, x is normed beforehand: each program would load the norm's weights again
 
-On an H200 a layer of Qwen3-8B, 4 bits in groups of 128, takes 34.5 us so, of which the bytes take 22; with zeros 39.3.
-Programs that stay and go from output to output, with the next one's codes on their way, gain nothing within a layer.
+On an H200 a layer of Qwen3-8B, 4 bits in groups of 128, takes 34.5 us this way, of which reading the bytes takes 22;
+with zeros 39.3. Persistent programs that go from output to output and prefetch gain nothing within a layer.
 
 The definition is `packed_linear_reference`.
 
@@ -48,9 +48,9 @@ def _fetch(
     weight, row, chunk,
     NUM_IN: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Asks for what a program needs of a chunk: (words, scales, zeros, the norm's weights), by piece and warp.
+    """Load what a program needs of a chunk: (words, scales, zeros, the norm's weights), by piece and warp.
 
-    Scales are read by those threads only whose products count; the others have zeros.
+    Only the threads whose products count read scales; the others have zeros.
     """
     codes_ptr, scales_ptr, zeros_ptr, norm_weight_ptr = weight
     BLOCK_K: tl.constexpr = 256 // BITS
@@ -65,11 +65,11 @@ def _fetch(
     else:
         words = tl.load(word_ptrs, mask=chunk * BLOCKS + block < NUM_BLOCKS, other=0, eviction_policy="evict_first")
 
-    place = tl.arange(0, BLOCK_K // STEP * BLOCKS * 32)  # those blocks' threads, once for each scale that a block has
+    place = tl.arange(0, BLOCK_K // STEP * BLOCKS * 32)  # the threads of those blocks, once per scale of a block
     thread, warp = place % 32, place // 32 % WARPS  # a thread is 4 * g + q
     piece, step = place // (32 * WARPS) % 8, place // (32 * BLOCKS)
     counts = piece // 2 == thread % 4
-    if NUM_IN % (BLOCKS * BLOCK_K) == 0 and (WARPS * BLOCK_K) % GROUP == 0:  # what is known beforehand comes last
+    if NUM_IN % (BLOCKS * BLOCK_K) == 0 and (WARPS * BLOCK_K) % GROUP == 0:  # the terms known at compile time come last
         group = chunk * (BLOCKS * BLOCK_K // GROUP) + (warp * BLOCK_K + step * STEP) // GROUP
         pair = ((row * NUM_GROUPS + group) * 8 + thread // 4) + piece * (WARPS * BLOCK_K // GROUP * 8)
     else:
@@ -88,10 +88,11 @@ def _fetch(
 
 @triton.jit
 def _fetch_x(x_ptr, chunk, NUM_IN: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr):
-    """Asks for a chunk of x, or of anything like it, for `halves`: [32 / BITS * WARPS * 32] pairs.
+    """Load a chunk of x, or of a tensor like it, for `halves`: [32 / BITS * WARPS * 32] pairs.
 
-    By part of a block, warp, and thread: thread 4 * n + q has what it will multiply, of the nth piece. `& 3` is `% 4`,
-    but Triton does not see that four threads stand side by side, and have one of them read for all.
+    The order is part of a block, warp, thread: thread 4 * n + q gets the values of the nth piece that it multiplies.
+    `& 3` is `% 4`, but Triton then does not see that four threads are neighbours, and does not make one of them read
+    for all.
     """
     SIZE: tl.constexpr = 128 // BITS  # pairs of a block
     place = tl.arange(0, SIZE * 8 * WARPS)
@@ -100,7 +101,7 @@ def _fetch_x(x_ptr, chunk, NUM_IN: tl.constexpr, BITS: tl.constexpr, WARPS: tl.c
     if NUM_IN % 2:
         k = tl.arange(0, 2)[None, :] + at[:, None] * 2
         return tl.load(x_ptr + k, mask=k < NUM_IN, other=0.0)
-    else:  # not after it: what follows a return of an `if` is compiled, too
+    else:  # an else, since code after a returning `if` is compiled, too
         return load_pairs(x_ptr, at, at < NUM_IN // 2)
 
 
@@ -109,7 +110,7 @@ def _multiply(
     fetched, x_words, x_ptr, weight, magic,
     NUM_IN: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, IS_E2M1: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's share of the result, [WARPS, 8, 4, 2], to be summed over warps and quads; and of x's squares."""
+    """Return a chunk's part of the result, [WARPS, 8, 4, 2], to be summed over warps and quads; and x's squares."""
     words, scale, zero, weight_of_norm = fetched
     _, scales_ptr, zeros_ptr, norm_weight_ptr = weight
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -122,19 +123,19 @@ def _multiply(
         squares = tl.reshape(h.to(tl.float32) * h.to(tl.float32), [32 // BITS, WARPS, 32, 2])
         squares = tl.sum(tl.sum(squares, axis=3), axis=0)
         h = (h * (weight_of_norm if IS_ODD else halves(weight_of_norm, norm_weight_ptr.dtype.element_ty))).to(DTYPE)
-    # An input's place in the product is free, as long as x has the same. This one is where Triton lays out what was
-    # joined: of a step's inputs the four of a thread in a row.
+    # The order of inputs in the product is free, as long as x has the same. This one is where Triton puts the joined
+    # values: a thread's four inputs of a step are consecutive.
     h = tl.reshape(h, [SCALES, STEPS, 2, WARPS, 8, 4, 2])  # scale, step, j, warp, piece, q, h
     h = tl.reshape(tl.permute(h, [0, 3, 1, 5, 2, 6, 4]), [SCALES * WARPS, STEP, 8])
     words = tl.reshape(words, [8 * WARPS, 128])
     IS_RAW: tl.constexpr = tl.bfloat16 == DTYPE and not IS_E2M1
-    LEAST: tl.constexpr = (128 * (17 if BITS == 8 else 1)) if IS_RAW else -(2 ** (BITS - 1))  # what code 0 became
+    LEAST: tl.constexpr = (128 * (17 if BITS == 8 else 1)) if IS_RAW else -(2 ** (BITS - 1))  # the value of quantized 0
     start = tl.zeros([SCALES * WARPS, 128, 8], tl.float32)
     if zeros_ptr is not None or IS_RAW:
         ones = tl.full(
             [SCALES * WARPS, 16, STEP], -1.0 if zeros_ptr is not None else -(LEAST + 2.0 ** (BITS - 1)), DTYPE
         )
-        sums = tl.dot(ones, h, input_precision="ieee")[:, None, :, :]  # of x, in all rows
+        sums = tl.dot(ones, h, input_precision="ieee")[:, None, :, :]  # the sums of x, in all rows
         if zeros_ptr is not None:
             zero = tl.join(zero & 0xFF, zero >> 8).to(tl.float32) + LEAST
             sums = tl.reshape(sums, [SCALES, WARPS, 1, 2, 8, 4, 2])
@@ -160,14 +161,14 @@ def _multiply(
 
 @triton.jit
 def _in_order(found, SCALES: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr):
-    """What `numbers` made -> [SCALES * WARPS, 8 pieces of 16 outputs, inputs]."""
+    """Reorder the result of `numbers` to [SCALES * WARPS, 8 pieces of 16 outputs, inputs]."""
     found = tl.reshape(found, [8, WARPS, 8, 4, SCALES, STEPS, 2, 4])  # piece, warp, g, q, scale, step, i, (j, h)
     return tl.reshape(tl.permute(found, [4, 1, 0, 6, 2, 5, 3, 7]), [SCALES * WARPS, 128, STEPS * 16])
 
 
 @triton.jit
 def _by_piece(of_groups, SCALES: tl.constexpr, WARPS: tl.constexpr):
-    """What `_fetch` read -> [SCALES, WARPS, 8, 2, 8, 4]: like a product but for its last dimension."""
+    """Reorder what `_fetch` read to [SCALES, WARPS, 8, 2, 8, 4]: like a product except for its last dimension."""
     return tl.permute(tl.reshape(of_groups, [SCALES, 8, WARPS, 8, 4, 2]), [0, 2, 1, 5, 3, 4])
 
 
@@ -182,7 +183,7 @@ def _packed_gemv(
         gdc_launch_dependents()
     CHUNKS: tl.constexpr = (NUM_IN * BITS + WARPS * 2048 - 1) // (WARPS * 2048)
     block, weight = tl.program_id(0), (codes_ptr, scales_ptr, zeros_ptr, norm_weight_ptr)
-    magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # an argument would be read again for every use of it
+    magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # otherwise the argument would be read again at every use
     fetched = _fetch(weight, block, 0, NUM_IN, GROUP, STEP, BITS, WARPS)
     fetched_next = fetched
     if CHUNKS > 1:
@@ -240,21 +241,21 @@ def packed_gemv_triton(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """As `packed_linear_reference` for one row and contiguous tensors.
+    """Compute `packed_linear_reference` for one row and contiguous tensors.
 
     Args:
         x: [1, num_in].
-        weight: with `gated` one that is gated.
+        weight: if `gated`, a gated weight.
         bias: [outputs of weight], gate above up.
         norm: (weight [num_in], eps) of the norm that x passes first.
         residual: [1, num_out], added last.
         gated: the result is silu(gate) * up.
 
     Returns:
-        [1, num_out]: as many as weight's outputs, with `gated` half of them.
+        [1, num_out]: as many as the weight's outputs; if `gated`, half of them.
     """
     assert x.shape == (1, weight.num_in) and (weight.is_gated or not gated)
-    if norm is not None and (_has_turns(weight) or x.dtype == torch.float16):  # which may not hold x * weight
+    if norm is not None and (_has_turns(weight) or x.dtype == torch.float16):  # float16 may not hold x * weight
         x, norm = rms_norm_triton(x, None, *norm)[0], None
     num_out = weight.num_out // (2 if gated else 1)
     out = x.new_empty((1, num_out))
@@ -288,9 +289,9 @@ def packed_gemv_triton(
 
 
 def _warps(weight: PackedWeight, dtype: torch.dtype) -> int:
-    """Of a program: eight where two such programs of a multiprocessor are all there are, otherwise four.
+    """Return the warps per program: eight if there are at most two such programs per multiprocessor, otherwise four.
 
-    Or as few as have work. With float32, which tensor cores do not multiply, one: registers.
+    Or as few as have work. With float32, which tensor cores do not multiply, one: it needs the registers.
     """
     if dtype == torch.float32:
         return 1
@@ -301,9 +302,10 @@ def _warps(weight: PackedWeight, dtype: torch.dtype) -> int:
 
 
 def _registers(weight: PackedWeight, dtype: torch.dtype) -> dict[str, int]:
-    """At most so many a thread that two programs of eight warps have room, or three, or four, of four.
+    """Return a limit on registers per thread: two programs of eight warps must fit, or three or four of four.
 
-    Some are the next kernel's first. With scales for every 16 inputs there is no such limit: a thread holds too many.
+    Some of these are the next kernel's first programs. With a scale per 16 inputs there is no limit: a thread holds too
+    many values.
     """
     if dtype == torch.float32:
         return {}
@@ -316,5 +318,5 @@ def _registers(weight: PackedWeight, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _has_turns(weight: PackedWeight) -> bool:
-    """Whether there are more programs than run at a time."""
+    """Return whether there are more programs than run at a time."""
     return weight.codes.shape[0] > 3 * PLACES

@@ -1,12 +1,12 @@
-"""Matrix products of a packed weight with 2 to 256 rows: codes become numbers on their way to the tensor cores.
+"""Matrix products of a packed weight with 2 to 256 rows: the weight is dequantized on its way to the tensor cores.
 
-The weight is the left operand, whose fragments come from registers: there its codes arrive, and there they become
-numbers. x^T, the right one, comes from shared memory. A program multiplies 128 outputs, or 64.
+The weight is the left operand, whose fragments come from registers: its quantized values arrive there and are
+dequantized there. x^T, the right operand, comes from shared memory. A program multiplies 128 outputs, or 64.
 
-    reads    codes are a quarter of bfloat16's bytes, so x, which every program reads for itself, is most of what the
-             second-level cache has to deliver: the reason for so many outputs and rows of a program
-    scales   late: the product of a group's whole numbers, times the scale, is added to the sum; a tile has one group.
-             Of shorter groups first: numbers are multiplied by their scales, and rounded
+    reads    quantized values are a quarter of bfloat16's bytes, so x, which every program reads for itself, is most of
+             the L2 cache's traffic: hence so many outputs and rows per program
+    scales   late: a tile has one group; its product of integers, times the scale, is added to the sum. Shorter groups
+             are scaled early: values are multiplied by their scales and rounded
     split K  as in `skinny_gemm.py`: programs share the outputs of a narrow weight, and the last to arrive adds up;
              or the parts are left to the norm that follows, which reads them all anyway
 
@@ -38,7 +38,7 @@ from teachllm_kernels.linear.packed.packed_weight import PackedWeight, cost, pac
 __all__ = ["MAX_ROWS", "cost", "packed_linear_reference", "packed_linear_triton"]
 
 MAX_ROWS = 256
-_LEAST_TILES = 8  # of a program that shares its outputs: shorter ones are mostly start and end
+_LEAST_TILES = 8  # per program that shares its outputs; shorter programs are mostly start and end
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _fetch_groups(
     NUM_IN: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, TILE_K: tl.constexpr,
     LATE: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Asks for a tile's (scales, zeros). Scales are by output if late, otherwise by (step, block) as fragments are."""
+    """Load a tile's (scales, zeros). Late scales are ordered by output, others by (step, block) like fragments."""
     NUM_GROUPS: tl.constexpr = (NUM_IN + GROUP - 1) // GROUP
     part = tl.arange(0, (1 if LATE else TILE_K // STEP) * BLOCKS)
     k = tl.minimum(start + part // BLOCKS * STEP, NUM_IN - 1)
@@ -67,7 +67,7 @@ def _fetch_groups(
     return scale, zero
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _packed_linear(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     magic, num_rows, num_out, num_blocks,
@@ -83,7 +83,7 @@ def _packed_linear(
     NUM_K: tl.constexpr = (NUM_IN + 63) // 64 * BITS // 4
     EVEN_K: tl.constexpr = TILES * TILE_K * SPLITS == NUM_IN
     row_block, column_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # an argument would be read again for every use of it
+    magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # otherwise the argument would be read again at every use
     first = column_block * BLOCKS
     m = row_block * ROWS + tl.arange(0, ROWS)
     is_m = m < num_rows
@@ -139,7 +139,7 @@ def _packed_linear(
         if is_last:
             tl.store(counter_ptr, 0)
             acc = tl.zeros([BLOCKS * 16, ROWS], tl.float32)
-            for other in tl.static_range(SPLITS):  # past the first-level cache, which may hold older numbers
+            for other in tl.static_range(SPLITS):  # past the L1 cache, which may hold older numbers
                 acc += tl.load(partial_ptr + other * size + at, cache_modifier=".cg")
     if is_last:
         if IN_TURNS:
@@ -171,13 +171,13 @@ class _Tiling:
     """How a product is divided.
 
     Attributes:
-        rows: of x, of a program.
-        blocks: of 16 outputs, of a program; it has as many warps.
-        tile_k: inputs of a tile.
+        rows: rows of x per program.
+        blocks: blocks of 16 outputs per program, which has as many warps.
+        tile_k: inputs per tile.
         late: scales are applied to products.
-        stages: tiles that are under way or in use.
+        stages: tiles that are being copied or in use.
         splits: programs that share their outputs.
-        tiles: of a program.
+        tiles: tiles per program.
     """
 
     rows: int
@@ -190,12 +190,12 @@ class _Tiling:
 
 
 def _tiling(num_rows: int, weight: PackedWeight, dtype: torch.dtype, most_bytes: int) -> _Tiling:
-    """As many programs as places, if they do not become too short; places that would be idle may have shorter ones."""
+    """Return as many programs as places, if they are not too short; idle places may get shorter programs."""
     group = weight.group_size if weight.scales.shape[1] > 1 else 128
-    if dtype == torch.float32:  # not for tensor cores: small
+    if dtype == torch.float32:  # tensor cores do not multiply it: small tiles
         rows, blocks, tile_k, stages = 16, 4, 64, 2
     else:
-        is_small = most_bytes < 200 << 10  # no Hopper card: fragments take their way through shared memory
+        is_small = most_bytes < 200 << 10  # not a Hopper card: fragments go through shared memory
         rows = min(max(triton.next_power_of_2(num_rows), 16), 64 if is_small else 128)
         blocks = 8 if weight.codes.shape[0] > 4 else 4
         tile_k = 64 if group % 128 and group % 64 == 0 else 128

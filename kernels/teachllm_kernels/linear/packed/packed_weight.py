@@ -1,22 +1,22 @@
-"""A weight of 4-bit or 8-bit codes by group, laid out so that a GPU's threads find in one read what they multiply.
+"""A 4-bit or 8-bit weight with group scales, laid out so that a GPU's threads load in one read what they multiply.
 
 Tensor cores multiply fragments: a warp's 32 threads hold a tile of 16 outputs x 16 inputs, and thread 4 * g + q has the
-numbers of outputs g and g + 8 at inputs 2q, 2q + 1, 2q + 8 and 2q + 9. Codes are stored in that order, so they go from
-memory to registers, become numbers there, and are multiplied, without any exchange between threads:
+values of outputs g and g + 8 at inputs 2q, 2q + 1, 2q + 8 and 2q + 9. Quantized values are stored in that order, so
+they go from memory to registers, are dequantized there and multiplied, without any exchange between threads:
 
-    block   16 outputs x 64 inputs of 4-bit codes (32 of 8-bit ones) are 512 bytes in one run: 16 bytes a thread
-    word    32 bits of a thread's 16 bytes, two halves: codes of inputs 2q in the lower one, of 2q + 1 in the upper one,
-            each at the same bits. One mask and one shift for both, and a number of 16 bits is made in either half
+    block   16 outputs x 64 inputs of 4-bit values (32 of 8-bit ones) are 512 bytes in one run: 16 bytes per thread
+    word    32 bits of a thread's 16 bytes, in two halves: values of inputs 2q in the lower half, of 2q + 1 in the upper
+            half, at the same bits. One mask and one shift serve both, and each half becomes a 16-bit float
     scales  of an output's groups, 16 outputs side by side, g and g + 8 next to each other: one read for both
 
     4 bits  word s is the 16 inputs from 16s on: (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8) from the lowest bit
     8 bits  words 2s and 2s + 1 are g and g + 8 at the 16 inputs from 16s on: 2q, 2q + 8
 
-Outputs are padded to multiples of 16, inputs to multiples of 64. Codes and scales that are padding are zeros. Of gate
-above up, a block has 8 outputs of each: the thread that has a gate has its up as well, see `PackedWeight.is_gated`.
+Outputs are padded to multiples of 16, inputs to multiples of 64. Padding has zeros as values and scales. With gate
+above up, a block has 8 outputs of each: the thread that has a gate also has its up, see `PackedWeight.is_gated`.
 
 Source: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language Models", 2024, for
-codes in the order of fragments; PTX ISA, "Matrix Fragments for mma.m16n8k16".
+values in the order of fragments; PTX ISA, "Matrix Fragments for mma.m16n8k16".
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from teachllm_kernels.linear.gemv import gemv_reference
 
 __all__ = ["PackedWeight", "cost", "dequantize_reference", "pack", "packed_linear_reference", "unpack"]
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of a 4-bit float's lower three bits; the fourth is the sign
-INPUTS_OF_A_STEP = 16  # that tensor cores multiply at once: a group is a multiple, or the whole row
-_PAD_IN = 64  # inputs, a multiple of every block's
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by a 4-bit float's lower three bits; the fourth is the sign
+INPUTS_OF_A_STEP = 16  # inputs that tensor cores multiply at once: a group is a multiple, or the whole row
+_PAD_IN = 64  # a multiple of every block's inputs
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """What `pack` makes.
+    """A weight laid out by `pack`.
 
     Attributes:
-        codes: [num_blocks, num_in / block_k, 32 threads, 4 words] int32; sizes rounded up.
+        codes: [num_blocks, num_in / block_k, 32 threads, 4 words] int32, the quantized values; sizes rounded up.
         scales: [num_blocks, num_groups, 8, 2], as stored: of output 16 * i + 8 * k + j at [i, :, j, k].
-        zeros: uint8 like scales, the code of 0.0; None: the middle one, 2^(bits - 1), or that of e2m1.
-        bits: of a code, 4 or 8.
+        zeros: uint8 like scales, the zero points; None: the middle value, 2^(bits - 1), or that of e2m1.
+        bits: bits per value, 4 or 8.
         group_size: inputs that share a scale.
         num_in: inputs, without padding.
         num_out: outputs, without padding.
-        is_e2m1: codes are 4-bit floats.
-        is_gated: block i has gates 8 * i to 8 * i + 7 in place of outputs g, and their ups in place of outputs g + 8.
+        is_e2m1: the values are 4-bit floats.
+        is_gated: block i has gates 8 * i to 8 * i + 7 instead of outputs g, and their ups instead of outputs g + 8.
     """
 
     codes: torch.Tensor
@@ -62,12 +62,12 @@ class PackedWeight:
 
     @property
     def block_k(self) -> int:
-        """Inputs of a block."""
+        """The number of inputs per block."""
         return 256 // self.bits
 
     @property
     def num_bytes(self) -> int:
-        """What a product must read of it."""
+        """The bytes that a product must read."""
         tensors = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -80,19 +80,19 @@ def pack(
     is_e2m1: bool = False,
     is_gated: bool = False,
 ) -> PackedWeight:
-    """Lays codes out for the kernels, on their own device; takes about three times the memory of what it returns.
+    """Lay quantized values out for the kernels, on their own device; takes about three times the result's memory.
 
     Args:
-        codes: [num_out, num_in] uint8, 0 to 2^bits - 1. Of merged projections one above the other.
+        codes: [num_out, num_in] uint8, 0 to 2^bits - 1; merged projections one above the other.
         scales: [num_out, num_groups], 2-byte or float32 numbers; groups are equal runs of inputs.
-        zeros: [num_out, num_groups] integers, 0 to 2^bits - 1, the code of 0.0; None: the middle one. Not of e2m1.
+        zeros: [num_out, num_groups] integers, 0 to 2^bits - 1, the zero points; None: the middle value. Not for e2m1.
         bits: 4 or 8.
-        is_e2m1: codes are 4-bit floats.
+        is_e2m1: the values are 4-bit floats.
         is_gated: the first half of the outputs are gates, the second their ups. Any product takes such a weight, and
             one that ends in silu(gate) * up is computed in one kernel.
 
     Raises:
-        ValueError: groups that are not one for the whole row, nor a multiple of 16 inputs.
+        ValueError: there are several groups whose size is not a multiple of 16 inputs.
     """
     num_out, num_in = codes.shape
     num_groups = scales.shape[1]
@@ -126,7 +126,9 @@ def pack(
 
 
 def unpack(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What `pack` was given: (codes [num_out, num_in] uint8, scales [num_out, num_groups], zeros int32 or None)."""
+    """Return what `pack` was given: (codes [num_out, num_in] uint8, scales [num_out, num_groups], zeros int32 or
+    None).
+    """
     num_blocks = weight.codes.shape[0]
     in_order = weight.codes.view(torch.uint8)
     if weight.bits == 4:
@@ -141,7 +143,7 @@ def unpack(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def dequantize_reference(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """[num_out, num_in], the numbers: (code - zero) * scale in float32 (float64 of that dtype), rounded once."""
+    """Return [num_out, num_in]: (code - zero) * scale in float32 (float64 for that dtype), rounded once."""
     codes, scales, zeros = unpack(weight)
     wide = torch.promote_types(dtype, torch.float32)
     if weight.is_e2m1:
@@ -161,23 +163,23 @@ def packed_linear_reference(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """The definition: as `gemv_reference` with the numbers of the weight rounded to x's dtype.
+    """The definition: `gemv_reference` with the dequantized weight rounded to x's dtype.
 
-    The kernels leave numbers unrounded where that is cheaper: they sum up (code - zero) * x, which is exact, and
-    multiply a group's sum by its scale. That is nearer to what the codes mean, and equal within a product's rounding.
+    The kernels skip that rounding where this is cheaper: they sum up (code - zero) * x, which is exact, and multiply a
+    group's sum by its scale. That is closer to the quantized weight's meaning, and equal within a product's rounding.
     """
     return gemv_reference(x, dequantize_reference(weight, x.dtype), bias, norm, residual, gated)
 
 
 def cost(num_rows: int, weight: PackedWeight, dtype_bytes: int = 2, gated: bool = False) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: x in, the result out, codes and scales once."""
+    """Return (bytes, FLOPs) that any implementation must spend: x in, the result out, the packed weight once."""
     num_out = weight.num_out // (2 if gated else 1)
     activations = num_rows * (weight.num_in + num_out) * dtype_bytes
     return weight.num_bytes + activations, 2 * num_rows * weight.num_in * weight.num_out
 
 
 def _by_block(of_outputs: torch.Tensor, is_gated: bool) -> torch.Tensor:
-    """[num_out, ...] -> [num_blocks, 2, 8, ...], padded with zeros."""
+    """Reshape [num_out, ...] to [num_blocks, 2, 8, ...], padded with zeros."""
     size = of_outputs.shape[-1]
     if is_gated:
         halves = of_outputs.unflatten(0, (2, -1))
@@ -186,7 +188,7 @@ def _by_block(of_outputs: torch.Tensor, is_gated: bool) -> torch.Tensor:
 
 
 def _by_output(of_blocks: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """The inverse of `_by_block`."""
+    """Undo `_by_block`."""
     size = of_blocks.shape[-1]
     if weight.is_gated:
         return of_blocks.transpose(0, 1).reshape(2, -1, size)[:, : weight.num_out // 2].reshape(-1, size)

@@ -1,18 +1,18 @@
-"""Scales of groups and blocks in Hopper's products of 8-bit floats, for `hopper_linear.py` and `hopper_scaled_mm.py`.
+"""Group and block scales in Hopper's products of 8-bit floats, for `hopper_linear.py` and `hopper_scaled_mm.py`.
 
-In DeepSeek's format every 128 inputs of a row of x have a scale, and every 128 x 128 numbers of the weight. So a sum of
-128 products must be scaled before it is added to the others:
+In DeepSeek's format every 128 inputs of a row of x share a scale, and so does every 128 x 128 block of the weight. A
+sum of 128 products must be scaled before it is added to the others:
 
     result += sum of a group's products * scale of the row's group * scale of the output's block
 
-in float32, a multiply-add for each result and group; as many instructions as adding up in two levels takes, which of
-8-bit floats is more exact anyway. It should cost no time beside that:
+in float32, one multiply-add per result and group. Adding up in two levels, which is more exact for 8-bit floats anyway,
+takes as many instructions. The rest should cost no time:
 
-    scales of rows     travel with their tile: each thread of the copying warp asks for one, and the tile has arrived
-                       when they have. (The copy engine would want a number of rows that is a multiple of 4.)
-    scales of blocks   are few, 32 groups' a line of the first-level cache: asked for while the tile is awaited
-    products           of which one is added up while another is computed: of the same group of warps where few rows
-                       leave room for both, of the other group where there are many
+    row scales     travel with their tile: each thread of the copying warp loads one, and the tile has arrived when they
+                   have. (The copy engine would require a number of rows that is a multiple of 4.)
+    block scales   are few: those of 32 groups fill a line of the L1 cache. They are loaded while the tile is awaited
+    products       one is added up while another is computed: by the same warp group where few rows leave registers for
+                   both, by the other warp group where there are many rows
 
 The definition is `scaled_linear_reference`.
 
@@ -28,16 +28,22 @@ from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind
 
 __all__ = [
-    *("COPIERS", "fetch_scales", "fetch_scales_of_two", "has_blocks", "product", "room_for_scales"),
-    *("sums_of_few_rows", "sums_of_many_rows"),
+    "COPIERS",
+    "fetch_scales",
+    "fetch_scales_of_two",
+    "has_blocks",
+    "product",
+    "room_for_scales",
+    "sums_of_few_rows",
+    "sums_of_many_rows",
 ]
 
 _GROUP = gl.constexpr(GROUP)
-COPIERS = gl.constexpr(32)  # threads of the copying warp: each arrives when its scales have
+COPIERS = gl.constexpr(32)  # threads of the copying warp; each arrives when its scales have arrived
 
 
 def has_blocks(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor, gated: bool) -> bool:
-    """Whether scales are those of groups and blocks; refuses integers, and blocks that reach from gate to up."""
+    """Return whether scales are per group and block. Refuse integers, and blocks that reach from gate to up."""
     if scale_kind(weight, scales) != "block":
         return False
     assert x.codes.dtype == torch.float8_e4m3fn and not (gated and weight.shape[0] // 2 % GROUP)
@@ -46,16 +52,16 @@ def has_blocks(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor, gat
 
 @gluon.jit
 def room_for_scales(NUM: gl.constexpr, ROWS: gl.constexpr):
-    """[NUM, ROWS] of shared memory."""
+    """Allocate [NUM, ROWS] scales in shared memory."""
     return gl.allocate_shared_memory(gl.float32, [NUM, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def fetch_scales(x_scales_ptr, to, first_row, num_rows, group, num_groups):
-    """Starts copying a group's scales of some rows; for the copying warp. There are zeros behind the last row or group.
+    """Start copying a group's scales of some rows (copying warp). Past the last row or group they are zero.
 
     Args:
-        x_scales: [num_groups, num_rows] float32.
+        x_scales_ptr: [num_groups, num_rows] float32.
         to: [rows] of shared memory.
     """
     ROWS: gl.constexpr = to.shape[0]
@@ -68,7 +74,7 @@ def fetch_scales(x_scales_ptr, to, first_row, num_rows, group, num_groups):
 def fetch_scales_of_two(
     x_scales_ptr, to, arrived, stage, first_row, num_rows, k, REST: gl.constexpr, GROUPS: gl.constexpr
 ):
-    """The same for both products of a tile, see `sums_of_few_rows`; who copied arrives."""
+    """Start copying the scales for both products of a tile, see `sums_of_few_rows`; every copying thread arrives."""
     for i in gl.static_range(2):
         row = first_row + (i * to.shape[1] if REST > 0 else 0)
         fetch_scales(x_scales_ptr, to.index(stage * 2 + i), row, num_rows, k // _GROUP + (0 if REST > 0 else i), GROUPS)
@@ -77,10 +83,10 @@ def fetch_scales_of_two(
 
 @gluon.jit
 def _block_scale(scales_ptr, first, num_out, group, num_groups, is_up, GATED: gl.constexpr):
-    """Of outputs from the `first` on, all of one block: its scale. Gated, that of gate or of up, in the shape of is_up.
+    """Return the scale of the block of the outputs from `first` on; if gated, gate's or up's, shaped like is_up.
 
     Args:
-        scales: [blocks of outputs, num_groups] float32; gated, those of gate above those of up.
+        scales_ptr: [blocks of outputs, num_groups] float32; if gated, the scales of gate above those of up.
     """
     is_there = (first < num_out) & (group < num_groups)
     found = gl.load(scales_ptr + first // _GROUP * num_groups + group, is_there, 0.0)
@@ -92,7 +98,7 @@ def _block_scale(scales_ptr, first, num_out, group, num_groups, is_up, GATED: gl
 
 @gluon.jit
 def product(a, b, part):
-    """Begins to multiply a by b^T, in the registers of `part`."""
+    """Start multiplying a by b^T, in the registers of `part`."""
     return hopper.warpgroup_mma(a, b.permute((1, 0)), part, use_acc=False, is_async=True)
 
 
@@ -102,14 +108,14 @@ def sums_of_few_rows(
     AT: gl.constexpr, STRIPES: gl.constexpr, TILES: gl.constexpr, REST: gl.constexpr, GROUPS: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
-    """acc, and of further rows `more`, plus the products of a stripe of the weight; see `hopper_linear.py`.
+    """Return acc, and `more` for further rows, plus the products of a stripe of the weight; see `hopper_linear.py`.
 
-    A tile is two products: of two groups, or of one group with the rows and with the further ones. While the first is
-    added up, the second is computed. Three groups of warps have too few registers for that if there are further rows,
-    but then the tensor cores always have one of them to serve.
+    A tile is two products: of two groups, or of one group with the rows and with the further rows. While the first is
+    added up, the second is computed. Three warp groups have too few registers for that if there are further rows, but
+    then the tensor cores always have another warp group to serve.
 
     Args:
-        where: the first output of the stripe, how many there are, and the first input.
+        where: the first output of the stripe, the number of outputs, and the first input.
     """
     output, num_out, first_k = where
     w, x, rest, of_rows, arrived, free = buffers
@@ -156,18 +162,18 @@ def sums_of_few_rows(
 def sums_of_many_rows(
     buffers, count, scales_ptr, where, HALF: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr
 ):
-    """The products of half of the rows of the next `num_tiles` stages, a group each; see `hopper_scaled_mm.py`.
+    """Return the products of half of the rows with `num_tiles` stages, a group each; see `hopper_scaled_mm.py`.
 
-    A wide tile is two products in turns, so that registers hold 256 sums of a row and a part of 128. Compilers would
-    rather have both parts at once, in memory: that one takes the other's place, and that sums are waited for, keeps
-    them from it.
+    A wide tile is two products in turns, so that registers hold 256 sums per row and a part of 128. The compiler would
+    rather keep both parts at once, in memory. It does not, because one part takes the other's place and the sums are
+    waited for.
 
     Args:
-        count: of stages before these.
-        where: block of columns of the result, how many outputs there are, how many tiles.
+        count: the number of stages before these.
+        where: the block of columns of the result, the number of outputs, and the number of tiles.
 
     Returns:
-        [64, COLUMNS], and the count after these.
+        [64, COLUMNS], and the count after these stages.
     """
     column_block, num_out, num_tiles = where
     x, w, of_rows, arrived, free = buffers

@@ -1,19 +1,19 @@
-"""Products of many rows of 8-bit codes on Hopper: all of a layer's, with scales, bias and SiLU in the epilogue.
+"""Products of many rows of 8-bit operands on Hopper, for every product of a layer: scales, bias and SiLU are fused.
 
-A library's product of codes is as fast as the tensor cores' power lets it be, but it leaves gate and up in memory for a
-kernel that reads them again, and sums of integers as int32, twice as many bytes as the result has. Here what comes
-after the product is done before it is written.
+A library's 8-bit product is as fast as the power of the tensor cores allows. But it leaves gate and up in memory for a
+kernel that reads them again, and integer sums as int32, twice as many bytes as the result has. Here everything after
+the product is done before the result is written.
 
     tiles         128 rows of x by 256 of the weight, with 128 inputs: as many bytes as in `hopper_gated_linear.py`,
-                  whose roles, order and persistent programs these are
-    scales        of a tile's rows and columns are asked for when it begins, and there when it ends
-    in turns      the second group begins some stages behind the first. While one is at its epilogue, which lasts as
-                  long as 2 or 3 of 32 steps, the other has the tensor cores to itself
-    two levels    tensor cores add up products of 8-bit floats in about 14 bits. On demand, sums of every so many inputs
-                  are added up in float32, as in DeepSeek-V3; registers then hold two sums for each result, so a tile is
-                  128 by 128 and needs a third more bytes
-    groups        with scales of groups and blocks (see `hopper_blocks.py`) such a sum is that of a group, and scaled
-                  when it is added. A wide tile is two products one after the other, whose sums share registers
+                  from which the roles, the order and the persistent programs are taken
+    scales        the scales of a tile's rows and columns are loaded when it begins, and have arrived when it ends
+    in turns      the second group begins some stages after the first. While one is at its epilogue, which lasts as long
+                  as 2 or 3 of 32 steps, the other has the tensor cores to itself
+    two levels    tensor cores accumulate products of 8-bit floats in about 14 bits. On demand, partial sums are added
+                  up in float32, as in DeepSeek-V3; registers then hold two sums per result, so a tile is 128 by 128 and
+                  needs a third more bytes
+    groups        with group and block scales (see `hopper_blocks.py`) a partial sum is that of a group, and it is
+                  scaled when it is added. A wide tile is two products one after the other, whose sums share registers
 
 The definition is `scaled_linear_reference`.
 
@@ -39,9 +39,9 @@ from teachllm_kernels.linear.scaled.scaled_reference import cost
 __all__ = ["cost", "hopper_scaled_mm"]
 
 _ROWS, _BLOCK_K = 128, 128
-_WIDE, _NARROW = 256, 128  # columns of a tile: rows of the weight
-_SHARED = 226 * 1024  # bytes of shared memory for a program
-_AT_ONCE = 16  # blocks of rows that are worked on at once
+_WIDE, _NARROW = 256, 128  # columns per tile: rows of the weight
+_SHARED = 226 * 1024  # bytes of shared memory per program
+_AT_ONCE = 16  # blocks of rows that run at once
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def _copy(
     buffers, grid, sizes,
     BY_BLOCK: gl.constexpr, GATED: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: fills stages, each as soon as both groups are done with what it held."""
+    """The copying warp: it fills stages, each as soon as both groups are done with its old content."""
     x, w, of_rows, arrived, free = buffers
     num_rows, _, num_tiles = sizes
     num_row_blocks, num_column_blocks = grid
@@ -81,7 +81,7 @@ def _copy(
 
 @gluon.jit
 def _sums(acc, buffers, count, num_tiles, HALF: gl.constexpr, COLUMNS: gl.constexpr):
-    """acc + the products of the next `num_tiles` stages."""
+    """Return acc plus the products of the next `num_tiles` stages."""
     x, w, _, arrived, free = buffers
     STAGES: gl.constexpr = x.shape[0]
     BLOCK_K: gl.constexpr = x.shape[2]
@@ -91,7 +91,7 @@ def _sums(acc, buffers, count, num_tiles, HALF: gl.constexpr, COLUMNS: gl.conste
         rows = x.index(stage).slice(HALF * 64, 64)
         weight = w.index(stage).reshape([COLUMNS, BLOCK_K])
         acc = hopper.warpgroup_mma(rows, weight.permute((1, 0)), acc, is_async=True)
-        acc = hopper.warpgroup_mma_wait(1, [acc])  # the tile before's
+        acc = hopper.warpgroup_mma_wait(1, [acc])  # the previous tile's
         hopper.mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=tile > 0)
         count += 1
     acc = hopper.warpgroup_mma_wait(0, [acc])
@@ -105,14 +105,14 @@ def _multiply(
     HALF: gl.constexpr, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr, LEVEL: gl.constexpr, BY_BLOCK: gl.constexpr,
     GATED: gl.constexpr, BY_OUTPUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: half of the rows of each tile."""
+    """A group of four warps: it computes half of the rows of each tile."""
     out_desc, buffers, staged, grid, sizes, values = task
     x, _, _, arrived, _ = buffers
     num_row_blocks, num_column_blocks = grid
     num_rows, num_out, num_tiles = sizes
     x_scales_ptr, scales_ptr, bias_ptr = values
     SUMS: gl.constexpr = gl.int32 if x.dtype.is_int() else gl.float32
-    AT_A_TIME: gl.constexpr = 128 if x.dtype.is_int() else COLUMNS  # of integers, instructions take no 256
+    AT_A_TIME: gl.constexpr = 128 if x.dtype.is_int() else COLUMNS  # integer instructions do not take 256
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, AT_A_TIME, 32])
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, PRODUCT))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, PRODUCT))
@@ -163,7 +163,7 @@ def _multiply(
 
 @gluon.jit
 def _write(y, staged, out_desc, row, column):
-    hopper.tma.store_wait(0)  # what was staged before has been read
+    hopper.tma.store_wait(0)  # what was staged before has been copied out
     staged.store(y.to(staged.dtype))
     hopper.fence_async_shared()
     hopper.tma.async_copy_shared_to_global(out_desc, [row, column], staged)
@@ -205,17 +205,17 @@ def hopper_scaled_mm(
     dtype: torch.dtype = torch.bfloat16,
     level: int = 0,
 ) -> torch.Tensor:
-    """As `scaled_linear_reference`.
+    """Compute `scaled_linear_reference`.
 
     Args:
-        x: [num_rows, num_in], with a scale for each row, or for each group of inputs; `num_in` a multiple of 16.
-        weight: [num_out, num_in], codes of x's dtype; if `gated`, [2 * num_out, num_in]: gate above up. `num_out` is a
-            multiple of 8.
-        scales: [num_out, 1] (gated: [2 * num_out, 1]) or [1, 1] float32; of 8-bit floats also those of blocks. Blocks
-            do not reach from gate to up: `num_out` is a multiple of 128.
-        dtype: of the result, 2 bytes.
-        level: inputs, a multiple of 128, of which tensor cores add up the products; the sums of more are float32. 0: of
-            all of them. With blocks it is always a group.
+        x: [num_rows, num_in], with one scale per row or per group of inputs; `num_in` a multiple of 16.
+        weight: [num_out, num_in], quantized, of x's dtype; if `gated`, [2 * num_out, num_in]: gate above up. `num_out`
+            is a multiple of 8.
+        scales: [num_out, 1] (gated: [2 * num_out, 1]) or [1, 1] float32; for 8-bit floats also block scales. Blocks do
+            not reach from gate to up: `num_out` is a multiple of 128.
+        dtype: dtype of the result, 2 bytes.
+        level: the number of inputs, a multiple of 128, whose products the tensor cores accumulate; longer sums are
+            float32. 0: all of them. With blocks it is always a group.
     """
     (num_rows, num_in), num_out = x.codes.shape, weight.shape[0] // (2 if gated else 1)
     out = torch.empty((num_rows, num_out), dtype=dtype, device=x.codes.device)
@@ -250,7 +250,7 @@ def hopper_scaled_mm(
 
 
 def _columns(num_row_blocks: int, num_weight_rows: int, places: int) -> int:
-    """Of a tile: few, if many would leave places idle in the last round, or the only one, for longer than few cost."""
+    """Return the columns of a tile: narrow if wide tiles leave places idle in the last round for too long."""
 
     def rounds(columns: int) -> int:
         return -(-num_row_blocks * -(-num_weight_rows // columns) // places)

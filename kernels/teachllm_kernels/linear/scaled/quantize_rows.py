@@ -1,15 +1,15 @@
-"""Activations as codes of 8 bits, so that tensor cores multiply codes by codes, twice as fast as numbers of 16 bits.
+"""Quantize activations to 8 bits, so that tensor cores multiply 8-bit operands, twice as fast as 16-bit ones.
 
-A weight is quantized once; x where it is made, for every token anew:
+A weight is quantized once; x is quantized where it is made, for every token anew:
 
-    dynamic   a row's largest number gets the largest code. No token depends on what runs beside it
-    static    one scale for all, calibrated beforehand
-    grouped   a scale for every 128 numbers of a row, for weights that have one for every block of 128 x 128
+    dynamic   a row's largest value gets the largest quantized value. No token depends on what runs beside it
+    static    one scale for all rows, calibrated beforehand
+    grouped   a scale for every 128 values of a row, for weights that have one per block of 128 x 128
 
-A number is multiplied by 1 / scale, which is rounded once a row: a division takes a GPU ten instructions a number.
-Whatever quantizes on its way does it by `scale_of` and `codes_of`, and so gets what `quantize_rows_reference` gets, bit
-for bit. Memory-bound: its speed is bytes over bandwidth, see `cost`. Where a norm or SiLU comes before,
-`rms_norm_quantized_triton` and `silu_and_mul_quantized_triton` spare writing the row, and reading it again.
+A value is multiplied by 1 / scale, which is rounded once per row: a division takes a GPU ten instructions. Every kernel
+that quantizes on its way does it with `scale_of` and `codes_of`, and so matches `quantize_rows_reference` bit for bit.
+Memory-bound: its speed is bytes over bandwidth, see `cost`. After a norm or SiLU, `rms_norm_quantized_triton` and
+`silu_and_mul_quantized_triton` avoid writing the row and reading it again.
 
 Sources: Dettmers et al., "LLM.int8()", 2022; Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 """
@@ -24,42 +24,52 @@ import torch.nn.functional as F
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 
 __all__ = [
-    *("GROUP", "KEPT", "QuantizedRows", "clamped", "codes_of", "cost", "empty_rows", "quantize_rows"),
-    *("quantize_rows_reference", "quantize_rows_triton", "scale_of", "store_row"),
+    "GROUP",
+    "KEPT",
+    "QuantizedRows",
+    "clamped",
+    "codes_of",
+    "cost",
+    "empty_rows",
+    "quantize_rows",
+    "quantize_rows_reference",
+    "quantize_rows_triton",
+    "scale_of",
+    "store_row",
 ]
 
-GROUP = 128  # numbers that share a scale, where it is not a whole row
-_LEAST = 1e-10  # what the largest number counts for at least: the scale of zeros must have an inverse, too
-KEPT = 256  # rows at most, which fit in the second-level cache beside all else that is kept there, see `rms_norm.py`
-# What the largest number of a row counts as, in codes. Of integers half a step more than the largest positive one, so
-# that the steps from -128 to 127 lie around 0, as compressed-tensors has them.
+GROUP = 128  # consecutive values that share a scale, if not the whole row does
+_LEAST = 1e-10  # a floor for the largest value: the scale of an all-zero row must have an inverse, too
+KEPT = 256  # at most this many rows fit in the L2 cache beside everything else kept there, see `rms_norm.py`
+# What the largest value of a row is quantized to. For integers this is half a step more than the largest one, so
+# that the steps from -128 to 127 are centred on 0, as in compressed-tensors.
 _MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5}
-_TO_INTEGER = 1.5 * 2**23  # what is added to this in float32 is rounded to an integer, ties to even, in the lowest bits
+_TO_INTEGER = 1.5 * 2**23  # a float32 added to this is rounded to an integer, ties to even, in the lowest bits
 _GROUP = tl.constexpr(GROUP)
 _KERNEL_LEAST = tl.constexpr(_LEAST)
 _KERNEL_TO_INTEGER = tl.constexpr(_TO_INTEGER)
 
 
 class QuantizedRows(NamedTuple):
-    """number = code * scale.
+    """Quantized rows and their scales: value = code * scale.
 
     Attributes:
         codes: [num_rows, size] int8 or float8_e4m3fn, contiguous.
-        scales: float32: [num_rows, 1], or grouped, [num_rows, num_groups] with the groups' columns one after the other.
+        scales: float32: [num_rows, 1], or grouped, [num_rows, num_groups] stored column by column.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
 
     def dequantize(self) -> torch.Tensor:
-        """[num_rows, size] float32."""
+        """Return [num_rows, size] float32."""
         size = self.codes.shape[1]
         width = size if self.scales.shape[1] == 1 else GROUP
         return self.codes.to(torch.float32) * self.scales.repeat_interleave(width, dim=1)[:, :size]
 
 
 def empty_rows(shape: tuple[int, int], dtype: torch.dtype, grouped: bool, device: torch.device) -> QuantizedRows:
-    """Room for [num_rows, size]."""
+    """Allocate room for [num_rows, size]."""
     num_rows, size = shape
     num_scales = -(-size // GROUP) if grouped else 1
     scales = torch.empty((num_scales, num_rows), dtype=torch.float32, device=device)
@@ -69,20 +79,22 @@ def empty_rows(shape: tuple[int, int], dtype: torch.dtype, grouped: bool, device
 def quantize_rows_reference(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, grouped: bool = False
 ) -> QuantizedRows:
-    """The definition, in float32: scale = max(|x|) / 448, code = round(x * (1 / scale)); of integers max(|x|) / 127.5
-    and clamp(round(x / scale)), as the largest number, at 127.5, is rounded by its last bit.
+    """The definition, in float32: scale = max(|x|) / 448, code = round(x * (1 / scale)).
+
+    For integers, scale = max(|x|) / 127.5 and code = clamp(round(x / scale)), since the last bit of the largest
+    value, at 127.5, decides how it is rounded.
 
     Args:
         x: [num_rows, size], any float dtype.
-        dtype: of the codes, float8_e4m3fn or int8. Rounded to the nearest, ties to even.
-        scale: [1] float32, of all numbers; None: of each row its own.
-        grouped: one for every `GROUP` numbers of a row instead; of the last, fewer.
+        dtype: dtype of the result, float8_e4m3fn or int8. Values are rounded to the nearest, ties to even.
+        scale: [1] float32, for all values; None: each row has its own.
+        grouped: one scale for every `GROUP` values of a row instead; the last group may be shorter.
     """
     assert scale is None or not grouped
     (num_rows, size), most = x.shape, _MOST[dtype]
     wide, width = x.to(torch.float32), GROUP if grouped else size
     by_scale = F.pad(wide, (0, -size % width)).unflatten(1, (-1, width)).abs()
-    # By a tensor: PyTorch's division by a number multiplies with its inverse on a GPU.
+    # Divide by a tensor: on a GPU, PyTorch divides by a Python number by multiplying with its inverse.
     scales = by_scale.amax(-1).clamp(min=_LEAST) / torch.full((), most, device=x.device)
     if scale is not None:
         scales = scale.to(torch.float32).expand(num_rows, 1)
@@ -95,14 +107,14 @@ def quantize_rows_reference(
 
 @triton.jit
 def scale_of(largest, DTYPE: tl.constexpr):
-    """The scale of numbers of which none is larger, float32."""
+    """Return the scale, float32, of values whose largest magnitude is `largest`."""
     MOST: tl.constexpr = 127.5 if DTYPE.is_int() else 448.0
     return tl.div_rn(tl.maximum(largest, _KERNEL_LEAST), MOST)
 
 
 @triton.jit
 def clamped(x, scale, DTYPE: tl.constexpr):
-    """Cuts off what is far beyond the codes that a given scale has."""
+    """Clamp values that are far beyond the range of a given scale."""
     MOST: tl.constexpr = 128.0 if DTYPE.is_int() else 448.0
     edge = scale * (MOST * 1.002)  # rounds to the largest code
     return tl.clamp(x, -edge, edge, propagate_nan=tl.PropagateNan.ALL)
@@ -110,10 +122,10 @@ def clamped(x, scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def codes_of(x, scale, DTYPE: tl.constexpr):
-    """The codes of numbers, float32, of which none is beyond them. `scale` as x, or one for all."""
+    """Quantize values, float32, that are within range. `scale` is shaped like x, or one for all."""
     if DTYPE.is_int():
         sums = tl.div_rn(x, scale + tl.zeros_like(x)) + _KERNEL_TO_INTEGER
-        sums = tl.minimum(sums, _KERNEL_TO_INTEGER + 127.0)  # half a step beyond rounds to 128
+        sums = tl.minimum(sums, _KERNEL_TO_INTEGER + 127.0)  # half a step beyond would round to 128
         codes = sums.to(tl.int32, bitcast=True).to(tl.int8)
     else:
         codes = (x * tl.div_rn(1.0, scale)).to(DTYPE)
@@ -127,7 +139,7 @@ def store_row(
     row, num_rows, size,
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a row, [BLOCK] float32 with 0 behind its end, into what `empty_rows` has made room for."""
+    """Quantize a row, [BLOCK] float32 with zeros after its end, into what `empty_rows` has allocated."""
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
     code_ptrs = codes_ptr + row.to(tl.int64) * size + column
@@ -148,7 +160,7 @@ def store_row(
     tl.store(code_ptrs, q, mask=column < size, eviction_policy=EVICTION)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _quantize_rows(
     x_ptr, codes_ptr, scales_ptr, given_scale_ptr,
     num_rows, size,
@@ -166,7 +178,7 @@ def _quantize_rows(
 def quantize_rows_triton(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, grouped: bool = False
 ) -> QuantizedRows:
-    """As `quantize_rows_reference`, for contiguous x. One program a row."""
+    """Compute `quantize_rows_reference` for contiguous x. One program per row."""
     assert scale is None or not grouped
     num_rows, size = x.shape
     quantized = empty_rows((num_rows, size), dtype, grouped, x.device)
@@ -190,10 +202,10 @@ def quantize_rows_triton(
 def quantize_rows(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, grouped: bool = False
 ) -> QuantizedRows:
-    """As `quantize_rows_reference`, for contiguous x, by the device's best way."""
+    """Compute `quantize_rows_reference` for contiguous x, the fastest way on the device."""
     return (quantize_rows_triton if x.is_cuda else quantize_rows_reference)(x, dtype, scale, grouped)
 
 
 def cost(num_rows: int, size: int, dtype_bytes: int = 2) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: numbers in, codes out."""
+    """Return (bytes, FLOPs) that any implementation must spend: floats in, quantized values out."""
     return num_rows * size * (dtype_bytes + 1), 3 * num_rows * size

@@ -1,21 +1,21 @@
-"""A matrix of 8-bit codes times one row, with what stands before and after it in a layer; `gemv.py` for such weights.
+"""An 8-bit weight times one row, fused with what surrounds it in a layer: `gemv.py` for quantized weights.
 
-Half the bytes of 16-bit numbers are read in half the time, but there is as much to do for each number as before. At 18
-bytes a clock, which is what an H200's memory has for each multiprocessor, 7 instructions can be issued for each code.
-Counted in the machine code of a product with 4,096 inputs, 8 rows of the weight to a program:
+Half the bytes of 16-bit weights are read in half the time, but there is as much to do per value as before. At 18 bytes
+per clock, an H200's memory bandwidth per multiprocessor, 7 instructions can be issued per value. Counted in the machine
+code of a product with 4,096 inputs and 8 rows of the weight per program, a value takes:
 
-    e4m3      3.8. Half an instruction turns a code to float16, one that to float32, one multiplies and adds, exact but
-              for the sum; what is left are the sums across threads
-    int8      1.3. One instruction multiplies four codes by four and adds up (dp4a)
-    the row   2.7 more, where every program norms and quantizes it for itself: 21 a number. Or it comes quantized, for
-              another launch, whose wait is filled by the weights that programs ask for first
+    e4m3      3.8. Half an instruction converts it to float16, one that to float32, one multiplies and adds, exact but
+              for the sum; the rest are the sums across threads
+    int8      1.3. One instruction multiplies four values by four and adds up (dp4a)
+    the row   2.7 more if every program norms and quantizes it for itself: 21 per element. Or the row comes
+              quantized, for another launch, whose wait is filled by the weights that programs load first
 
-All else is as there: one shot, weights first, fused. The scales of groups and blocks are multiplied into the row.
+Everything else is as there: one shot, weights first, fused. Group and block scales are multiplied into the row.
 
 Sources: those of `gemv.py`; PTX ISA, "dp4a" and "cvt".
 """
 
-# Tuples grow by concatenation: Triton knows no other way.
+# Tuples grow by concatenation: Triton supports nothing else.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, attr-defined, misc"
 
@@ -37,8 +37,8 @@ from teachllm_kernels.rms_norm import rms_norm_reference
 
 __all__ = ["cost", "scaled_gemv_reference", "scaled_gemv_triton"]
 
-_CODES = 256  # of the weight, that a thread holds at most
-_LONGEST = 4096  # inputs that are loaded, or reduced, at once
+_CODES = 256  # quantized weights per thread at most
+_LONGEST = 4096  # inputs that are loaded or reduced at once
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -208,9 +208,9 @@ def _scaled_gemv(
     if x_scales_ptr is not None:
         q, of_groups, scale = _load_codes(x_ptr, x_scales_ptr, NUM_IN, BLOCK, BLOCKS, BY_BLOCK, IN_WORDS)
     else:
+        HAS_NORM: tl.constexpr = norm_weight_ptr is not None
         q, of_groups, scale = _quantize(
-            *(x_ptr, given_scale_ptr, norm, eps),
-            *(NUM_IN, BLOCK, BLOCKS, CODES, norm_weight_ptr is not None, BY_BLOCK, IN_WORDS),
+            x_ptr, given_scale_ptr, norm, eps, NUM_IN, BLOCK, BLOCKS, CODES, HAS_NORM, BY_BLOCK, IN_WORDS
         )
     sums = tl.zeros([ROWS], tl.int32 if IN_WORDS else tl.float32)
     sums_up = tl.zeros([ROWS], tl.int32 if IN_WORDS else tl.float32)

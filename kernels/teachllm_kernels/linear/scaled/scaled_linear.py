@@ -1,11 +1,11 @@
-"""Matrix products of 8-bit codes on any card that multiplies them, of any number of rows, with any scales.
+"""Matrix products of 8-bit operands on any card that multiplies them, with any number of rows and any scales.
 
-`scaled_reference.py` says what they are. This is the portable kernel, in the manner of `skinny_gemm.py`: the weight
-is the left operand, so that its rows fill the tensor cores, and x may have as few as it likes; a narrow result of few
-rows is shared by programs (split K). On Hopper `hopper_linear.py` serves up to 256 rows, `hopper_scaled_mm.py` more.
+`scaled_reference.py` defines them. This is the portable kernel, built like `skinny_gemm.py`: the weight is the left
+operand, so that its rows fill the tensor cores, and x may have as few rows as it likes; programs share a narrow
+result of few rows (split K). On Hopper `hopper_linear.py` serves up to 256 rows, `hopper_scaled_mm.py` more.
 
-Cards before compute capability 8.9 know no e4m3. There only the weight is quantized (`weight_only_triton`): x stays as
-it is, and each tile of the weight becomes numbers of x's dtype on its way to the tensor cores.
+Cards before compute capability 8.9 have no e4m3. There only the weight is quantized (`weight_only_triton`): x stays as
+it is, and each tile of the weight is dequantized to x's dtype on its way to the tensor cores.
 
 Sources: those of `scaled_reference.py`; Osama et al., "Stream-K", PPoPP 2023.
 """
@@ -23,32 +23,32 @@ from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
 
 __all__ = ["cost", "scaled_linear_triton", "weight_only_triton"]
 
-_SPLIT_ROWS = 16  # up to so many rows of x, programs share the columns of a narrow result
-_BLOCKS_WANTED = 64  # programs of such a product; more, with less in flight each, read no faster
-_FIXED_ROWS = 64  # of x, for which tiles are chosen if they may not depend on how many there are
-_SIDE_BY_SIDE = 8  # blocks of rows that are worked on at once, so that they read the same of the weight
+_SPLIT_ROWS = 16  # up to this many rows of x, programs share the columns of a narrow result
+_BLOCKS_WANTED = 64  # programs of such a product; more programs, with less in flight each, read no faster
+_FIXED_ROWS = 64  # rows of x for which tiles are chosen if they may not depend on the number of rows
+_SIDE_BY_SIDE = 8  # blocks of rows that run at once, so that they read the same part of the weight
 _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
 def _add_product(acc, w, x_t, scale_w, scale_x, BY_BLOCK: tl.constexpr, WEIGHT_ONLY: tl.constexpr):
-    """acc + w x^T of one tile. scale_w: of what becomes numbers here; with BY_BLOCK scale_x as well, one each row."""
+    """Return acc + w x^T of one tile. scale_w scales a weight dequantized here; with BY_BLOCK so does scale_x."""
     if WEIGHT_ONLY:
         acc = tl.dot((numbers(w, tl.float32) * scale_w).to(x_t.dtype), x_t, acc, input_precision="ieee")
     elif BY_BLOCK:
         acc += tl.dot(w, x_t, out_dtype=tl.int32 if w.dtype.is_int() else tl.float32) * (scale_w * scale_x)[None, :]
     else:
-        acc = tl.dot(w, x_t, acc, out_dtype=acc.dtype, max_num_imprecise_acc=32)  # Hopper's sums of fp8 have 14 bits
+        acc = tl.dot(w, x_t, acc, out_dtype=acc.dtype, max_num_imprecise_acc=32)  # Hopper accumulates fp8 in 14 bits
     return acc
 
 
 @triton.jit
 def _at_output(values_ptr, n, is_n, BY_OUTPUT: tl.constexpr):
-    """[BLOCK_N, 1] of the outputs n, or one for all."""
+    """Return the values of the outputs n, [BLOCK_N, 1], or the single value."""
     return tl.load(values_ptr + n, mask=is_n, other=0.0).to(tl.float32)[:, None] if BY_OUTPUT else tl.load(values_ptr)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which differs from batch to batch
+@triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _scaled_linear(
     x_ptr, weight_ptr, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     num_rows, num_out,
@@ -126,7 +126,7 @@ def _scaled_linear(
             tl.store(arrived_ptr + block, 0)
             acc = tl.zeros([BLOCK_N, ROWS], SUMS)
             acc_up = tl.zeros([BLOCK_N, ROWS], SUMS)
-            for part in tl.static_range(SPLITS):  # past the first-level cache, which may hold older numbers
+            for part in tl.static_range(SPLITS):  # past the L1 cache, which may hold older numbers
                 acc += tl.load(partial_ptr + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
                     other_half_ptrs = partial_ptr + (SPLITS + part) * size + at
@@ -156,13 +156,13 @@ def scaled_linear_triton(
     dtype: torch.dtype = torch.bfloat16,
     is_fixed: bool = False,
 ) -> torch.Tensor:
-    """As `scaled_linear_reference`, with sums of e4m3 in float32.
+    """Compute `scaled_linear_reference`, accumulating e4m3 in float32.
 
-    Launches on one device must follow each other: they share the counters of arrivals. Blocks of a gated weight must
-    not reach from gate to up: its outputs are a multiple of 128.
+    Launches on one device must follow each other: they share the arrival counters. Blocks of a gated weight must not
+    reach from gate to up: its outputs are a multiple of 128.
 
     Args:
-        is_fixed: a row of the result does not depend, by one bit, on how many others there are.
+        is_fixed: a row of the result does not depend, by one bit, on the number of other rows.
     """
     return _launch(x.codes, x.scales, weight, scales, bias, gated, dtype, is_fixed)
 
@@ -175,7 +175,7 @@ def weight_only_triton(
     gated: bool = False,
     is_fixed: bool = False,
 ) -> torch.Tensor:
-    """As `weight_only_reference`, for e4m3 on any card; accumulates in float32. See `scaled_linear_triton`."""
+    """Compute `weight_only_reference` for e4m3 on any card; accumulate in float32. See `scaled_linear_triton`."""
     assert weight.dtype == torch.float8_e4m3fn
     return _launch(x, None, weight.view(torch.uint8), scales, bias, gated, x.dtype, is_fixed)
 
@@ -229,12 +229,12 @@ def _launch(
 
 
 def _tile(num_rows: int, gated: bool, by_block: bool, x_bytes: int, most_bytes: int) -> dict[str, int]:
-    """Tile sizes and launch options.
+    """Return tile sizes and launch options.
 
     Args:
         by_block: a tile may not be wider than what shares a scale, and holds its sums twice.
-        x_bytes: of a number of x. The weight's have one.
-        most_bytes: of shared memory.
+        x_bytes: bytes per element of x. The weight has one.
+        most_bytes: shared memory per program.
     """
     rows = next((rows for rows in (16, 32, 64) if num_rows <= rows), 64 if by_block else 128)
     block_n = 64 if num_rows <= 64 else 128
@@ -246,7 +246,7 @@ def _tile(num_rows: int, gated: bool, by_block: bool, x_bytes: int, most_bytes: 
 
 
 def _grid(num_rows: int, num_in: int, num_out: int, block_n: int) -> tuple[int, int]:
-    """(blocks of columns, programs that share one); only so few blocks as have a counter are shared."""
+    """Return (blocks of columns, programs per block). Only blocks that have an arrival counter are shared."""
     blocks = -(-num_out // block_n)
     if num_rows > _SPLIT_ROWS or blocks > _BLOCKS_WANTED:
         return blocks, 1
@@ -256,5 +256,5 @@ def _grid(num_rows: int, num_in: int, num_out: int, block_n: int) -> tuple[int, 
 
 @cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Programs that have finished their part, by block of columns; 0 between launches."""
+    """Return the counters of programs that have finished their part, per block of columns; 0 between launches."""
     return torch.zeros(_BLOCKS_WANTED, dtype=torch.int32, device=device)

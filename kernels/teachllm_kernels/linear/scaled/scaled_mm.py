@@ -1,12 +1,12 @@
-"""Products of many rows of 8-bit codes by the library: what `torch._scaled_mm` and `torch._int_mm` take, and how.
+"""Products of many 8-bit rows by the library: what `torch._scaled_mm` and `torch._int_mm` support, and how.
 
-    e4m3, rows and outputs    cuBLAS has scales of rows and columns since CUDA 12.9, on Hopper; else CUTLASS does it
-    e4m3, groups and blocks   cuBLAS as well, on Hopper alone; the rows' scales lie column by column, and columns begin
-                              at multiples of 16 bytes, so rows of zeros are added up to a multiple of 4
-    int8                      sums are int32, [num_rows, out]: a kernel of our own reads them and does the rest
+    e4m3, row and output scales    cuBLAS supports them since CUDA 12.9, on Hopper; elsewhere CUTLASS does
+    e4m3, group and block scales   cuBLAS as well, on Hopper only; the rows' scales lie column by column, and columns
+                                   begin at multiples of 16 bytes, so rows of zeros pad them to a multiple of 4
+    int8                           sums are int32, [num_rows, out]: a kernel of our own reads them and does the rest
 
-The weight is handed over transposed, as it lies: both operands have their inputs one after the other. On Hopper
-`hopper_scaled_mm.py` does the same without leaving anything to be read again.
+The weight is passed transposed, as it lies in memory: the inputs of both operands are contiguous. On Hopper
+`hopper_scaled_mm.py` does the same without an intermediate result.
 
 Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
 """
@@ -25,13 +25,13 @@ from teachllm_kernels.silu_and_mul import silu_and_mul
 
 __all__ = ["cost", "fits_scaled_mm", "scaled_mm"]
 
-_INTEGER_ROWS = 17  # of x, at least, for products of integers
-_FLOAT_ROWS = 256  # the same of e4m3: of fewer there are shapes that cuBLAS has no algorithm for
+_INTEGER_ROWS = 17  # at least this many rows of x for integer products
+_FLOAT_ROWS = 256  # the same for e4m3: with fewer, cuBLAS has no algorithm for some shapes
 _BLOCK = 1024
 
 
 def fits_scaled_mm(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Whether the library has such a product, on this card."""
+    """Return whether the library has such a product on this card."""
     (num_rows, num_in), num_out, kind = x.codes.shape, weight.shape[0], scale_kind(weight, scales)
     if not weight.is_cuda:
         return weight.dtype == torch.int8 and kind != "block"
@@ -56,11 +56,13 @@ def scaled_mm(
     dtype: torch.dtype = torch.bfloat16,
     fast: bool = True,
 ) -> torch.Tensor:
-    """As `scaled_linear_reference`, for what `fits_scaled_mm`; gated after the product was rounded, but of integers.
+    """Compute `scaled_linear_reference`, for what `fits_scaled_mm` accepts.
+
+    If gated, the product is rounded before it is gated, except for integers.
 
     Args:
-        fast: products of e4m3 are added up by the tensor cores, in about 14 bits; otherwise, and with blocks always,
-            every so many in float32.
+        fast: the tensor cores accumulate products of e4m3, in about 14 bits; otherwise, and always with blocks, partial
+            sums are added up in float32.
     """
     if weight.dtype == torch.int8:
         return _scaled(torch._int_mm(x.codes, weight.t()), x.scales, scales, bias, gated, dtype)
@@ -69,13 +71,20 @@ def scaled_mm(
     num_rows = x.codes.shape[0]
     if scale_kind(weight, scales) == "block":
         fast, x = False, _with_rows_of_zeros(x, -num_rows % 4)
-    operands = (x.codes, weight.t(), x.scales, scales.t())
-    y = torch._scaled_mm(*operands, bias=bias, out_dtype=dtype, use_fast_accum=fast)[:num_rows]
+    y = torch._scaled_mm(
+        x.codes,
+        weight.t(),
+        scale_a=x.scales,
+        scale_b=scales.t(),
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )[:num_rows]
     return silu_and_mul(y) if gated else y
 
 
 def _with_rows_of_zeros(x: QuantizedRows, count: int) -> QuantizedRows:
-    """x, and so many more rows behind; a copy, if there are any."""
+    """Return x with `count` rows of zeros appended; a copy, if there are any."""
     if count == 0:
         return x
     codes = F.pad(x.codes.view(torch.uint8), (0, 0, 0, count)).view(x.codes.dtype)
@@ -117,7 +126,7 @@ def _scaled(
     gated: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """From [num_rows, rows of the weight] int32 to the result. One program for each row and 1024 columns."""
+    """Turn int32 sums, [num_rows, rows of the weight], into the result. One program per row and 1024 columns."""
     num_rows, num_out = sums.shape[0], sums.shape[1] // (2 if gated else 1)
     out = torch.empty((num_rows, num_out), dtype=dtype, device=sums.device)
     _scale_sums[(num_rows, triton.cdiv(num_out, _BLOCK))](

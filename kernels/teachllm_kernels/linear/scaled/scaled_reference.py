@@ -1,10 +1,10 @@
-"""What a product of 8-bit codes is: the definitions that the kernels are held against.
+"""The definition of a product of 8-bit operands, against which the kernels are checked.
 
-    y = (q_x q_w^T) * s_x * s_w        q: int8 or e4m3; s_x of each row of x, s_w of each output, or one for all
-    y = the sum of such over groups of 128 inputs, with s_x of a row's group and s_w of a block of 128 x 128
+    y = (q_x q_w^T) * s_x * s_w        q: int8 or e4m3; s_x per row of x, s_w per output, or one for all
+    y = the sum of such products over groups of 128 inputs, with s_x per row and group and s_w per block of 128 x 128
 
-Products of integers are added up in int32, exactly; those of e4m3 in float32, where each is exact. Scales of rows and
-columns stay out of the sum, and so cost nothing.
+Integer products are accumulated in int32, exactly; e4m3 products in float32, where each product is exact. Row and
+output scales stay out of the sum, and so cost nothing.
 
 Sources: Xiao et al., "SmoothQuant", ICML 2023 (rows and columns); DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024
 (groups and blocks).
@@ -25,7 +25,9 @@ Scales = Literal["tensor", "output", "block"]
 
 
 def scale_kind(weight: torch.Tensor, scales: torch.Tensor) -> Scales:
-    """What of a weight [out, in] has a scale, given scales [1, 1], [out, 1] or [out / 128, in / 128], rounded up."""
+    """Return what the scales [1, 1], [out, 1] or [out / 128, in / 128] (rounded up) of a weight [out, in] belong
+    to.
+    """
     if scales.numel() == 1:
         return "tensor"
     return "output" if scales.shape == (weight.shape[0], 1) else "block"
@@ -66,7 +68,7 @@ def weight_only_reference(
     bias: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """As `scaled_linear_reference` for plain x, [num_rows, in]: W = codes * scales, float32, rounded to x's dtype."""
+    """Like `scaled_linear_reference`, for float x, [num_rows, in]: W = weight * scales, rounded to x's dtype."""
     w = _dequantized(weight, scales).float().to(x.dtype)
     return _finished(F.linear(x.double(), w.double()), bias, gated).to(x.dtype)
 
@@ -80,19 +82,19 @@ def _finished(y: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.
 
 
 def _dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[out, in] float64."""
+    """Return [out, in] float64."""
     for dim in (0, 1):
         scales = _by_number(scales, weight, dim)
     return weight.double() * scales
 
 
 def _by_number(scales: torch.Tensor, codes: torch.Tensor, dim: int) -> torch.Tensor:
-    """A scale for each code along `dim`, or one for all."""
+    """Return a scale for each value along `dim`, or one for all."""
     size = codes.shape[dim]
     return scales if scales.shape[dim] in (1, size) else scales.repeat_interleave(GROUP, dim).narrow(dim, 0, size)
 
 
 def cost(num_rows: int, num_in: int, num_out: int, dtype_bytes: int = 2, gated: bool = False) -> tuple[int, int]:
-    """(bytes, FLOPs) that any implementation must spend: codes in, the result out in `dtype_bytes`, the weight once."""
+    """Return (bytes, FLOPs) that any implementation must spend: operands in, the result (`dtype_bytes`) out."""
     numbers = num_in * num_out * (2 if gated else 1)
     return numbers + num_rows * (num_in + num_out * dtype_bytes), 2 * num_rows * numbers
