@@ -1,0 +1,1 @@
+"""Ranks: which part of the model each one holds, and what they exchange."""

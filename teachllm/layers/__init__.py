@@ -1,0 +1,1 @@
+"""What models are made of: attention, linear layers, norms, rotary embedding, experts."""

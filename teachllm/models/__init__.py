@@ -1,0 +1,1 @@
+"""Model families, and how a checkpoint becomes a model in memory."""

@@ -1,0 +1,1 @@
+"""From logits to token ids, for each request by its own parameters."""

@@ -1,0 +1,1 @@
+"""A chat in a terminal: its history, who answers, and how an answer is shown."""

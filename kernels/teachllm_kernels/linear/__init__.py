@@ -1,0 +1,1 @@
+"""Matrix products with unquantized weights, from one row to many."""

@@ -1,0 +1,1 @@
+"""Mixture of experts: routing tokens to experts, and the products of all experts in one launch."""

@@ -1,0 +1,1 @@
+"""Data parallelism: several engines that share the requests."""

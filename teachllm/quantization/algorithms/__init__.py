@@ -1,0 +1,1 @@
+"""How quantized checkpoints are made: GPTQ, AWQ, AutoRound, SmoothQuant."""

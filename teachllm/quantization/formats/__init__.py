@@ -1,0 +1,1 @@
+"""How quantized checkpoints are stored: one file per format."""

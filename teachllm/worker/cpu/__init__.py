@@ -1,0 +1,1 @@
+"""The model runner of a CPU."""

@@ -1,0 +1,1 @@
+"""Ranks in processes of their own, on one machine or several."""

@@ -1,0 +1,1 @@
+"""Drafting on the rows of a batch, on a CPU and on a GPU."""

@@ -1,0 +1,1 @@
+"""OpenAI's batch files: many requests in, many answers out."""
