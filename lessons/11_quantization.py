@@ -82,10 +82,10 @@ print(f"plain : perplexity {loss().perplexity:9,.2f}   {answer()!r}")
 # that 4 bits can stand for: if the whole matrix shares a scale, if one output's row does, and if these 16 do.
 
 # %%
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 
 show(
-    GroupedCodes.dequantize,
+    GroupedWeight.dequantize,
     {
         "if self.is_e2m1": "floats of 4 bits have a fixed table of numbers in place of even steps: skip these lines",
         "1 << (self.bits - 1)": "symmetric: the zero is the middle code, not stored; else each group has one",

@@ -78,7 +78,7 @@ class Work:
     num_bytes: int
     matrix_flops: int
     attention_flops: int
-    code_flops: int = 0
+    w8a8_flops: int = 0
 
     def seconds(self, ceilings: Ceilings) -> float:
         """The floor."""
@@ -99,7 +99,7 @@ class Work:
         return self.num_bytes / ceilings.read_bandwidth
 
     def _seconds_to_compute(self, ceilings: Ceilings) -> float:
-        matrix_flops = self.matrix_flops - self.code_flops / 2
+        matrix_flops = self.matrix_flops - self.w8a8_flops / 2
         return matrix_flops / ceilings.gemm_flops + self.attention_flops / ceilings.attention_flops
 
 
@@ -120,8 +120,8 @@ def step_work(model: ModelConfig, step: Step) -> Work:
         attention_flops += num_whole * 4 * _pairs_of(step, window) * model.num_attention_heads * model.head_size
     num_passes = num_tokens * (1 - spared / model.num_layers)
     matrix_flops = 2 * (body * num_passes + head * step.num_sampled)
-    code_flops = 2 * model.num_multiplied_as_codes * num_passes
-    return Work(num_bytes, round(matrix_flops), round(attention_flops), round(code_flops))
+    w8a8_flops = 2 * model.num_w8a8_parameters * num_passes
+    return Work(num_bytes, round(matrix_flops), round(attention_flops), round(w8a8_flops))
 
 
 def _keys_read(step: Step, window: int | None) -> int:

@@ -166,7 +166,7 @@ class Attention(nn.Module):
             num_kv_heads, share, partial(setattr, self, "k_scale"), partial(setattr, self, "v_scale")
         )
 
-    def hold_codes(self, scales: KVScales) -> None:
+    def enable_kv_quantization(self, scales: KVScales) -> None:
         """From now on this layer's cache holds codes. The tensors stay; what is in them may change."""
         self.settings = replace(self.settings, kv_scales=scales)
 

@@ -30,7 +30,7 @@ class DenseWeight(nn.Module):
         is_fixed: a row of y does not depend, by one bit, on how many others there are; on a GPU only.
     """
 
-    row_codes = None
+    input_quantization = None
     fuses_one_row = True
 
     def __init__(self, data: torch.Tensor) -> None:

@@ -19,10 +19,10 @@ from torch import nn
 from teachllm.distributed.group import ALONE, Group
 from teachllm.distributed.shards import ALL, Cut, Slice, cut
 from teachllm.layers.dense_weight import DenseWeight
-from teachllm.layers.norm import RMSNorm, RowCodes
+from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.weight import SeveralWeights, Weight
 from teachllm.quantization.execution_weights import weight_of
-from teachllm.quantization.formats.scheme import UNQUANTIZED, PartCodes, Schemes, Slot
+from teachllm.quantization.formats.scheme import UNQUANTIZED, QuantizedWeightLoader, Schemes, Slot
 from teachllm.quantization.quantized_weights import merged
 from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
@@ -68,7 +68,7 @@ class Linear(nn.Module):
         size = sum(out_features.values())
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
         by_name = {name: schemes(name) for name in out_features}
-        self._reading: dict[str, PartCodes | torch.Tensor] = {}
+        self._reading: dict[str, QuantizedWeightLoader | torch.Tensor] = {}
         here = torch.empty(0)  # of the model's dtype, on its device
         self._dtype = here.dtype
         if not any(by_name.values()):
@@ -82,12 +82,14 @@ class Linear(nn.Module):
             num_out, num_in = (size * each.count for size, each in zip(shape, cuts, strict=True))
             ranges = {"rows": cuts[0].of(num_out), "columns": cuts[1].of(num_in)}
             full_name = schemes.full_name(name)
-            self._reading[name] = PartCodes(scheme, full_name, num_out, num_in, here, self._merge_when_read, **ranges)
+            self._reading[name] = QuantizedWeightLoader(
+                scheme, full_name, num_out, num_in, here, self._merge_when_read, **ranges
+            )
 
     @property
-    def row_codes(self) -> RowCodes | None:
+    def input_quantization(self) -> InputQuantization | None:
         """What a norm that comes before may give to it in place of numbers; None: numbers."""
-        return self.weight.row_codes
+        return self.weight.input_quantization
 
     @property
     def fuses_one_row(self) -> bool:
@@ -145,7 +147,7 @@ class Linear(nn.Module):
         first = 0
         for name, rows in self.out_features.items():
             reading = self._reading.get(name)
-            if isinstance(reading, PartCodes):
+            if isinstance(reading, QuantizedWeightLoader):
                 for tensor_name, slot in reading.slots.items():
                     yield f"{name}.{tensor_name}", slot
             elif reading is not None:
@@ -175,27 +177,32 @@ class Linear(nn.Module):
                 part.fill_randomly(generator)
         self._merge_when_read()
 
-    def unread(self) -> Iterator[PartCodes]:
+    def unread(self) -> Iterator[QuantizedWeightLoader]:
         """Its quantized projections, before `finish`."""
-        yield from (each for each in self._reading.values() if isinstance(each, PartCodes))
+        yield from (each for each in self._reading.values() if isinstance(each, QuantizedWeightLoader))
 
     def num_bytes(self, dtype_bytes: int) -> int:
         """What its weight and bias take on a GPU, before `finish`, plain numbers of so many bytes."""
         size = sum(self.out_features.values())
-        numbers = 0 if self.bias is None else size
+        num_biases = 0 if self.bias is None else size
         if not self._reading:
-            return (numbers + size * self.in_features) * dtype_bytes
-        plain = [each.numel() for each in self._reading.values() if isinstance(each, torch.Tensor)]
-        return (numbers + sum(plain)) * dtype_bytes + sum(each.num_bytes for each in self.unread())
+            return (num_biases + size * self.in_features) * dtype_bytes
+        unquantized = [each.numel() for each in self._reading.values() if isinstance(each, torch.Tensor)]
+        return (num_biases + sum(unquantized)) * dtype_bytes + sum(each.num_bytes for each in self.unread())
 
     def _merge_when_read(self) -> None:
         """At once if all are codes: no more than one layer's lie in memory as they were read, a byte a number."""
-        if self._reading and all(isinstance(each, PartCodes) and each.is_read for each in self._reading.values()):
+        if self._reading and all(
+            isinstance(each, QuantizedWeightLoader) and each.is_read for each in self._reading.values()
+        ):
             self._merge()
 
     def _merge(self) -> None:
         """The projections to one weight, if that can be."""
-        read = [each.codes() if isinstance(each, PartCodes) else each for each in self._reading.values()]
+        read = [
+            each.quantized_weight() if isinstance(each, QuantizedWeightLoader) else each
+            for each in self._reading.values()
+        ]
         self._reading.clear()
         whole = merged(read)
         if whole is not None:

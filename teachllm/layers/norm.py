@@ -18,7 +18,7 @@ from teachllm_kernels.rms_norm import (
 )
 
 
-class RowCodes(NamedTuple):
+class InputQuantization(NamedTuple):
     """What a product takes in place of numbers.
 
     Attributes:
@@ -63,15 +63,18 @@ class RMSNorm(nn.Module):
         return rms_norm_reference(y, residual, self.weight, self.eps)
 
     def quantized(
-        self, y: torch.Tensor | Unsummed | None, residual: torch.Tensor | None, codes: RowCodes | None
+        self,
+        y: torch.Tensor | Unsummed | None,
+        residual: torch.Tensor | None,
+        input_quantization: InputQuantization | None,
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
         """As `forward`, with codes in place of the first, on a GPU; None: there are none."""
-        if codes is None:
+        if input_quantization is None:
             return self(y, residual)
         if y is None:
             assert residual is not None
             y, residual = residual, None
-        return rms_norm_quantized_triton(y, residual, self.weight, self.eps, *codes)
+        return rms_norm_quantized_triton(y, residual, self.weight, self.eps, *input_quantization)
 
     def prepare(self) -> None:
         """Prepares the filled weight for a CPU."""

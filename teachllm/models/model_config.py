@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from teachllm.quantization.layer_schemes import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_CODES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
+_KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -41,7 +41,7 @@ class ModelConfig(Shape):
         quantization: how its weights are quantized, for people; None: they are not. See `of_model`.
         quantized_as_read: by which method plain numbers are, as they are read.
         load_format: as `EngineConfig.load_format`.
-        num_multiplied_as_codes: of the parameters that `num_active_parameters` counts, those multiplied as 8-bit codes.
+        num_w8a8_parameters: of the parameters that `num_active_parameters` counts, those multiplied as 8-bit codes.
         dequantized: what a step of many tokens on a GPU makes of codes, see `Dequantized`.
         generation_defaults: sampling settings that generation_config.json recommends.
         raw: config.json.
@@ -60,7 +60,7 @@ class ModelConfig(Shape):
     quantization: str | None
     quantized_as_read: str | None
     load_format: str
-    num_multiplied_as_codes: int
+    num_w8a8_parameters: int
     dequantized: tuple[tuple[int, int, int], ...]
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
@@ -74,17 +74,17 @@ class ModelConfig(Shape):
     @property
     def kv_dtype(self) -> str:
         """Of the KV cache, by PyTorch's name."""
-        return _CODES.get(self.kv_cache_dtype, self.dtype)
+        return _KV_CACHE_DTYPES.get(self.kv_cache_dtype, self.dtype)
 
     @property
     def kv_bytes(self) -> int:
         """Of a number in the KV cache."""
-        return 1 if self.has_kv_codes else DTYPE_BYTES[self.dtype]
+        return 1 if self.has_quantized_kv else DTYPE_BYTES[self.dtype]
 
     @property
-    def has_kv_codes(self) -> bool:
+    def has_quantized_kv(self) -> bool:
         """Whether the KV cache holds codes, which have scales."""
-        return self.kv_cache_dtype in _CODES
+        return self.kv_cache_dtype in _KV_CACHE_DTYPES
 
 
 def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelConfig:
@@ -120,12 +120,12 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         num_parameters = sum(t.num_elements for t in stored.values())
         if shape.tied and "lm_head.weight" in stored:
             num_parameters -= stored["lm_head.weight"].num_elements
-    saved_bytes, widths, num_as_codes = 0, dict[str, int](), 0
+    saved_bytes, widths, num_w8a8 = 0, dict[str, int](), 0
     dequantized: tuple[Dequantized, ...] = ()
     if quantization is not None and device_type != "cpu":
         from teachllm.models.quantized_needs import needs_of  # loads torch
 
-        saved_bytes, widths, dequantized, num_as_codes = needs_of(raw, quantization.schemes, size)
+        saved_bytes, widths, dequantized, num_w8a8 = needs_of(raw, quantization.schemes, size)
     num_kept = num_parameters
     if implementation == "teachllm":
         from teachllm.models.llama_config import parse
@@ -145,7 +145,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         quantization=None if quantization is None else quantization.name,
         quantized_as_read=config.quantization,
         load_format=config.load_format,
-        num_multiplied_as_codes=num_as_codes,
+        num_w8a8_parameters=num_w8a8,
         dequantized=dequantized,
         generation_defaults=_generation_defaults(defaults),
         raw=raw,
@@ -183,7 +183,7 @@ def _quantization(
         raise ModelError(f"{architecture_of(raw)}: {error}") from None
     if found is not None and is_quantized and config.quantization is not None:
         raise ModelError(
-            f"quantization={config.quantization!r} is for checkpoints of plain numbers, and this one is quantized with "
+            f"quantization={config.quantization!r} is for unquantized checkpoints, and this one is quantized with "
             f"{found.name!r} already: leave quantization out"
         )
     if found is not None and implementation == "transformers":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedCodes, ScaledWeight
+from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedWeight, ScaledWeight
 
 E4M3_MAX = 448.0
 _TINY = 1e-10  # a group of zeros has a scale, too
@@ -21,7 +21,7 @@ def grouped(
     group_size: int,
     is_symmetric: bool = True,
     scale_dtype: torch.dtype = torch.float16,
-) -> GroupedCodes:
+) -> GroupedWeight:
     """Codes of [out, in] numbers.
 
     Args:
@@ -43,8 +43,10 @@ def grouped(
     steps = scales.float()
     zeros = None if is_symmetric else (-low / steps).round().clamp(0, most)
     middle = zeros.unsqueeze(2) if zeros is not None else 1 << (bits - 1)
-    codes = (groups / steps.unsqueeze(2)).round().add(middle).clamp(0, most).to(torch.uint8)
-    return GroupedCodes(codes.reshape(num_out, num_in), scales, None if zeros is None else zeros.to(torch.int32), bits)
+    qweight = (groups / steps.unsqueeze(2)).round().add(middle).clamp(0, most).to(torch.uint8)
+    return GroupedWeight(
+        qweight.reshape(num_out, num_in), scales, None if zeros is None else zeros.to(torch.int32), bits
+    )
 
 
 def scaled(
@@ -61,9 +63,9 @@ def scaled(
         per: what has a scale: the "tensor", a "channel" (an output), or a "block" of 128 x 128.
         scale_dtype: codes are chosen for the scale as it is stored.
     """
-    numbers = weight.float()
+    wide = weight.float()
     largest = E4M3_MAX if dtype is torch.float8_e4m3fn else 127.5
-    amax = numbers.abs()
+    amax = wide.abs()
     if per == "tensor":
         amax = amax.amax().reshape(1, 1)
     elif per == "channel":
@@ -74,8 +76,8 @@ def scaled(
         amax = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).amax(dim=(1, 3))
     scales = (amax.clamp_min(_TINY) / largest).clamp_min(smallest_scale(scale_dtype)).to(scale_dtype).float()
     block = (BLOCK, BLOCK) if per == "block" else None
-    plain = ScaledWeight(torch.ones_like(numbers, dtype=dtype), scales, activations, block=block)
-    steps = numbers / plain.dequantize(torch.float32)
+    ones = ScaledWeight(torch.ones_like(wide, dtype=dtype), scales, activations, block=block)
+    steps = wide / ones.dequantize(torch.float32)
     if dtype is torch.float8_e4m3fn:
         return ScaledWeight(steps.clamp(-E4M3_MAX, E4M3_MAX).to(dtype), scales, activations, block=block)
     return ScaledWeight(steps.round().clamp(-128, 127).to(dtype), scales, activations, block=block)

@@ -80,7 +80,7 @@ def kv_scale_slots(num_kv_heads: int, share: Slice, keep_k: Keep, keep_v: Keep) 
     yield from ((name, _Unread()) for name in (*unread, *_OF_WEIGHTS))
 
 
-def dtype_of_codes(config: Mapping[str, Any] | None) -> torch.dtype | None:
+def dtype_of_kv_scales(config: Mapping[str, Any] | None) -> torch.dtype | None:
     """What the scales of a checkpoint are for; None: for codes that are not this engine's.
 
     Args:

@@ -56,7 +56,7 @@ class DrafterConfig:
     @property
     def kv_dtype(self) -> str:
         """Of its KV cache, by PyTorch's name."""
-        return self.target.kv_dtype if self.target.has_kv_codes else self.dtype
+        return self.target.kv_dtype if self.target.has_quantized_kv else self.dtype
 
     @property
     def tree(self) -> DraftTree:

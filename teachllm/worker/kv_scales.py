@@ -32,7 +32,7 @@ from teachllm.layers.attention import Attention, AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
 from teachllm.models.model_config import ModelConfig
 from teachllm.quantization import layer_schemes
-from teachllm.quantization.stored_kv_scales import dtype_of_codes
+from teachllm.quantization.stored_kv_scales import dtype_of_kv_scales
 from teachllm.spec_decode.drafter import FlatTokens, ModelDrafter
 from teachllm.spec_decode.eagle import Eagle
 from teachllm_kernels.attention.kv_quantization import LARGEST
@@ -65,7 +65,7 @@ open lattice, and the solid takes up more room than the liquid did. What follows
 and fish live through the winter underneath."""
 
 
-def hold_codes(module: nn.Module, specs: Sequence[KVCacheSpec], device: torch.device) -> None:
+def enable_kv_quantization(module: nn.Module, specs: Sequence[KVCacheSpec], device: torch.device) -> None:
     """Gives each layer of a model, or of a drafter, scales to write and read its codes with: 1.0 until `calibrate`.
 
     Args:
@@ -73,7 +73,7 @@ def hold_codes(module: nn.Module, specs: Sequence[KVCacheSpec], device: torch.de
     """
     for attention, spec in zip(_attentions(module), specs, strict=True):
         k_scale, v_scale = torch.ones(2, spec.num_kv_heads, device=device)
-        attention.hold_codes((k_scale, v_scale))
+        attention.enable_kv_quantization((k_scale, v_scale))
 
 
 def layers_of(drafter: ModelDrafter) -> nn.Module:
@@ -99,7 +99,7 @@ def calibrate(
         ranks: that share the model, all of which call this. A drafter each has whole.
     """
     device, dtype = kv_caches[0][0].device, kv_caches[0][0].dtype
-    stored = dtype_of_codes(layer_schemes.config_of(config.raw, Path(config.path)))
+    stored = dtype_of_kv_scales(layer_schemes.config_of(config.raw, Path(config.path)))
     drafts = drafter is not None and drafter.has_layers
     attentions = list(_attentions(model))
     given = [_given(each) if stored == dtype else (None, None) for each in attentions]

@@ -40,7 +40,7 @@ class AttentionNeeds:
         dtype: of q, and of K and V before they are written.
         windows: of all layers.
         has_soft_cap: whether a layer may have one.
-        has_codes: the KV cache holds codes of one byte. They are to be attended to, not what they were made of, also
+        has_quantized_kv: the KV cache holds codes of one byte. They are to be attended to, not what they were made of, also
             those of the step's own tokens: else a prompt cut in another place would see other numbers.
     """
 
@@ -51,7 +51,7 @@ class AttentionNeeds:
     block_size: int
     windows: frozenset[int | None]
     has_soft_cap: bool = False
-    has_codes: bool = False
+    has_quantized_kv: bool = False
 
 
 class AttentionBackend(Protocol):

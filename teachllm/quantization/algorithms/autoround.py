@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm.quantization.rounding import smallest_scale
 
 
@@ -49,16 +49,18 @@ class Choices:
 
 def rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> torch.Tensor:
     """[out, in] numbers of the grid, with gradients for the choices."""
-    codes, steps, zeros = _rounded(weight, choices, grid)
-    return ((codes - zeros) * steps).flatten(1)
+    qweight, steps, zeros = _rounded(weight, choices, grid)
+    return ((qweight - zeros) * steps).flatten(1)
 
 
-def codes_of(weight: torch.Tensor, choices: Choices, grid: Grid) -> GroupedCodes:
+def quantize_weight(weight: torch.Tensor, choices: Choices, grid: Grid) -> GroupedWeight:
     """The same as codes."""
     with torch.no_grad():
-        codes, steps, zeros = _rounded(weight, choices, grid)
+        qweight, steps, zeros = _rounded(weight, choices, grid)
     of_groups = None if grid.is_symmetric else zeros.squeeze(2).to(torch.int32)
-    return GroupedCodes(codes.flatten(1).to(torch.uint8), steps.squeeze(2).to(grid.scale_dtype), of_groups, grid.bits)
+    return GroupedWeight(
+        qweight.flatten(1).to(torch.uint8), steps.squeeze(2).to(grid.scale_dtype), of_groups, grid.bits
+    )
 
 
 def learn(
@@ -67,7 +69,7 @@ def learn(
     loss_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
     num_iters: int = 200,
     progress: Callable[[], None] = lambda: None,
-) -> dict[str, GroupedCodes]:
+) -> dict[str, GroupedWeight]:
     """Codes of all of a block's weights.
 
     Args:
@@ -95,7 +97,7 @@ def learn(
     with torch.no_grad():
         for tensor, kept in zip(tensors, best, strict=True):
             tensor.copy_(kept)
-    return {name: codes_of(weight, choices[name], grid) for name, weight in weights.items()}
+    return {name: quantize_weight(weight, choices[name], grid) for name, weight in weights.items()}
 
 
 def _rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -111,8 +113,8 @@ def _rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> tuple[torch.
     else:
         zeros = _straight(-low / steps, torch.round).clamp(0, grid.most)
     offsets = choices.offsets.unflatten(1, (-1, groups.shape[2]))
-    codes = _straight(groups / steps + offsets, torch.round) + zeros
-    return codes.clamp(0, grid.most), steps, zeros
+    qweight = _straight(groups / steps + offsets, torch.round) + zeros
+    return qweight.clamp(0, grid.most), steps, zeros
 
 
 def _straight(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

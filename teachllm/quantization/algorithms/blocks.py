@@ -107,7 +107,7 @@ def load(folder: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def without_numbers(folder: Path) -> Any:
+def load_on_meta(folder: Path) -> Any:
     """The same model, to look at its layers: it takes no time and no memory. Errors as of `load`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -148,7 +148,9 @@ def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[Block]:
             if found is None:
                 raise ModelError(f"{name} cannot be quantized: its checkpoint has no {block.name}.{inner}")
             if found.dtype not in STORED_DTYPES:
-                raise ModelError(f"{name} cannot be quantized: {block.name}.{inner} is {found.dtype}, no plain number")
+                raise ModelError(
+                    f"{name} cannot be quantized: {block.name}.{inner} is {found.dtype}, not an unquantized weight"
+                )
     return blocks
 
 

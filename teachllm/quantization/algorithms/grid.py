@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from teachllm.quantization import rounding
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Grid:
         """Inputs of a group, of a weight with so many."""
         return num_in if self.group_size == -1 else self.group_size
 
-    def nearest(self, weight: torch.Tensor) -> GroupedCodes:
+    def nearest(self, weight: torch.Tensor) -> GroupedWeight:
         """[out, in] numbers in the range of each group -> codes.
 
         Raises:

@@ -23,7 +23,7 @@ from teachllm.quantization.formats.scheme import Scheme
 
 _SPECIAL = set(r"*+?^$()[]{}|\\")  # of a pattern, in place of a name
 _AS_GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", "auto")
-_PLAIN = ("auto_round", "auto_round:gptqmodel")
+_AUTO_ROUND = ("auto_round", "auto_round:gptqmodel")
 _AS_AWQ = ("auto_round:auto_awq", "auto_round:awq")
 
 
@@ -32,8 +32,8 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
     packing = config.get("packing_format") or "auto"
     if packing == "auto_round:llm_compressor":
         return parse_compressed_tensors(config, names)
-    if packing not in (*_AS_GPTQ, *_PLAIN, *_AS_AWQ):
-        supported = ", ".join((*_AS_GPTQ[:1], *_PLAIN[:1], *_AS_AWQ[:1]))
+    if packing not in (*_AS_GPTQ, *_AUTO_ROUND, *_AS_AWQ):
+        supported = ", ".join((*_AS_GPTQ[:1], *_AUTO_ROUND[:1], *_AS_AWQ[:1]))
         raise ModelError(
             f"AutoRound in the packing {packing!r} is not supported, only {supported}: take a checkpoint in these"
         )

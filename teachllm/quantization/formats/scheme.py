@@ -24,7 +24,7 @@ NOT_THIS_FILE = (
     "get both anew"
 )
 NOT_READ = (
-    "codes without their scales, or not those of quantization_config in config.json: take a complete checkpoint, or "
+    "quantized weights without their scales, or not those of quantization_config in config.json: take a complete checkpoint, or "
     "correct it"
 )
 
@@ -119,10 +119,10 @@ class Slot:
         format: of that, for errors.
     """
 
-    part: PartCodes | None = None
+    part: QuantizedWeightLoader | None = None
     format = ""
 
-    def __init__(self, part: PartCodes, name: str, stored: Stored) -> None:
+    def __init__(self, part: QuantizedWeightLoader, name: str, stored: Stored) -> None:
         self.part, self._name, self.stored = part, name, stored
         self.format = str(part.scheme)
 
@@ -173,7 +173,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) == len(wanted) and all(w in (-1, s) for s, w in zip(shape, wanted, strict=True))
 
 
-class PartCodes:
+class QuantizedWeightLoader:
     """A projection's weight while it is read.
 
     Args:
@@ -201,7 +201,7 @@ class PartCodes:
         num_out, self.in_features = (len(range(size)[each]) for size, each in zip(self._shape, self._cut, strict=True))
         self._own_shape, self._like, self._when_read = (num_out, self.in_features), like, when_read
         self._tensors: dict[str, torch.Tensor] = {}
-        self._codes: Quantized | None = None
+        self._quantized: Quantized | None = None
         try:
             self._stored = scheme.stored(*self._shape)
         except ValueError as error:
@@ -225,13 +225,13 @@ class PartCodes:
     @property
     def is_read(self) -> bool:
         """Whether its codes are made."""
-        return self._codes is not None
+        return self._quantized is not None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor was read. Codes are made when nothing more can come."""
         self._tensors[name] = tensor.to(self._like.device)
         if len(self._tensors) == len(self._stored):
-            self.codes()
+            self.quantized_weight()
             if self._when_read is not None:
                 self._when_read()
 
@@ -252,34 +252,34 @@ class PartCodes:
         Raises:
             ModelError: the scheme cannot.
         """
-        numbers = torch.randn(self._shape, dtype=self._like.dtype, device=self.device, generator=generator)
+        weight = torch.randn(self._shape, dtype=self._like.dtype, device=self.device, generator=generator)
         try:
-            self._codes = self._own(self.scheme.quantize(numbers * self._shape[1] ** -0.5))
+            self._quantized = self._own(self.scheme.quantize(weight * self._shape[1] ** -0.5))
         except ValueError as error:
             raise ModelError(f"{self.name}: {error}") from None
         if self._when_read is not None:
             self._when_read()
 
-    def codes(self) -> Quantized:
+    def quantized_weight(self) -> Quantized:
         """What was read.
 
         Raises:
             ModelError: it contradicts itself.
         """
-        if self._codes is None:
+        if self._quantized is None:
             try:
-                self._codes = self.scheme.read(self._tensors, *self._shape)
-                if not bool(self._codes.scales.isfinite().all()):
+                self._quantized = self.scheme.read(self._tensors, *self._shape)
+                if not bool(self._quantized.scales.isfinite().all()):
                     raise ValueError("a scale is infinite or NaN: the file is broken, get it anew")
-                self._codes = self._own(self._codes)
+                self._quantized = self._own(self._quantized)
             except ValueError as error:
                 raise ModelError(f"{self.name}: {error}") from None
             self._tensors.clear()
-        return self._codes
+        return self._quantized
 
-    def _own(self, codes: Quantized) -> Quantized:
+    def _own(self, quantized: Quantized) -> Quantized:
         """The part that is kept of a whole projection's."""
-        return codes if self._own_shape == self._shape else part_of(codes, *self._cut)
+        return quantized if self._own_shape == self._shape else part_of(quantized, *self._cut)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class OnTheFly:
     of_size: Callable[[int], Scheme]
 
     def __str__(self) -> str:
-        return "plain numbers"
+        return "unquantized weights"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
         """As `Scheme`."""

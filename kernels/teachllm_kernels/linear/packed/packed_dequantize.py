@@ -22,10 +22,10 @@ from teachllm_kernels.linear.packed.packed_weight import PackedWeight
 
 __all__ = [
     "conversion",
+    "dequantize_unscaled",
     "halves",
     "load_pairs",
     "nibbles",
-    "numbers",
     "of_steps",
     "pairs_of_zeros",
     "scale_step",
@@ -61,7 +61,7 @@ def scale_step(weight: PackedWeight) -> int:
 
 
 @triton.jit
-def numbers(
+def dequantize_unscaled(
     words, zeros, magic,
     DTYPE: tl.constexpr, BITS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr,
     IS_RAW: tl.constexpr = False,
@@ -133,20 +133,20 @@ def nibbles(words, magic, DTYPE: tl.constexpr, FROM: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(numbers_ptr, pair, mask):
+def load_pairs(values_ptr, pair, mask):
     """Load numbers 2 * pair and 2 * pair + 1: as words for `halves` if they have 16 bits, otherwise [..., 2].
 
     A loop that loads an iteration ahead should load words: two 16-bit numbers take a register each, and putting them
     there waits for the load.
     """
-    if numbers_ptr.dtype.element_ty.primitive_bitwidth == 16:
-        return tl.load(numbers_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + pair, mask=mask, other=0)
+    if values_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        return tl.load(values_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + pair, mask=mask, other=0)
     else:
         two = tl.arange(0, 2)
         for _ in tl.static_range(len(pair.shape)):
             two = tl.expand_dims(two, 0)
         mask = tl.expand_dims(mask, len(pair.shape))
-        return tl.load(numbers_ptr + tl.expand_dims(pair, len(pair.shape)) * 2 + two, mask=mask, other=0.0)
+        return tl.load(values_ptr + tl.expand_dims(pair, len(pair.shape)) * 2 + two, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -203,8 +203,8 @@ def _halves(pairs, magic, DTYPE: tl.constexpr, IN_TWO: tl.constexpr):
 
 
 @triton.jit
-def _float(codes, magic):
-    return (codes | magic).to(tl.float32, bitcast=True)
+def _float(values, magic):
+    return (values | magic).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -214,9 +214,9 @@ def _e2m1(words, AT: tl.constexpr, UP: tl.constexpr):
 
 
 @triton.jit
-def _wide_e2m1(codes):
+def _wide_e2m1(values):
     """Turn e2m1 values into float32 whose exponents are too small."""
-    return (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True)
+    return (((values & 8) << 28) | ((values & 7) << 22)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
