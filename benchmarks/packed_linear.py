@@ -1,4 +1,4 @@
-"""How near products of 4-bit and 8-bit codes come to the read ceiling, beside those of bfloat16.
+"""How near products with 4-bit and 8-bit weights come to the read ceiling, beside those of bfloat16.
 
     python3 benchmarks/packed_linear.py [--rows N ...] [--kinds KIND ...] [--try-tilings] [--output FILE]
 
@@ -140,7 +140,7 @@ def few_rows(x: torch.Tensor, weight: PackedWeight, gated: bool = False, parts: 
 
 
 def packed_calls(shape: Product, num_rows: int) -> Iterator[tuple[str, Callable[[PackedWeight], torch.Tensor]]]:
-    """Every way to multiply so many rows by codes."""
+    """Yield every way to multiply so many rows by a packed weight."""
     x, (norm, residual) = randn(num_rows, shape.num_in), before_and_after(shape)
     if num_rows == 1:
         yield "one row", lambda w: packed_gemv_triton(x, w, None, norm, residual, shape.gated)

@@ -5,7 +5,7 @@
            + 4 x heads x head size x (query, key) pairs, in every layer; of the last layer for sampled tokens alone
     floor  max(bytes / read bandwidth, matrix FLOPs / GEMM rate + attention FLOPs / attention rate)
 
-Products of 8-bit codes on both sides count as half as long: tensor cores multiply them twice as fast as 16-bit numbers.
+W8A8 products count as half as long: tensor cores multiply 8-bit values twice as fast as 16-bit ones.
 
 Activations are left out: a fused step need not write them. So the kernels' own `cost()`, each counting what goes in
 and out of that kernel, add up to more than this.
@@ -73,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step cannot do without: bytes moved, FLOPs of products, of them those of codes, of attention."""
+    """The least that a step must do: bytes moved, FLOPs of products and of attention, W8A8 FLOPs among the former."""
 
     num_bytes: int
     matrix_flops: int

@@ -1,8 +1,8 @@
 """Linear layers, merged where several projections read the same input (lesson 12).
 
 Q, K and V read one input, and so do gate and up: as one matrix each they cost one product instead of three or two,
-and larger products run nearer to the hardware's limit. A checkpoint stores the projections apart: each of plain numbers
-fills its rows of the merged matrix; quantized ones are collected, and merged when all have come.
+and larger products run nearer to the hardware's limit. A checkpoint stores the projections apart: an unquantized one
+fills its rows of the merged matrix; quantized ones are collected, and merged when all are loaded.
 
 In a group of ranks a layer holds some outputs of each projection, or some of the inputs: what the ranks then have are
 parts of a sum, and they add them up. See `distributed/shards.py`.
@@ -88,7 +88,7 @@ class Linear(nn.Module):
 
     @property
     def input_quantization(self) -> InputQuantization | None:
-        """What a norm that comes before may give to it in place of numbers; None: numbers."""
+        """How the norm before this layer may quantize its output; None: not at all."""
         return self.weight.input_quantization
 
     @property
@@ -182,7 +182,7 @@ class Linear(nn.Module):
         yield from (each for each in self._reading.values() if isinstance(each, QuantizedWeightLoader))
 
     def num_bytes(self, dtype_bytes: int) -> int:
-        """What its weight and bias take on a GPU, before `finish`, plain numbers of so many bytes."""
+        """Return the bytes of weight and bias on a GPU, before `finish`; `dtype_bytes` per unquantized value."""
         size = sum(self.out_features.values())
         num_biases = 0 if self.bias is None else size
         if not self._reading:
@@ -191,14 +191,14 @@ class Linear(nn.Module):
         return (num_biases + sum(unquantized)) * dtype_bytes + sum(each.num_bytes for each in self.unread())
 
     def _merge_when_read(self) -> None:
-        """At once if all are codes: no more than one layer's lie in memory as they were read, a byte a number."""
+        """Merge at once if all are quantized: at most one layer lies unpacked in memory, at a byte per value."""
         if self._reading and all(
             isinstance(each, QuantizedWeightLoader) and each.is_read for each in self._reading.values()
         ):
             self._merge()
 
     def _merge(self) -> None:
-        """The projections to one weight, if that can be."""
+        """Merge the projections to one weight, if that is possible."""
         read = [
             each.quantized_weight() if isinstance(each, QuantizedWeightLoader) else each
             for each in self._reading.values()

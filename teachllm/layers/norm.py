@@ -19,12 +19,12 @@ from teachllm_kernels.rms_norm import (
 
 
 class InputQuantization(NamedTuple):
-    """What a product takes in place of numbers.
+    """How a layer's input is quantized before it is multiplied.
 
     Attributes:
-        dtype: of codes, int8 or float8_e4m3fn.
-        scale: [1] float32, of all; None: a row has its own.
-        grouped: or each 128 numbers of a row.
+        dtype: int8 or float8_e4m3fn.
+        scale: [1] float32, for all rows; None: each row has its own.
+        grouped: every 128 values of a row have a scale instead.
     """
 
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class RMSNorm(nn.Module):
         residual: torch.Tensor | None,
         input_quantization: InputQuantization | None,
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
-        """As `forward`, with codes in place of the first, on a GPU; None: there are none."""
+        """Return what `forward` returns, the first quantized; on a GPU. With `input_quantization` None, nothing is."""
         if input_quantization is None:
             return self(y, residual)
         if y is None:

@@ -1,7 +1,7 @@
-"""What a linear layer multiplies with, whatever form its numbers are kept in.
+"""What a linear layer multiplies with, in whatever form its weight is stored.
 
-A layer's products are one concept, how its weight is stored another: as plain numbers, as codes of 4 bits with scales,
-as codes of 8 bits that tensor cores take. Each form knows its own kernels. A layer sees only this interface.
+A layer's products are one concept, how its weight is stored another: unquantized, in 4 bits with scales per group, in 8
+bits that tensor cores multiply. Each form knows its own kernels. A layer sees only this interface.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _warn_of_batch_scales(model: nn.Module, model_config: ModelConfig) -> None:
 
 
 def _warn_of_fp8(model: nn.Module, model_config: ModelConfig) -> None:
-    """Says so if codes are not used as the checkpoint asks."""
+    """Warn if activations are not quantized as the checkpoint asks."""
     names = [name for name, each in model.named_modules() if isinstance(each, GPUScaledWeight) and each.lacks_fp8]
     if names:
         warnings.warn(

@@ -39,10 +39,10 @@ class ModelConfig(Shape):
         weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
         active_bytes: of the parameters that `num_active_parameters` counts.
         quantization: how its weights are quantized, for people; None: they are not. See `of_model`.
-        quantized_as_read: by which method plain numbers are, as they are read.
+        quantized_as_read: the method by which an unquantized checkpoint is quantized as it is loaded.
         load_format: as `EngineConfig.load_format`.
-        num_w8a8_parameters: of the parameters that `num_active_parameters` counts, those multiplied as 8-bit codes.
-        dequantized: what a step of many tokens on a GPU makes of codes, see `Dequantized`.
+        num_w8a8_parameters: of the parameters that `num_active_parameters` counts, those of W8A8 products.
+        dequantized: weights that a step of many tokens dequantizes on a GPU, see `Dequantized`.
         generation_defaults: sampling settings that generation_config.json recommends.
         raw: config.json.
         kv_cache_dtype: as `EngineConfig.kv_cache_dtype`.
@@ -78,12 +78,12 @@ class ModelConfig(Shape):
 
     @property
     def kv_bytes(self) -> int:
-        """Of a number in the KV cache."""
+        """Bytes per value of the KV cache."""
         return 1 if self.has_quantized_kv else DTYPE_BYTES[self.dtype]
 
     @property
     def has_quantized_kv(self) -> bool:
-        """Whether the KV cache holds codes, which have scales."""
+        """Whether the KV cache is quantized, with scales."""
         return self.kv_cache_dtype in _KV_CACHE_DTYPES
 
 
@@ -116,7 +116,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
     generation = folder / "generation_config.json"
     defaults = read_json(generation) if generation.exists() else {}
     num_parameters, size = shape.num_parameters, DTYPE_BYTES[dtype]
-    if stored and quantization is None:  # codes do not tell how many numbers they stand for
+    if stored and quantization is None:  # quantized tensors do not tell the number of weights
         num_parameters = sum(t.num_elements for t in stored.values())
         if shape.tied and "lm_head.weight" in stored:
             num_parameters -= stored["lm_head.weight"].num_elements
@@ -162,7 +162,7 @@ def _generation_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
 def _quantization(
     config: EngineConfig, raw: dict[str, Any], folder: Path, implementation: str, names: frozenset[str] | None
 ) -> Quantization | None:
-    """What the projections are, or become as they are read; None: plain numbers. `names`: see `of_config`.
+    """Return how the projections are, or will be, quantized; None: not at all. `names`: see `of_config`.
 
     Raises:
         ModelError: a format that is not supported; or it is to be quantized, and is.

@@ -40,7 +40,7 @@ def fill_parts_randomly(destinations: Iterable[tuple[str, Destination]], seed: i
     Args:
         destinations: by the names of the checkpoint's tensors.
     """
-    for name, place in destinations:  # one at a time: codes that are merged need not stay as they were made
+    for name, place in destinations:  # one at a time: quantized weights that are merged can be freed
         if isinstance(place, Slot):
             part = place.part
             if part is not None and not part.is_read:

@@ -1,4 +1,4 @@
-"""From codes to what a layer multiplies with, on the device that they are on."""
+"""From a loaded weight, quantized or not, to the weight that a layer executes with, on its device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from teachllm.quantization.scaled_weight import CPUScaledWeight
 
 
 def weight_of(quantized: Quantized | torch.Tensor, dtype: torch.dtype, is_gated: bool = False) -> Weight:
-    """A layer's weight.
+    """Build a layer's execution weight from a loaded one.
 
     Args:
-        numbers: codes, or plain numbers.
+        quantized: the loaded weight; a tensor is unquantized.
         dtype: the model's.
         is_gated: its upper half is gate, its lower one up, and they are multiplied with each other.
     """
@@ -28,13 +28,13 @@ def weight_of(quantized: Quantized | torch.Tensor, dtype: torch.dtype, is_gated:
     if quantized.qweight.device.type == "cpu":
         is_weight_only = quantized.activations is Activations.UNQUANTIZED
         return DenseWeight(quantized.dequantize(dtype)) if is_weight_only else CPUScaledWeight(quantized, dtype)
-    if quantized.block not in (None, (BLOCK, BLOCK)):  # nobody multiplies such blocks as they are
+    if quantized.block not in (None, (BLOCK, BLOCK)):  # no kernel multiplies such blocks
         return DenseWeight(quantized.dequantize(dtype))
     return GPUScaledWeight(quantized, dtype)
 
 
 def as_groups(quantized: Quantized) -> Quantized:
-    """Integers that are multiplied with plain numbers are codes of one group a row; others are as they are."""
+    """Return integers for unquantized activations as one group per row; other weights as they are."""
     if isinstance(quantized, GroupedWeight) or quantized.block is not None or quantized.qweight.dtype is not torch.int8:
         return quantized
     if quantized.activations is not Activations.UNQUANTIZED:
@@ -44,7 +44,7 @@ def as_groups(quantized: Quantized) -> Quantized:
 
 
 def _fits(quantized: GroupedWeight) -> bool:
-    """Whether kernels multiply such codes. oneDNN multiplies numbers: on a CPU codes save the disk, not the memory."""
+    """Return whether kernels multiply this weight. On a CPU none does: quantization saves disk there, not memory."""
     num_groups, num_in = quantized.scales.shape[1], quantized.qweight.shape[1]
     are_equal = num_groups * quantized.group_size == num_in
     if not (quantized.qweight.is_cuda and are_equal and fits_kernels(num_groups, quantized.group_size)):

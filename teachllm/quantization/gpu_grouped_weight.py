@@ -1,8 +1,8 @@
-"""A linear layer whose weight alone is codes of 4 or 8 bits, on a GPU: W4A16, W8A16.
+"""A linear layer whose weight alone is quantized to 4 or 8 bits, on a GPU: W4A16, W8A16.
 
-A decode's time is the time to read the weights, so a quarter of the bytes is up to four times the speed; kernels make
-numbers of codes in registers, where nobody waits for them. Prompts are bound by arithmetic instead, which codes do not
-save: there numbers are made first, and multiplied as those of `dense_weight.py` are.
+A decode's time is the time to read the weights, so a quarter of the bytes is up to four times the speed; kernels
+dequantize in registers, which costs no time. Prompts are bound by arithmetic instead, which quantization does not save:
+there the weight is dequantized first, and multiplied like those of `dense_weight.py`.
 
     one row       a matrix-vector product, with the norm before it and the residual after it
     few           up to 256 rows: Hopper's own kernel for weights that it takes, for others the portable one

@@ -1,4 +1,4 @@
-"""`scaled_weight.py` on a GPU: whose product of 8-bit codes is the fastest for how many rows of x.
+"""`scaled_weight.py` on a GPU: which 8-bit product is the fastest for how many rows of x.
 
     few, or one   Hopper's own kernel up to 256 rows
     one           elsewhere a matrix-vector product that quantizes the row for itself, with norm and residual around it
@@ -101,7 +101,7 @@ class GPUScaledWeight(nn.Module):
         return scaled_linear_triton(*what, gated=gated, dtype=self.dtype)
 
     def _rows(self, x: torch.Tensor | QuantizedRows) -> QuantizedRows:
-        """x as codes."""
+        """Quantize x."""
         if isinstance(x, QuantizedRows):
             return x
         return quantize_rows(x, self.qweight.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)

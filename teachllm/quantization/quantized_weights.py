@@ -1,14 +1,14 @@
-"""Quantized weights, whatever file they came from: codes, and what turns codes into numbers.
+"""Quantized weights, whatever file they came from: quantized values, and what dequantizes them.
 
-A weight takes few values near each other, and a product needs its numbers only roughly. So a number becomes a code of
-4 or 8 bits, and a scale that many codes share says what a step of the code is worth:
+Weights lie close together, and a product needs them only roughly. So each is stored as a value of 4 or 8 bits, and many
+values share a scale, the size of one step:
 
-    grouped   number = (code - zero) * scale, with a scale (and a zero) for every so many inputs of each output. Only
-              the weight is quantized: a product first makes numbers again. What it saves is bytes to read
-    scaled    number = code * scale, codes of 8 bits that tensor cores multiply by themselves (integers or e4m3), a
-              scale for the whole weight, each output, or each block of 128 x 128. Activations are quantized, too
+    grouped   weight = (qweight - zero) * scale, with a scale (and a zero) per group of inputs of each output. Only the
+              weight is quantized: a product dequantizes it first. What this saves is bytes to read
+    scaled    weight = qweight * scale, 8-bit values that tensor cores multiply by themselves (integers or e4m3), a
+              scale per weight, per output, or per block of 128 x 128. Activations are quantized, too
 
-Every format on disk is one of the two in some packing; `codes` here are one byte each, in the order of the weight.
+Every format on disk is one of the two in some packing; `qweight` has a byte per value here, in the weight's order.
 
 Source: Gholami et al., "A Survey of Quantization Methods for Efficient Neural Network Inference", 2021.
 """
@@ -25,11 +25,11 @@ from teachllm_kernels.linear.packed.packed_weight import E2M1, INPUTS_OF_A_STEP
 
 BLOCK = 128  # rows and columns of a block that has a scale
 _FEWER_RANKS = "set tensor_parallel_size lower"
-_ROWS = 4096  # of which numbers are made at a time: what is in between takes 16 bytes a number; a multiple of `BLOCK`
+_ROWS = 4096  # dequantized at a time: intermediate results take 16 bytes per weight; a multiple of `BLOCK`
 
 
 class Activations(Enum):
-    """What x becomes before it is multiplied with codes of 8 bits."""
+    """How x is quantized before it is multiplied with an 8-bit weight."""
 
     UNQUANTIZED = "unquantized: only the weight is quantized"
     BY_TOKEN = "quantized, with a scale for each token"
@@ -39,15 +39,15 @@ class Activations(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight of which each `group_size` inputs of an output share a scale.
+    """A quantized weight; every `group_size` inputs of an output share a scale.
 
     Attributes:
-        codes: [out, in] uint8, 0 to 2^bits - 1.
+        qweight: [out, in] uint8, 0 to 2^bits - 1.
         scales: [out, num_groups], a float dtype, as stored; of any sign.
-        zeros: [out, num_groups] int32, the code of 0.0; None: the middle one, 2^(bits - 1).
-        bits: of a code, 4 or 8.
+        zeros: [out, num_groups] int32, the quantized 0.0; None: the middle, 2^(bits - 1).
+        bits: bits per weight, 4 or 8.
         group_index: [in] int32, the group of each input; None: they are in order, `group_size` each.
-        is_e2m1: codes are 4-bit floats (`E2M1`), and there are no zeros.
+        is_e2m1: quantized values are 4-bit floats (`E2M1`), and there are no zeros.
     """
 
     qweight: torch.Tensor
@@ -77,7 +77,7 @@ class GroupedWeight:
         return dequantized
 
     def with_zeros(self) -> torch.Tensor:
-        """`zeros`, also where they are all the middle one."""
+        """Return `zeros`, also where all of them are the middle of the range."""
         if self.zeros is not None:
             return self.zeros
         return torch.full(self.scales.shape, 1 << (self.bits - 1), dtype=torch.int32, device=self.scales.device)
@@ -91,10 +91,10 @@ class GroupedWeight:
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """A weight of 8-bit codes that are multiplied as they are.
+    """A weight of 8-bit values that are multiplied as they are.
 
     Attributes:
-        codes: [out, in] int8 or float8_e4m3fn.
+        qweight: [out, in] int8 or float8_e4m3fn.
         scales: float32; [1, 1] of the whole weight, [out, 1] of each output, or one of each block, rounded up.
         block: (outputs, inputs) that share a scale; None: there are no blocks.
         activations: what x becomes.
@@ -125,7 +125,7 @@ Quantized = GroupedWeight | ScaledWeight
 
 
 def part_of(quantized: Quantized, rows: slice, columns: slice) -> Quantized:
-    """Some outputs and inputs of a weight, with the same numbers.
+    """Return some outputs and inputs of a weight, with the same values.
 
     Raises:
         ValueError: blocks would be cut; "why: what would do".
@@ -152,7 +152,7 @@ def _blocks(part: slice, size: int) -> slice:
 
 
 def _part_of_groups(quantized: GroupedWeight, at: slice, inputs: slice) -> GroupedWeight:
-    """Groups that are cut keep their number: each input then says which is its own."""
+    """Cut groups keep their scale: `group_index` then maps each input to its group."""
     size, num_in = quantized.group_size, quantized.qweight.shape[1]
     groups, index = slice(None), quantized.group_index
     if index is not None:
@@ -167,15 +167,15 @@ def _part_of_groups(quantized: GroupedWeight, at: slice, inputs: slice) -> Group
 
 
 def fits_kernels(num_groups: int, group_size: int) -> bool:
-    """Whether a GPU's kernels multiply such codes; those of other groups become numbers as they are read."""
+    """Return whether a GPU's kernels multiply such groups; weights with others are dequantized when loaded."""
     return num_groups == 1 or group_size % INPUTS_OF_A_STEP == 0
 
 
 def merged(parts: Sequence[Quantized | torch.Tensor]) -> Quantized | torch.Tensor | None:
-    """One weight of several, one below the other; None: they are too different.
+    """Merge several weights, one below the other; None: they are too different.
 
     Args:
-        parts: of the same inputs; a tensor is plain numbers.
+        parts: of the same inputs; a tensor is unquantized.
     """
     if len(parts) == 1:
         return parts[0]

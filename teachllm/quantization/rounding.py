@@ -1,7 +1,7 @@
-"""Round to nearest: the plainest way from numbers to codes, and the one that everything better is measured against.
+"""Round to nearest: the simplest way to quantize, and the baseline of every better one.
 
-A scale is as large as the largest number of its group needs, and no larger; each number takes the nearest code. Nothing
-is known of what the weight will be multiplied with.
+A scale is as large as the largest weight of its group needs, and no larger; each weight takes the nearest quantized
+value. Nothing is known of the activations that the weight will be multiplied with.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def grouped(
     is_symmetric: bool = True,
     scale_dtype: torch.dtype = torch.float16,
 ) -> GroupedWeight:
-    """Codes of [out, in] numbers.
+    """Quantize a weight [out, in] by groups.
 
     Args:
         group_size: inputs that share a scale; must divide `in`.
-        is_symmetric: 0.0 is the middle code; otherwise each group has its own zero.
-        scale_dtype: codes are chosen for the scale as it is stored.
+        is_symmetric: 0.0 is the middle of the range; otherwise each group has its own zero.
+        scale_dtype: values are rounded for the scale as it is stored.
 
     Raises:
         ValueError: the group size does not divide.
@@ -56,12 +56,12 @@ def scaled(
     activations: Activations = Activations.BY_TOKEN,
     scale_dtype: torch.dtype = torch.float32,
 ) -> ScaledWeight:
-    """Codes of 8 bits of [out, in] numbers.
+    """Quantize a weight [out, in] to 8 bits.
 
     Args:
         dtype: int8 or float8_e4m3fn.
         per: what has a scale: the "tensor", a "channel" (an output), or a "block" of 128 x 128.
-        scale_dtype: codes are chosen for the scale as it is stored.
+        scale_dtype: values are rounded for the scale as it is stored.
     """
     wide = weight.float()
     largest = E4M3_MAX if dtype is torch.float8_e4m3fn else 127.5
@@ -84,5 +84,5 @@ def scaled(
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """Of positive ones: float16 holds those of small weights below its normal numbers, with 5 binary digits or more."""
+    """Return the smallest positive scale: in float16 small ones are subnormal, with 5 binary digits or more."""
     return 2.0**-20 if dtype is torch.float16 else torch.finfo(dtype).tiny

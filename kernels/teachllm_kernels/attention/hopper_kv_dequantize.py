@@ -57,7 +57,7 @@ sub.f16x2 $1, $1, offset;
 
 @gluon.jit
 def dequantize_unscaled(quantized):
-    """Dequantize like `kv_quantization.dequantize_unscaled`, to float16; a thread holds quantized values in groups of four."""
+    """Convert to float16 like `kv_quantization.dequantize_unscaled`; a thread holds values in groups of four."""
     if quantized.dtype == gl.int8:
         return gl.inline_asm_elementwise(_INTEGERS, "=r,=r,r", [quantized], dtype=gl.float16, is_pure=True, pack=4)
     return quantized.to(gl.float16)

@@ -22,8 +22,8 @@ STAGES = 3  # tiles, quantized and dequantized
 def convert(quantized, fetched, buffers, made, work, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr):
     """Four warps: dequantize tiles of keys and values, one after the other.
 
-    codes, fetched    the copying warp's buffers (K, V), and their barriers (K's arrived, free, V's arrived, free)
-    buffers, made     the same for the buffers of dequantized tiles, which the attending groups read
+    quantized, fetched  the copying warp's buffers (K, V), and their barriers (K's arrived, free, V's arrived, free)
+    buffers, made       the same for the buffers of dequantized tiles, which the attending groups read
     """
     quantized_k, quantized_v = quantized
     k_fetched, k_taken, v_fetched, v_taken = fetched

@@ -72,7 +72,7 @@ def paged_attention_reference(
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         soft_cap: squeezes each score into (-soft_cap, soft_cap) by tanh.
         trees: of each sequence; None: a token sees all before it.
-        scales: of K's and V's codes, if the cache holds codes.
+        scales: scales of K and V, if the cache is quantized.
 
     Returns:
         [num_tokens, num_heads, head_size] in the dtype of `q`.

@@ -149,7 +149,8 @@ def _paged_prefill(
     if not FIXED:
         acc, total, top = _attend(
             acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, full_begin, full_end, scale,
-            False, WINDOW, SOFT_CAP, QUANTIZED_KV, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
+            False, WINDOW, SOFT_CAP, QUANTIZED_KV, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED,
+            BLOCK_N,
         )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, full_end, end, scale,

@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # in a notebook tqdm misses a widget, which nobody needs here
     import tqdm.auto  # noqa: F401
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, scales, zeros
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # quantized values, scales, zeros
 Quantize = Callable[[torch.Tensor, int, int], Parts]
 
 WHOLE, ROW = 0, -1  # in place of a group's size
@@ -48,7 +48,7 @@ def own(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
 
 
 def dequantize(parts: Parts, bits: int) -> torch.Tensor:
-    """[out, in] float32 that codes stand for, by the engine's own reading."""
+    """Return the dequantized weight, [out, in] float32, as the engine computes it."""
     values, scales, zeros = parts
     return GroupedWeight(values, scales.float(), zeros.to(torch.int32), bits).dequantize(torch.float32)
 
@@ -77,7 +77,7 @@ def _home() -> Path:
 
 
 def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
-    """A copy of teachlm of which every projection's numbers went through codes and back: any number of bits.
+    """Write a copy of teachlm whose projections are quantized and dequantized again, with any number of bits.
 
     Args:
         group_size: of inputs that share a scale; `ROW`: all of an output's; `WHOLE`: all of the weight.
@@ -101,7 +101,7 @@ def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
 
 
 def packed(bits: int, group_size: int, quantize: Quantize = own) -> str:
-    """A checkpoint of teachlm with the codes themselves, 8 or 4 bits each, as compressed-tensors packs them."""
+    """Write a checkpoint of teachlm with quantized weights, 8 or 4 bits each, as compressed-tensors packs them."""
     recipe = Recipe("rtn", bits=bits, group_size=group_size, is_symmetric=False)
     made = Made("model.layers")
     for name in filter(is_projection, weights()):
@@ -268,7 +268,7 @@ def nearest_4_bits() -> Path:
 
 
 def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Picture:
-    """Some of an output's weights, and the numbers that codes can stand for, with one scale for ever fewer of them.
+    """Draw some of an output's weights, and the values of the grid, with one scale for ever fewer of them.
 
     Args:
         name: of a weight.
@@ -301,7 +301,7 @@ def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Pic
 
 
 def draw_speeds(ways: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Picture:
-    """One request's tokens, and many prompts, by what numbers are stored as."""
+    """Draw one request's tokens, and many prompts, per weight dtype."""
     names = [name for name in ("bf16", "fp8", "int8", "int4") if name in ways]
     figure, both = axes(9, 2.2, ncols=2, sharey=True)
     figures = (
@@ -387,13 +387,13 @@ _SLACK = 1.001  # of a step: float32's own rounding
 
 
 def contract_quantize(piece: Quantize) -> int:
-    """What codes, scales and zeros have to do, from one group of four weights up."""
+    """Check quantized values, scales and zeros, from one group of four weights up."""
     exact = torch.tensor([[-1.0, 0.0, 1.0, 2.0]])
     back = _tried(piece, exact, 2, 4)
     require(
         torch.allclose(back, exact),
-        f"four weights and four quantized values: {_of(exact)} in 2 bits fits exactly (values 0 1 2 3, scale 1, zero 1), and came "
-        f"back as {_of(back)}",
+        f"four weights and four quantized values: {_of(exact)} in 2 bits fits exactly (values 0 1 2 3, scale 1, "
+        f"zero 1), and came back as {_of(back)}",
     )
     cases = 1
 
@@ -412,8 +412,8 @@ def contract_quantize(piece: Quantize) -> int:
         back = _tried(piece, torch.tensor([row]), 4, 4)
         require(
             float(back[0, 0]) == 0.0,
-            f"0.0 in {row} came back as {float(back[0, 0]):.4g}: a quantized value has to stand for it, as it is what pruned "
-            "and padded weights have to be: nothing",
+            f"0.0 in {row} came back as {float(back[0, 0]):.4g}: a quantized value has to stand for it, as pruned and "
+            "padded weights have to be exactly that",
         )
         cases += 1
 
@@ -442,7 +442,7 @@ def contract_quantize(piece: Quantize) -> int:
 
 
 def _tried(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """The numbers that come back, if codes have the right form."""
+    """Return the dequantized weight, if the quantized values have the right form."""
     num_out, num_in = weight.shape
     asked = f"quantize({_of(weight)}, {bits}, {group_size})"
     found = piece(weight.clone() if num_in < 9 else weight, bits, group_size)
@@ -513,8 +513,8 @@ def live_quantize(piece: Quantize) -> str:
     lost = loss(model).divergence
     require(lost < MOST_LOST, f"loses {lost:.4f} nats a token in 4 bits and groups of 32, more than {MOST_LOST}")
     return (
-        f"The engine ran teachlm from packed 4-bit weights in groups of 32: the same words as with its own quantized weights, and "
-        f"{lost:.5f} nats a token lost."
+        f"The engine ran teachlm from packed 4-bit weights in groups of 32: the same words as with its own quantized "
+        f"weights, and {lost:.5f} nats a token lost."
     )
 
 
@@ -525,10 +525,10 @@ QUANTIZE = Exercise(
     live=live_quantize,
     reference=own,
     hints=(
-        "A group has a smallest and a largest number, and 2^bits quantized values to lay between them. How far apart are they "
-        "then? And 0.0 must be one of them: what does that say of the smallest and the largest?",
+        "A group has a smallest and a largest weight, and 2^bits quantized values to lay between them. How far apart "
+        "are they then? And 0.0 must be one of them: what does that say of the smallest and the largest?",
         "Reshape to [out, groups, group_size]. `low = amin(2).clamp(max=0)`, `high = amax(2).clamp(min=0)`, the scale "
-        "is their distance over 2^bits - 1, and never 0. The zero is the quantized value of 0.0: `-low / scale`, rounded.",
+        "is their distance over 2^bits - 1, and never 0. The zero is the quantized 0.0: `-low / scale`, rounded.",
         "`values = (groups / scales[..., None]).round() + zeros[..., None]`, clamped to 0 ... 2^bits - 1, in the shape "
         "[out, in]; return values, scales, zeros. A group of zeros may have any scale above 0.",
     ),
@@ -536,7 +536,7 @@ QUANTIZE = Exercise(
 
 
 def three_packings() -> None:
-    """The same codes, written as three formats have them."""
+    """Write the same quantized weights in three formats."""
     for method in ("gptq", "awq", "autoround"):
         recipe = Recipe(method, group_size=64, is_symmetric=True)
         made = Made("model.layers")

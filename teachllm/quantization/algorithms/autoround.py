@@ -1,9 +1,9 @@
 """AutoRound: learn for each weight whether to round it up or down, from what its block puts out.
 
-The nearest code is the best for a weight by itself, not for the sum of thousands that it is part of. So each weight
+Round to nearest is the best for a weight by itself, not for the sum of thousands that it is part of. So each weight
 gets an offset v in -0.5 to 0.5, and each group two factors a and b in 0 to 1 that narrow its range:
 
-    code = round(w / step + v) + zero        step, zero: of the range from a * min to b * max
+    q = round(w / step + v) + zero           step, zero: of the range from a * min to b * max
 
 and all of a block's are moved together, against the gradient of the squared error of the block's output; a rounding
 passes its gradient on as if it were none. Only the sign of a gradient is used: 200 steps of 1/200, which shrink to
@@ -48,13 +48,13 @@ class Choices:
 
 
 def rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> torch.Tensor:
-    """[out, in] numbers of the grid, with gradients for the choices."""
+    """Return the weight, [out, in], rounded to the grid, with gradients for the choices."""
     qweight, steps, zeros = _rounded(weight, choices, grid)
     return ((qweight - zeros) * steps).flatten(1)
 
 
 def quantize_weight(weight: torch.Tensor, choices: Choices, grid: Grid) -> GroupedWeight:
-    """The same as codes."""
+    """Return the same as a quantized weight."""
     with torch.no_grad():
         qweight, steps, zeros = _rounded(weight, choices, grid)
     of_groups = None if grid.is_symmetric else zeros.squeeze(2).to(torch.int32)
@@ -70,7 +70,7 @@ def learn(
     num_iters: int = 200,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, GroupedWeight]:
-    """Codes of all of a block's weights.
+    """Learn the rounding of all of a block's weights.
 
     Args:
         weights: [out, in] float32 of each layer, by name.
@@ -101,7 +101,7 @@ def learn(
 
 
 def _rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [out, num_groups, width], steps and zeros [out, num_groups, 1], all float32."""
+    """Return quantized values [out, num_groups, width], steps and zeros [out, num_groups, 1], all float32."""
     groups = weight.unflatten(1, (-1, grid.width(weight.shape[1])))
     low = groups.amin(dim=2, keepdim=True).clamp_max(0.0) * choices.low
     high = groups.amax(dim=2, keepdim=True).clamp_min(0.0) * choices.high

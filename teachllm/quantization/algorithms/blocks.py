@@ -93,7 +93,7 @@ class Block:
 
 
 def load(folder: Path) -> Any:
-    """transformers' model of a checkpoint, in a dtype that holds all of its numbers, whatever config.json says.
+    """transformers' model of a checkpoint, in a dtype that holds all of its weights, whatever config.json says.
 
     Raises:
         ModelError: transformers does not know it or cannot load it.

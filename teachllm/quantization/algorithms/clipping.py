@@ -1,4 +1,4 @@
-"""Clipping: the widest number of a group need not be kept.
+"""Clipping: the largest weight of a group need not be kept.
 
 A narrower range has finer steps for all others. So for each group of each output some ranges are tried, and that is
 taken which has the least error of its part of the output,
@@ -20,7 +20,7 @@ NARROWEST = 0.5  # of the whole range
 
 
 def clipped(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> GroupedWeight:
-    """The nearest codes in the range of least error.
+    """Round to nearest in the range of least error.
 
     Args:
         weight: [out, in].

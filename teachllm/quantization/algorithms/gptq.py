@@ -33,7 +33,7 @@ def gptq(
     damping: float = 0.01,
     block_size: int = 128,
 ) -> GroupedWeight:
-    """Codes of a weight, given what it is multiplied with.
+    """Quantize a weight, given what it is multiplied with.
 
     Args:
         weight: [out, in].

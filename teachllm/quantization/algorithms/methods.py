@@ -1,10 +1,10 @@
-"""What each method does with a block: from its linear layers, and what goes through it, to their codes.
+"""What each method does with a block: from its linear layers, and their inputs, to quantized weights.
 
 | method | looks at | then |
 |---|---|---|
-| int8, fp8, rtn | nothing; int8 with SmoothQuant: how large inputs are | the nearest code |
+| int8, fp8, rtn | nothing; int8 with SmoothQuant: how large inputs are | round to nearest |
 | gptq | the inputs of each layer, behind the layers that are rounded already | column by column |
-| awq | the inputs of each layer | scales inputs, clips, the nearest code |
+| awq | the inputs of each layer | scales inputs, clips, rounds to nearest |
 | autoround | what the block puts out | all layers together, by gradients |
 """
 
@@ -81,7 +81,7 @@ class Task:
 
 
 def nearest(task: Task) -> QuantizedWeights:
-    """Each number's nearest code. compressed-tensors has scales in the model's dtype."""
+    """Round to nearest. compressed-tensors has scales in the model's dtype."""
     method, quantized = task.recipe.method, QuantizedWeights()
     names = task.block.linears()
     for name in names:
@@ -95,7 +95,7 @@ def nearest(task: Task) -> QuantizedWeights:
 
 
 def with_smoothquant(task: Task) -> QuantizedWeights:
-    """The nearest codes, once outliers have moved from activations to weights, where a norm can divide them."""
+    """Round to nearest, after outliers have moved from activations to weights, where a norm can divide them."""
     linears = task.block.linears()
     for group in task.groups:
         if group.source is not None and group.source not in linears:
@@ -119,7 +119,7 @@ def with_gptq(task: Task) -> QuantizedWeights:
 
 
 def with_awq(task: Task) -> QuantizedWeights:
-    """Scales first, then codes: scales of one group may change the weights of another, its source."""
+    """Scale first, then quantize: scales of one group may change the weights of another, its source."""
     grid = task.recipe.grid
     hessians: dict[str, torch.Tensor] = {}
     for group in task.groups:
@@ -169,7 +169,7 @@ def _awq_scales(task: Task, group: Group, statistics: InputStatistics) -> torch.
 
 @torch.no_grad()
 def install(block: Block, quantized: Mapping[str, Quantized]) -> None:
-    """Puts numbers of codes in the place of those that they were made of."""
+    """Replace a block's weights by their dequantized values."""
     linears = block.linears()
     for name, each in quantized.items():
         linears[name].weight.copy_(each.dequantize(torch.float32))

@@ -41,7 +41,7 @@ def quantize_model(
         device: where blocks are worked on, one at a time.
 
     Raises:
-        ValueError: the model, the folder, the text or a setting will not do, or numbers are not finite; one line says
+        ValueError: the model, the folder, the text or a setting will not do, or weights are not finite; one line says
             why.
     """
     write.check_empty(out)
@@ -80,7 +80,7 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
 
 
 def check_unquantized(folder: Path) -> None:
-    """Refuses what is no checkpoint of plain numbers.
+    """Refuse what is not an unquantized checkpoint.
 
     Raises:
         ModelError: it is quantized already, or has no safetensors.
@@ -119,7 +119,7 @@ def quantize_weights(
             for name, tensor in block.module.named_parameters()
             if name in before and not torch.equal(tensor, before[name])
         }
-        block.module.to("meta")  # its numbers are no longer needed
+        block.module.to("meta")  # its weights are no longer needed
     return made
 
 

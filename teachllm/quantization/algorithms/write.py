@@ -33,7 +33,7 @@ class Made:
 
     Attributes:
         blocks: the name of the list of its blocks, "model.layers".
-        codes: of linear layers, by their whole names.
+        weights: quantized weights of linear layers, by their whole names.
         changed: other tensors that are not what they were, float32; they are rounded to their dtype in the file.
     """
 
@@ -64,7 +64,7 @@ def write_checkpoint(
     """A folder that transformers can load, and the engine.
 
     Args:
-        source: the checkpoint that codes were made of.
+        source: the checkpoint that was quantized.
     """
     out.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -164,7 +164,7 @@ def quantization_config(recipe: Recipe, blocks: str) -> dict[str, Any]:
 
 
 def _is_gptq_v2(recipe: Recipe) -> bool:
-    """Of zeros in version 1 there are two readings, unless all are the middle code; so GPTQModel refuses others."""
+    """Zeros of version 1 have two readings, unless all are the middle of the range; so GPTQModel refuses others."""
     return recipe.method == "gptq" and not recipe.grid.is_symmetric
 
 
@@ -213,7 +213,7 @@ def _tensors(
 
 
 def _scale_as_stored(key: str, tensor: torch.Tensor, quantized: Quantized, dtype: str) -> torch.Tensor:
-    """compressed-tensors has its scales in the model's dtype; 8-bit codes were made for those."""
+    """compressed-tensors has its scales in the model's dtype; 8-bit weights were rounded for those."""
     if key == "weight_scale" and isinstance(quantized, ScaledWeight):
         return tensor.to(STORED_DTYPES[dtype])
     return tensor

@@ -1,8 +1,8 @@
-"""Checkpoints of AutoRound: 4 or 8 bits by group, each number rounded as serves its block (`algorithms/autoround.py`).
+"""Checkpoints of AutoRound: 4 or 8 bits by group, each weight rounded as serves its block (`algorithms/autoround.py`).
 
 It packs as others do, and says which: `packing_format` is "auto_round:auto_gptq" (GPTQ, without `g_idx`; each zero less
 one by itself), "auto_round" (the same with zeros as they are) or "auto_round:auto_awq". `extra_config` has what differs
-for some layers. Scales may be negative: that way the largest number of a group is met exactly.
+for some layers. Scales may be negative: that way the largest weight of a group is met exactly.
 
 Sources: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023;
 intel/auto-round.

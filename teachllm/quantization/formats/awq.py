@@ -1,6 +1,6 @@
 """Checkpoints of AWQ: 4 bits by group, of weights that were scaled where activations are large (`algorithms/awq.py`).
 
-    qweight  int32 [in, out / 8]   codes along the outputs, in an order that suited one kernel
+    qweight  int32 [in, out / 8]   quantized values along the outputs, in an order that suited one kernel
     qzeros   int32 [groups, out / 8]   the same way, as they are
     scales   float16 [groups, out]
 

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: one format that says for groups of layers what their numbers became.
+"""Checkpoints of compressed-tensors: one format that says for groups of layers how they are quantized.
 
     pack-quantized        weight_packed int32 [out, in * bits / 32], weight_scale [out, groups], weight_shape [2];
                           weight_zero_point int32 [out * bits / 32, groups]; weight_g_idx [in]
@@ -99,7 +99,7 @@ def write(quantized: GroupedWeight) -> dict[str, torch.Tensor]:
 
 
 def write_scaled(quantized: ScaledWeight) -> dict[str, torch.Tensor]:
-    """Tensors of a file of 8-bit codes."""
+    """Return the tensors of a file of an 8-bit weight."""
     scales = quantized.scales.reshape(1) if quantized.scales.numel() == 1 else quantized.scales
     tensors = {"weight": quantized.qweight, "weight_scale": scales}
     return tensors | ({} if quantized.input_scale is None else {"input_scale": quantized.input_scale})
@@ -191,7 +191,7 @@ def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout
         block = tuple(weights.get("block_structure") or (BLOCK, BLOCK)) if strategy == "block" else None
         is_by_block = activations is Activations.BY_BLOCK
         if (block is not None or is_by_block) and (block != (BLOCK, BLOCK) or not is_by_block):
-            activations = Activations.UNQUANTIZED  # nobody multiplies such codes with each other
+            activations = Activations.UNQUANTIZED  # no kernel multiplies these with each other
         of_batch = activations is Activations.BY_TOKEN and (inputs or {}).get("strategy") != "token"
         return Scaled(dtype, strategy, activations, block=block or (BLOCK, BLOCK), of_batch=of_batch)
     if layout == "mxfp8-quantized" and strategy == "group":  # activations stay, likewise

@@ -5,7 +5,7 @@ Sixteen values that lie denser near zero, and a scale for each short run of inpu
     mxfp4   32 inputs share a power of two (e8m0)
     nvfp4   16 share a scale of 8 bits (e4m3), and the whole weight one more
 
-Tensor cores from Blackwell on multiply them; elsewhere numbers are made of them first.
+Tensor cores from Blackwell on multiply them; elsewhere they are dequantized first.
 
 Source: Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023; NVIDIA, "Introducing NVFP4", 2025.
 """

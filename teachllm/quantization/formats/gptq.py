@@ -1,11 +1,11 @@
 """GPTQ checkpoints (lesson 11): 4 or 8 bits by group, each column against the error so far (`algorithms/gptq.py`).
 
-    qweight  int32 [in * bits / 32, out]   codes along the inputs
+    qweight  int32 [in * bits / 32, out]   quantized values along the inputs
     qzeros   int32 [groups, out * bits / 32]   along the outputs; version 1 holds them less one
     scales   float16 [groups, out]
     g_idx    int32 [in]   the group of each input, where they were quantized in another order (`desc_act`)
 
-In version 1 one is taken from each code of a word by subtracting 0x11111111 from the whole: where a zero is 0 that
+In version 1 one is taken from each zero of a word by subtracting 0x11111111 from the whole: where a zero is 0 that
 borrows from its neighbour, and only adding to the whole word gives it back.
 
 Sources: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR 2023;
@@ -177,7 +177,7 @@ def num_groups(group_size: int, in_features: int) -> int:
 
 
 def grouped_bytes(bits: int, group_size: int, is_symmetric: bool, out_features: int, in_features: int) -> int:
-    """What codes take on a GPU, with scales of two bytes and zeros of one; or numbers, see `fits_kernels`."""
+    """Return the bytes on a GPU, with scales of two bytes and zeros of one; or dequantized, see `fits_kernels`."""
     groups = num_groups(group_size, in_features)
     if not fits_kernels(groups, group_size):
         return 2 * out_features * in_features
@@ -185,7 +185,7 @@ def grouped_bytes(bits: int, group_size: int, is_symmetric: bool, out_features: 
 
 
 def checked_bits(bits: int, name: str, supported: tuple[int, ...] = BITS) -> int:
-    """The width of a layer's codes.
+    """Return the bits of a layer's quantized values.
 
     Raises:
         ModelError: it is none of those that are supported.

@@ -1,4 +1,4 @@
-"""Codes in words of 32 bits, as files hold them, least significant first.
+"""Quantized values packed in words of 32 bits, as files hold them, least significant first.
 
 [1, 2, 3, 4, 5, 6, 7, 8] of 4 bits  <->  0x87654321
 """
@@ -11,7 +11,7 @@ WORD = 32
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Words int32 -> codes uint8, 32 / bits times as many along `dim`."""
+    """Unpack int32 words to uint8 values, 32 / bits times as many along `dim`."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
     words = words.movedim(dim, -1)
     values = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)  # the sign is shifted in, and masked off
@@ -22,7 +22,7 @@ def pack(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """The inverse of `unpack`: words int32, the last one filled up with zeros.
 
     Args:
-        codes: any integer dtype, 0 to 2^bits - 1.
+        values: any integer dtype, 0 to 2^bits - 1.
     """
     per_word = WORD // bits
     values = values.movedim(dim, -1).to(torch.int64)

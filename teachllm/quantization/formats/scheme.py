@@ -1,8 +1,8 @@
-"""Schemes (lesson 11): what a format keeps of a projection on disk, and how codes come of it.
+"""Schemes (lesson 11): what a format stores of a projection, and how that becomes a quantized weight.
 
 A scheme is one projection's: in one checkpoint some layers have 4 bits, some 8, some none. It names the tensors that a
-file holds (`stored`), makes codes of them (`read`), and can make codes of plain numbers itself (`quantize`), which is
-how a checkpoint that is not quantized becomes so while it is read.
+file holds (`stored`), turns them into a quantized weight (`read`), and can quantize a float weight itself (`quantize`),
+which is how an unquantized checkpoint is quantized while it is loaded.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from teachllm.models.registry import ModelError
 from teachllm.quantization.quantized_weights import Quantized, part_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INTS = (torch.int32,)  # words that codes are packed into
+INTS = (torch.int32,)  # words that quantized values are packed into
 ALL_OF_IT = slice(None)
 NOT_THIS_FILE = (
     "config.json is not this file's: correct its quantization_config (quant_method, bits, group_size) or its sizes, or "
     "get both anew"
 )
 NOT_READ = (
-    "quantized weights without their scales, or not those of quantization_config in config.json: take a complete checkpoint, or "
-    "correct it"
+    "quantized weights without their scales, or not those of quantization_config in config.json: take a complete "
+    "checkpoint, or correct it"
 )
 
 
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
         shape: -1 is any size.
         dtypes: it may have.
         is_optional: files without it mean something by that.
-        others: shapes that mean the same; the numbers are read in their order.
+        others: other shapes of the same values in the same order.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
 
 class Scheme(Protocol):
-    """A format's way with a projection of [out_features, in_features] numbers. Equal ones read alike.
+    """How a format stores a projection [out_features, in_features]. Equal schemes read alike.
 
     `str` of it is for errors: the format, and those of its settings that decide on shapes.
     """
@@ -60,15 +60,15 @@ class Scheme(Protocol):
         ...
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> Quantized:
-        """Codes, of the tensors in `stored`; optional ones may be missing.
+        """Return the quantized weight, from the tensors in `stored`; optional ones may be missing.
 
         Raises:
-            ValueError: their numbers contradict each other.
+            ValueError: the tensors contradict each other.
         """
         ...
 
     def quantize(self, weight: torch.Tensor) -> Quantized:
-        """Codes of plain numbers [out_features, in_features], each rounded to the nearest.
+        """Quantize a float weight [out_features, in_features] by round to nearest.
 
         Raises:
             ValueError: the scheme cannot, or such a projection cannot.
@@ -76,7 +76,7 @@ class Scheme(Protocol):
         ...
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """What the codes take in memory, as a GPU keeps them."""
+        """Return the bytes that the quantized weight takes in GPU memory."""
         ...
 
 
@@ -105,7 +105,7 @@ class Schemes:
 
 
 def unquantized(name: str) -> None:
-    """The scheme of every projection of a checkpoint of plain numbers."""
+    """Return None, the scheme of every projection of an unquantized checkpoint."""
 
 
 UNQUANTIZED = Schemes(unquantized)
@@ -115,7 +115,7 @@ class Slot:
     """Where a tensor of a quantized projection goes.
 
     Attributes:
-        part: what it is a part of; None: of no projection's codes.
+        part: the quantized weight that it is a part of; None: of none.
         format: of that, for errors.
     """
 
@@ -146,7 +146,7 @@ class Slot:
 
 
 def formats_of(destinations: Mapping[str, object]) -> dict[str, str]:
-    """What each module's weight is read as, by the module's name; plain numbers: "".
+    """Return the format of each module's weight, by the module's name; "" if it is not quantized.
 
     Args:
         destinations: of a checkpoint's tensors, by their names.
@@ -162,7 +162,7 @@ def formats_of(destinations: Mapping[str, object]) -> dict[str, str]:
 
 
 def why_unknown(name: str, formats: Mapping[str, str]) -> str:
-    """What a tensor is that has no place, for errors: beside a weight that has one, a part of its codes."""
+    """Say in an error what a tensor without a destination is: next to a known weight, a part of it."""
     module, _, part = name.rpartition(".")
     if module not in formats or part == "bias":
         return "which the model of its config.json does not have"
@@ -174,7 +174,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 class QuantizedWeightLoader:
-    """A projection's weight while it is read.
+    """A projection's quantized weight while it is loaded.
 
     Args:
         name: the projection's, for errors.
@@ -214,7 +214,7 @@ class QuantizedWeightLoader:
 
     @property
     def device(self) -> torch.device:
-        """That its codes are on."""
+        """The device of its tensors."""
         return self._like.device
 
     @property
@@ -224,11 +224,11 @@ class QuantizedWeightLoader:
 
     @property
     def is_read(self) -> bool:
-        """Whether its codes are made."""
+        """Whether the quantized weight is complete."""
         return self._quantized is not None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor was read. Codes are made when nothing more can come."""
+        """Take a tensor that was read. The last one completes the quantized weight."""
         self._tensors[name] = tensor.to(self._like.device)
         if len(self._tensors) == len(self._stored):
             self.quantized_weight()
@@ -237,17 +237,17 @@ class QuantizedWeightLoader:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that its codes stand for."""
+        """Weights of this rank's part."""
         return self._own_shape[0] * self._own_shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """What its codes take on a GPU."""
+        """The bytes that the quantized weight takes on a GPU."""
         return self.scheme.num_bytes(*self._own_shape)
 
     def fill_randomly(self, generator: torch.Generator | None) -> None:
-        """Random numbers in place of what a file holds, quantized; products keep the size of what they are given. As of
-        a file, the whole projection is made and this part of it kept.
+        """Quantize random weights instead of reading a file; products keep the size of their input. As with a file, the
+        whole projection is made and this part of it kept.
 
         Raises:
             ModelError: the scheme cannot.
@@ -261,7 +261,7 @@ class QuantizedWeightLoader:
             self._when_read()
 
     def quantized_weight(self) -> Quantized:
-        """What was read.
+        """Return the weight that was read.
 
         Raises:
             ModelError: it contradicts itself.
@@ -284,7 +284,7 @@ class QuantizedWeightLoader:
 
 @dataclass(frozen=True)
 class OnTheFly:
-    """Quantizes plain numbers as they are read.
+    """Quantizes an unquantized checkpoint as it is loaded.
 
     Attributes:
         of_size: a projection's scheme, by its inputs.

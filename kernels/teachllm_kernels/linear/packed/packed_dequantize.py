@@ -1,13 +1,13 @@
 """Dequantize the words of a `PackedWeight` in registers: what its kernels share.
 
 Converting integers to floating point is slow next to masks. But bits can be put where a float has its last digits: with
-4 bits there, a bfloat16 of 128.0 becomes 128 + code, and subtracting 128 + zero leaves code - zero, exactly. A
-word's two halves are two such numbers, so a shift, a mask with an or, and a subtraction make two at once:
+a quantized value q of 4 bits there, a bfloat16 of 128.0 becomes 128 + q, and subtracting 128 + zero leaves q - zero,
+exactly. A word's two halves are two such floats, so a shift, a mask with an or, and a subtraction make two at once:
 
-    bfloat16, 4 bits    0x4300 | code      128 + code
-    bfloat16, 8 bits    the lower seven bits likewise; the highest decides whether 128 or 256 is subtracted: code - 128
-    float16             0x6400 | code      1024 + code, with 8 bits, too
-    float32             0x4b000000 | code  2^23 + code
+    bfloat16, 4 bits    0x4300 | q      128 + q
+    bfloat16, 8 bits    the lower seven bits likewise; the highest decides whether 128 or 256 is subtracted: q - 128
+    float16             0x6400 | q      1024 + q, with 8 bits, too
+    float32             0x4b000000 | q  2^23 + q
     e2m1                sign, exponent and digit are moved to a float's, times the difference of the exponents' biases
 
 Source: Kim et al., "Who Says Elephants Can't Run", 2022, for floats made with masks.
@@ -66,7 +66,7 @@ def dequantize_unscaled(
     DTYPE: tl.constexpr, BITS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr,
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
-    """Return code - zero for some blocks, exactly.
+    """Return quantized value - zero for some blocks, exactly.
 
     Args:
         words: [num_blocks, 128] int32.
@@ -134,9 +134,9 @@ def nibbles(words, magic, DTYPE: tl.constexpr, FROM: tl.constexpr):
 
 @triton.jit
 def load_pairs(values_ptr, pair, mask):
-    """Load numbers 2 * pair and 2 * pair + 1: as words for `halves` if they have 16 bits, otherwise [..., 2].
+    """Load values 2 * pair and 2 * pair + 1: as words for `halves` if they have 16 bits, otherwise [..., 2].
 
-    A loop that loads an iteration ahead should load words: two 16-bit numbers take a register each, and putting them
+    A loop that loads an iteration ahead should load words: two 16-bit values take a register each, and putting them
     there waits for the load.
     """
     if values_ptr.dtype.element_ty.primitive_bitwidth == 16:
@@ -193,7 +193,7 @@ def _low_half(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _halves(pairs, magic, DTYPE: tl.constexpr, IN_TWO: tl.constexpr):
-    """Return the floats in both halves, or, if `IN_TWO`, code - 128 of the quantized values in them."""
+    """Return the floats in both halves, or, if `IN_TWO`, q - 128 of the quantized values q in them."""
     if IN_TWO:
         rest, taken = (pairs & 0x007F007F) | magic, (pairs & 0x00800080) ^ (magic | 0x00800080)
         low = _low_half(rest, DTYPE) - _low_half(taken, DTYPE)

@@ -39,7 +39,7 @@ class PackedWeight:
     """A weight laid out by `pack`.
 
     Attributes:
-        codes: [num_blocks, num_in / block_k, 32 threads, 4 words] int32, the quantized values; sizes rounded up.
+        qweight: [num_blocks, num_in / block_k, 32 threads, 4 words] int32, the quantized values; sizes rounded up.
         scales: [num_blocks, num_groups, 8, 2], as stored: of output 16 * i + 8 * k + j at [i, :, j, k].
         zeros: uint8 like scales, the zero points; None: the middle value, 2^(bits - 1), or that of e2m1.
         bits: bits per value, 4 or 8.
@@ -83,8 +83,8 @@ def pack(
     """Lay quantized values out for the kernels, on their own device; takes about three times the result's memory.
 
     Args:
-        codes: [num_out, num_in] uint8, 0 to 2^bits - 1; merged projections one above the other.
-        scales: [num_out, num_groups], 2-byte or float32 numbers; groups are equal runs of inputs.
+        qweight: [num_out, num_in] uint8, 0 to 2^bits - 1; merged projections one above the other.
+        scales: [num_out, num_groups], 2-byte floats or float32; groups are equal runs of inputs.
         zeros: [num_out, num_groups] integers, 0 to 2^bits - 1, the zero points; None: the middle value. Not for e2m1.
         bits: 4 or 8.
         is_e2m1: the values are 4-bit floats.
@@ -100,7 +100,7 @@ def pack(
     assert bits in (4, 8) and qweight.dtype == torch.uint8 and not (is_e2m1 and (bits != 4 or zeros is not None))
     if num_groups * group_size != num_in or (num_groups > 1 and group_size % INPUTS_OF_A_STEP):
         raise ValueError(
-            f"{num_groups} groups of {num_in} inputs cannot be multiplied in quantized form: a group must be a multiple of 16 "
+            f"{num_groups} groups of {num_in} inputs cannot be multiplied packed: a group must be a multiple of 16 "
             "inputs, or all of them; dequantize this weight when it is loaded"
         )
     rows = _by_block(torch.nn.functional.pad(qweight, (0, -num_in % _PAD_IN)), is_gated)  # block, i, g, inputs
@@ -126,7 +126,7 @@ def pack(
 
 
 def unpack(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return what `pack` was given: (codes [num_out, num_in] uint8, scales [num_out, num_groups], zeros int32 or
+    """Return what `pack` was given: (qweight [num_out, num_in] uint8, scales [num_out, num_groups], zeros int32 or
     None).
     """
     num_blocks = weight.qweight.shape[0]
@@ -143,7 +143,7 @@ def unpack(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def dequantize_reference(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Return [num_out, num_in]: (code - zero) * scale in float32 (float64 for that dtype), rounded once."""
+    """Return [num_out, num_in]: (qweight - zero) * scale in float32 (float64 for that dtype), rounded once."""
     qweight, scales, zeros = unpack(weight)
     wide = torch.promote_types(dtype, torch.float32)
     if weight.is_e2m1:
@@ -165,8 +165,8 @@ def packed_linear_reference(
 ) -> torch.Tensor:
     """The definition: `gemv_reference` with the dequantized weight rounded to x's dtype.
 
-    The kernels skip that rounding where this is cheaper: they sum up (code - zero) * x, which is exact, and multiply a
-    group's sum by its scale. That is closer to the quantized weight's meaning, and equal within a product's rounding.
+    The kernels skip that rounding where this is cheaper: they sum up (qweight - zero) * x, which is exact, and multiply
+    a group's sum by its scale. That is closer to the quantized weight's meaning, and equal within a product's rounding.
     """
     return gemv_reference(x, dequantize_reference(weight, x.dtype), bias, norm, residual, gated)
 

@@ -7,9 +7,9 @@ A weight is quantized once; x is quantized where it is made, for every token ane
     grouped   a scale for every 128 values of a row, for weights that have one per block of 128 x 128
 
 A value is multiplied by 1 / scale, which is rounded once per row: a division takes a GPU ten instructions. Every kernel
-that quantizes on its way does it with `scale_of` and `quantize_with_scale`, and so matches `quantize_rows_reference` bit for bit.
-Memory-bound: its speed is bytes over bandwidth, see `cost`. After a norm or SiLU, `rms_norm_quantized_triton` and
-`silu_and_mul_quantized_triton` avoid writing the row and reading it again.
+that quantizes on its way does it with `scale_of` and `quantize_with_scale`, and so matches `quantize_rows_reference`
+bit for bit. Memory-bound: its speed is bytes over bandwidth, see `cost`. After a norm or SiLU,
+`rms_norm_quantized_triton` and `silu_and_mul_quantized_triton` avoid writing the row and reading it again.
 
 Sources: Dettmers et al., "LLM.int8()", 2022; Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 """
@@ -51,10 +51,10 @@ _KERNEL_TO_INTEGER = tl.constexpr(_TO_INTEGER)
 
 
 class QuantizedRows(NamedTuple):
-    """Quantized rows and their scales: value = code * scale.
+    """Quantized rows and their scales: x = value * scale.
 
     Attributes:
-        codes: [num_rows, size] int8 or float8_e4m3fn, contiguous.
+        values: [num_rows, size] int8 or float8_e4m3fn, contiguous.
         scales: float32: [num_rows, 1], or grouped, [num_rows, num_groups] stored column by column.
     """
 
@@ -79,10 +79,10 @@ def empty_rows(shape: tuple[int, int], dtype: torch.dtype, grouped: bool, device
 def quantize_rows_reference(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, grouped: bool = False
 ) -> QuantizedRows:
-    """The definition, in float32: scale = max(|x|) / 448, code = round(x * (1 / scale)).
+    """The definition, in float32: scale = max(|x|) / 448, value = round(x * (1 / scale)).
 
-    For integers, scale = max(|x|) / 127.5 and code = clamp(round(x / scale)), since the last bit of the largest
-    value, at 127.5, decides how it is rounded.
+    For integers, scale = max(|x|) / 127.5 and value = clamp(round(x / scale)), since the last bit of the largest
+    one, at 127.5, decides how it is rounded.
 
     Args:
         x: [num_rows, size], any float dtype.
@@ -116,7 +116,7 @@ def scale_of(largest, DTYPE: tl.constexpr):
 def clamped(x, scale, DTYPE: tl.constexpr):
     """Clamp values that are far beyond the range of a given scale."""
     MOST: tl.constexpr = 128.0 if DTYPE.is_int() else 448.0
-    edge = scale * (MOST * 1.002)  # rounds to the largest code
+    edge = scale * (MOST * 1.002)  # rounds to the largest quantized value
     return tl.clamp(x, -edge, edge, propagate_nan=tl.PropagateNan.ALL)
 
 

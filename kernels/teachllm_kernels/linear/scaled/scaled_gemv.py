@@ -56,7 +56,7 @@ def scaled_gemv_reference(
 
     Args:
         x: [num_rows, in]; one row for the kernel below. What the norm leaves is rounded to x's dtype, then quantized.
-        weight: [out, in], codes; with `gated` [2 * out, in], gate above up.
+        weight: [out, in], quantized; with `gated` [2 * out, in], gate above up.
         scales: of the weight, see `scale_kind`.
         bias: [rows of weight].
         norm: (weight [in], eps) of the norm that x passes first.
@@ -92,7 +92,7 @@ def _load_quantized(
     x_ptr, x_scales_ptr,
     NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A row that is quantized: its codes block by block, the scales of each block's groups, and the row's scale."""
+    """Load a quantized row: its values block by block, the scales of each block's groups, and the row's scale."""
     PER: tl.constexpr = 4 if IN_WORDS else 1
     column = tl.arange(0, BLOCK // PER)
     values, of_groups, scale = (), (), 1.0
@@ -110,10 +110,10 @@ def _load_quantized(
 @triton.jit
 def _quantize(
     x_ptr, given_scale_ptr, norm, eps,
-    NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, QUANTIZED_DTYPE: tl.constexpr, HAS_NORM: tl.constexpr,
-    BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
+    NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, QUANTIZED_DTYPE: tl.constexpr,
+    HAS_NORM: tl.constexpr, BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """As `_load_quantized`, of a row that is to be normed, with the weights `norm`, or not, and quantized."""
+    """Norm a row, if `norm` has weights, and quantize it; return what `_load_quantized` returns."""
     column = tl.arange(0, BLOCK)
     inputs, normed, values, of_groups, scale = (), (), (), (), 1.0
     squares, largest = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -181,7 +181,7 @@ def _scaled_gemv(
     if PDL:
         gdc_launch_dependents()
     IN_WORDS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
-    PER: tl.constexpr = 4 if IN_WORDS else 1  # codes in what is loaded
+    PER: tl.constexpr = 4 if IN_WORDS else 1  # values per loaded element
     GROUPS: tl.constexpr = BLOCK // _GROUP if BY_BLOCK else 0
     ALL: tl.constexpr = (NUM_IN + _GROUP - 1) // _GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -248,10 +248,10 @@ def scaled_gemv_triton(
     input_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """As `scaled_gemv_reference` for one row and contiguous tensors, in float32 but for the codes and their sums.
+    """As `scaled_gemv_reference` for one row and contiguous tensors, in float32 except for integers and their sums.
 
     Args:
-        x: [1, in]; or its codes and scales, if there is no norm.
+        x: [1, in]; or a quantized row, if there is no norm.
         weight: the inputs are a multiple of 16; with scales of blocks and `gated`, the outputs one of 128.
         dtype: of the result of a quantized x.
     """

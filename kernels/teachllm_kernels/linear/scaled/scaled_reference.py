@@ -41,11 +41,11 @@ def scaled_linear_reference(
     gated: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The definition, in float64, in which sums of products of codes are exact.
+    """The definition, in float64, in which sums of products of quantized values are exact.
 
     Args:
         x: [num_rows, in]; its scales are those of groups if the weight's are of blocks, else of rows.
-        weight: [out, in], codes of x's dtype; with `gated` [2 * out, in], gate above up.
+        weight: [out, in], of x's quantized dtype; with `gated` [2 * out, in], gate above up.
         scales: of the weight, see `scale_kind`; float32.
         bias: [rows of weight].
         gated: the result is silu(gate) * up.
