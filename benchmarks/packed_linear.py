@@ -1,4 +1,4 @@
-"""How near products of 4-bit and 8-bit codes come to the read ceiling, beside those of bfloat16.
+"""How near products with 4-bit and 8-bit weights come to the read ceiling, beside those of bfloat16.
 
     python3 benchmarks/packed_linear.py [--rows N ...] [--kinds KIND ...] [--try-tilings] [--output FILE]
 
@@ -84,12 +84,12 @@ def weight_of(shape: Product, kind: str) -> PackedWeight:
     group_size = 16 if is_e2m1 else 32 if "32" in kind else 128
     blocks, num_groups = shape.num_out // 16, shape.num_in // group_size
     sizes = (blocks, shape.num_in * bits // 256, 32, 4)
-    codes = torch.randint(-(1 << 31), 1 << 31, sizes, dtype=torch.int32, device="cuda")
+    qweight = torch.randint(-(1 << 31), 1 << 31, sizes, dtype=torch.int32, device="cuda")
     of_groups = (blocks, num_groups, 8, 2)
     scales = (0.5 + torch.rand(of_groups, device="cuda")) * 4 / (1 << bits) * shape.num_in**-0.5
     zeros = torch.randint(16, of_groups, device="cuda").to(torch.uint8) if "zeros" in kind else None
     scales = scales.to(torch.bfloat16 if is_e2m1 else torch.float16)
-    return PackedWeight(codes, scales, zeros, bits, group_size, shape.num_in, shape.num_out, is_e2m1, shape.gated)
+    return PackedWeight(qweight, scales, zeros, bits, group_size, shape.num_in, shape.num_out, is_e2m1, shape.gated)
 
 
 def copies(num_bytes: int) -> int:
@@ -140,7 +140,7 @@ def few_rows(x: torch.Tensor, weight: PackedWeight, gated: bool = False, parts: 
 
 
 def packed_calls(shape: Product, num_rows: int) -> Iterator[tuple[str, Callable[[PackedWeight], torch.Tensor]]]:
-    """Every way to multiply so many rows by codes."""
+    """Yield every way to multiply so many rows by a packed weight."""
     x, (norm, residual) = randn(num_rows, shape.num_in), before_and_after(shape)
     if num_rows == 1:
         yield "one row", lambda w: packed_gemv_triton(x, w, None, norm, residual, shape.gated)
@@ -149,8 +149,8 @@ def packed_calls(shape: Product, num_rows: int) -> Iterator[tuple[str, Callable[
         yield "few rows", lambda w: few_rows(x, w, shape.gated, shape.onto)
         yield "few rows, portable", lambda w: packed_linear_triton(x, w, gated=shape.gated, parts=shape.onto)
     if num_rows >= MAX_ROWS:
-        numbers = torch.empty((shape.num_out, shape.num_in), dtype=torch.bfloat16, device="cuda")
-        yield "dequantized", lambda w: library(x, dequantize_triton(w, torch.bfloat16, numbers), shape.gated)
+        dequantized = torch.empty((shape.num_out, shape.num_in), dtype=torch.bfloat16, device="cuda")
+        yield "dequantized", lambda w: library(x, dequantize_triton(w, torch.bfloat16, dequantized), shape.gated)
 
 
 def error_of(shape: Product, kind: str, num_rows: int) -> float:
@@ -160,7 +160,9 @@ def error_of(shape: Product, kind: str, num_rows: int) -> float:
     y = ours(x, weight, gated=shape.gated)
     blocks = CHECKED // (8 if shape.gated else 16)
     zeros = None if weight.zeros is None else weight.zeros[:blocks]
-    some = replace(weight, codes=weight.codes[:blocks], scales=weight.scales[:blocks], zeros=zeros, num_out=blocks * 16)
+    some = replace(
+        weight, qweight=weight.qweight[:blocks], scales=weight.scales[:blocks], zeros=zeros, num_out=blocks * 16
+    )
     expected = gemv_reference(x.double(), dequantize_reference(some, torch.float64), gated=shape.gated)
     return float((y[:, :CHECKED].double() - expected).norm() / expected.norm())
 
@@ -201,8 +203,8 @@ def measure_products(ceilings: Ceilings, num_rows: int, kinds: Sequence[str]) ->
 def measure_dequantizing(ceilings: Ceilings, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     for kind in kinds:
         weights, shape = weights_of(PRODUCTS["down"], kind), PRODUCTS["down"]
-        numbers = torch.empty((shape.num_out, shape.num_in), dtype=torch.bfloat16, device="cuda")
-        call = in_turns(partial(dequantize_triton, dtype=torch.bfloat16, out=numbers), weights)
+        dequantized = torch.empty((shape.num_out, shape.num_in), dtype=torch.bfloat16, device="cuda")
+        call = in_turns(partial(dequantize_triton, dtype=torch.bfloat16, out=dequantized), weights)
         floor = dequantize.cost(weights[0])[0] / ceilings.read_bandwidth
         yield entry(0, "dequantize", kind, seconds(call), floor)
         torch.cuda.empty_cache()
@@ -289,8 +291,8 @@ def other_tilings(num_rows: int, weight: PackedWeight) -> Iterator[tuple[str, li
     for blocks, factor, late in product((4, 8), (0.5, 1, 2), (True, False) if own.late else (False,)):
         each = -(-tiles // max(int(own.splits * factor), 1))
         tiling = replace(own, blocks=blocks, splits=-(-tiles // each), tiles=each, late=late)
-        programs = -(-num_rows // own.rows) * -(-weight.codes.shape[0] // blocks)
-        if tiling.splits == 1 or programs <= packed_linear._arrivals(weight.codes.device).numel():
+        programs = -(-num_rows // own.rows) * -(-weight.qweight.shape[0] // blocks)
+        if tiling.splits == 1 or programs <= packed_linear._arrivals(weight.qweight.device).numel():
             label = f"{blocks} blocks, {tiling.splits} splits, scales {'late' if late else 'first'}"
             yield label, [(packed_linear, "_tiling", lambda *_, chosen=tiling: chosen)]
 

@@ -1,9 +1,9 @@
-"""What codes gain: some of h200.py's workloads by way of storing, beside bfloat16, in one process. See `ways.py`.
+"""What quantization gains: some of h200.py's workloads, beside bfloat16, in one process. See `ways.py`.
 
 PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/quantized.py [--ways fp8,fp8-kv] [--output FILE]
     [--workloads single,mixed] [--quick]
 
-bf16      plain numbers
+bf16      unquantized
 fp8       weights and activations in 8-bit floats, quantized when they are loaded
 int8      the same in integers
 int4      weights alone, 4 bits, a scale for every 128

@@ -1,12 +1,12 @@
-"""Whose product of 8-bit codes is the fastest for how many rows, and how near it comes to what the card can do.
+"""Which 8-bit product is the fastest for how many rows, and how near it comes to what the card can do.
 
     python3 benchmarks/scaled_linear.py [--rows N ...] [--kinds bf16 e4m3 int8 blocks] [--output FILE]
 
 The products of a layer of Qwen3-8B, beside those of bfloat16. Each figure is that of a CUDA graph that holds the
 product many times over, each time with another weight, as a model does: from a rest, and after 0.2 seconds of nothing
 else, when power bounds what a card can do. The fraction is of the time that the bytes take, or the arithmetic,
-whichever is longer: reads and bfloat16 as measured here (or the best that is known of such a card), 8-bit codes by the
-best that the library has shown on an H200. The error is that of 128 outputs of some rows against float64.
+whichever is longer: reads and bfloat16 as measured here (or the best that is known of such a card), 8-bit products by
+the best that the library has shown on an H200. The error is that of 128 outputs of some rows against float64.
 
 What quantizes rows is timed apart, beside what it takes the place of; not if only some kinds are asked for. All of it
 takes more than ten minutes, most of them the compiler's.
@@ -84,9 +84,9 @@ PRODUCTS = {
 
 
 class Weight(NamedTuple):
-    """Codes, and scales of outputs or of blocks."""
+    """A quantized weight, and scales of outputs or of blocks."""
 
-    codes: torch.Tensor
+    qweight: torch.Tensor
     scales: torch.Tensor
 
 
@@ -98,17 +98,17 @@ class Way(NamedTuple):
     rows: QuantizedRows | None
 
 
-def weights_of(product: Product, codes: torch.dtype, by_block: bool = False) -> list[Weight]:
+def weights_of(product: Product, quantized_dtype: torch.dtype, by_block: bool = False) -> list[Weight]:
     """As many as a product may use in turns."""
     shape = (product.num_weight_rows, product.num_in)
     made = []
     for _ in range(max(min(OTHER_WEIGHTS // (shape[0] * shape[1]), CALLS), 2)):
-        numbers = torch.randn(shape, device="cuda").bfloat16()
-        rows = quantize_rows_triton(numbers, codes)
+        unquantized = torch.randn(shape, device="cuda").bfloat16()
+        rows = quantize_rows_triton(unquantized, quantized_dtype)
         scales = rows.scales.contiguous() * product.num_in**-0.5
         if by_block:
             scales = scales[::GROUP].expand(-1, product.num_in // GROUP).contiguous()
-        made.append(Weight(rows.codes, scales))
+        made.append(Weight(rows.values, scales))
     return made
 
 
@@ -130,10 +130,10 @@ def dense_ways(product: Product, num_rows: int) -> Iterator[tuple[str, Callable[
         yield "bf16", lambda: F.linear(x, next(weights))
 
 
-def ways(product: Product, num_rows: int, codes: torch.dtype) -> Iterator[Way]:
-    """Products of codes with scales of rows and outputs."""
+def ways(product: Product, num_rows: int, quantized_dtype: torch.dtype) -> Iterator[Way]:
+    """Yield products of quantized values with scales of rows and outputs."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
-    rows = quantize_rows_triton(x, codes)
+    rows = quantize_rows_triton(x, quantized_dtype)
     gated, onto = product.gated, product.onto
     if num_rows == 1:
         norm = None if onto else (torch.ones(product.num_in, device="cuda").bfloat16(), 1e-6)
@@ -146,14 +146,14 @@ def ways(product: Product, num_rows: int, codes: torch.dtype) -> Iterator[Way]:
     if num_rows > FEW:
         yield Way("hopper_scaled_mm", lambda w: hopper_scaled_mm(rows, *w, gated=gated), rows)
         yield Way("library", lambda w: scaled_mm(rows, *w, gated=gated), rows)
-    if codes == torch.int8:
+    if quantized_dtype == torch.int8:
         return
     if num_rows >= MANY:
         yield Way("hopper_scaled_mm, 128", lambda w: hopper_scaled_mm(rows, *w, gated=gated, level=128), rows)
         yield Way("hopper_scaled_mm, 512", lambda w: hopper_scaled_mm(rows, *w, gated=gated, level=512), rows)
         yield Way("library, exact", lambda w: scaled_mm(rows, *w, gated=gated, fast=False), rows)
         one, kinds = torch.ones((), device="cuda"), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-        yield Way(NO_SILU, lambda w: torch._scaled_mm(rows.codes, w.codes.t(), one, one, **kinds), None)
+        yield Way(NO_SILU, lambda w: torch._scaled_mm(rows.values, w.qweight.t(), one, one, **kinds), None)
     if num_rows in (2, 16, 64, 256):
         yield Way("weight only", lambda w: weight_only_triton(x, *w, gated=gated), None)
 
@@ -183,9 +183,9 @@ def error_of(way: Way, weight: Weight, product: Product) -> float | None:
     chosen = slice(0, 512)
     by_block = weight.scales.shape[1] > 1
     starts = [0, product.num_out] if product.gated else [0]
-    some = [weight.codes[start : start + CHECKED] for start in starts]
+    some = [weight.qweight[start : start + CHECKED] for start in starts]
     scales = [weight.scales[start // GROUP :][:1] if by_block else weight.scales[start:][:CHECKED] for start in starts]
-    few = QuantizedRows(way.rows.codes[chosen], way.rows.scales[chosen])
+    few = QuantizedRows(way.rows.values[chosen], way.rows.scales[chosen])
     expected = scaled_reference.scaled_linear_reference(few, torch.cat(some), torch.cat(scales), gated=product.gated)
     return float((y[chosen, :CHECKED].double() - expected).norm() / expected.norm())
 
@@ -210,9 +210,9 @@ def measure_products(ceilings: Ceilings, num_rows: int, kinds: Sequence[str]) ->
         num_bytes, flops = scaled_reference.cost(*size, gated=product.gated)
         floor = max(num_bytes / ceilings.read_bandwidth, flops / E4M3_FLOPS)
         for kind in [kind for kind in kinds if kind != "bf16"]:
-            codes, by_block = torch.int8 if kind == "int8" else torch.float8_e4m3fn, kind == "blocks"
-            weights = weights_of(product, codes, by_block)
-            found = ways_by_block(product, num_rows) if by_block else ways(product, num_rows, codes)
+            quantized_dtype, by_block = torch.int8 if kind == "int8" else torch.float8_e4m3fn, kind == "blocks"
+            weights = weights_of(product, quantized_dtype, by_block)
+            found = ways_by_block(product, num_rows) if by_block else ways(product, num_rows, quantized_dtype)
             for way in found:
                 try:
                     error = error_of(way, weights[0], product)
@@ -230,24 +230,28 @@ def in_turns(way: Way, weights: list[Weight]) -> Callable[[], torch.Tensor]:
 
 
 def row_calls(num_rows: int, size: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
-    """What makes codes of rows, and what it takes the place of: name, bytes moved, call."""
+    """Yield what quantizes rows, and what it replaces: name, bytes moved, call."""
     many = max(min(OTHER_WEIGHTS // (4 * num_rows * size), CALLS), 2)
     x = cycle([torch.randn(num_rows, size, device="cuda").bfloat16() for _ in range(many)])
-    codes, numbers = torch.float8_e4m3fn, num_rows * size
-    yield "quantize", 3 * numbers, lambda: quantize_rows_triton(next(x), codes)
-    yield "quantize groups", 3 * numbers, lambda: quantize_rows_triton(next(x), codes, grouped=True)
+    quantized_dtype, num_values = torch.float8_e4m3fn, num_rows * size
+    yield "quantize", 3 * num_values, lambda: quantize_rows_triton(next(x), quantized_dtype)
+    yield "quantize groups", 3 * num_values, lambda: quantize_rows_triton(next(x), quantized_dtype, grouped=True)
     if size == HIDDEN:
         norm = (torch.ones(size, device="cuda").bfloat16(), 1e-6)
-        yield "norm", 8 * numbers, lambda: rms_norm_triton(next(x), next(x), *norm)
-        yield "norm, quantized", 7 * numbers, lambda: rms_norm_quantized_triton(next(x), next(x), *norm, codes)
+        yield "norm", 8 * num_values, lambda: rms_norm_triton(next(x), next(x), *norm)
+        yield (
+            "norm, quantized",
+            7 * num_values,
+            lambda: rms_norm_quantized_triton(next(x), next(x), *norm, quantized_dtype),
+        )
         return
     gate_up = cycle([torch.randn(num_rows, 2 * size, device="cuda").bfloat16() for _ in range(many)])
-    yield "SiLU", 6 * numbers, lambda: silu_and_mul_triton(next(gate_up))
-    yield "SiLU, quantized", 5 * numbers, lambda: silu_and_mul_quantized_triton(next(gate_up), codes)
+    yield "SiLU", 6 * num_values, lambda: silu_and_mul_triton(next(gate_up))
+    yield "SiLU, quantized", 5 * num_values, lambda: silu_and_mul_quantized_triton(next(gate_up), quantized_dtype)
 
 
 def measure_rows(ceilings: Ceilings, num_rows: int) -> Iterator[dict[str, Any]]:
-    """What makes codes of rows."""
+    """Measure what quantizes rows."""
     for size in (HIDDEN, 12288):
         for way, num_bytes, call in row_calls(num_rows, size):
             yield timed(f"rows of {size:,}", num_rows, way, call, num_bytes / ceilings.read_bandwidth, None)
@@ -271,7 +275,8 @@ def summarize(found: list[dict[str, Any]], num_rows: int) -> None:
 
 def measure(ceilings: Ceilings, all_rows: Sequence[int], kinds: Sequence[str]) -> list[dict[str, Any]]:
     """One entry for each product, number of rows, and way; prints them as they come."""
-    print(f"{ceilings.device}: reads {ceilings.read_bandwidth / 1e12:.2f} TB/s, codes {E4M3_FLOPS / 1e12:.0f} TFLOP/s")
+    reads = f"reads {ceilings.read_bandwidth / 1e12:.2f} TB/s"
+    print(f"{ceilings.device}: {reads}, 8-bit products {E4M3_FLOPS / 1e12:.0f} TFLOP/s")
     found: list[dict[str, Any]] = []
     for num_rows in all_rows:
         found += measure_products(ceilings, num_rows, kinds)

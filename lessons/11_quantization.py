@@ -2,8 +2,8 @@
 # # 11 · Quantization: how few bits can a weight have?
 #
 # A decode step reads every weight of the model to make one token for each request. Speculation, in the lesson
-# before, made more tokens of one such read. This one makes the read itself smaller: numbers of 16 bits become codes
-# of 8, or 4. What that saves, what it loses, and why the same 4 bits can be useless or nearly free, is measured
+# before, made more tokens of one such read. This one makes the read itself smaller: weights of 16 bits become quantized
+# values of 8, or 4. What that saves, what it loses, and why the same 4 bits can be useless or nearly free, is measured
 # here.
 #
 # *Needs: 01 (what a decode reads), a little of 03 (prompts compute, decodes read). About 25 minutes.*
@@ -54,11 +54,11 @@ with Watch(num_gpu_blocks_override=24, max_model_len=256) as watch:
 
 # %% [markdown]
 # A decode reads as much as a prompt does, nearly all of it weights, and does one multiplication and one addition
-# with each number (of 4 bytes on this CPU, hence half a FLOP a byte). A GPU could do hundreds of FLOPs in the time
+# with each weight (of 4 bytes on this CPU, hence half a FLOP a byte). A GPU could do hundreds of FLOPs in the time
 # in which it reads a byte. So **a decode's time is bytes over bandwidth**: half the bits, half the time. That is
 # worth some loss.
 #
-# The obvious way: of each weight matrix take the smallest and the largest number, lay 2^bits codes evenly between
+# The obvious way: of each weight matrix take the smallest and the largest weight, lay 2^bits values evenly between
 # them, and round. Let us do just that to all matrices of all layers, and ask the engine.
 
 # %%
@@ -73,23 +73,23 @@ print(f"plain : perplexity {loss().perplexity:9,.2f}   {answer()!r}")
 # besides inference.) 8 bits cost nothing that can be seen. With 3 it falls apart, with 2 it is far worse than
 # guessing.
 #
-# ## Show: what a code stands for
+# ## Show: dequantization
 #
-# What is wrong is not the number of bits. In the file are three things: codes, and for each *group* of weights a
-# **scale** (what a step from one code to the next is worth) and a **zero point** (which code stands for 0.0).
+# What is wrong is not the number of bits. In the file are three things: quantized values, and for each *group* of
+# weights a **scale** (the size of a step from one value to the next) and a **zero point** (which value means 0.0).
 #
-# How large a group is, is up to whoever makes the file. Below the source are 16 weights of the model and the numbers
-# that 4 bits can stand for: if the whole matrix shares a scale, if one output's row does, and if these 16 do.
+# How large a group is, is up to whoever makes the file. Below the source are 16 weights of the model and the values
+# that 4 bits can represent: if the whole matrix shares a scale, if one output's row does, and if these 16 do.
 
 # %%
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 
 show(
-    GroupedCodes.dequantize,
+    GroupedWeight.dequantize,
     {
-        "if self.is_e2m1": "floats of 4 bits have a fixed table of numbers in place of even steps: skip these lines",
-        "1 << (self.bits - 1)": "symmetric: the zero is the middle code, not stored; else each group has one",
-        "self._of_inputs(self.scales": "a number is (code - zero) * scale: all there is to it",
+        "if self.is_e2m1": "floats of 4 bits have a fixed table of values in place of even steps: skip these lines",
+        "1 << (self.bits - 1)": "symmetric: the zero is the middle of the range, not stored; else each group has one",
+        "self._of_inputs(self.scales": "a weight is (quantized value - zero) * scale: all there is to it",
     },
     doc=False,
 )
@@ -99,13 +99,13 @@ draw_grids("model.layers.1.mlp.down_proj", 178, first=0, count=16, bits=4)
 
 # %% [markdown]
 # The row has one weight of 0.99, eleven times its standard deviation. All others pay for this **outlier**: with a
-# scale for the matrix they use 3 of 16 codes. In a small group it harms only its neighbours. A scale of 16 bits for
+# scale for the matrix they use 3 of 16 values. In a small group it harms only its neighbours. A scale of 16 bits for
 # each 128 weights adds an eighth of a bit to each.
 #
 # ## Step: two engines side by side
 #
-# Two bits again, but this time each 16 weights have their own scale and zero; beside it the plain model. First nine
-# steps of both, then the rest.
+# Two bits again, but this time each 16 weights have their own scale and zero; beside it the unquantized model.
+# First nine steps of both, then the rest.
 
 # %%
 both = Together({"plain": "teachlm", "2 bits, groups of 16": rounded(2, 16)})
@@ -118,15 +118,15 @@ both.run().sure()
 # The same words, from 2 bits. Yet at token 8, the ninth, the coarse model hesitates. Greedy words hide most of the
 # loss: as long as the likeliest token stays the likeliest, nothing shows. What moves is the probabilities. That is
 # why quantizers are not compared by answers but by perplexity, or better by the **KL divergence**: how far all
-# next-token probabilities have moved from the plain model's, in nats a token (a *nat* is the unit of natural
+# next-token probabilities have moved from the unquantized model's, in nats a token (a *nat* is the unit of natural
 # logarithms: 0.01 of it is a factor of e^0.01, one percent, in a token's probability).
 #
-# > **Myth: a 4-bit model computes in 4 bits.** With *weight-only* codes (W4A16) each code becomes a 16-bit number again
-# > in the multiplying kernel's registers. It saves reading, and no arithmetic at all.
+# > **Myth: a 4-bit model computes in 4 bits.** With *weight-only* quantization (W4A16) each value is dequantized to
+# > 16 bits in the multiplying kernel's registers. It saves reading, and no arithmetic at all.
 #
 # ## Predict
 #
-# `teachllm quantize --method rtn` writes codes of 4 bits in place of numbers of 16, and a scale for each 128. **How
+# `teachllm quantize --method rtn` writes 4-bit values in place of 16-bit weights, and a scale for each 128. **How
 # many percent of its size on disk is left of teachlm?**
 
 # %%
@@ -146,8 +146,8 @@ predict("Percent that is left:", yours, left, " %", within=0.1)
 # ## Build: the rounding
 #
 # Write `quantize`. It is given a weight `[out, in]` of float32, the number of bits, and the size of a group: so many
-# neighbouring inputs of one output. It returns `codes` `[out, in]` (whole numbers from 0 to 2^bits - 1), `scales`
-# `[out, in / group_size]`, and `zeros` of the same shape, whole numbers in the same range. `(code - zero) * scale`
+# neighbouring inputs of one output. It returns `values` `[out, in]` (whole numbers from 0 to 2^bits - 1), `scales`
+# `[out, in / group_size]`, and `zeros` of the same shape, whole numbers in the same range. `(value - zero) * scale`
 # must be within half a step of each weight, where a *step* is the range of the group, stretched to include 0.0, over
 # 2^bits - 1; and 0.0 must stay exactly 0.0. Scales are above 0, also those of a group of zeros.
 #
@@ -163,17 +163,17 @@ checked = check(QUANTIZE, quantize)
 checked
 
 # %% [markdown]
-# ## Break: the same codes, three envelopes
+# ## Break: the same values, three envelopes
 #
 # GPTQ, AWQ and AutoRound each have a format of their own, and the engine reads all three. One line of it has been
-# changed. Below, the *same* codes are written in each format, and the engine answers from each.
+# changed. Below, the *same* quantized values are written in each format, and the engine answers from each.
 
 # %%
 broken = plant("a zero point off by one")
 broken.symptom("teachllm_lessons.helpers.lesson_11:three_packings")
 
 # %% [markdown]
-# Two formats are read well, so neither the codes nor the arithmetic are at fault: it is how one of them is unpacked.
+# Two formats are read well, so neither the values nor the arithmetic are at fault: it is how one of them is unpacked.
 # And a single step too much in each of a thousand weights adds up in every sum. Where would you look? Try
 # `broken.guess("teachllm/quantization/formats/auto_round.py")`, then a better file, then a function.
 
@@ -188,7 +188,7 @@ broken.reveal()
 # ## Measure: bits against loss
 #
 # Your rounding (or the engine's), with 4, 3 and 2 bits, in groups of 256, 64 and 16. The horizontal axis counts
-# everything: a code's bits, and its share of a 16-bit scale and a zero.
+# everything: a value's bits, and its share of a 16-bit scale and a zero.
 
 # %%
 trade = {}
@@ -202,12 +202,12 @@ for bits in (4, 3, 2):
 lines(trade, "bits a weight, scales and zeros included", "KL divergence, nats a token", log="y")
 
 # %% [markdown]
-# Compare what takes the same space. Just above 3 bits a weight lie 3-bit codes in groups of 256 and 2-bit codes in
+# Compare what takes the same space. Just above 3 bits a weight lie 3-bit values in groups of 256 and 2-bit ones in
 # groups of 16, which spend a third of their bits on scales and zeros: the former lose a tenth as much. Small groups
 # help, and a bit more helps more. Four bits in groups of 64 or 128 are where most published checkpoints lie. (Few
 # answers are scored here. The smallest losses hang on a few tokens, and may change places.)
 #
-# The nearest code is the best for one weight, not for the sum of which it is part. **GPTQ** (Frantar et al., 2022)
+# Round to nearest is the best for one weight, not for the sum of which it is part. **GPTQ** (Frantar et al., 2022)
 # rounds the inputs one by one, and lets those still to come make up for the error; **AWQ** (Lin et al., 2023) widens
 # weights where activations are large before rounding; **AutoRound** (Cheng et al., 2023) learns for each weight
 # whether to go up or down. All three look at a calibration text. First what each lost on the whole model, as
@@ -225,8 +225,8 @@ bars({name: 100 * each for name, each in errors.of.items()}, f"squared error of 
 # bytes. GPTQ's paper reports 3 to 4 bits a weight for a model of 175 billion parameters with little loss of
 # perplexity. Ours is small and sure; take the order from it, not the size.
 #
-# Now speed. Codes save nothing on this CPU, where they become numbers as they are read; so here are committed
-# results of an 8-billion-parameter model on a GPU.
+# Now speed. Quantization saves nothing on this CPU, where weights are dequantized when they are read; so here are
+# committed results of an 8-billion-parameter model on a GPU.
 
 # %%
 on_gpu, source = on_a_gpu()
@@ -244,10 +244,10 @@ draw_speeds(on_gpu)
 #
 # A quarter of the bytes made one request twice as fast, not four times: attention, the output head and starting the
 # kernels cost what they did. `fp8` (e4m3: four bits of exponent, three of mantissa) is a grid as well, with steps
-# that grow with the number; `int8` has steps of one size. Tensor cores multiply either.
+# that grow with the value; `int8` has steps of one size. Tensor cores multiply either.
 #
 # **K and V are read, too**, and many long contexts together hold more of them than there are weights. With
-# `kv_cache_dtype` they become codes of 8 bits. How many tokens fit into the same megabyte:
+# `kv_cache_dtype` they are quantized to 8 bits. How many tokens fit into the same megabyte:
 
 # %%
 for kv_cache_dtype in ("auto", "int8"):

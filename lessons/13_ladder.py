@@ -174,7 +174,7 @@ draw_ladder(
 # Chunked prefill costs some throughput on both: it is there for the gaps between tokens (lesson 04), which this picture
 # does not show. Speculation brings little in a batch of this size, although nearly all of its drafts are right on the
 # GPU (a model with random weights repeats itself, and look-up foresees that): with 48 requests a step has arithmetic to
-# do already. Alone, it pays (lesson 10). Codes of 8 bits halve what a step reads, and reading is not what takes the
+# do already. Alone, it pays (lesson 10). 8-bit weights halve what a step reads, and reading is not what takes the
 # time here: the model is too small. For the same reason two GPUs gain little; a model of 8B gains 1.7 times (lesson
 # 12). A picture that flattered every rung would be a picture of a chosen workload.
 #

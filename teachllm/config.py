@@ -38,7 +38,7 @@ class EngineConfig:
         load_format: "auto" reads safetensors; "pt" allows pickled weights, which can run code; "dummy" draws
             random weights from `config.json` alone.
         model_impl: this project's own model code, or transformers' with our paged attention.
-        quantization: makes codes of plain weights as they are read: "fp8" and "int8" (8 bits, of activations too),
+        quantization: quantizes an unquantized checkpoint as it is loaded: "fp8" and "int8" (8 bits, activations too),
             "int4" (4 bits by groups of 128, 64 or 32). Embedding and output head stay. A checkpoint that is quantized
             already says so itself; see docs/quantization.md.
         trust_remote_code: lets a checkpoint bring its own Python.
@@ -54,8 +54,8 @@ class EngineConfig:
         kv_cache_memory_bytes: KV cache size of each rank; None derives it from `gpu_memory_utilization` (on a CPU: what
             `max_num_seqs` sequences may need, but no more than 1 GiB or one sequence).
         num_gpu_blocks_override: number of blocks, whatever the memory arithmetic says.
-        kv_cache_dtype: how K and V are held: "auto", as the model computes them, or as codes of one byte with a scale
-            for each KV head: "fp8" (the same as "fp8_e4m3"), "int8". Half the memory or less, and decodes of long
+        kv_cache_dtype: dtype of K and V in the cache: "auto" is the model's; "fp8" (the same as "fp8_e4m3") and "int8"
+            quantize them to one byte with a scale per KV head. Half the memory or less, and decodes of long
             sequences read half as much; answers may differ. Scales of fp8 are the checkpoint's, if it has them; any
             others are measured at start, on a short text. See docs/quantization.md.
         enable_prefix_caching: share full blocks between equal prefixes; None is on where it is possible.
@@ -74,7 +74,8 @@ class EngineConfig:
             same, but whole prompts of round lengths from 4096 tokens on by PyTorch's attention (cuDNN). "flash_attn",
             "flashinfer": everything by the package of that name, without CUDA graphs. None is "triton" where a Hopper
             GPU's own kernel takes the prompts, or the model is in float32, has a window in every layer or caps its
-            scores, or the KV cache holds codes, else "sdpa". Only "reference" and "triton" read codes.
+            scores, or the KV cache is quantized, else "sdpa". Only "reference" and "triton" read a
+            quantized cache.
         batch_invariant: a request's logits do not change by one bit with what runs beside it or how its prompt is
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for.

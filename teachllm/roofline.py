@@ -5,7 +5,7 @@
            + 4 x heads x head size x (query, key) pairs, in every layer; of the last layer for sampled tokens alone
     floor  max(bytes / read bandwidth, matrix FLOPs / GEMM rate + attention FLOPs / attention rate)
 
-Products of 8-bit codes on both sides count as half as long: tensor cores multiply them twice as fast as 16-bit numbers.
+W8A8 products count as half as long: tensor cores multiply 8-bit values twice as fast as 16-bit ones.
 
 Activations are left out: a fused step need not write them. So the kernels' own `cost()`, each counting what goes in
 and out of that kernel, add up to more than this.
@@ -73,12 +73,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step cannot do without: bytes moved, FLOPs of products, of them those of codes, of attention."""
+    """The least that a step must do: bytes moved, FLOPs of products and of attention, W8A8 FLOPs among the former."""
 
     num_bytes: int
     matrix_flops: int
     attention_flops: int
-    code_flops: int = 0
+    w8a8_flops: int = 0
 
     def seconds(self, ceilings: Ceilings) -> float:
         """The floor."""
@@ -99,7 +99,7 @@ class Work:
         return self.num_bytes / ceilings.read_bandwidth
 
     def _seconds_to_compute(self, ceilings: Ceilings) -> float:
-        matrix_flops = self.matrix_flops - self.code_flops / 2
+        matrix_flops = self.matrix_flops - self.w8a8_flops / 2
         return matrix_flops / ceilings.gemm_flops + self.attention_flops / ceilings.attention_flops
 
 
@@ -120,8 +120,8 @@ def step_work(model: ModelConfig, step: Step) -> Work:
         attention_flops += num_whole * 4 * _pairs_of(step, window) * model.num_attention_heads * model.head_size
     num_passes = num_tokens * (1 - spared / model.num_layers)
     matrix_flops = 2 * (body * num_passes + head * step.num_sampled)
-    code_flops = 2 * model.num_multiplied_as_codes * num_passes
-    return Work(num_bytes, round(matrix_flops), round(attention_flops), round(code_flops))
+    w8a8_flops = 2 * model.num_w8a8_parameters * num_passes
+    return Work(num_bytes, round(matrix_flops), round(attention_flops), round(w8a8_flops))
 
 
 def _keys_read(step: Step, window: int | None) -> int:

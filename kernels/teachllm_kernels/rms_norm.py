@@ -70,7 +70,7 @@ def rms_norm_cpu(
 def _rms_norm(
     y_ptr, residual_ptr, weight_ptr, normed_ptr, x_ptr,
     eps, num_tokens, size,
-    code_scales_ptr, given_scale_ptr,
+    normed_scales_ptr, given_scale_ptr,
     addresses_ptr, box_ptr, slots_ptr, num_box_rows,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, PDL: tl.constexpr,
@@ -100,7 +100,7 @@ def _rms_norm(
         tl.store(x_ptr + at, total.to(x_ptr.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
         total = total.to(x_ptr.dtype.element_ty).to(tl.float32)  # the norm's input is what was stored
     rms = tl.sqrt(tl.sum(total * total) / size + eps)
-    if code_scales_ptr is None:
+    if normed_scales_ptr is None:
         normed_ptrs = normed_ptr + at
         normed = (total / rms * scale).to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptrs, normed, mask=inside, eviction_policy=EVICTION)
@@ -110,7 +110,7 @@ def _rms_norm(
         )  # rounded as if it had been stored
         row = tl.program_id(0)
         store_row(
-            unquantized, normed_ptr, code_scales_ptr, given_scale_ptr, row, num_tokens, size, BLOCK, GROUPED, EVICTION
+            unquantized, normed_ptr, normed_scales_ptr, given_scale_ptr, row, num_tokens, size, BLOCK, GROUPED, EVICTION
         )
 
 
@@ -143,8 +143,8 @@ def rms_norm_quantized_triton(
         residual,
         weight,
         eps,
-        normed=normed.codes,
-        code_scales=normed.scales,
+        normed=normed.values,
+        normed_scales=normed.scales,
         given_scale=scale,
         grouped=grouped,
     )
@@ -162,7 +162,7 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     normed: torch.Tensor,
-    code_scales: torch.Tensor | None = None,
+    normed_scales: torch.Tensor | None = None,
     given_scale: torch.Tensor | None = None,
     grouped: bool = False,
 ) -> torch.Tensor:
@@ -186,7 +186,7 @@ def _launch(
         eps=eps,
         num_tokens=num_tokens,
         size=size,
-        code_scales_ptr=code_scales,
+        normed_scales_ptr=normed_scales,
         given_scale_ptr=given_scale,
         addresses_ptr=addresses,
         box_ptr=box,

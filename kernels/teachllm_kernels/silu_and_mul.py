@@ -39,7 +39,7 @@ def _silu_and_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.const
 
 @triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _silu_and_mul_quantized(
-    gate_up_ptr, codes_ptr, scales_ptr, given_scale_ptr,
+    gate_up_ptr, values_ptr, scales_ptr, given_scale_ptr,
     num_rows, size,
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _silu_and_mul_quantized(
     y = (
         (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
     )  # rounded as if it had been stored
-    store_row(y, codes_ptr, scales_ptr, given_scale_ptr, row, num_rows, size, BLOCK, GROUPED, "")
+    store_row(y, values_ptr, scales_ptr, given_scale_ptr, row, num_rows, size, BLOCK, GROUPED, "")
 
 
 def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def silu_and_mul_quantized_triton(
     block = triton.next_power_of_2(max(size, GROUP))
     _silu_and_mul_quantized[(num_tokens,)](
         gate_up_ptr=gate_up,
-        codes_ptr=quantized.codes,
+        values_ptr=quantized.values,
         scales_ptr=quantized.scales,
         given_scale_ptr=scale,
         num_rows=num_tokens,

@@ -124,7 +124,7 @@ RUNGS = (
         "8-bit weights",
         lambda size: {"quantization": "fp8"},
         is_lossless=False,
-        why_not=_needs_gpu("a CPU multiplies plain numbers"),
+        why_not=_needs_gpu("a CPU multiplies dequantized weights"),
         stays=False,
     ),
     Rung("two GPUs", lambda size: {"tensor_parallel_size": 2}, why_not=_needs_two),

@@ -256,7 +256,7 @@ def _floors(work: Work, step: Step, llm: LLM, ceilings: Ceilings) -> dict[str, F
     model = llm.engine.model_config
     weights = step_work(model, Step([0] * len(step.query_lens), [0] * len(step.kv_lens), step.num_sampled))
     parts = {
-        "matrix products": Work(weights.num_bytes, work.matrix_flops, 0, work.code_flops),
+        "matrix products": Work(weights.num_bytes, work.matrix_flops, 0, work.w8a8_flops),
         "attention": Work(work.num_bytes - weights.num_bytes, 0, work.attention_flops),
     }
     least = {group: part.seconds(ceilings) for group, part in parts.items()}

@@ -2,7 +2,7 @@
 
 Tensor parallelism cuts every weight into equal parts along one dimension: of a projection that widens, outputs, so that
 each rank has some heads or some of the MLP's width; of the one that follows, the inputs that these make. Only the
-vocabulary may leave less for the last ranks. Of plain numbers a rank reads its part alone from a checkpoint.
+vocabulary may leave less for the last ranks. Of an unquantized checkpoint a rank reads only its part.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
 """

@@ -60,7 +60,7 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
         *_replicas(resolved, device),
         ("architecture", model.architecture, code),
         ("parameters", f"{model.num_parameters / 1e6:,.1f} M", f"in {model.dtype} on {device}{_met(model)}"),
-        *_codes(model, device),
+        *_quantization_rows(model, device),
         ("layers", str(model.num_layers), layers),
         ("heads", str(model.num_attention_heads), heads),
         ("context", f"{model.max_model_len} tokens", f"vocabulary of {model.vocab_size}"),
@@ -104,7 +104,7 @@ def _replicas(config: EngineConfig, device: torch.device) -> list[Row]:
     return [("replicas", str(config.data_parallel_size), f"each has all that follows, and {share}")]
 
 
-def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
+def _quantization_rows(model: ModelConfig, device: torch.device) -> list[Row]:
     """What the weights of layers became; if they differ, those of the first."""
     if model.quantization is None:
         return []
@@ -113,7 +113,7 @@ def _codes(model: ModelConfig, device: torch.device) -> list[Row]:
     scheme = None if found is None else found.schemes(_IN_ALL_MODELS)
     what = model.quantization if scheme is None else f"{model.quantization}: {scheme}"
     if device.type == "cpu":
-        takes += f": a CPU multiplies numbers, in {model.dtype}"
+        takes += f": a CPU multiplies dequantized weights, in {model.dtype}"
     return [("quantization", what, takes)]
 
 

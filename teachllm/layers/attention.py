@@ -143,8 +143,8 @@ class Attention(nn.Module):
     """One layer's attention: no weights, only its scale and how far it looks back.
 
     Attributes:
-        k_scale, v_scale: what a checkpoint says of this layer's e4m3 codes, [num_kv_heads] or one number for all,
-            float32; None: nothing. They are used if the engine asks for such codes, see `worker/kv_scales.py`.
+        k_scale, v_scale: scales that a checkpoint has for this layer's K and V in e4m3, [num_kv_heads] or one for all,
+            float32; None: it has none. They are used if the engine quantizes to that dtype, see `worker/kv_scales.py`.
     """
 
     k_scale: torch.Tensor | None
@@ -166,8 +166,8 @@ class Attention(nn.Module):
             num_kv_heads, share, partial(setattr, self, "k_scale"), partial(setattr, self, "v_scale")
         )
 
-    def hold_codes(self, scales: KVScales) -> None:
-        """From now on this layer's cache holds codes. The tensors stay; what is in them may change."""
+    def enable_kv_quantization(self, scales: KVScales) -> None:
+        """Quantize K and V from now on, with these scales. The tensors stay; their values may change."""
         self.settings = replace(self.settings, kv_scales=scales)
 
     def forward(

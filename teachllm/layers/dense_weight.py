@@ -1,4 +1,4 @@
-"""A weight as plain numbers, and whose product is the fastest for how many rows of x.
+"""An unquantized weight, and which kernel multiplies it the fastest for how many rows of x.
 
 one row       this project's matrix-vector product, with the norm before it and the residual after it
 few           Hopper's own kernel up to 256 rows, elsewhere the portable one up to 16
@@ -24,13 +24,13 @@ _ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it 
 
 
 class DenseWeight(nn.Module):
-    """[out, in] numbers of the model's dtype. The methods are those of `Weight`.
+    """An unquantized weight [out, in] of the model's dtype. The methods are those of `Weight`.
 
     Attributes:
         is_fixed: a row of y does not depend, by one bit, on how many others there are; on a GPU only.
     """
 
-    row_codes = None
+    input_quantization = None
     fuses_one_row = True
 
     def __init__(self, data: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Linear layers, merged where several projections read the same input (lesson 12).
 
 Q, K and V read one input, and so do gate and up: as one matrix each they cost one product instead of three or two,
-and larger products run nearer to the hardware's limit. A checkpoint stores the projections apart: each of plain numbers
-fills its rows of the merged matrix; quantized ones are collected, and merged when all have come.
+and larger products run nearer to the hardware's limit. A checkpoint stores the projections apart: an unquantized one
+fills its rows of the merged matrix; quantized ones are collected, and merged when all are loaded.
 
 In a group of ranks a layer holds some outputs of each projection, or some of the inputs: what the ranks then have are
 parts of a sum, and they add them up. See `distributed/shards.py`.
@@ -19,10 +19,10 @@ from torch import nn
 from teachllm.distributed.group import ALONE, Group
 from teachllm.distributed.shards import ALL, Cut, Slice, cut
 from teachllm.layers.dense_weight import DenseWeight
-from teachllm.layers.norm import RMSNorm, RowCodes
+from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.weight import SeveralWeights, Weight
 from teachllm.quantization.execution_weights import weight_of
-from teachllm.quantization.formats.scheme import UNQUANTIZED, PartCodes, Schemes, Slot
+from teachllm.quantization.formats.scheme import UNQUANTIZED, QuantizedWeightLoader, Schemes, Slot
 from teachllm.quantization.quantized_weights import merged
 from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
@@ -68,7 +68,7 @@ class Linear(nn.Module):
         size = sum(out_features.values())
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
         by_name = {name: schemes(name) for name in out_features}
-        self._reading: dict[str, PartCodes | torch.Tensor] = {}
+        self._reading: dict[str, QuantizedWeightLoader | torch.Tensor] = {}
         here = torch.empty(0)  # of the model's dtype, on its device
         self._dtype = here.dtype
         if not any(by_name.values()):
@@ -82,12 +82,14 @@ class Linear(nn.Module):
             num_out, num_in = (size * each.count for size, each in zip(shape, cuts, strict=True))
             ranges = {"rows": cuts[0].of(num_out), "columns": cuts[1].of(num_in)}
             full_name = schemes.full_name(name)
-            self._reading[name] = PartCodes(scheme, full_name, num_out, num_in, here, self._merge_when_read, **ranges)
+            self._reading[name] = QuantizedWeightLoader(
+                scheme, full_name, num_out, num_in, here, self._merge_when_read, **ranges
+            )
 
     @property
-    def row_codes(self) -> RowCodes | None:
-        """What a norm that comes before may give to it in place of numbers; None: numbers."""
-        return self.weight.row_codes
+    def input_quantization(self) -> InputQuantization | None:
+        """How the norm before this layer may quantize its output; None: not at all."""
+        return self.weight.input_quantization
 
     @property
     def fuses_one_row(self) -> bool:
@@ -145,7 +147,7 @@ class Linear(nn.Module):
         first = 0
         for name, rows in self.out_features.items():
             reading = self._reading.get(name)
-            if isinstance(reading, PartCodes):
+            if isinstance(reading, QuantizedWeightLoader):
                 for tensor_name, slot in reading.slots.items():
                     yield f"{name}.{tensor_name}", slot
             elif reading is not None:
@@ -175,27 +177,32 @@ class Linear(nn.Module):
                 part.fill_randomly(generator)
         self._merge_when_read()
 
-    def unread(self) -> Iterator[PartCodes]:
+    def unread(self) -> Iterator[QuantizedWeightLoader]:
         """Its quantized projections, before `finish`."""
-        yield from (each for each in self._reading.values() if isinstance(each, PartCodes))
+        yield from (each for each in self._reading.values() if isinstance(each, QuantizedWeightLoader))
 
     def num_bytes(self, dtype_bytes: int) -> int:
-        """What its weight and bias take on a GPU, before `finish`, plain numbers of so many bytes."""
+        """Return the bytes of weight and bias on a GPU, before `finish`; `dtype_bytes` per unquantized value."""
         size = sum(self.out_features.values())
-        numbers = 0 if self.bias is None else size
+        num_biases = 0 if self.bias is None else size
         if not self._reading:
-            return (numbers + size * self.in_features) * dtype_bytes
-        plain = [each.numel() for each in self._reading.values() if isinstance(each, torch.Tensor)]
-        return (numbers + sum(plain)) * dtype_bytes + sum(each.num_bytes for each in self.unread())
+            return (num_biases + size * self.in_features) * dtype_bytes
+        unquantized = [each.numel() for each in self._reading.values() if isinstance(each, torch.Tensor)]
+        return (num_biases + sum(unquantized)) * dtype_bytes + sum(each.num_bytes for each in self.unread())
 
     def _merge_when_read(self) -> None:
-        """At once if all are codes: no more than one layer's lie in memory as they were read, a byte a number."""
-        if self._reading and all(isinstance(each, PartCodes) and each.is_read for each in self._reading.values()):
+        """Merge at once if all are quantized: at most one layer lies unpacked in memory, at a byte per value."""
+        if self._reading and all(
+            isinstance(each, QuantizedWeightLoader) and each.is_read for each in self._reading.values()
+        ):
             self._merge()
 
     def _merge(self) -> None:
-        """The projections to one weight, if that can be."""
-        read = [each.codes() if isinstance(each, PartCodes) else each for each in self._reading.values()]
+        """Merge the projections to one weight, if that is possible."""
+        read = [
+            each.quantized_weight() if isinstance(each, QuantizedWeightLoader) else each
+            for each in self._reading.values()
+        ]
         self._reading.clear()
         whole = merged(read)
         if whole is not None:

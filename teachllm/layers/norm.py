@@ -18,13 +18,13 @@ from teachllm_kernels.rms_norm import (
 )
 
 
-class RowCodes(NamedTuple):
-    """What a product takes in place of numbers.
+class InputQuantization(NamedTuple):
+    """How a layer's input is quantized before it is multiplied.
 
     Attributes:
-        dtype: of codes, int8 or float8_e4m3fn.
-        scale: [1] float32, of all; None: a row has its own.
-        grouped: or each 128 numbers of a row.
+        dtype: int8 or float8_e4m3fn.
+        scale: [1] float32, for all rows; None: each row has its own.
+        grouped: every 128 values of a row have a scale instead.
     """
 
     dtype: torch.dtype
@@ -63,15 +63,18 @@ class RMSNorm(nn.Module):
         return rms_norm_reference(y, residual, self.weight, self.eps)
 
     def quantized(
-        self, y: torch.Tensor | Unsummed | None, residual: torch.Tensor | None, codes: RowCodes | None
+        self,
+        y: torch.Tensor | Unsummed | None,
+        residual: torch.Tensor | None,
+        input_quantization: InputQuantization | None,
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
-        """As `forward`, with codes in place of the first, on a GPU; None: there are none."""
-        if codes is None:
+        """Return what `forward` returns, the first quantized; on a GPU. With `input_quantization` None, nothing is."""
+        if input_quantization is None:
             return self(y, residual)
         if y is None:
             assert residual is not None
             y, residual = residual, None
-        return rms_norm_quantized_triton(y, residual, self.weight, self.eps, *codes)
+        return rms_norm_quantized_triton(y, residual, self.weight, self.eps, *input_quantization)
 
     def prepare(self) -> None:
         """Prepares the filled weight for a CPU."""

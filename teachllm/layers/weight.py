@@ -1,7 +1,7 @@
-"""What a linear layer multiplies with, whatever form its numbers are kept in.
+"""What a linear layer multiplies with, in whatever form its weight is stored.
 
-A layer's products are one concept, how its weight is stored another: as plain numbers, as codes of 4 bits with scales,
-as codes of 8 bits that tensor cores take. Each form knows its own kernels. A layer sees only this interface.
+A layer's products are one concept, how its weight is stored another: unquantized, in 4 bits with scales per group, in 8
+bits that tensor cores multiply. Each form knows its own kernels. A layer sees only this interface.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from teachllm.layers.norm import RMSNorm, RowCodes
+from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
 
 class Weight(Protocol):
     """W, [out, in], of a layer that computes x W^T + b. b: [out] or None.
 
-    x is [num_tokens, in]; or, where `row_codes` says what, `QuantizedRows` of it.
+    x is [num_tokens, in]; or, where `input_quantization` says what, `QuantizedRows` of it.
 
     Attributes:
         num_out: rows of W.
@@ -30,7 +30,7 @@ class Weight(Protocol):
     fuses_one_row: bool
 
     @property
-    def row_codes(self) -> RowCodes | None:
+    def input_quantization(self) -> InputQuantization | None:
         """What a norm that comes before may give in place of x; None: x."""
         ...
 
@@ -70,7 +70,7 @@ class SeveralWeights(nn.Module):
             if isinstance(weight, nn.Module):
                 self.add_module(str(index), weight)
 
-    row_codes = None
+    input_quantization = None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `Weight`."""

@@ -119,7 +119,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def quantization_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of its codes, with `quant_method`; None: it holds plain numbers.
+    """Return a checkpoint's quantization settings, with `quant_method`; None: it is not quantized.
 
     Args:
         raw: its config.json.

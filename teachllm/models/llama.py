@@ -20,7 +20,7 @@ from teachllm.distributed.ranks import ALONE, WHOLE, Ranks, Share
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Addend, Destination, Linear, Rows
-from teachllm.layers.norm import RMSNorm, RowCodes
+from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.moe import SparseMLP
@@ -28,7 +28,7 @@ from teachllm.models.moe_config import MoeConfig
 from teachllm.models.peak_width import peak_width
 from teachllm.models.shape import Shape
 from teachllm.models.sharding import of_rank, stage_layers
-from teachllm.quantization.formats.scheme import UNQUANTIZED, PartCodes, Schemes
+from teachllm.quantization.formats.scheme import UNQUANTIZED, QuantizedWeightLoader, Schemes
 from teachllm_kernels.attention.paged_decode import fused_paged_decode
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
 from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
@@ -156,9 +156,9 @@ class LlamaMLP(nn.Module):
         return self.down_proj.onto(stream, self(x))
 
     @property
-    def row_codes(self) -> RowCodes | None:
+    def input_quantization(self) -> InputQuantization | None:
         """As of `Linear`."""
-        return self.gate_up_proj.row_codes
+        return self.gate_up_proj.input_quantization
 
     @property
     def fuses_one_row(self) -> bool:
@@ -220,14 +220,14 @@ class LlamaLayer(nn.Module):
             return self._decode_one(x, angles, kv_cache, metadata), None
         wanted = metadata.wanted if is_last else None
         ending = metadata.ending() if wanted is not None and metadata.ending is not None else None
-        h, stream = self.input_layernorm.quantized(x, stream, self.self_attn.qkv_proj.row_codes)
+        h, stream = self.input_layernorm.quantized(x, stream, self.self_attn.qkv_proj.input_quantization)
         if tap is not None:
             tap(stream)
         h = self.self_attn(h, angles, kv_cache, metadata, ending)
         if wanted is not None:
             h, stream = h if ending is not None else h.index_select(0, wanted), stream.index_select(0, wanted)
         x, stream = self.self_attn.o_proj.onto(stream, h)
-        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.row_codes)
+        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.input_quantization)
         return self.mlp.onto(stream, h)
 
     @property
@@ -292,13 +292,13 @@ class LlamaForCausalLM(nn.Module):
         )
         self.norm = RMSNorm(own.hidden_size, eps=own.norm_eps) if place.is_last_stage else None
         self.lm_head = None
-        self._head_codes = None
+        self._quantized_head = None
         if place.is_last_stage:
             self.lm_head = self.embed_tokens if config.tied and self.embed_tokens else Embedding(*vocabulary)
             head = None if config.tied else schemes("lm_head")
             if head is not None:
                 size, like = (config.vocab_size, own.hidden_size), self.lm_head.weight
-                self._head_codes = PartCodes(head, "lm_head", *size, like, rows=self.lm_head.own)
+                self._quantized_head = QuantizedWeightLoader(head, "lm_head", *size, like, rows=self.lm_head.own)
 
     def forward(
         self,
@@ -370,8 +370,8 @@ class LlamaForCausalLM(nn.Module):
         if self.norm is None or self.lm_head is None:
             return
         yield "model.norm.weight", self.norm.weight.data
-        if self._head_codes is not None:
-            yield from ((f"lm_head.{name}", slot) for name, slot in self._head_codes.slots.items())
+        if self._quantized_head is not None:
+            yield from ((f"lm_head.{name}", slot) for name, slot in self._quantized_head.slots.items())
         elif self.lm_head is not self.embed_tokens:
             yield "model.embed_tokens.weight" if self._is_tied else "lm_head.weight", self.lm_head.destination
 
@@ -413,11 +413,13 @@ class LlamaForCausalLM(nn.Module):
         return layer
 
     def finish(self) -> None:
-        """Makes plain numbers of a quantized output head that was read."""
-        if self._head_codes is not None and self._head_codes.is_begun:  # of load_format="dummy" it is random already
+        """Dequantize a quantized output head that was loaded."""
+        if (
+            self._quantized_head is not None and self._quantized_head.is_begun
+        ):  # of load_format="dummy" it is random already
             assert self.lm_head is not None
-            self.lm_head.own_weight.copy_(self._head_codes.codes().dequantize(self.lm_head.weight.dtype))
-            self._head_codes = None
+            self.lm_head.own_weight.copy_(self._quantized_head.quantized_weight().dequantize(self.lm_head.weight.dtype))
+            self._quantized_head = None
 
 
 def added_up(x: Addend, stream: torch.Tensor | None) -> torch.Tensor:

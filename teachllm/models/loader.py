@@ -115,12 +115,12 @@ def _warn_of_batch_scales(model: nn.Module, model_config: ModelConfig) -> None:
 
 
 def _warn_of_fp8(model: nn.Module, model_config: ModelConfig) -> None:
-    """Says so if codes are not used as the checkpoint asks."""
+    """Warn if activations are not quantized as the checkpoint asks."""
     names = [name for name, each in model.named_modules() if isinstance(each, GPUScaledWeight) and each.lacks_fp8]
     if names:
         warnings.warn(
             f"{model_config.path}: this GPU does not multiply fp8 (from compute capability 8.9 on they do), so of "
-            f"{names[0].removesuffix('.weight')} and {len(names) - 1} more layers only the weights are codes, and "
+            f"{names[0].removesuffix('.weight')} and {len(names) - 1} more layers only the weights are quantized, and "
             "prompts gain nothing: take int8, by a checkpoint of it or with quantization='int8'",
             stacklevel=2,
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from teachllm.quantization.layer_schemes import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_CODES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
+_KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -39,10 +39,10 @@ class ModelConfig(Shape):
         weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
         active_bytes: of the parameters that `num_active_parameters` counts.
         quantization: how its weights are quantized, for people; None: they are not. See `of_model`.
-        quantized_as_read: by which method plain numbers are, as they are read.
+        quantized_as_read: the method by which an unquantized checkpoint is quantized as it is loaded.
         load_format: as `EngineConfig.load_format`.
-        num_multiplied_as_codes: of the parameters that `num_active_parameters` counts, those multiplied as 8-bit codes.
-        dequantized: what a step of many tokens on a GPU makes of codes, see `Dequantized`.
+        num_w8a8_parameters: of the parameters that `num_active_parameters` counts, those of W8A8 products.
+        dequantized: weights that a step of many tokens dequantizes on a GPU, see `Dequantized`.
         generation_defaults: sampling settings that generation_config.json recommends.
         raw: config.json.
         kv_cache_dtype: as `EngineConfig.kv_cache_dtype`.
@@ -60,7 +60,7 @@ class ModelConfig(Shape):
     quantization: str | None
     quantized_as_read: str | None
     load_format: str
-    num_multiplied_as_codes: int
+    num_w8a8_parameters: int
     dequantized: tuple[tuple[int, int, int], ...]
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
@@ -74,17 +74,17 @@ class ModelConfig(Shape):
     @property
     def kv_dtype(self) -> str:
         """Of the KV cache, by PyTorch's name."""
-        return _CODES.get(self.kv_cache_dtype, self.dtype)
+        return _KV_CACHE_DTYPES.get(self.kv_cache_dtype, self.dtype)
 
     @property
     def kv_bytes(self) -> int:
-        """Of a number in the KV cache."""
-        return 1 if self.has_kv_codes else DTYPE_BYTES[self.dtype]
+        """Bytes per value of the KV cache."""
+        return 1 if self.has_quantized_kv else DTYPE_BYTES[self.dtype]
 
     @property
-    def has_kv_codes(self) -> bool:
-        """Whether the KV cache holds codes, which have scales."""
-        return self.kv_cache_dtype in _CODES
+    def has_quantized_kv(self) -> bool:
+        """Whether the KV cache is quantized, with scales."""
+        return self.kv_cache_dtype in _KV_CACHE_DTYPES
 
 
 def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelConfig:
@@ -116,16 +116,16 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
     generation = folder / "generation_config.json"
     defaults = read_json(generation) if generation.exists() else {}
     num_parameters, size = shape.num_parameters, DTYPE_BYTES[dtype]
-    if stored and quantization is None:  # codes do not tell how many numbers they stand for
+    if stored and quantization is None:  # quantized tensors do not tell the number of weights
         num_parameters = sum(t.num_elements for t in stored.values())
         if shape.tied and "lm_head.weight" in stored:
             num_parameters -= stored["lm_head.weight"].num_elements
-    saved_bytes, widths, num_as_codes = 0, dict[str, int](), 0
+    saved_bytes, widths, num_w8a8 = 0, dict[str, int](), 0
     dequantized: tuple[Dequantized, ...] = ()
     if quantization is not None and device_type != "cpu":
         from teachllm.models.quantized_needs import needs_of  # loads torch
 
-        saved_bytes, widths, dequantized, num_as_codes = needs_of(raw, quantization.schemes, size)
+        saved_bytes, widths, dequantized, num_w8a8 = needs_of(raw, quantization.schemes, size)
     num_kept = num_parameters
     if implementation == "teachllm":
         from teachllm.models.llama_config import parse
@@ -145,7 +145,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         quantization=None if quantization is None else quantization.name,
         quantized_as_read=config.quantization,
         load_format=config.load_format,
-        num_multiplied_as_codes=num_as_codes,
+        num_w8a8_parameters=num_w8a8,
         dequantized=dequantized,
         generation_defaults=_generation_defaults(defaults),
         raw=raw,
@@ -162,7 +162,7 @@ def _generation_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
 def _quantization(
     config: EngineConfig, raw: dict[str, Any], folder: Path, implementation: str, names: frozenset[str] | None
 ) -> Quantization | None:
-    """What the projections are, or become as they are read; None: plain numbers. `names`: see `of_config`.
+    """Return how the projections are, or will be, quantized; None: not at all. `names`: see `of_config`.
 
     Raises:
         ModelError: a format that is not supported; or it is to be quantized, and is.
@@ -183,7 +183,7 @@ def _quantization(
         raise ModelError(f"{architecture_of(raw)}: {error}") from None
     if found is not None and is_quantized and config.quantization is not None:
         raise ModelError(
-            f"quantization={config.quantization!r} is for checkpoints of plain numbers, and this one is quantized with "
+            f"quantization={config.quantization!r} is for unquantized checkpoints, and this one is quantized with "
             f"{found.name!r} already: leave quantization out"
         )
     if found is not None and implementation == "transformers":

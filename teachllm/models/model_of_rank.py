@@ -42,12 +42,12 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
         "gated_peak_width": peak_width(own, not own.mlp_bias and own.intermediate_size % 8 == 0, is_fixed=sums),
         "fixed_peak_width": peak_width(own, is_fixed=True),
     }
-    saved_bytes, num_as_codes = 0, 0
+    saved_bytes, num_w8a8 = 0, 0
     dequantized: tuple[Dequantized, ...] = ()
-    quantization = None if model.device_type == "cpu" else of_model(model)  # a CPU multiplies plain numbers
+    quantization = None if model.device_type == "cpu" else of_model(model)  # a CPU multiplies dequantized weights
     if quantization is not None:
         needs = needs_of(model.raw, quantization.schemes, size, place)
-        saved_bytes, dequantized, num_as_codes = needs.saved_bytes, needs.dequantized, needs.num_multiplied_as_codes
+        saved_bytes, dequantized, num_w8a8 = needs.saved_bytes, needs.dequantized, needs.num_w8a8_parameters
         widths |= needs.widths
     active_bytes = (layers + norm) * size - saved_bytes
     return replace(
@@ -61,6 +61,6 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
         num_active_parameters=layers + norm,
         active_bytes=active_bytes,
         weight_bytes=active_bytes + (idle + ends + beside) * size,
-        num_multiplied_as_codes=num_as_codes,
+        num_w8a8_parameters=num_w8a8,
         dequantized=dequantized,
     )

@@ -36,7 +36,7 @@ class SparseMLP(nn.Module):
             counted. On a GPU, steps that were recorded before it was set go on without.
     """
 
-    row_codes = None
+    input_quantization = None
     fuses_one_row = False
 
     def __init__(self, hidden_size: int, config: MoeConfig, share: Share = WHOLE) -> None:

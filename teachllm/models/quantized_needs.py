@@ -1,8 +1,8 @@
 """What a quantized model takes on a GPU, before anything of it is read: weights, and activations at their widest.
 
-    weights       codes and scales in place of numbers
-    8-bit rows    what a product is given is there as codes, too, and as it does not add to the stream, its result
-    weight only   a product of many rows makes numbers of the codes first, of one projection at a time, and then is like
+    weights       quantized values and scales in place of float weights
+    8-bit rows    a product's input exists quantized, too, and as it does not add to the stream, its result
+    weight only   a product of many rows dequantizes the weight first, one projection at a time, and then is like
                   any other
 
 Counted as the code allocates: a test holds it against that.
@@ -26,17 +26,17 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.models.peak_width import peak_width
 from teachllm.models.sharding import of_rank
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import OnTheFly, PartCodes, Schemes
+from teachllm.quantization.formats.scheme import OnTheFly, QuantizedWeightLoader, Schemes
 from teachllm.quantization.layer_schemes import Quantization, quantization_of
 from teachllm.quantization.quantized_weights import Activations
 
 
 class Dequantized(NamedTuple):
-    """What is there while numbers are made of the codes of one kind of projection.
+    """The memory that a step needs while one kind of projection is dequantized.
 
     Attributes:
-        size: numbers of the largest one.
-        width: numbers that a token keeps alive beside them.
+        size: weights of the largest one.
+        width: values per token that are alive beside them.
         gated_width: the same where the product gates its result before it is written.
     """
 
@@ -49,20 +49,20 @@ class Needs(NamedTuple):
     """Of a model on a GPU.
 
     Attributes:
-        saved_bytes: by which its projections are smaller than plain numbers.
-        widths: peak widths that are not those of plain numbers, by their names in `Shape`.
+        saved_bytes: by which its projections are smaller than unquantized ones.
+        widths: peak widths that differ from those of an unquantized model, by their names in `Shape`.
         dequantized: of steps of many tokens.
-        num_multiplied_as_codes: parameters whose products are of codes on both sides.
+        num_w8a8_parameters: parameters of products whose weight and input are both in 8 bits.
     """
 
     saved_bytes: int
     widths: dict[str, int]
     dequantized: tuple[Dequantized, ...]
-    num_multiplied_as_codes: int
+    num_w8a8_parameters: int
 
 
 def of_model(model: ModelConfig) -> Quantization | None:
-    """What the layers of a model that was described are; None: plain numbers."""
+    """Return how the layers of a described model are quantized; None: not at all."""
     if model.quantization is None:
         return None
     folder, is_known = Path(model.path), model.load_format not in ("dummy", "pt")
@@ -81,17 +81,19 @@ def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, place: Pla
     with torch.device("meta"):
         model = LlamaForCausalLM(whole, 1, schemes, Ranks(place))
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    plain = sum(sum(each.out_features.values()) * (each.in_features + (each.bias is not None)) for each in linears)
-    saved = plain * dtype_bytes - sum(each.num_bytes(dtype_bytes) for each in linears)
+    num_parameters = sum(
+        sum(each.out_features.values()) * (each.in_features + (each.bias is not None)) for each in linears
+    )
+    saved = num_parameters * dtype_bytes - sum(each.num_bytes(dtype_bytes) for each in linears)
     weight_only = [each for each in linears if any(not quantizes_rows(part) for part in each.unread())]
-    as_codes = sum(part.num_parameters for each in linears for part in each.unread() if quantizes_rows(part))
+    num_w8a8 = sum(part.num_parameters for each in linears for part in each.unread() if quantizes_rows(part))
     widths, dequantized = {}, tuple[Dequantized, ...]()
-    if as_codes:
-        width = max(_width_with_codes(config), peak_width(config, is_fixed=sums) if weight_only else 0)
+    if num_w8a8:
+        width = max(_width_with_quantized_inputs(config), peak_width(config, is_fixed=sums) if weight_only else 0)
         widths = dict.fromkeys(("peak_width", "gated_peak_width"), width)
     if weight_only:
         dequantized = _dequantized(config, weight_only, sums)
-    return Needs(saved, widths, dequantized, as_codes)
+    return Needs(saved, widths, dequantized, num_w8a8)
 
 
 def _dequantized(config: LlamaConfig, linears: Sequence[Linear], sums: bool) -> tuple[Dequantized, ...]:
@@ -107,18 +109,18 @@ def _dequantized(config: LlamaConfig, linears: Sequence[Linear], sums: bool) -> 
     return tuple(Dequantized(largest[is_last], *widths[is_last]) for is_last in largest)
 
 
-def quantizes_rows(part: PartCodes) -> bool:
-    """Whether x becomes codes as well."""
+def quantizes_rows(part: QuantizedWeightLoader) -> bool:
+    """Return whether the input is quantized as well."""
     scheme = part.scheme
     if isinstance(scheme, OnTheFly):
         scheme = scheme.of_size(part.in_features)
-    return isinstance(scheme, Scaled) and scheme.activations is not Activations.PLAIN
+    return isinstance(scheme, Scaled) and scheme.activations is not Activations.UNQUANTIZED
 
 
-def _width_with_codes(config: LlamaConfig) -> int:
+def _width_with_quantized_inputs(config: LlamaConfig) -> int:
     """As `llama.peak_width`. A block keeps what it was given, result of a product and stream, until it has ended."""
     hidden, heads_size = config.hidden_size, config.num_heads * config.head_size
-    attention = 7 * hidden // 2 + max(_attended(config), 3 * heads_size // 2 + hidden)  # codes are half a number
+    attention = 7 * hidden // 2 + max(_attended(config), 3 * heads_size // 2 + hidden)  # 8-bit values are half as large
     return 2 * config.head_size + max(attention, 11 * hidden // 2 + 3 * config.intermediate_size // 2)
 
 

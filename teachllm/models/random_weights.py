@@ -27,7 +27,7 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
     generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if not _fill_with_one_number(name, parameter):
+            if not _fill_with_constant(name, parameter):
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         for module in model.modules():
             if isinstance(module, Linear):
@@ -40,14 +40,14 @@ def fill_parts_randomly(destinations: Iterable[tuple[str, Destination]], seed: i
     Args:
         destinations: by the names of the checkpoint's tensors.
     """
-    for name, place in destinations:  # one at a time: codes that are merged need not stay as they were made
+    for name, place in destinations:  # one at a time: quantized weights that are merged can be freed
         if isinstance(place, Slot):
             part = place.part
             if part is not None and not part.is_read:
                 part.fill_randomly(_seeded(seed, part.name, part.device))
         elif isinstance(place, Cut):
             _fill(name, place, seed)
-        elif not _fill_with_one_number(name, place):
+        elif not _fill_with_constant(name, place):
             _fill(name, Cut(place, tuple(slice(0, size) for size in place.shape), tuple(place.shape)), seed)
 
 
@@ -56,7 +56,7 @@ def _seeded(seed: int, name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
-def _fill_with_one_number(name: str, tensor: torch.Tensor) -> bool:
+def _fill_with_constant(name: str, tensor: torch.Tensor) -> bool:
     """Whether it is a norm's weight or a bias, which are not drawn."""
     if "norm" in name or (tensor.dim() == 1 and name.endswith("weight")):
         tensor.fill_(1.0)
@@ -68,7 +68,7 @@ def _fill_with_one_number(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _fill(name: str, part: Cut, seed: int) -> None:
-    if _fill_with_one_number(name, part.place):
+    if _fill_with_constant(name, part.place):
         return
     own, *columns = part.ranges
     at_once = max(_AT_ONCE // math.prod(part.shape[1:]), 1)

@@ -1,8 +1,8 @@
-"""A linear layer whose weight alone is codes of 4 or 8 bits, on a GPU: W4A16, W8A16.
+"""A linear layer whose weight alone is quantized to 4 or 8 bits, on a GPU: W4A16, W8A16.
 
-A decode's time is the time to read the weights, so a quarter of the bytes is up to four times the speed; kernels make
-numbers of codes in registers, where nobody waits for them. Prompts are bound by arithmetic instead, which codes do not
-save: there numbers are made first, and multiplied as those of `dense_weight.py` are.
+A decode's time is the time to read the weights, so a quarter of the bytes is up to four times the speed; kernels
+dequantize in registers, which costs no time. Prompts are bound by arithmetic instead, which quantization does not save:
+there the weight is dequantized first, and multiplied like those of `dense_weight.py`.
 
     one row       a matrix-vector product, with the norm before it and the residual after it
     few           up to 256 rows: Hopper's own kernel for weights that it takes, for others the portable one
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm_kernels.linear import hopper_gated_linear, hopper_linear
 from teachllm_kernels.linear.dense_gemm import linear_reference
 from teachllm_kernels.linear.packed.dequantize import dequantize_triton
@@ -40,18 +40,18 @@ class GPUGroupedWeight(nn.Module):
         is_gated: its upper half is gate, its lower one up, and they are multiplied with each other.
     """
 
-    row_codes = None
+    input_quantization = None
     fuses_one_row = True
 
-    def __init__(self, numbers: GroupedCodes, is_gated: bool) -> None:
+    def __init__(self, quantized: GroupedWeight, is_gated: bool) -> None:
         super().__init__()
-        self.num_out = numbers.codes.shape[0]
+        self.num_out = quantized.qweight.shape[0]
         self.order: torch.Tensor | None = None
-        codes = numbers.codes
-        if numbers.group_index is not None:
-            self.order = torch.argsort(numbers.group_index, stable=True)
-            codes = codes.index_select(1, self.order)
-        self.weight = pack(codes, numbers.scales, numbers.zeros, numbers.bits, numbers.is_e2m1, is_gated)
+        qweight = quantized.qweight
+        if quantized.group_index is not None:
+            self.order = torch.argsort(quantized.group_index, stable=True)
+            qweight = qweight.index_select(1, self.order)
+        self.weight = pack(qweight, quantized.scales, quantized.zeros, quantized.bits, quantized.is_e2m1, is_gated)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out]."""
@@ -75,8 +75,8 @@ class GPUGroupedWeight(nn.Module):
         if x.shape[0] <= MAX_ROWS:
             return self._few_rows(self._in_order(x), bias, gated=True)
         if bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
-            numbers = dequantize_triton(self.weight, x.dtype)
-            return hopper_gated_linear.hopper_gated_linear(self._in_order(x), numbers)
+            dequantized = dequantize_triton(self.weight, x.dtype)
+            return hopper_gated_linear.hopper_gated_linear(self._in_order(x), dequantized)
         return silu_and_mul(self.product(x, bias))
 
     def one_row(

@@ -1,4 +1,4 @@
-"""`scaled_weight.py` on a GPU: whose product of 8-bit codes is the fastest for how many rows of x.
+"""`scaled_weight.py` on a GPU: which 8-bit product is the fastest for how many rows of x.
 
     few, or one   Hopper's own kernel up to 256 rows
     one           elsewhere a matrix-vector product that quantizes the row for itself, with norm and residual around it
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from teachllm.layers.norm import RMSNorm, RowCodes
+from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.quantization.quantized_weights import BLOCK, Activations, ScaledWeight
 from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
@@ -29,29 +29,29 @@ _HAS_E4M3 = (8, 9)  # compute capability
 class GPUScaledWeight(nn.Module):
     """The methods are those of `Weight`."""
 
-    def __init__(self, numbers: ScaledWeight, dtype: torch.dtype) -> None:
+    def __init__(self, quantized: ScaledWeight, dtype: torch.dtype) -> None:
         super().__init__()
-        assert numbers.block in (None, (BLOCK, BLOCK))
-        self.codes, self.scales, self.dtype = numbers.codes, numbers.scales.contiguous(), dtype
-        self.num_out, num_in = self.codes.shape
-        self.activations, self.input_scale = numbers.activations, numbers.input_scale
-        has_e4m3 = torch.cuda.get_device_capability(self.codes.device) >= _HAS_E4M3
-        is_plain = self.activations is Activations.PLAIN
-        self.lacks_fp8 = self.codes.dtype is torch.float8_e4m3fn and not has_e4m3 and not is_plain
+        assert quantized.block in (None, (BLOCK, BLOCK))
+        self.qweight, self.scales, self.dtype = quantized.qweight, quantized.scales.contiguous(), dtype
+        self.num_out, num_in = self.qweight.shape
+        self.activations, self.input_scale = quantized.activations, quantized.input_scale
+        has_e4m3 = torch.cuda.get_device_capability(self.qweight.device) >= _HAS_E4M3
+        is_weight_only = self.activations is Activations.UNQUANTIZED
+        self.lacks_fp8 = self.qweight.dtype is torch.float8_e4m3fn and not has_e4m3 and not is_weight_only
         if self.lacks_fp8:
-            self.activations = Activations.PLAIN
+            self.activations = Activations.UNQUANTIZED
         is_aligned = num_in % 16 == 0 and self.num_out % 16 == 0
-        is_known = numbers.block is None or self.codes.dtype is torch.float8_e4m3fn
+        is_known = quantized.block is None or self.qweight.dtype is torch.float8_e4m3fn
         fits = is_known and is_aligned and dtype.itemsize == 2
-        self._on_hopper = fits and self.activations is not Activations.PLAIN and has_hopper(self.codes.device)
+        self._on_hopper = fits and self.activations is not Activations.UNQUANTIZED and has_hopper(self.qweight.device)
         self.fuses_one_row = num_in % 16 == 0 and not self._on_hopper
 
     @property
-    def row_codes(self) -> RowCodes | None:
+    def input_quantization(self) -> InputQuantization | None:
         """As `Weight`."""
-        if self.activations is Activations.PLAIN:
+        if self.activations is Activations.UNQUANTIZED:
             return None
-        return RowCodes(self.codes.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
+        return InputQuantization(self.qweight.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
 
     def product(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out]."""
@@ -63,8 +63,8 @@ class GPUScaledWeight(nn.Module):
         """As `Linear.onto`."""
         if self._on_hopper:
             rows = self._rows(x)
-            if rows.codes.shape[0] <= MAX_ROWS:
-                return hopper_scaled_linear(rows, self.codes, self.scales, bias, parts=True), stream
+            if rows.values.shape[0] <= MAX_ROWS:
+                return hopper_scaled_linear(rows, self.qweight, self.scales, bias, parts=True), stream
             x = rows
         return self.product(x, bias), stream
 
@@ -81,18 +81,18 @@ class GPUScaledWeight(nn.Module):
         gated: bool = False,
     ) -> torch.Tensor:
         """As `Linear.one_row`."""
-        if self.row_codes is None:
+        if self.input_quantization is None:
             y = self._product(x if norm is None else norm(x)[0], bias, gated)
             return y if residual is None else residual + y
         prologue = None if norm is None else (norm.weight, norm.eps)
-        return scaled_gemv_triton(x, self.codes, self.scales, bias, prologue, residual, gated, self.input_scale)
+        return scaled_gemv_triton(x, self.qweight, self.scales, bias, prologue, residual, gated, self.input_scale)
 
     def _product(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-        if self.activations is Activations.PLAIN:
+        if self.activations is Activations.UNQUANTIZED:
             assert isinstance(x, torch.Tensor)
-            return weight_only_triton(x, self.codes, self.scales, bias, gated)
+            return weight_only_triton(x, self.qweight, self.scales, bias, gated)
         rows = self._rows(x)
-        what, num_rows = (rows, self.codes, self.scales, bias), rows.codes.shape[0]
+        what, num_rows = (rows, self.qweight, self.scales, bias), rows.values.shape[0]
         if num_rows > MAX_ROWS and not self._on_hopper and fits_scaled_mm(*what[:3]):
             return scaled_mm(*what, gated=gated, dtype=self.dtype)
         if self._on_hopper:
@@ -101,7 +101,7 @@ class GPUScaledWeight(nn.Module):
         return scaled_linear_triton(*what, gated=gated, dtype=self.dtype)
 
     def _rows(self, x: torch.Tensor | QuantizedRows) -> QuantizedRows:
-        """x as codes."""
+        """Quantize x."""
         if isinstance(x, QuantizedRows):
             return x
-        return quantize_rows(x, self.codes.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
+        return quantize_rows(x, self.qweight.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)

@@ -34,7 +34,7 @@ FORMATS: dict[str, Parse] = {
     "modelopt": modelopt.parse,
 }
 _GROUP_SIZES = (128, 64, 32)
-# From plain numbers, as they are read.
+# Of unquantized checkpoints, as they are loaded.
 ON_THE_FLY: dict[str, Callable[[int], Scheme]] = {
     "fp8": lambda in_features: Scaled(torch.float8_e4m3fn, "channel", Activations.BY_TOKEN),
     "int8": lambda in_features: Scaled(torch.int8, "channel", Activations.BY_TOKEN),
@@ -80,11 +80,11 @@ def config_of(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
 def quantization_of(
     raw: Mapping[str, Any], folder: Path, method: str | None, names: Container[str] | None
 ) -> Quantization | None:
-    """What a model's layers are, or become as they are read; None: plain numbers.
+    """Return how a model's layers are quantized, or will be as they are loaded; None: not at all.
 
     Args:
         raw: config.json.
-        method: to quantize plain numbers by; None: they stay.
+        method: quantizes an unquantized checkpoint; None: it stays.
         names: as in `of_config`.
 
     Raises:
@@ -130,6 +130,6 @@ def _malformed_is_said(method: str, where: str = "") -> Iterator[None]:
 
 
 def on_the_fly(method: str) -> Quantization:
-    """All projections of all layers, of plain numbers, as they are read; the output head stays as it is."""
+    """Quantize all projections of all layers as they are loaded; the output head stays as it is."""
     scheme = OnTheFly(ON_THE_FLY[method])
     return Quantization(f"{method}, as it is read", Schemes(lambda name: None if name == _HEAD else scheme))

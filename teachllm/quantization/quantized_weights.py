@@ -1,14 +1,14 @@
-"""Quantized weights, whatever file they came from: codes, and what turns codes into numbers.
+"""Quantized weights, whatever file they came from: quantized values, and what dequantizes them.
 
-A weight takes few values near each other, and a product needs its numbers only roughly. So a number becomes a code of
-4 or 8 bits, and a scale that many codes share says what a step of the code is worth:
+Weights lie close together, and a product needs them only roughly. So each is stored as a value of 4 or 8 bits, and many
+values share a scale, the size of one step:
 
-    grouped   number = (code - zero) * scale, with a scale (and a zero) for every so many inputs of each output. Only
-              the weight is quantized: a product first makes numbers again. What it saves is bytes to read
-    scaled    number = code * scale, codes of 8 bits that tensor cores multiply by themselves (integers or e4m3), a
-              scale for the whole weight, each output, or each block of 128 x 128. Activations are quantized, too
+    grouped   weight = (qweight - zero) * scale, with a scale (and a zero) per group of inputs of each output. Only the
+              weight is quantized: a product dequantizes it first. What this saves is bytes to read
+    scaled    weight = qweight * scale, 8-bit values that tensor cores multiply by themselves (integers or e4m3), a
+              scale per weight, per output, or per block of 128 x 128. Activations are quantized, too
 
-Every format on disk is one of the two in some packing; `codes` here are one byte each, in the order of the weight.
+Every format on disk is one of the two in some packing; `qweight` has a byte per value here, in the weight's order.
 
 Source: Gholami et al., "A Survey of Quantization Methods for Efficient Neural Network Inference", 2021.
 """
@@ -25,32 +25,32 @@ from teachllm_kernels.linear.packed.packed_weight import E2M1, INPUTS_OF_A_STEP
 
 BLOCK = 128  # rows and columns of a block that has a scale
 _FEWER_RANKS = "set tensor_parallel_size lower"
-_ROWS = 4096  # of which numbers are made at a time: what is in between takes 16 bytes a number; a multiple of `BLOCK`
+_ROWS = 4096  # dequantized at a time: intermediate results take 16 bytes per weight; a multiple of `BLOCK`
 
 
 class Activations(Enum):
-    """What x becomes before it is multiplied with codes of 8 bits."""
+    """How x is quantized before it is multiplied with an 8-bit weight."""
 
-    PLAIN = "as it is: only the weight is quantized"
-    BY_TOKEN = "codes, with a scale for each token"
-    BY_BLOCK = "codes, with a scale for each token and 128 inputs"
-    STATIC = "codes, with one scale that was calibrated"
+    UNQUANTIZED = "unquantized: only the weight is quantized"
+    BY_TOKEN = "quantized, with a scale for each token"
+    BY_BLOCK = "quantized, with a scale for each token and 128 inputs"
+    STATIC = "quantized, with one scale that was calibrated"
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedCodes:
-    """A weight of which each `group_size` inputs of an output share a scale.
+class GroupedWeight:
+    """A quantized weight; every `group_size` inputs of an output share a scale.
 
     Attributes:
-        codes: [out, in] uint8, 0 to 2^bits - 1.
+        qweight: [out, in] uint8, 0 to 2^bits - 1.
         scales: [out, num_groups], a float dtype, as stored; of any sign.
-        zeros: [out, num_groups] int32, the code of 0.0; None: the middle one, 2^(bits - 1).
-        bits: of a code, 4 or 8.
+        zeros: [out, num_groups] int32, the quantized 0.0; None: the middle, 2^(bits - 1).
+        bits: bits per weight, 4 or 8.
         group_index: [in] int32, the group of each input; None: they are in order, `group_size` each.
-        is_e2m1: codes are 4-bit floats (`E2M1`), and there are no zeros.
+        is_e2m1: quantized values are 4-bit floats (`E2M1`), and there are no zeros.
     """
 
-    codes: torch.Tensor
+    qweight: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     bits: int
@@ -60,24 +60,24 @@ class GroupedCodes:
     @property
     def group_size(self) -> int:
         """Inputs that share a scale; the last group may have fewer."""
-        return -(-self.codes.shape[1] // self.scales.shape[1])
+        return -(-self.qweight.shape[1] // self.scales.shape[1])
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in], the numbers: products in float32, rounded once."""
-        numbers = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
-        for first in range(0, len(numbers), _ROWS):
+        dequantized = torch.empty(self.qweight.shape, dtype=dtype, device=self.qweight.device)
+        for first in range(0, len(dequantized), _ROWS):
             rows = slice(first, first + _ROWS)
             if self.is_e2m1:
-                table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=self.codes.device)
-                steps = table[self.codes[rows].long()]
+                table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=self.qweight.device)
+                steps = table[self.qweight[rows].long()]
             else:
                 zeros = 1 << (self.bits - 1) if self.zeros is None else self._of_inputs(self.zeros[rows])
-                steps = (self.codes[rows].to(torch.int32) - zeros).to(torch.float32)
-            numbers[rows] = (steps * self._of_inputs(self.scales[rows]).to(torch.float32)).to(dtype)
-        return numbers
+                steps = (self.qweight[rows].to(torch.int32) - zeros).to(torch.float32)
+            dequantized[rows] = (steps * self._of_inputs(self.scales[rows]).to(torch.float32)).to(dtype)
+        return dequantized
 
     def with_zeros(self) -> torch.Tensor:
-        """`zeros`, also where they are all the middle one."""
+        """Return `zeros`, also where all of them are the middle of the range."""
         if self.zeros is not None:
             return self.zeros
         return torch.full(self.scales.shape, 1 << (self.bits - 1), dtype=torch.int32, device=self.scales.device)
@@ -86,22 +86,22 @@ class GroupedCodes:
         """[out, num_groups] -> [out, in]."""
         if self.group_index is not None:
             return of_groups.index_select(1, self.group_index.long())
-        return of_groups.repeat_interleave(self.group_size, dim=1)[:, : self.codes.shape[1]]
+        return of_groups.repeat_interleave(self.group_size, dim=1)[:, : self.qweight.shape[1]]
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """A weight of 8-bit codes that are multiplied as they are.
+    """A weight of 8-bit values that are multiplied as they are.
 
     Attributes:
-        codes: [out, in] int8 or float8_e4m3fn.
+        qweight: [out, in] int8 or float8_e4m3fn.
         scales: float32; [1, 1] of the whole weight, [out, 1] of each output, or one of each block, rounded up.
         block: (outputs, inputs) that share a scale; None: there are no blocks.
         activations: what x becomes.
         input_scale: [1] float32, of x, if that is calibrated.
     """
 
-    codes: torch.Tensor
+    qweight: torch.Tensor
     scales: torch.Tensor
     activations: Activations = Activations.BY_TOKEN
     input_scale: torch.Tensor | None = None
@@ -109,36 +109,38 @@ class ScaledWeight:
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in], the numbers: products in float32, rounded once."""
-        num_out, num_in = self.codes.shape
-        numbers = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        num_out, num_in = self.qweight.shape
+        dequantized = torch.empty(self.qweight.shape, dtype=dtype, device=self.qweight.device)
         of_rows = self.scales if self.block is None else self.scales.repeat_interleave(self.block[0], 0)[:num_out]
         for first in range(0, num_out, _ROWS):
             rows = slice(first, first + _ROWS)
             scales = of_rows if len(of_rows) == 1 else of_rows[rows]
             if self.block is not None:
                 scales = scales.repeat_interleave(self.block[1], 1)[:, :num_in]
-            numbers[rows] = (self.codes[rows].to(torch.float32) * scales).to(dtype)
-        return numbers
+            dequantized[rows] = (self.qweight[rows].to(torch.float32) * scales).to(dtype)
+        return dequantized
 
 
-Quantized = GroupedCodes | ScaledWeight
+Quantized = GroupedWeight | ScaledWeight
 
 
-def part_of(numbers: Quantized, rows: slice, columns: slice) -> Quantized:
-    """Some outputs and inputs of a weight, with the same numbers.
+def part_of(quantized: Quantized, rows: slice, columns: slice) -> Quantized:
+    """Return some outputs and inputs of a weight, with the same values.
 
     Raises:
         ValueError: blocks would be cut; "why: what would do".
     """
-    at, inputs = (slice(*each.indices(size)) for each, size in zip((rows, columns), numbers.codes.shape, strict=True))
-    if isinstance(numbers, GroupedCodes):
-        return _part_of_groups(numbers, at, inputs)
-    codes, scales = numbers.codes[at, inputs].clone(), numbers.scales
-    if numbers.block is not None:
-        scales = scales[_blocks(at, numbers.block[0]), _blocks(inputs, numbers.block[1])]
+    at, inputs = (
+        slice(*each.indices(size)) for each, size in zip((rows, columns), quantized.qweight.shape, strict=True)
+    )
+    if isinstance(quantized, GroupedWeight):
+        return _part_of_groups(quantized, at, inputs)
+    qweight, scales = quantized.qweight[at, inputs].clone(), quantized.scales
+    if quantized.block is not None:
+        scales = scales[_blocks(at, quantized.block[0]), _blocks(inputs, quantized.block[1])]
     elif len(scales) > 1:
         scales = scales[at]
-    return replace(numbers, codes=codes, scales=scales.clone())
+    return replace(quantized, qweight=qweight, scales=scales.clone())
 
 
 def _blocks(part: slice, size: int) -> slice:
@@ -149,42 +151,42 @@ def _blocks(part: slice, size: int) -> slice:
     return slice(first, last + 1)
 
 
-def _part_of_groups(numbers: GroupedCodes, at: slice, inputs: slice) -> GroupedCodes:
-    """Groups that are cut keep their number: each input then says which is its own."""
-    size, num_in = numbers.group_size, numbers.codes.shape[1]
-    groups, index = slice(None), numbers.group_index
+def _part_of_groups(quantized: GroupedWeight, at: slice, inputs: slice) -> GroupedWeight:
+    """Cut groups keep their scale: `group_index` then maps each input to its group."""
+    size, num_in = quantized.group_size, quantized.qweight.shape[1]
+    groups, index = slice(None), quantized.group_index
     if index is not None:
         index = index[inputs]
     elif inputs.start % size == 0 and (inputs.stop % size == 0 or inputs.stop == num_in):
         groups = slice(inputs.start // size, -(-inputs.stop // size))
-    elif numbers.scales.shape[1] > 1:
-        index = torch.arange(inputs.start, inputs.stop, dtype=torch.int32, device=numbers.codes.device) // size
-    zeros = None if numbers.zeros is None else numbers.zeros[at, groups].clone()
-    codes, scales = numbers.codes[at, inputs].clone(), numbers.scales[at, groups].clone()
-    return replace(numbers, codes=codes, scales=scales, zeros=zeros, group_index=index)
+    elif quantized.scales.shape[1] > 1:
+        index = torch.arange(inputs.start, inputs.stop, dtype=torch.int32, device=quantized.qweight.device) // size
+    zeros = None if quantized.zeros is None else quantized.zeros[at, groups].clone()
+    qweight, scales = quantized.qweight[at, inputs].clone(), quantized.scales[at, groups].clone()
+    return replace(quantized, qweight=qweight, scales=scales, zeros=zeros, group_index=index)
 
 
 def fits_kernels(num_groups: int, group_size: int) -> bool:
-    """Whether a GPU's kernels multiply such codes; those of other groups become numbers as they are read."""
+    """Return whether a GPU's kernels multiply such groups; weights with others are dequantized when loaded."""
     return num_groups == 1 or group_size % INPUTS_OF_A_STEP == 0
 
 
 def merged(parts: Sequence[Quantized | torch.Tensor]) -> Quantized | torch.Tensor | None:
-    """One weight of several, one below the other; None: they are too different.
+    """Merge several weights, one below the other; None: they are too different.
 
     Args:
-        parts: of the same inputs; a tensor is plain numbers.
+        parts: of the same inputs; a tensor is unquantized.
     """
     if len(parts) == 1:
         return parts[0]
-    grouped = [part for part in parts if isinstance(part, GroupedCodes)]
+    grouped = [part for part in parts if isinstance(part, GroupedWeight)]
     if len(grouped) == len(parts):
         return _merged_groups(grouped)
     scaled = [part for part in parts if isinstance(part, ScaledWeight)]
     return _merged_scaled(scaled) if len(scaled) == len(parts) else None
 
 
-def _merged_groups(parts: Sequence[GroupedCodes]) -> GroupedCodes | None:
+def _merged_groups(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
     first = parts[0]
     for other in parts[1:]:
         same_kind = (first.bits, first.is_e2m1, first.scales.dtype) == (other.bits, other.is_e2m1, other.scales.dtype)
@@ -193,8 +195,8 @@ def _merged_groups(parts: Sequence[GroupedCodes]) -> GroupedCodes | None:
         if not _equal(first.group_index, other.group_index):
             return None
     has_zeros = any(part.zeros is not None for part in parts)
-    return GroupedCodes(
-        torch.cat([part.codes for part in parts]),
+    return GroupedWeight(
+        torch.cat([part.qweight for part in parts]),
         torch.cat([part.scales for part in parts]),
         torch.cat([part.with_zeros() for part in parts]) if has_zeros else None,
         first.bits,
@@ -206,15 +208,15 @@ def _merged_groups(parts: Sequence[GroupedCodes]) -> GroupedCodes | None:
 def _merged_scaled(parts: Sequence[ScaledWeight]) -> ScaledWeight | None:
     first = parts[0]
     for other in parts[1:]:
-        if (first.codes.dtype, first.activations) != (other.codes.dtype, other.activations):
+        if (first.qweight.dtype, first.activations) != (other.qweight.dtype, other.activations):
             return None
         if first.block != other.block or not _equal(first.input_scale, other.input_scale):
             return None
-    if first.block is not None and any(part.codes.shape[0] % first.block[0] for part in parts[:-1]):
+    if first.block is not None and any(part.qweight.shape[0] % first.block[0] for part in parts[:-1]):
         return None
-    of_rows = [part.scales if part.block else part.scales.expand(len(part.codes), 1) for part in parts]
-    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
-    return ScaledWeight(codes, torch.cat(of_rows), first.activations, first.input_scale, first.block)
+    of_rows = [part.scales if part.block else part.scales.expand(len(part.qweight), 1) for part in parts]
+    qweight = torch.cat([part.qweight.view(torch.uint8) for part in parts]).view(first.qweight.dtype)
+    return ScaledWeight(qweight, torch.cat(of_rows), first.activations, first.input_scale, first.block)
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -1,7 +1,7 @@
-"""Round to nearest: the plainest way from numbers to codes, and the one that everything better is measured against.
+"""Round to nearest: the simplest way to quantize, and the baseline of every better one.
 
-A scale is as large as the largest number of its group needs, and no larger; each number takes the nearest code. Nothing
-is known of what the weight will be multiplied with.
+A scale is as large as the largest weight of its group needs, and no larger; each weight takes the nearest quantized
+value. Nothing is known of the activations that the weight will be multiplied with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedCodes, ScaledWeight
+from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedWeight, ScaledWeight
 
 E4M3_MAX = 448.0
 _TINY = 1e-10  # a group of zeros has a scale, too
@@ -21,13 +21,13 @@ def grouped(
     group_size: int,
     is_symmetric: bool = True,
     scale_dtype: torch.dtype = torch.float16,
-) -> GroupedCodes:
-    """Codes of [out, in] numbers.
+) -> GroupedWeight:
+    """Quantize a weight [out, in] by groups.
 
     Args:
         group_size: inputs that share a scale; must divide `in`.
-        is_symmetric: 0.0 is the middle code; otherwise each group has its own zero.
-        scale_dtype: codes are chosen for the scale as it is stored.
+        is_symmetric: 0.0 is the middle of the range; otherwise each group has its own zero.
+        scale_dtype: values are rounded for the scale as it is stored.
 
     Raises:
         ValueError: the group size does not divide.
@@ -43,8 +43,10 @@ def grouped(
     steps = scales.float()
     zeros = None if is_symmetric else (-low / steps).round().clamp(0, most)
     middle = zeros.unsqueeze(2) if zeros is not None else 1 << (bits - 1)
-    codes = (groups / steps.unsqueeze(2)).round().add(middle).clamp(0, most).to(torch.uint8)
-    return GroupedCodes(codes.reshape(num_out, num_in), scales, None if zeros is None else zeros.to(torch.int32), bits)
+    qweight = (groups / steps.unsqueeze(2)).round().add(middle).clamp(0, most).to(torch.uint8)
+    return GroupedWeight(
+        qweight.reshape(num_out, num_in), scales, None if zeros is None else zeros.to(torch.int32), bits
+    )
 
 
 def scaled(
@@ -54,16 +56,16 @@ def scaled(
     activations: Activations = Activations.BY_TOKEN,
     scale_dtype: torch.dtype = torch.float32,
 ) -> ScaledWeight:
-    """Codes of 8 bits of [out, in] numbers.
+    """Quantize a weight [out, in] to 8 bits.
 
     Args:
         dtype: int8 or float8_e4m3fn.
         per: what has a scale: the "tensor", a "channel" (an output), or a "block" of 128 x 128.
-        scale_dtype: codes are chosen for the scale as it is stored.
+        scale_dtype: values are rounded for the scale as it is stored.
     """
-    numbers = weight.float()
+    wide = weight.float()
     largest = E4M3_MAX if dtype is torch.float8_e4m3fn else 127.5
-    amax = numbers.abs()
+    amax = wide.abs()
     if per == "tensor":
         amax = amax.amax().reshape(1, 1)
     elif per == "channel":
@@ -74,13 +76,13 @@ def scaled(
         amax = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).amax(dim=(1, 3))
     scales = (amax.clamp_min(_TINY) / largest).clamp_min(smallest_scale(scale_dtype)).to(scale_dtype).float()
     block = (BLOCK, BLOCK) if per == "block" else None
-    plain = ScaledWeight(torch.ones_like(numbers, dtype=dtype), scales, activations, block=block)
-    steps = numbers / plain.dequantize(torch.float32)
+    ones = ScaledWeight(torch.ones_like(wide, dtype=dtype), scales, activations, block=block)
+    steps = wide / ones.dequantize(torch.float32)
     if dtype is torch.float8_e4m3fn:
         return ScaledWeight(steps.clamp(-E4M3_MAX, E4M3_MAX).to(dtype), scales, activations, block=block)
     return ScaledWeight(steps.round().clamp(-128, 127).to(dtype), scales, activations, block=block)
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """Of positive ones: float16 holds those of small weights below its normal numbers, with 5 binary digits or more."""
+    """Return the smallest positive scale: in float16 small ones are subnormal, with 5 binary digits or more."""
     return 2.0**-20 if dtype is torch.float16 else torch.finfo(dtype).tiny

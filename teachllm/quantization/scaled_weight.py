@@ -1,9 +1,9 @@
-"""A linear layer whose weight is codes of 8 bits, multiplied with codes: W8A8, integers or e4m3.
+"""A linear layer whose weight and activations are quantized to 8 bits: W8A8, integers or e4m3.
 
-    y = (q_x W_q^T) * s_x * s_w + b     q_x: x / s_x, rounded to a code; s_x of each token, s_w of each output
+    y = (q_x W_q^T) * s_x * s_w + b     q_x: x / s_x, rounded; s_x of each token, s_w of each output
 
-Tensor cores multiply codes of 8 bits twice as fast as numbers of 16, so prompts gain as well as decodes, which
-weight-only codes do not give. What a token's x becomes depends on that token alone, so a request's tokens do not depend
+Tensor cores multiply 8-bit values twice as fast as 16-bit ones, so prompts gain as well as decodes, unlike with
+weight-only quantization. What a token's x becomes depends on that token alone, so a request's tokens do not depend
 on what runs beside it.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; Dettmers et al., "LLM.int8()", NeurIPS 2022.
@@ -22,29 +22,31 @@ from teachllm_kernels.silu_and_mul import silu_and_mul
 
 
 class CPUScaledWeight(nn.Module):
-    """The methods are those of `Weight`. Codes are whole numbers, or few digits, that oneDNN multiplies as numbers."""
+    """The methods are those of `Weight`. oneDNN multiplies quantized values as floats, which hold them exactly."""
 
-    row_codes = None
+    input_quantization = None
     fuses_one_row = False
 
-    def __init__(self, numbers: ScaledWeight, dtype: torch.dtype) -> None:
+    def __init__(self, quantized: ScaledWeight, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_out = numbers.codes.shape[0]
-        self.activations, self.codes_dtype = numbers.activations, numbers.codes.dtype
-        self.input_scale = numbers.input_scale
-        # Codes and scales, where every input of an output has the same; else numbers.
-        self.scales = None if numbers.block is not None else numbers.scales.reshape(1, -1)
-        self._dtype = torch.float32 if dtype is torch.float16 else dtype  # sums of codes are larger than float16 holds
-        plain = numbers.dequantize(self._dtype) if numbers.block is not None else numbers.codes.to(self._dtype)
-        self._packed = pack_weight(plain) if pays_to_pack(plain) else None
-        self._plain = plain if self._packed is None else None
+        self.num_out = quantized.qweight.shape[0]
+        self.activations, self.quantized_dtype = quantized.activations, quantized.qweight.dtype
+        self.input_scale = quantized.input_scale
+        # The weight stays quantized where all inputs of an output share a scale; else it is dequantized.
+        self.scales = None if quantized.block is not None else quantized.scales.reshape(1, -1)
+        self._dtype = (
+            torch.float32 if dtype is torch.float16 else dtype
+        )  # sums of quantized values exceed float16's range
+        weight = quantized.dequantize(self._dtype) if quantized.block is not None else quantized.qweight.to(self._dtype)
+        self._packed = pack_weight(weight) if pays_to_pack(weight) else None
+        self._weight = weight if self._packed is None else None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out]."""
         rows = self._rows(x)
         if self.scales is None:
             return self._multiply(rows.dequantize().to(self._dtype), bias).to(x.dtype)
-        y = self._multiply(rows.codes.to(self._dtype), None).float() * rows.scales * self.scales
+        y = self._multiply(rows.values.to(self._dtype), None).float() * rows.scales * self.scales
         return (y if bias is None else y + bias).to(x.dtype)
 
     def onto(
@@ -71,11 +73,11 @@ class CPUScaledWeight(nn.Module):
         return y if residual is None else residual + y
 
     def _rows(self, x: torch.Tensor) -> QuantizedRows:
-        """x as codes."""
-        return quantize_rows(x, self.codes_dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
+        """Quantize x."""
+        return quantize_rows(x, self.quantized_dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._packed is not None:
             return packed_linear(x, self._packed, bias)
-        assert self._plain is not None
-        return linear_reference(x, self._plain, bias)
+        assert self._weight is not None
+        return linear_reference(x, self._weight, bias)

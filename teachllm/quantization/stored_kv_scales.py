@@ -1,6 +1,6 @@
 """Scales of K and V in a checkpoint: what the tools that write them call them, and what they are scales of.
 
-A number is its code times the scale, one to a layer or to a KV head. Every tool has its own name for it, below
+K and V are their quantized values times a scale per layer or per KV head. Every tool has its own name for it, below
 `model.layers.N.self_attn` (or the attention of a drafter's layer); here `*` is k or v:
 
     *_scale, attn.*_scale, qkv_proj.*_scale      compressed-tensors, vLLM
@@ -10,7 +10,7 @@ A number is its code times the scale, one to a layer or to a KV head. Every tool
     kv_scale                                     vLLM until 2024, for both
 
 A checkpoint may hold them for those who want them. Beside them lie scales of q and of attention weights, and zeros of
-codes that are not symmetric: nobody here has a use for those.
+asymmetric quantization: this engine uses none of those.
 
 Sources: vLLM, `model_loader/weight_utils.py` and `layers/quantization/kv_cache.py`; compressed-tensors,
 `modeling/kvcache.py`.
@@ -80,8 +80,8 @@ def kv_scale_slots(num_kv_heads: int, share: Slice, keep_k: Keep, keep_v: Keep) 
     yield from ((name, _Unread()) for name in (*unread, *_OF_WEIGHTS))
 
 
-def dtype_of_codes(config: Mapping[str, Any] | None) -> torch.dtype | None:
-    """What the scales of a checkpoint are for; None: for codes that are not this engine's.
+def dtype_of_kv_scales(config: Mapping[str, Any] | None) -> torch.dtype | None:
+    """Return the dtype of K and V that a checkpoint's scales are for; None: one that this engine lacks.
 
     Args:
         config: what the checkpoint says of its quantization, if it says anything.

@@ -34,7 +34,7 @@ class DrafterConfig:
     Attributes:
         target: the model that it drafts for.
         model: the draft model; or the target, on which the heads sit.
-        dtype: of weights; and of KV, unless the model's cache holds codes: then its own does, too.
+        dtype: of weights; and of KV, unless the model's cache is quantized: then so is the drafter's.
         specs: what each of its layers keeps per token.
         head: None: it is a model of its own.
         max_len: longer sequences it does not draft for: the model's `max_model_len`, or its own context, if that is
@@ -56,7 +56,7 @@ class DrafterConfig:
     @property
     def kv_dtype(self) -> str:
         """Of its KV cache, by PyTorch's name."""
-        return self.target.kv_dtype if self.target.has_kv_codes else self.dtype
+        return self.target.kv_dtype if self.target.has_quantized_kv else self.dtype
 
     @property
     def tree(self) -> DraftTree:

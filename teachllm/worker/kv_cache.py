@@ -42,7 +42,7 @@ def attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
         block_size=config.block_size,
         windows=frozenset(model.windows),
         has_soft_cap=model.raw.get("attn_logit_softcapping") is not None,
-        has_codes=model.has_kv_codes,
+        has_quantized_kv=model.has_quantized_kv,
     )
 
 

@@ -1,11 +1,11 @@
 """Scales of a quantized KV cache: those of the checkpoint, or measured once, before the first request.
 
-A scale says how large a number the largest code stands for. It must be known before the first token is written, and
-stay: made anew for each batch, it would change what a token's codes are with what runs beside it. So a text goes once
-through the model, and the largest K and V of each head in each layer, and some room above them, make its scale. What is
-larger still is clamped.
+A scale determines the largest value that can be stored. It must be known before the first token is written, and stay:
+made anew for each batch, it would make a token's quantized K and V depend on what runs beside it. So a text runs once
+through the model, and the largest K and V of each head in each layer, with some room above them, determine its scale.
+Larger values are clamped.
 
-Steps of e4m3 grow with the number, so room costs it nothing: its scales are powers of two, by which a division is
+Steps of e4m3 grow with the value, so room costs it nothing: its scales are powers of two, by which a division is
 exact. Steps of integers are all equal, and twice the room is half the precision.
 
 Of several ranks each has the scales of its own heads. Whether a layer's are measured is agreed by those that share it,
@@ -32,14 +32,14 @@ from teachllm.layers.attention import Attention, AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
 from teachllm.models.model_config import ModelConfig
 from teachllm.quantization import layer_schemes
-from teachllm.quantization.stored_kv_scales import dtype_of_codes
+from teachllm.quantization.stored_kv_scales import dtype_of_kv_scales
 from teachllm.spec_decode.drafter import FlatTokens, ModelDrafter
 from teachllm.spec_decode.eagle import Eagle
 from teachllm_kernels.attention.kv_quantization import LARGEST
 from teachllm_kernels.attention.paged_attention import paged_attention_reference
 
 _NUM_TOKENS = 256  # of the text, at most: the same ones in every configuration
-_ROOM = {torch.float8_e4m3fn: 2.0, torch.int8: 1.25}  # above the largest number that was seen
+_ROOM = {torch.float8_e4m3fn: 2.0, torch.int8: 1.25}  # above the largest value that was seen
 _FRACTIONS = 64  # steps between a power of two and the next, to which scales of integers are rounded up
 
 Given: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]  # scales of K and of V that a checkpoint has
@@ -65,15 +65,15 @@ open lattice, and the solid takes up more room than the liquid did. What follows
 and fish live through the winter underneath."""
 
 
-def hold_codes(module: nn.Module, specs: Sequence[KVCacheSpec], device: torch.device) -> None:
-    """Gives each layer of a model, or of a drafter, scales to write and read its codes with: 1.0 until `calibrate`.
+def enable_kv_quantization(module: nn.Module, specs: Sequence[KVCacheSpec], device: torch.device) -> None:
+    """Give each layer of a model, or of a drafter, scales of its quantized K and V: 1.0 until `calibrate`.
 
     Args:
         specs: of the layers, in their order.
     """
     for attention, spec in zip(_attentions(module), specs, strict=True):
         k_scale, v_scale = torch.ones(2, spec.num_kv_heads, device=device)
-        attention.hold_codes((k_scale, v_scale))
+        attention.enable_kv_quantization((k_scale, v_scale))
 
 
 def layers_of(drafter: ModelDrafter) -> nn.Module:
@@ -90,7 +90,7 @@ def calibrate(
     drafter: ModelDrafter | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Fills the scales of a model's layers, and of its drafter's; all hold codes.
+    """Fill the scales of a model's layers, and of its drafter's; all have a quantized cache.
 
     Args:
         config: of the whole model.
@@ -99,7 +99,7 @@ def calibrate(
         ranks: that share the model, all of which call this. A drafter each has whole.
     """
     device, dtype = kv_caches[0][0].device, kv_caches[0][0].dtype
-    stored = dtype_of_codes(layer_schemes.config_of(config.raw, Path(config.path)))
+    stored = dtype_of_kv_scales(layer_schemes.config_of(config.raw, Path(config.path)))
     drafts = drafter is not None and drafter.has_layers
     attentions = list(_attentions(model))
     given = [_given(each) if stored == dtype else (None, None) for each in attentions]
@@ -139,7 +139,7 @@ def calibration_ids(folder: Path, vocab_size: int, max_model_len: int) -> list[i
 
 
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """From the largest numbers that were seen to scales, [num_kv_heads] float32.
+    """Return scales, [num_kv_heads] float32, for the largest values that were seen.
 
     They are rounded up, so that what one device sums up a little differently than another gives the same ones.
     """

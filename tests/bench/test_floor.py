@@ -63,15 +63,15 @@ def test_decode_at_batch_1_reads_every_weight_but_the_looked_up_embedding(model)
 
 
 @pytest.mark.parametrize(("quantization", "counts"), [(None, 1.0), ("int4", 1.0), ("fp8", 0.5), ("int8", 0.5)])
-def test_products_of_codes_take_half_as_long(tmp_path: Path, quantization: str | None, counts: float) -> None:
+def test_quantized_products_take_half_as_long(tmp_path: Path, quantization: str | None, counts: float) -> None:
     settings = {"load_format": "dummy", "dtype": "bfloat16", "quantization": quantization}
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     found = load_model_config(EngineConfig(model=str(tmp_path), **settings), "cuda")
     ceilings = Ceilings("", "", read_bandwidth=1e30, copy_bandwidth=1.0, gemm_flops=1.0, attention_flops=1e30)
     work = step_work(found, Step([40], [40], num_sampled=40))
     assert work.matrix_flops == 2 * 40 * (found.num_active_parameters + 500 * 64)
-    codes = 2 * 40 * 3 * DENSE_PROJECTIONS
-    assert work.seconds(ceilings) == pytest.approx(work.matrix_flops - (1 - counts) * codes)
+    w8a8_flops = 2 * 40 * 3 * DENSE_PROJECTIONS
+    assert work.seconds(ceilings) == pytest.approx(work.matrix_flops - (1 - counts) * w8a8_flops)
 
 
 # Between embedding and head of a GPT-2 with two layers of 64 features: attention and MLP with biases, norms.

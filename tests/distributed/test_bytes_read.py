@@ -91,7 +91,7 @@ def is_whole(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama_linear", "qwen3_moe"])
-def test_of_plain_numbers_a_rank_reads_its_part(name: str, tmp_path: Path, numbers_read: dict[str, int]) -> None:
+def test_of_unquantized_weights_a_rank_reads_its_part(name: str, tmp_path: Path, numbers_read: dict[str, int]) -> None:
     make_checkpoint(name, tmp_path)
 
     def share(name: str) -> float:

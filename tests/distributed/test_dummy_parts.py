@@ -37,7 +37,7 @@ def test_ranks_make_the_model_that_one_makes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptq int4", "awq", "packed int4", "mxfp4", "fp8 of weights alone"])
-def test_ranks_make_the_codes_that_one_makes(name: str, tmp_path: Path) -> None:
+def test_ranks_make_the_quantized_weights_that_one_makes(name: str, tmp_path: Path) -> None:
     folder = Path(make_checkpoint("llama2", tmp_path))
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": FORMATS[name].config}))

@@ -1,4 +1,4 @@
-"""Scales of a KV cache of codes: ranks agree on what is measured, and together have those that one alone has."""
+"""Scales of a quantized KV cache: ranks agree on what is measured, and together have those that one alone has."""
 
 from __future__ import annotations
 

@@ -29,13 +29,16 @@ PARTS = [ALL, Slice(0, 2), Slice(1, 2), Slice(2, 4), Slice(3, 4)]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unquantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(make_checkpoint("llama2", tmp_path_factory.mktemp("plain") / "model"))
 
 
 def assert_no_worse(found: Any, alone: Any, exact: Any) -> None:
-    """Logits of sequences, of one rank and of one that computes alone. Where activations become codes, a part of a row
-    has a scale of its own: its numbers are rounded otherwise, so what counts is how far either is from plain ones."""
+    """Return the logits of sequences, of one rank and of one that computes alone.
+
+    Where activations are quantized, a part of a row has a scale of its own: its values are rounded differently, so what
+    counts is how far either is from the unquantized model.
+    """
     errors = [torch.cat(each) - torch.cat(exact) for each in (found, alone)]
     ours, theirs = (error.square().mean().sqrt().item() for error in errors)
     assert ours < 1.1 * theirs
@@ -47,59 +50,59 @@ def assert_same(found: Any, alone: Any) -> None:
 
 
 @given(st.sampled_from(list(FORMATS)), st.sampled_from(PARTS), st.sampled_from(PARTS), st.sampled_from([1, 2]))
-def test_a_part_stands_for_the_same_numbers(name: str, rows: Slice, columns: Slice, scale: int) -> None:
+def test_a_part_dequantizes_to_the_same_values(name: str, rows: Slice, columns: Slice, scale: int) -> None:
     shape = (256 * scale, 512 * scale)
-    codes = FORMATS[name].quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    quantized = FORMATS[name].quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     ranges = rows.of(shape[0]), columns.of(shape[1])
-    part = part_of(codes, *ranges)
-    expected = codes.dequantize(torch.float32)[ranges]
+    part = part_of(quantized, *ranges)
+    expected = quantized.dequantize(torch.float32)[ranges]
     assert torch.equal(part.dequantize(torch.float32), expected)
-    assert part.codes.untyped_storage().nbytes() == part.codes.nbytes, "the rest is kept as well"
+    assert part.qweight.untyped_storage().nbytes() == part.qweight.nbytes, "the rest is kept as well"
 
 
 def test_blocks_that_would_be_cut_are_named() -> None:
-    codes = FORMATS["fp8 by block"].quantize(torch.randn(384, 256))
+    quantized = FORMATS["fp8 by block"].quantize(torch.randn(384, 256))
     with pytest.raises(
         ValueError, match="from 192 on cuts blocks of 128, which have a scale: set tensor_parallel_size"
     ):
-        part_of(codes, slice(192, 384), slice(None))
+        part_of(quantized, slice(192, 384), slice(None))
 
 
 @pytest.mark.parametrize("name", [name for name, how in FORMATS.items() if "by other" not in name])
-def test_ranks_compute_with_codes_what_one_does(name: str, plain: Path, tmp_path: Path) -> None:
-    codes = write_checkpoint(name, plain, tmp_path / "quantized")
+def test_ranks_compute_with_quantized_weights_what_one_does(name: str, unquantized: Path, tmp_path: Path) -> None:
+    quantized = write_checkpoint(name, unquantized, tmp_path / "quantized")
     [alone] = run(str(tmp_path / "quantized"), Layout(), SEQUENCES)
     found = run(str(tmp_path / "quantized"), Layout(2, 1), SEQUENCES)
-    if FORMATS[name].activations is Activations.PLAIN:
+    if FORMATS[name].activations is Activations.UNQUANTIZED:
         for logits in found:
             assert_same(logits, alone)
         return
-    write_dequantized(codes, plain, tmp_path / "exact")
+    write_dequantized(quantized, unquantized, tmp_path / "exact")
     [exact] = run(str(tmp_path / "exact"), Layout(), SEQUENCES)
     for logits in found:
         assert_no_worse(logits, alone, exact)
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
-def test_plain_numbers_are_quantized_whole_before_they_are_shared(method: str, plain: Path) -> None:
-    [alone] = run(str(plain), Layout(), SEQUENCES, quantization=method)
-    [exact] = run(str(plain), Layout(), SEQUENCES)
-    for logits in run(str(plain), Layout(2, 2), SEQUENCES, quantization=method)[2:]:
+def test_unquantized_weights_are_quantized_whole_before_they_are_shared(method: str, unquantized: Path) -> None:
+    [alone] = run(str(unquantized), Layout(), SEQUENCES, quantization=method)
+    [exact] = run(str(unquantized), Layout(), SEQUENCES)
+    for logits in run(str(unquantized), Layout(2, 2), SEQUENCES, quantization=method)[2:]:
         if method == "int4":
             assert_same(logits, alone)
         else:
             assert_no_worse(logits, alone, exact)
 
 
-def test_what_codes_save_is_counted_at_the_stage_that_has_them(plain: Path, tmp_path: Path) -> None:
-    write_checkpoint("fp8", plain, tmp_path / "quantized", without="layers.2.")
+def test_what_quantization_saves_is_counted_at_the_stage_that_has_it(unquantized: Path, tmp_path: Path) -> None:
+    write_checkpoint("fp8", unquantized, tmp_path / "quantized", without="layers.2.")
     config = EngineConfig(model=str(tmp_path / "quantized"), dtype="bfloat16")
     layout, whole = Layout(1, 2), load_model_config(config, "cuda")
     first, last = (model_of_rank(whole, layout.place(rank)) for rank in range(2))
     assert stage_layers(parse(whole.raw), 2)[1] == range(2, 3)
-    assert last.active_bytes == 2 * last.num_active_parameters and last.num_multiplied_as_codes == 0
+    assert last.active_bytes == 2 * last.num_active_parameters and last.num_w8a8_parameters == 0
     assert first.active_bytes + last.active_bytes == whole.active_bytes < 2 * whole.num_active_parameters
-    assert first.num_multiplied_as_codes == whole.num_multiplied_as_codes > 0
+    assert first.num_w8a8_parameters == whole.num_w8a8_parameters > 0
 
 
 def test_a_checkpoint_whose_blocks_ranks_would_cut_is_refused_with_the_layer(tmp_path: Path) -> None:

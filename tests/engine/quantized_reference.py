@@ -1,8 +1,8 @@
-"""The judge of greedy tokens where numbers become codes: the same engine, one request at a time and every prompt whole.
+"""The judge of greedy tokens of a quantized engine: the same engine, one request at a time and every prompt whole.
 
 K and V do, and what is multiplied with weights of 8 bits. It computes in float64. There no two ways to add up the same
-numbers differ by enough to change how one of them is rounded to its code; in float32 every now and then one does, and
-with it the next digits of all that follows.
+values differ by enough to change how one of them is quantized; in float32 every now and then one does, and with it the
+next digits of all that follows.
 """
 
 from __future__ import annotations
@@ -102,5 +102,5 @@ class QuantizedReference:
 
 @cache
 def quantized_reference(name: str, kv_cache_dtype: str, max_error: float = 1e-9) -> QuantizedReference:
-    """Of a checkpoint of plain numbers with a KV cache of codes, made once a test run."""
+    """An unquantized checkpoint with a quantized KV cache, made once per test run."""
     return QuantizedReference(reference(name).path, {"kv_cache_dtype": kv_cache_dtype}, max_error)

@@ -1,4 +1,4 @@
-"""A KV cache of codes: the answers are those of rounded K and V, and no lossless setting changes them."""
+"""A quantized KV cache: the answers are those of rounded K and V, and no lossless setting changes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.core.memory import format_bytes
 from teachllm.layers.attention_backends import triton
 from teachllm.models.registry import ModelError
-from teachllm.quantization.stored_kv_scales import dtype_of_codes
+from teachllm.quantization.stored_kv_scales import dtype_of_kv_scales
 from teachllm.roofline import Step, step_work
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
@@ -27,7 +27,7 @@ from teachllm.simulator.workload import Workload
 from teachllm.worker import kv_scales
 from teachllm.worker.gpu.memory_needs import memory_table
 from teachllm.worker.kv_scales import TEXT, _attentions, calibration_ids, scale_of
-from teachllm_kernels.attention.kv_quantization import KVScales, decode_reference, encode_reference
+from teachllm_kernels.attention.kv_quantization import KVScales, dequantize_kv_reference, quantize_kv_reference
 from tests.engine.quantized_reference import float64_allowed, logprobs_of, quantized_reference
 from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, PROMPTS, check
@@ -76,7 +76,7 @@ def test_answers_are_transformers_own_with_k_and_v_rounded(family: str, kv_cache
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **options: Any) -> Any:
         group, window = q.shape[1] // k.shape[1], options.get("sliding_window")
         k, v = (
-            decode_reference(encode_reference(x.transpose(1, 2), scale, dtype), scale, torch.float64)
+            dequantize_kv_reference(quantize_kv_reference(x.transpose(1, 2), scale, dtype), scale, torch.float64)
             .transpose(1, 2)
             .repeat_interleave(group, dim=1)
             for x, scale in zip((k, v), scales[module.layer_idx], strict=True)
@@ -101,12 +101,12 @@ def test_answers_are_transformers_own_with_k_and_v_rounded(family: str, kv_cache
     assert logits.argmax(dim=-1).tolist() == made.token_ids
     expected = logits.log_softmax(dim=-1)[range(len(made.token_ids)), made.token_ids]
     assert logprobs_of(made) == pytest.approx(expected.tolist(), abs=1e-6)  # the sampler's are float32
-    plain = reference(family).logits(prompt, made.token_ids).log_softmax(dim=-1)
-    assert (plain[range(len(made.token_ids)), made.token_ids] - expected).abs().max() > 1e-3  # and not as without
+    unquantized = reference(family).logits(prompt, made.token_ids).log_softmax(dim=-1)
+    assert (unquantized[range(len(made.token_ids)), made.token_ids] - expected).abs().max() > 1e-3  # and not as without
 
 
 @both
-def test_float32_tokens_are_those_of_float64_up_to_a_code_that_rounds_the_other_way(kv_cache_dtype: str) -> None:
+def test_float32_tokens_are_those_of_float64_up_to_a_value_that_rounds_the_other_way(kv_cache_dtype: str) -> None:
     judge = quantized_reference("qwen3", kv_cache_dtype, 0.05)
     for budget in (8, 64):
         llm = make_llm(kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=budget)
@@ -116,10 +116,10 @@ def test_float32_tokens_are_those_of_float64_up_to_a_code_that_rounds_the_other_
 
 @both
 def test_a_token_takes_a_byte_for_each_number_and_the_table_says_so(kv_cache_dtype: str) -> None:
-    plain, codes = (runner_of(make_llm(kv_cache_dtype=each)) for each in ("auto", kv_cache_dtype))
-    assert codes.memory.bytes_per_token * 4 == plain.memory.bytes_per_token == 2 * 2 * 2 * 256 * 4
-    assert {x.dtype for cache in codes._kv_caches for x in cache} == {DTYPES[kv_cache_dtype]}
-    table = memory_table(codes.memory)
+    unquantized, quantized = (runner_of(make_llm(kv_cache_dtype=each)) for each in ("auto", kv_cache_dtype))
+    assert quantized.memory.bytes_per_token * 4 == unquantized.memory.bytes_per_token == 2 * 2 * 2 * 256 * 4
+    assert {x.dtype for cache in quantized._kv_caches for x in cache} == {DTYPES[kv_cache_dtype]}
+    table = memory_table(quantized.memory)
     assert f"{format_bytes(2 * 2 * 2 * 256)}  2 x 2 layers x 2 KV heads x 256 x 1 byte\n" in table
     sizes = [
         runner_of(make_llm(num_gpu_blocks_override=None, kv_cache_memory_bytes=1 << 20, kv_cache_dtype=each)).memory
@@ -129,14 +129,16 @@ def test_a_token_takes_a_byte_for_each_number_and_the_table_says_so(kv_cache_dty
 
 
 def test_the_roofline_and_the_simulator_count_a_byte_for_each_number() -> None:
-    plain = model_shape("qwen3-8b")
+    unquantized = model_shape("qwen3-8b")
     step = Step([1] * 8, [16_448] * 8, num_sampled=8)
-    per_key = 2 * plain.num_layers * plain.num_kv_heads * plain.head_size
-    most, least = (step_work(replace(plain, kv_cache_dtype=each), step).num_bytes for each in ("auto", "fp8"))
+    per_key = 2 * unquantized.num_layers * unquantized.num_kv_heads * unquantized.head_size
+    most, least = (step_work(replace(unquantized, kv_cache_dtype=each), step).num_bytes for each in ("auto", "fp8"))
     assert most - least == 8 * 16_448 * per_key
     memory = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 4096}
     blocks = [
-        json.loads(simulate(EngineConfig(kv_cache_dtype=each, **memory), Workload(num_requests=1), plain).lines[0])
+        json.loads(
+            simulate(EngineConfig(kv_cache_dtype=each, **memory), Workload(num_requests=1), unquantized).lines[0]
+        )
         for each in ("auto", "fp8", "int8")
     ]
     assert [header["num_blocks"] for header in blocks] == [n * (1 << 30) // (16 * 2 * per_key) for n in (1, 2, 2)]
@@ -225,12 +227,12 @@ def test_one_scale_may_be_for_both(tmp_path: Path) -> None:
 
 
 def test_scales_that_nobody_asked_for_change_nothing(tmp_path: Path) -> None:
-    """Nor do those of what is not in the cache, and the zeros of codes that are not symmetric."""
+    """Nor do those of what is not in the cache, and the zeros of asymmetric quantization."""
     names = ["k_scale", "v_scale", "q_scale", "attn.prob_scale", "k_zero_point", "q_proj.output_scale"]
     path = checkpoint(tmp_path / "it", {f"{layer}.{name}": torch.ones(1) for layer in (0, 1) for name in names})
     prompts = [{"prompt_token_ids": random_ids(50)}]
-    given, plain = (make_llm(**more).generate(prompts, GREEDY, use_tqdm=False) for more in ({"model": path}, {}))
-    assert given[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+    given, unquantized = (make_llm(**more).generate(prompts, GREEDY, use_tqdm=False) for more in ({"model": path}, {}))
+    assert given[0].outputs[0].token_ids == unquantized[0].outputs[0].token_ids
 
 
 def test_scales_that_fit_no_head_are_named(tmp_path: Path) -> None:
@@ -252,11 +254,11 @@ def test_scales_that_fit_no_head_are_named(tmp_path: Path) -> None:
         ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}}, None),
     ],
 )
-def test_scales_are_for_the_codes_that_their_checkpoint_means(config: Any, dtype: torch.dtype | None) -> None:
-    assert dtype_of_codes(config) == dtype
+def test_scales_are_for_the_dtype_that_their_checkpoint_means(config: Any, dtype: torch.dtype | None) -> None:
+    assert dtype_of_kv_scales(config) == dtype
 
 
-def test_a_cache_of_plain_numbers_has_no_scales() -> None:
+def test_an_unquantized_cache_has_no_scales() -> None:
     assert all(each.settings.kv_scales is None for each in _attentions(runner_of(make_llm()).model))
 
 
@@ -276,7 +278,7 @@ def test_the_text_is_read_by_the_checkpoints_own_tokenizer_and_random_ids_stand_
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa"])
-def test_a_drafter_holds_codes_too_and_their_scales_are_measured(method: str) -> None:
+def test_a_drafters_kv_is_quantized_too_and_its_scales_are_measured(method: str) -> None:
     given = speculation(method, "qwen3", num_speculative_tokens=3, adaptive=False)
     llm = LLM(**tiny(kv_cache_dtype="fp8", speculative_config=given))
     runner = runner_of(llm)
@@ -323,13 +325,13 @@ def prompt_logprobs(device: str, dtype: str, kv_cache_dtype: str) -> torch.Tenso
 @pytest.mark.gpu
 @both
 @prompts
-def test_a_gpus_scores_are_the_cpus_up_to_codes_that_round_the_other_way(
+def test_a_gpus_scores_are_the_cpus_up_to_values_that_round_the_other_way(
     kv_cache_dtype: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "_FEW_QUERIES", few)
-    plain, codes = (prompt_logprobs("cpu", "float32", each) for each in ("auto", kv_cache_dtype))
-    assert len(plain) > 100
-    cost = (codes - plain).abs().mean()
-    assert (prompt_logprobs("cuda", "float32", kv_cache_dtype) - codes).abs().mean() < 0.1 * cost
-    rounding = (prompt_logprobs("cuda", "bfloat16", "auto") - plain).abs().mean()
-    assert (prompt_logprobs("cuda", "bfloat16", kv_cache_dtype) - plain).abs().mean() < 1.5 * cost + 2 * rounding
+    unquantized, quantized = (prompt_logprobs("cpu", "float32", each) for each in ("auto", kv_cache_dtype))
+    assert len(unquantized) > 100
+    cost = (quantized - unquantized).abs().mean()
+    assert (prompt_logprobs("cuda", "float32", kv_cache_dtype) - quantized).abs().mean() < 0.1 * cost
+    rounding = (prompt_logprobs("cuda", "bfloat16", "auto") - unquantized).abs().mean()
+    assert (prompt_logprobs("cuda", "bfloat16", kv_cache_dtype) - unquantized).abs().mean() < 1.5 * cost + 2 * rounding

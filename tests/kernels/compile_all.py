@@ -155,56 +155,56 @@ def compile_hopper_products(dtype: torch.dtype) -> None:
     hopper_gated_linear(torch.zeros(300, 512, dtype=dtype), torch.zeros(6144, 512, dtype=dtype))
 
 
-def compile_scaled(codes: torch.dtype) -> None:
-    """What makes codes of 8 bits of rows, and multiplies them."""
+def compile_scaled(quantized_dtype: torch.dtype) -> None:
+    """Compile what quantizes rows to 8 bits, and what multiplies them."""
     x, norm = torch.zeros(2, 4096, dtype=torch.bfloat16), (torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
-    weight, long = torch.zeros(256, 4096, dtype=codes), torch.zeros(64, 12288, dtype=codes)
+    weight, long = torch.zeros(256, 4096, dtype=quantized_dtype), torch.zeros(64, 12288, dtype=quantized_dtype)
     outputs, blocks, one = torch.zeros(256, 1), torch.zeros(2, 32), torch.zeros(1, 1)
-    quantize_rows_triton(x, codes)
-    rms_norm_quantized_triton(x, x, *norm, codes)
-    silu_and_mul_quantized_triton(x, codes)
+    quantize_rows_triton(x, quantized_dtype)
+    rms_norm_quantized_triton(x, x, *norm, quantized_dtype)
+    silu_and_mul_quantized_triton(x, quantized_dtype)
     rows, groups, many = (
-        empty_rows((num_rows, 4096), codes, grouped, x.device)
+        empty_rows((num_rows, 4096), quantized_dtype, grouped, x.device)
         for num_rows, grouped in ((2, False), (2, True), (200, False))
     )
     scaled_gemv_triton(x[:1], weight, outputs, norm=norm, gated=True)
-    alone = empty_rows((1, 12288), codes, False, x.device)
+    alone = empty_rows((1, 12288), quantized_dtype, False, x.device)
     scaled_gemv_triton(alone, long, one, residual=torch.zeros(1, 64), dtype=torch.bfloat16)
     for gated in (False, True):
         scaled_linear_triton(rows, weight, outputs, gated=gated)
     scaled_linear_triton(many, weight, outputs)
-    if codes == torch.int8:
+    if quantized_dtype == torch.int8:
         scaled_mm(many, weight, outputs, gated=True)
     else:
         for scale, grouped in ((one[0], False), (None, True)):
-            quantize_rows_triton(x, codes, scale, grouped)
-            rms_norm_quantized_triton(x, x, *norm, codes, scale, grouped)
-            silu_and_mul_quantized_triton(x, codes, scale, grouped)
+            quantize_rows_triton(x, quantized_dtype, scale, grouped)
+            rms_norm_quantized_triton(x, x, *norm, quantized_dtype, scale, grouped)
+            silu_and_mul_quantized_triton(x, quantized_dtype, scale, grouped)
         scaled_gemv_triton(x[:1], weight, blocks, norm=norm, gated=True)
         scaled_linear_triton(groups, weight, blocks, gated=True)
     hopper_scaled_linear(rows, weight, outputs, gated=True)
     hopper_scaled_linear(rows, weight, one, parts=True)
-    wide, scales = torch.zeros(12288, 512, dtype=codes), torch.zeros(12288, 1)
-    hopper_scaled_linear(empty_rows((160, 512), codes, False, x.device), wide, scales, gated=True)
-    hopper_scaled_linear(empty_rows((256, 512), codes, False, x.device), wide, scales)
-    if codes != torch.int8:
+    wide, scales = torch.zeros(12288, 512, dtype=quantized_dtype), torch.zeros(12288, 1)
+    hopper_scaled_linear(empty_rows((160, 512), quantized_dtype, False, x.device), wide, scales, gated=True)
+    hopper_scaled_linear(empty_rows((256, 512), quantized_dtype, False, x.device), wide, scales)
+    if quantized_dtype != torch.int8:
         of_blocks = torch.zeros(96, 4)
         for num_rows, form in ((64, {"parts": True}), (100, {"gated": True})):
-            hopper_scaled_linear(empty_rows((num_rows, 512), codes, True, x.device), wide, of_blocks, **form)
-        hopper_scaled_mm(empty_rows((300, 512), codes, True, x.device), wide, of_blocks, gated=True)
-    rows = empty_rows((300, 512), codes, False, x.device)
+            hopper_scaled_linear(empty_rows((num_rows, 512), quantized_dtype, True, x.device), wide, of_blocks, **form)
+        hopper_scaled_mm(empty_rows((300, 512), quantized_dtype, True, x.device), wide, of_blocks, gated=True)
+    rows = empty_rows((300, 512), quantized_dtype, False, x.device)
     hopper_scaled_mm(rows, wide, scales, torch.zeros(12288, dtype=torch.bfloat16))
     for level in (0, 512):
         hopper_scaled_mm(rows, wide, scales, gated=True, level=level)
 
 
 def compile_packed(dtype: torch.dtype) -> None:
-    """Products of codes of 4 and 8 bits by group."""
+    """Products of 4-bit and 8-bit values by group."""
     num_in = 512 if dtype == torch.float32 else 4096  # several chunks of it would take long
     x, residual = torch.zeros(17, num_in, dtype=dtype), torch.zeros(1, 32, dtype=dtype)
-    codes, bias, norm = torch.zeros(32, num_in, dtype=torch.uint8), torch.zeros(32, dtype=dtype), (x[0], 1e-6)
+    qweight, bias, norm = torch.zeros(32, num_in, dtype=torch.uint8), torch.zeros(32, dtype=dtype), (x[0], 1e-6)
     scales, zeros = torch.zeros(32, num_in // 128, dtype=torch.float16), torch.zeros(32, num_in // 128)
-    plain, gated = (pack(codes, scales, zeros, 4, is_gated=is_gated) for is_gated in (False, True))
+    plain, gated = (pack(qweight, scales, zeros, 4, is_gated=is_gated) for is_gated in (False, True))
     packed_gemv_triton(x[:1], plain, bias, norm, residual)
     packed_linear_triton(x, plain, bias)
     dequantize_triton(plain, dtype)
@@ -212,7 +212,10 @@ def compile_packed(dtype: torch.dtype) -> None:
         packed_gemv_triton(x[:1], gated, gated=True)
         packed_linear_triton(x[:2], gated, gated=True)
         packed_linear_triton(x, plain, parts=True)
-        wide, e2m1 = pack(codes, scales, None, 8), pack(codes, torch.zeros(32, 256, dtype=dtype), None, 4, is_e2m1=True)
+        wide, e2m1 = (
+            pack(qweight, scales, None, 8),
+            pack(qweight, torch.zeros(32, 256, dtype=dtype), None, 4, is_e2m1=True),
+        )
         for weight in (wide, e2m1):
             packed_gemv_triton(x[:1], weight)
             packed_linear_triton(x, weight)
@@ -220,15 +223,15 @@ def compile_packed(dtype: torch.dtype) -> None:
 
 def compile_packed_on_hopper(dtype: torch.dtype) -> None:
     """Its own kernel."""
-    codes, x = torch.zeros(24_576, 512, dtype=torch.uint8), torch.zeros(100, 512, dtype=dtype)
+    qweight, x = torch.zeros(24_576, 512, dtype=torch.uint8), torch.zeros(100, 512, dtype=dtype)
     scales, zeros = torch.zeros(24_576, 4, dtype=torch.float16), torch.zeros(24_576, 4)
-    plain, with_zeros = (pack(codes, scales, each, 4, is_gated=each is not None) for each in (None, zeros))
+    plain, with_zeros = (pack(qweight, scales, each, 4, is_gated=each is not None) for each in (None, zeros))
     hopper_packed_linear(x[:64], with_zeros, gated=True)
     hopper_packed_linear(x, plain, parts=True)
     if dtype == torch.bfloat16:
         bias = torch.zeros(1024, dtype=dtype)
-        hopper_packed_linear(x[:2], pack(codes[:1024], scales[:1024], zeros[:1024], 8), bias)
-        e2m1 = pack(codes[:1024], torch.zeros(1024, 32, dtype=dtype), None, 4, is_e2m1=True)
+        hopper_packed_linear(x[:2], pack(qweight[:1024], scales[:1024], zeros[:1024], 8), bias)
+        e2m1 = pack(qweight[:1024], torch.zeros(1024, 32, dtype=dtype), None, 4, is_e2m1=True)
         hopper_packed_linear(x[:16], e2m1, parts=True)
 
 
@@ -241,10 +244,10 @@ def compile_large_tiles() -> None:
     few_rows_linear_triton(x, weight, gated=True)
     few_rows_linear_triton(x, weight)
     packed_linear.shared_memory = lambda device: SHARED_MEMORY[90]
-    with_codes = pack(torch.zeros(64, 4096, dtype=torch.uint8), torch.zeros(64, 32, dtype=torch.bfloat16), None, 4)
+    with_quantized = pack(torch.zeros(64, 4096, dtype=torch.uint8), torch.zeros(64, 32, dtype=torch.bfloat16), None, 4)
     architectures[:], all_architectures = [90], list(architectures)
     for num_rows in (16, 64, 100):
-        packed_linear_triton(torch.zeros(num_rows, 4096, dtype=torch.bfloat16), with_codes)
+        packed_linear_triton(torch.zeros(num_rows, 4096, dtype=torch.bfloat16), with_quantized)
     architectures[:] = all_architectures
     cache, lens = torch.zeros(4, 16, 2, 256, dtype=torch.bfloat16), ints(4)
     q = torch.zeros(4, 4, 256, dtype=torch.bfloat16)
@@ -282,10 +285,12 @@ def compile_attention(
             paged_prefill_triton(q, *where, 1.0, window, cap, is_fixed=is_fixed)
 
 
-def compile_codes(dtype: torch.dtype, codes: torch.dtype, group: int, head_size: int, cap: float | None = None) -> None:
-    """Attention over a KV cache of codes, and what writes them."""
+def compile_quantized_kv(
+    dtype: torch.dtype, quantized_dtype: torch.dtype, group: int, head_size: int, cap: float | None = None
+) -> None:
+    """Attention over a quantized KV cache, and what writes them."""
     num_heads, window = 2 * group, 100 if cap else None
-    cache = torch.zeros(4, 16, 2, head_size, dtype=codes)
+    cache = torch.zeros(4, 16, 2, head_size, dtype=quantized_dtype)
     scales = (torch.ones(2), torch.ones(2))
     tables, rows, starts, lens = ints(4, 4), ints(4), ints(5), ints(4)
     plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), max_query_len=4)
@@ -305,10 +310,12 @@ def compile_codes(dtype: torch.dtype, codes: torch.dtype, group: int, head_size:
         paged_prefill_triton(q, *where, 1.0, window, cap, is_fixed=is_fixed, scales=scales)
 
 
-def compile_codes_on_hopper(dtype: torch.dtype, codes: torch.dtype, group: int, head_size: int) -> None:
+def compile_quantized_kv_on_hopper(
+    dtype: torch.dtype, quantized_dtype: torch.dtype, group: int, head_size: int
+) -> None:
     """Its own kernels."""
     num_heads = 2 * group
-    cache, tables, lens, starts = torch.zeros(4, 16, 2, head_size, dtype=codes), ints(4, 4), ints(4), ints(5)
+    cache, tables, lens, starts = torch.zeros(4, 16, 2, head_size, dtype=quantized_dtype), ints(4, 4), ints(4), ints(5)
     plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), on_hopper=True)
     plan_decode(plan, lens, starts, lens, 2, fused=True)
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
@@ -319,14 +326,14 @@ def compile_codes_on_hopper(dtype: torch.dtype, codes: torch.dtype, group: int, 
 
 
 def compile_wide_decode(dtype: torch.dtype, group: int, head_size: int) -> None:
-    """The most query heads on a KV head, of the largest size: a tile must leave room for them; one of codes, too."""
+    """The most query heads on a KV head, of the largest size: a tile must leave room for them, quantized too."""
     cache, lens, starts = torch.zeros(4, 16, 1, head_size, dtype=dtype), ints(4), ints(5)
-    codes, scales = torch.zeros(4, 16, 1, head_size, dtype=torch.int8), (torch.ones(1), torch.ones(1))
+    quantized_cache, scales = torch.zeros(4, 16, 1, head_size, dtype=torch.int8), (torch.ones(1), torch.ones(1))
     plan = DecodePlan.allocate(4, group, 1, head_size, torch.device("cpu"))
     plan_decode(plan, lens, starts, lens, 1)
     q = torch.zeros(4, group, head_size, dtype=dtype)
     paged_decode_triton(q, cache, cache, ints(4, 4), starts, plan, 1.0)
-    paged_decode_triton(q, codes, codes, ints(4, 4), starts, plan, 1.0, scales=scales)
+    paged_decode_triton(q, quantized_cache, quantized_cache, ints(4, 4), starts, plan, 1.0, scales=scales)
 
 
 def compile_sampling() -> None:
@@ -362,16 +369,16 @@ def main() -> None:
     compile_wide_decode(torch.bfloat16, 64, 256)
     compile_wide_decode(torch.bfloat16, 128, 256)
     compile_wide_decode(torch.float32, 32, 256)
-    compile_codes(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
-    compile_codes(torch.float16, torch.int8, 2, 64, cap=20.0)
-    for codes in (torch.float8_e4m3fn, torch.int8):
-        compile_codes_on_hopper(torch.bfloat16, codes, 4, 128)
-        compile_codes_on_hopper(torch.float16, codes, 16, 64)
-    compile_codes(torch.float32, torch.int8, 2, 32)
+    compile_quantized_kv(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
+    compile_quantized_kv(torch.float16, torch.int8, 2, 64, cap=20.0)
+    for quantized_dtype in (torch.float8_e4m3fn, torch.int8):
+        compile_quantized_kv_on_hopper(torch.bfloat16, quantized_dtype, 4, 128)
+        compile_quantized_kv_on_hopper(torch.float16, quantized_dtype, 16, 64)
+    compile_quantized_kv(torch.float32, torch.int8, 2, 32)
     with_fp8, without = [90], list(architectures)
     architectures[:], kv_quantization.has_fp8 = with_fp8, lambda device: True  # whose instructions convert it
-    compile_codes(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
-    compile_codes(torch.bfloat16, torch.float8_e4m3fn, 1, 256)
+    compile_quantized_kv(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
+    compile_quantized_kv(torch.bfloat16, torch.float8_e4m3fn, 1, 256)
     architectures[:] = without
     compile_sampling()
     longs, int32s = ints(16, dtype=torch.int64), ints(16)

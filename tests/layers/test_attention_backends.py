@@ -26,7 +26,7 @@ from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
-from teachllm_kernels.attention.kv_quantization import KVScales, decode_reference, encode_reference
+from teachllm_kernels.attention.kv_quantization import KVScales, dequantize_kv_reference, quantize_kv_reference
 from teachllm_kernels.attention.paged_attention import paged_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,7 +53,7 @@ class Batch:
         sizes: list[tuple[int, int]],
         block_size: int = BLOCK_SIZE,
         window: int | None = None,
-        codes: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         query_lens, kv_lens = [n for n, _ in sizes], [n + context for n, context in sizes]
@@ -75,12 +75,18 @@ class Batch:
         self.k, self.v = torch.cat(new, dim=1).to(DEVICE)
         wide = torch.randn(sum(query_lens), HEADS + 3, HEAD_SIZE, generator=generator).to(DTYPE).to(DEVICE)
         self.q = wide[:, :HEADS]
-        self.kv_cache = self.numbers = (caches[0].to(DEVICE), caches[1].to(DEVICE))
+        self.kv_cache = self.dequantized = (caches[0].to(DEVICE), caches[1].to(DEVICE))
         self.scales: KVScales | None = None
-        if codes is not None:
+        if kv_dtype is not None:
             k_scale, v_scale = self.scales = (torch.rand(2, KV_HEADS) * 0.02 + 0.03).to(DEVICE).unbind()
-            k, v = encode_reference(self.numbers[0], k_scale, codes), encode_reference(self.numbers[1], v_scale, codes)
-            self.kv_cache, self.numbers = (k, v), (decode_reference(k, k_scale), decode_reference(v, v_scale))
+            k, v = (
+                quantize_kv_reference(self.dequantized[0], k_scale, kv_dtype),
+                quantize_kv_reference(self.dequantized[1], v_scale, kv_dtype),
+            )
+            self.kv_cache, self.dequantized = (
+                (k, v),
+                (dequantize_kv_reference(k, k_scale), dequantize_kv_reference(v, v_scale)),
+            )
         self.window = window
         self.metadata = AttentionMetadata(
             query_start=starts,
@@ -110,7 +116,7 @@ class Batch:
         assert metadata.rows is not None
         settings = replace(settings, kv_scales=self.scales)
         expected = paged_attention_reference(
-            self.q.double(), self.numbers[0].double(), self.numbers[1].double(),
+            self.q.double(), self.dequantized[0].double(), self.dequantized[1].double(),
             metadata.block_tables[metadata.rows.long()], metadata.query_lens, metadata.kv_lens,
             settings.scale, settings.window, settings.soft_cap,
         )  # fmt: skip
@@ -145,13 +151,13 @@ def test_this_projects_kernels(sizes: list[tuple[int, int]], window: int | None)
 
 @pytest.mark.usefixtures("prompts")
 @pytest.mark.parametrize("sizes", [MIXED, DECODES], ids=["mixed", "decodes"])
-@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8], ids=["fp8", "int8"])
-def test_this_projects_kernels_read_what_is_stored(sizes: list[tuple[int, int]], codes: torch.dtype) -> None:
-    """Of the step's own tokens, too: `Batch.k` and `Batch.v` are not what their codes say."""
-    Batch(sizes, codes=codes).plan_decodes().check(TritonBackend(), FULL)
-    Batch(sizes, codes=codes).check(InvariantBackend(), FULL)
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=["fp8", "int8"])
+def test_this_projects_kernels_read_what_is_stored(sizes: list[tuple[int, int]], kv_dtype: torch.dtype) -> None:
+    """Of the step's own tokens, too: `Batch.k` and `Batch.v` are not what the quantized cache holds."""
+    Batch(sizes, kv_dtype=kv_dtype).plan_decodes().check(TritonBackend(), FULL)
+    Batch(sizes, kv_dtype=kv_dtype).check(InvariantBackend(), FULL)
     if not ON_GPU:
-        batch = Batch(sizes, codes=codes)
+        batch = Batch(sizes, kv_dtype=kv_dtype)
         batch.metadata.block_tables = batch.metadata.block_tables[batch.metadata.rows.long()]  # type: ignore[union-attr]
         batch.metadata.rows = torch.arange(len(sizes), dtype=torch.int32)
         batch.check(REFERENCE, FULL)
@@ -399,7 +405,12 @@ def test_the_fastest_that_suits_is_chosen_by_itself(monkeypatch: pytest.MonkeyPa
     assert select_backend(None, NEEDS, CPU).name == "reference"
     assert select_backend(None, NEEDS, GPU).name == "sdpa"
     assert select_backend(None, replace(NEEDS, windows=frozenset({None, 100})), GPU).name == "sdpa"
-    for odd in ({"dtype": "float32"}, {"windows": frozenset({100})}, {"has_soft_cap": True}, {"has_codes": True}):
+    for odd in (
+        {"dtype": "float32"},
+        {"windows": frozenset({100})},
+        {"has_soft_cap": True},
+        {"has_quantized_kv": True},
+    ):
         assert select_backend(None, replace(NEEDS, **odd), GPU).name == "triton"
     assert select_backend(None, NEEDS, GPU, batch_invariant=True).name == "invariant"
     assert type(select_backend("triton", NEEDS, GPU)) is TritonBackend
@@ -421,9 +432,14 @@ def test_a_package_that_is_chosen_says_that_there_are_no_graphs(monkeypatch: pyt
         ("sdpa", {"dtype": "float32"}, "cuda", "runs in float32: use attention_backend=triton"),
         ("sdpa", {"windows": frozenset({64})}, "cuda", "every layer of this model has a window: use .*=triton"),
         ("sdpa", {"has_soft_cap": True}, "cuda", "has no soft cap, .*: use attention_backend=triton"),
-        ("sdpa", {"has_codes": True}, "cuda", "before kv_cache_dtype rounded them: use attention_backend=triton"),
-        ("flash_attn", {"has_codes": True}, "cuda", "set kv_cache_dtype=auto, or use attention_backend=triton"),
-        ("flashinfer", {"has_codes": True}, "cuda", "set kv_cache_dtype=auto, or use attention_backend=triton"),
+        (
+            "sdpa",
+            {"has_quantized_kv": True},
+            "cuda",
+            "before kv_cache_dtype rounded them: use attention_backend=triton",
+        ),
+        ("flash_attn", {"has_quantized_kv": True}, "cuda", "set kv_cache_dtype=auto, or use attention_backend=triton"),
+        ("flashinfer", {"has_quantized_kv": True}, "cuda", "set kv_cache_dtype=auto, or use attention_backend=triton"),
         ("flash_attn", {"dtype": "float32"}, "cuda", "set dtype=bfloat16, or use attention_backend=triton"),
         ("flash_attn", {"head_size": 36}, "cuda", "a multiple of 8 up to 256, not of 36: use .*=triton"),
         ("flash_attn", {}, "cuda", "takes no blocks of 16 tokens: set block_size=256, or use .*=triton"),

@@ -1,4 +1,4 @@
-"""A tiny checkpoint of plain numbers, which others are quantized from."""
+"""A tiny unquantized checkpoint, which others are quantized from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unquantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(make_checkpoint("llama2", tmp_path_factory.mktemp("plain") / "model"))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in every format, written from a tiny one of plain numbers, and what an engine makes of them.
+"""Checkpoints in every format, written from a tiny unquantized one, and what an engine makes of them.
 
 The writers are this project's own. What it reads and does not write (4-bit floats, fp8 by other names) is written here.
 """
@@ -20,7 +20,7 @@ from teachllm import LLM, SamplingParams
 from teachllm.quantization import rounding
 from teachllm.quantization.formats import awq, compressed_tensors, gptq
 from teachllm.quantization.formats.fp4 import Fp4
-from teachllm.quantization.quantized_weights import Activations, GroupedCodes, Quantized, ScaledWeight
+from teachllm.quantization.quantized_weights import Activations, GroupedWeight, Quantized, ScaledWeight
 
 E4M3 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
@@ -36,15 +36,15 @@ class Format:
 
     Attributes:
         config: `quantization_config`.
-        quantize: numbers -> codes.
-        write: codes -> tensors.
+        quantize: a float weight -> its quantized weight.
+        write: a quantized weight -> its tensors.
         activations: what x becomes.
     """
 
     config: dict[str, Any]
     quantize: Callable[[torch.Tensor], Any]
     write: Callable[[Any], Tensors]
-    activations: Activations = Activations.PLAIN
+    activations: Activations = Activations.UNQUANTIZED
 
 
 def _gptq(bits: int, size: int, symmetric: bool = True, **more: Any) -> Format:
@@ -57,12 +57,12 @@ def _gptq_in_another_order() -> Format:
 
     def quantize(weight: torch.Tensor) -> Quantized:
         order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
-        codes = rounding.grouped(weight[:, order], 4, 32, False)
+        quantized = rounding.grouped(weight[:, order], 4, 32, False)
         index = torch.empty(len(order), dtype=torch.int32)
         index[order] = torch.arange(len(order), dtype=torch.int32) // 32
-        unordered = torch.empty_like(codes.codes)
-        unordered[:, order] = codes.codes
-        return type(codes)(unordered, codes.scales, codes.zeros, 4, index)
+        unordered = torch.empty_like(quantized.qweight)
+        unordered[:, order] = quantized.qweight
+        return type(quantized)(unordered, quantized.scales, quantized.zeros, 4, index)
 
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
     return Format(config, quantize, gptq.write)
@@ -90,7 +90,7 @@ def _scaled(
     if per == "block":
         weights["block_structure"] = [128, 128]
         inputs = {"num_bits": 8, "type": kind, "strategy": "group", "group_size": 128, "dynamic": True}
-    if activations is Activations.PLAIN:
+    if activations is Activations.UNQUANTIZED:
         inputs = None
     if of_batch or activations is Activations.STATIC:
         inputs = {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": of_batch, "symmetric": True}
@@ -115,18 +115,21 @@ _WHOLE = 2.0**-10  # the second scale of NVFP4: to divide by its inverse is exac
 def _fp4(kind: str) -> Format:
     """Of compressed-tensors."""
 
-    def quantize(weight: torch.Tensor) -> GroupedCodes:
-        codes = Fp4(kind).quantize(weight)
+    def quantize(weight: torch.Tensor) -> GroupedWeight:
+        quantized = Fp4(kind).quantize(weight)
         if kind == "mxfp4":
-            return codes
-        scales = (codes.scales / _WHOLE).clamp(max=rounding.E4M3_MAX)  # of what is larger, PyTorch 2.11 makes NaN
-        return replace(codes, scales=scales.to(E4M3).float() * _WHOLE)
+            return quantized
+        scales = (quantized.scales / _WHOLE).clamp(max=rounding.E4M3_MAX)  # of what is larger, PyTorch 2.11 makes NaN
+        return replace(quantized, scales=scales.to(E4M3).float() * _WHOLE)
 
-    def write(codes: GroupedCodes) -> Tensors:
-        tensors = {"weight_packed": codes.codes[:, ::2] | codes.codes[:, 1::2] << 4}
+    def write(quantized: GroupedWeight) -> Tensors:
+        tensors = {"weight_packed": quantized.qweight[:, ::2] | quantized.qweight[:, 1::2] << 4}
         if kind == "mxfp4":
-            return tensors | {"weight_scale": (codes.scales.log2() + 127).to(torch.uint8)}
-        scales = {"weight_scale": (codes.scales / _WHOLE).to(E4M3), "weight_global_scale": torch.tensor([1 / _WHOLE])}
+            return tensors | {"weight_scale": (quantized.scales.log2() + 127).to(torch.uint8)}
+        scales = {
+            "weight_scale": (quantized.scales / _WHOLE).to(E4M3),
+            "weight_global_scale": torch.tensor([1 / _WHOLE]),
+        }
         return tensors | scales
 
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "symmetric": True}
@@ -136,8 +139,8 @@ def _fp4(kind: str) -> Format:
 def _nvfp4_of_modelopt() -> Format:
     usual = _fp4("nvfp4")
 
-    def write(codes: GroupedCodes) -> Tensors:
-        tensors = usual.write(codes)
+    def write(quantized: GroupedWeight) -> Tensors:
+        tensors = usual.write(quantized)
         names = {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}
         return names | {"weight_scale_2": torch.tensor(_WHOLE), "input_scale": torch.tensor(0.003)}
 
@@ -147,8 +150,8 @@ def _nvfp4_of_modelopt() -> Format:
 def _auto_round(packing: str, how: Format) -> Format:
     config = how.config | {"quant_method": "auto-round", "packing_format": packing, "data_type": "int"}
 
-    def write(codes: GroupedCodes) -> Tensors:
-        tensors = gptq.write(codes, is_version_2=True) if packing == "auto_round" else how.write(codes)
+    def write(quantized: GroupedWeight) -> Tensors:
+        tensors = gptq.write(quantized, is_version_2=True) if packing == "auto_round" else how.write(quantized)
         return {name: tensor for name, tensor in tensors.items() if name != "g_idx"}
 
     return Format(config, how.quantize, write)
@@ -161,8 +164,8 @@ def _fp8(method: str, how: Format, names: dict[str, str] | None = None, **config
         names: of tensors, where they differ.
     """
 
-    def write(codes: ScaledWeight) -> Tensors:
-        return {(names or {}).get(name, name): tensor for name, tensor in how.write(codes).items()}
+    def write(quantized: ScaledWeight) -> Tensors:
+        return {(names or {}).get(name, name): tensor for name, tensor in how.write(quantized).items()}
 
     return replace(how, config={"quant_method": method, **config}, write=write)
 
@@ -185,8 +188,8 @@ FORMATS: dict[str, Format] = {
     "fp8 by block": _scaled(E4M3, "block", Activations.BY_BLOCK),
     "fp8, activations by batch": _scaled(E4M3, "tensor", of_batch=True),
     "fp8 static": _scaled(E4M3, "tensor", Activations.STATIC),
-    "fp8 of weights alone": _scaled(E4M3, "channel", Activations.PLAIN),
-    "int8 of weights alone": _scaled(torch.int8, "channel", Activations.PLAIN),
+    "fp8 of weights alone": _scaled(E4M3, "channel", Activations.UNQUANTIZED),
+    "int8 of weights alone": _scaled(torch.int8, "channel", Activations.UNQUANTIZED),
     "mxfp4": _fp4("mxfp4"),
     "nvfp4": _fp4("nvfp4"),
     "nvfp4 of ModelOpt": _nvfp4_of_modelopt(),
@@ -220,43 +223,43 @@ def projections(folder: Path) -> Tensors:
 
 
 def write_checkpoint(
-    name: str, plain: Path, folder: Path, without: str = "", others: Mapping[str, Format] | None = None
+    name: str, unquantized: Path, folder: Path, without: str = "", others: Mapping[str, Format] | None = None
 ) -> dict[str, Any]:
-    """Writes one in format `name` of one of plain numbers.
+    """Write a checkpoint in format `name` from an unquantized one.
 
     Args:
         without: a part of the names of projections that stay as they are.
         others: formats of other projections, by a part of their names; config.json does not say so.
 
     Returns:
-        Codes of its projections, by name.
+        The quantized weights of its projections, by name.
     """
     how = FORMATS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    for file in plain.iterdir():
+    for file in unquantized.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
-    found = {key: value for key, value in projections(plain).items() if not without or without not in key}
+    found = {key: value for key, value in projections(unquantized).items() if not without or without not in key}
 
     def format_of(key: str) -> Format:
         return next((each for part, each in (others or {}).items() if part in key), how)
 
-    codes = {key: format_of(key).quantize(weight) for key, weight in found.items()}
-    tensors = load_file(plain / "model.safetensors")
-    for key, each in codes.items():
+    quantized = {key: format_of(key).quantize(weight) for key, weight in found.items()}
+    tensors = load_file(unquantized / "model.safetensors")
+    for key, each in quantized.items():
         del tensors[f"{key}.weight"]
         tensors |= {f"{key}.{part}": tensor.contiguous() for part, tensor in format_of(key).write(each).items()}
     save_file(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": how.config}))
-    return codes
+    return quantized
 
 
-def write_dequantized(codes: dict[str, Any], plain: Path, folder: Path) -> None:
-    """Writes a checkpoint of the plain numbers that codes stand for."""
-    shutil.copytree(plain, folder)
-    tensors = load_file(plain / "model.safetensors")
-    for key, each in codes.items():
+def write_dequantized(quantized: dict[str, Any], unquantized: Path, folder: Path) -> None:
+    """Write a checkpoint of the dequantized weights."""
+    shutil.copytree(unquantized, folder)
+    tensors = load_file(unquantized / "model.safetensors")
+    for key, each in quantized.items():
         tensors[f"{key}.weight"] = each.dequantize(torch.float32)
     save_file(tensors, folder / "model.safetensors")
 

@@ -1,10 +1,10 @@
-"""The judge of greedy tokens of a quantized model: transformers in float64, whose projections do as codes do.
+"""The judge of greedy tokens of a quantized model: transformers in float64, with quantized projections.
 
-Written apart from the engine: a projection's numbers are what its codes stand for, and of a W8A8 one x is divided by
-its scale, rounded, and multiplied back. Where x lies between two codes, float32 and float64 may take different ones,
-and in models as small as these one code is seen in the logits: so the gap that is permitted is wider than that of plain
-numbers. One wrong token in a prompt changes the log-probabilities behind it by 0.2 to 1. What runs beside a request may
-change less: that `tests/engine/quantized_reference.py` judges.
+Written apart from the engine: a projection's weight is dequantized, and of a W8A8 one x is divided by its scale,
+rounded, and multiplied back. Where x lies between two quantized values, float32 and float64 may take different ones,
+and in models as small as these one step is seen in the logits: so the gap that is permitted is wider than that of an
+unquantized model. One wrong token in a prompt changes the log-probabilities after it by 0.2 to 1. What runs beside a
+request may change less: that `tests/engine/quantized_reference.py` judges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.quantization.formats import FORMATS, write_checkpoint
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | None, width: int | None = None) -> torch.Tensor:
-    """x as its codes stand for it: by token, or each `width` numbers of one, if there is no static scale."""
+    """Quantize x and dequantize it: by token, or each `width` numbers of one, if there is no static scale."""
     groups = x.float().split(width or x.shape[-1], dim=-1)
     return torch.cat([_rounded_alike(group, dtype, static) for group in groups], dim=-1)
 
@@ -36,20 +36,20 @@ def _rounded_alike(x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | N
 
 
 class TransformersReference(Reference):
-    """Of the checkpoint of plain numbers `family`, in a format."""
+    """The unquantized checkpoint `family`, in a format."""
 
     def __init__(self, family: str, name: str, folder: Path) -> None:
         super().__init__(reference(family).path)
-        codes = write_checkpoint(name, Path(self.path), folder)
+        quantized = write_checkpoint(name, Path(self.path), folder)
         self.path = str(folder)
-        quantizes = FORMATS[name].activations is not Activations.PLAIN
+        quantizes = FORMATS[name].activations is not Activations.UNQUANTIZED
         if quantizes:
             self.max_gap, self.max_logprob_error = 0.1, 0.15
-        for key, each in codes.items():
+        for key, each in quantized.items():
             layer: Any = self.model.get_submodule(key)
             layer.weight.data = each.dequantize(torch.float64)
             if quantizes:
-                how = (each.codes.dtype, each.input_scale, None if each.block is None else BLOCK)
+                how = (each.qweight.dtype, each.input_scale, None if each.block is None else BLOCK)
                 layer.forward = lambda x, layer=layer, how=how: F.linear(rounded(x, *how), layer.weight, layer.bias)
 
 

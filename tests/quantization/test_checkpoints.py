@@ -1,4 +1,4 @@
-"""An engine reads quantized checkpoints, and computes what their codes stand for."""
+"""An engine reads quantized checkpoints, and computes with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from teachllm.models.loader import load_model
 from teachllm.models.model_config import load_model_config
 from teachllm.models.registry import ModelError
 from teachllm.quantization import rounding
-from teachllm.quantization.formats.scheme import OnTheFly, PartCodes
+from teachllm.quantization.formats.scheme import OnTheFly, QuantizedWeightLoader
 from teachllm.quantization.quantized_weights import Activations
 from teachllm.quantization.scaled_weight import CPUScaledWeight
 from tests.quantization.formats import (
@@ -35,14 +35,14 @@ from tests.quantization.formats import (
 
 
 @pytest.mark.parametrize("settings", [{}, {"load_format": "dummy"}], ids=["read", "dummy"])
-def test_one_layers_codes_at_most_lie_in_memory_as_they_were_read(
-    settings: dict[str, Any], plain: Path, monkeypatch: pytest.MonkeyPatch
+def test_at_most_one_layers_quantized_weights_lie_in_memory_as_they_were_read(
+    settings: dict[str, Any], unquantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts: list[weakref.ref[PartCodes]] = []
+    parts: list[weakref.ref[QuantizedWeightLoader]] = []
     num_alive: list[int] = []
-    make = PartCodes.__init__
+    make = QuantizedWeightLoader.__init__
 
-    def remember(part: PartCodes, *arguments: Any, **more: Any) -> None:
+    def remember(part: QuantizedWeightLoader, *arguments: Any, **more: Any) -> None:
         make(part, *arguments, **more)
         parts.append(weakref.ref(part))
 
@@ -52,11 +52,11 @@ def test_one_layers_codes_at_most_lie_in_memory_as_they_were_read(
         num_alive.append(sum(part.is_read for part in (each() for each in parts) if part is not None))
         return quantize(scheme, weight)
 
-    monkeypatch.setattr(PartCodes, "__init__", remember)
+    monkeypatch.setattr(QuantizedWeightLoader, "__init__", remember)
     monkeypatch.setattr(OnTheFly, "quantize", count)
     gc.disable()  # nobody can say when that would come
     try:
-        config = EngineConfig(model=str(plain), quantization="int8", **settings)
+        config = EngineConfig(model=str(unquantized), quantization="int8", **settings)
         model = load_model(load_model_config(config), config, torch.device("cpu"))
         left = [each() for each in parts if each() is not None]
     finally:
@@ -65,26 +65,28 @@ def test_one_layers_codes_at_most_lie_in_memory_as_they_were_read(
     assert model is not None and not left
 
 
-@pytest.mark.parametrize("name", [name for name, how in FORMATS.items() if how.activations is Activations.PLAIN])
-def test_an_engine_computes_with_the_numbers_that_codes_stand_for(name: str, plain: Path, tmp_path: Path) -> None:
-    codes = write_checkpoint(name, plain, tmp_path / "quantized")
-    write_dequantized(codes, plain, tmp_path / "dequantized")
+@pytest.mark.parametrize("name", [name for name, how in FORMATS.items() if how.activations is Activations.UNQUANTIZED])
+def test_an_engine_computes_with_the_dequantized_weights(name: str, unquantized: Path, tmp_path: Path) -> None:
+    quantized = write_checkpoint(name, unquantized, tmp_path / "quantized")
+    write_dequantized(quantized, unquantized, tmp_path / "dequantized")
     found = generate(tmp_path / "quantized")
     assert_same(found, generate(tmp_path / "dequantized"))
-    assert found != generate(plain)
+    assert found != generate(unquantized)
 
 
-@pytest.mark.parametrize("name", [name for name, how in FORMATS.items() if how.activations is not Activations.PLAIN])
-def test_activations_become_codes_too_and_little_changes(name: str, plain: Path, tmp_path: Path) -> None:
-    codes = write_checkpoint(name, plain, tmp_path / "quantized")
-    write_dequantized(codes, plain, tmp_path / "dequantized")
+@pytest.mark.parametrize(
+    "name", [name for name, how in FORMATS.items() if how.activations is not Activations.UNQUANTIZED]
+)
+def test_activations_are_quantized_too_and_little_changes(name: str, unquantized: Path, tmp_path: Path) -> None:
+    quantized = write_checkpoint(name, unquantized, tmp_path / "quantized")
+    write_dequantized(quantized, unquantized, tmp_path / "dequantized")
     (first, *_), (expected, *_) = generate(tmp_path / "quantized"), generate(tmp_path / "dequantized")
     assert first[1][0] != expected[1][0]
     assert first[1][0] == pytest.approx(expected[1][0], abs=0.5)
 
 
 @pytest.mark.parametrize("name", RENAMED)
-def test_the_same_codes_by_other_names_are_the_same_model(name: str, wide: Path, tmp_path: Path) -> None:
+def test_the_same_quantized_weights_by_other_names_are_the_same_model(name: str, wide: Path, tmp_path: Path) -> None:
     usual, _ = RENAMED[name]
     for each in (name, usual):
         write_checkpoint(each, wide, tmp_path / each)
@@ -92,8 +94,8 @@ def test_the_same_codes_by_other_names_are_the_same_model(name: str, wide: Path,
 
 
 @pytest.mark.parametrize("name", ["nvfp4 of ModelOpt", "fp8 of ModelOpt"])
-def test_what_codes_are_may_be_said_in_a_file_beside(name: str, plain: Path, tmp_path: Path) -> None:
-    write_checkpoint(name, plain, tmp_path)
+def test_the_quantization_config_may_lie_in_a_file_beside(name: str, unquantized: Path, tmp_path: Path) -> None:
+    write_checkpoint(name, unquantized, tmp_path)
     expected = generate(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     config = raw.pop("quantization_config")
@@ -104,14 +106,14 @@ def test_what_codes_are_may_be_said_in_a_file_beside(name: str, plain: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["packed int4", "nvfp4 of ModelOpt"])
-def test_scales_of_k_and_v_lie_beside_codes(name: str, plain: Path, tmp_path: Path) -> None:
+def test_scales_of_k_and_v_lie_beside_quantized_weights(name: str, unquantized: Path, tmp_path: Path) -> None:
     scales = {
         f"model.layers.{layer}.self_attn.{which}_proj.{which}_scale": torch.tensor([0.25 + layer])
         for layer in range(3)
         for which in "kv"
     }
-    codes = write_checkpoint(name, plain, tmp_path / "quantized")
-    write_dequantized(codes, plain, tmp_path / "dequantized")
+    quantized = write_checkpoint(name, unquantized, tmp_path / "quantized")
+    write_dequantized(quantized, unquantized, tmp_path / "dequantized")
     measured = generate(tmp_path / "quantized", kv_cache_dtype="fp8")
     for folder in ("quantized", "dequantized"):
         edit_tensors(tmp_path / folder, lambda tensors: tensors.update(scales))
@@ -121,10 +123,10 @@ def test_scales_of_k_and_v_lie_beside_codes(name: str, plain: Path, tmp_path: Pa
 
 
 def test_activations_that_would_share_a_scale_in_a_batch_get_their_own_and_it_is_said(
-    plain: Path, tmp_path: Path
+    unquantized: Path, tmp_path: Path
 ) -> None:
-    write_checkpoint("fp8, activations by batch", plain, tmp_path / "batch")
-    write_checkpoint("fp8 by tensor", plain, tmp_path / "token")
+    write_checkpoint("fp8, activations by batch", unquantized, tmp_path / "batch")
+    write_checkpoint("fp8 by tensor", unquantized, tmp_path / "token")
     with pytest.warns(UserWarning, match=r"one scale for .* a whole batch .* lossy"):
         found = generate(tmp_path / "batch")
     assert_same(found, generate(tmp_path / "token"))
@@ -133,30 +135,30 @@ def test_activations_that_would_share_a_scale_in_a_batch_get_their_own_and_it_is
 @pytest.mark.parametrize("without", ["k_proj", "up_proj", "layers.1."])
 @pytest.mark.parametrize("name", ["gptq int4", "awq", "packed int8 asymmetric", "fp8 of weights alone"])
 def test_projections_that_a_checkpoint_leaves_as_they_were_are_read_as_they_are(
-    name: str, without: str, plain: Path, tmp_path: Path
+    name: str, without: str, unquantized: Path, tmp_path: Path
 ) -> None:
-    codes = write_checkpoint(name, plain, tmp_path / "quantized", without)
-    assert any(without in key for key in projections(plain)) and not any(without in key for key in codes)
-    write_dequantized(codes, plain, tmp_path / "dequantized")
+    quantized = write_checkpoint(name, unquantized, tmp_path / "quantized", without)
+    assert any(without in key for key in projections(unquantized)) and not any(without in key for key in quantized)
+    write_dequantized(quantized, unquantized, tmp_path / "dequantized")
     assert_same(generate(tmp_path / "quantized"), generate(tmp_path / "dequantized"))
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
-def test_plain_numbers_are_quantized_as_they_are_read(method: str, plain: Path) -> None:
-    exact, found = generate(plain), generate(plain, quantization=method)
+def test_unquantized_weights_are_quantized_as_they_are_read(method: str, unquantized: Path) -> None:
+    exact, found = generate(unquantized), generate(unquantized, quantization=method)
     assert found != exact
     assert found[0][1][0] == pytest.approx(exact[0][1][0], abs=2.0)
 
 
-def test_what_is_quantized_already_is_not_quantized_again(plain: Path, tmp_path: Path) -> None:
-    write_checkpoint("awq", plain, tmp_path / "quantized")
+def test_what_is_quantized_already_is_not_quantized_again(unquantized: Path, tmp_path: Path) -> None:
+    write_checkpoint("awq", unquantized, tmp_path / "quantized")
     with pytest.raises(ModelError, match=r"quantization='fp8' is for .* quantized with 'awq' already: leave quantizat"):
         generate(tmp_path / "quantized", quantization="fp8")
 
 
-def test_int4_as_it_is_read_wants_inputs_in_groups(plain: Path, tmp_path: Path) -> None:
-    shutil.copytree(plain, tmp_path / "model")
-    raw = json.loads((plain / "config.json").read_text())
+def test_int4_as_it_is_read_wants_inputs_in_groups(unquantized: Path, tmp_path: Path) -> None:
+    shutil.copytree(unquantized, tmp_path / "model")
+    raw = json.loads((unquantized / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(raw | {"intermediate_size": 100}))
     assert generate(tmp_path / "model", load_format="dummy", quantization="int8")
     says = r"down_proj \[64, 100\]: groups of 128 do not divide its 100 inputs: set quantization='int8'"
@@ -173,10 +175,10 @@ def test_int4_as_it_is_read_wants_inputs_in_groups(plain: Path, tmp_path: Path) 
     ],
 )
 def test_what_other_tools_write_beside_it_changes_nothing(
-    name: str, changes: dict[str, Any], plain: Path, tmp_path: Path
+    name: str, changes: dict[str, Any], unquantized: Path, tmp_path: Path
 ) -> None:
-    write_checkpoint(name, plain, tmp_path / "usual")
-    write_checkpoint(name, plain, tmp_path / "other")
+    write_checkpoint(name, unquantized, tmp_path / "usual")
+    write_checkpoint(name, unquantized, tmp_path / "other")
     edit(tmp_path / "other", lambda config: config.update(changes))
     bias = {"model.layers.1.mlp.down_proj.bias": torch.zeros(64)}
     edit_tensors(tmp_path / "other", lambda tensors: tensors.update(bias))
@@ -184,20 +186,20 @@ def test_what_other_tools_write_beside_it_changes_nothing(
     assert_same(generate(tmp_path / "other", **settings), generate(tmp_path / "usual", **settings))
 
 
-def test_groups_of_compressed_tensors_without_weights_are_passed_over(plain: Path, tmp_path: Path) -> None:
-    write_checkpoint("fp8", plain, tmp_path)
+def test_groups_of_compressed_tensors_without_weights_are_passed_over(unquantized: Path, tmp_path: Path) -> None:
+    write_checkpoint("fp8", unquantized, tmp_path)
     expected = generate(tmp_path)
     edit(tmp_path, lambda config: config["config_groups"].update(kv={"targets": ["re:.*attn"], "weights": None}))
     assert_same(generate(tmp_path), expected)
 
 
-def test_a_head_is_quantized_if_the_file_has_its_scales(plain: Path, tmp_path: Path) -> None:
-    write_checkpoint("fp8", plain, tmp_path)
+def test_a_head_is_quantized_if_the_file_has_its_scales(unquantized: Path, tmp_path: Path) -> None:
+    write_checkpoint("fp8", unquantized, tmp_path)
     expected = generate(tmp_path)
 
     def quantize_head(tensors: Tensors) -> None:
-        codes = FORMATS["fp8"].quantize(tensors.pop("lm_head.weight"))
-        tensors.update({f"lm_head.{name}": tensor for name, tensor in FORMATS["fp8"].write(codes).items()})
+        quantized = FORMATS["fp8"].quantize(tensors.pop("lm_head.weight"))
+        tensors.update({f"lm_head.{name}": tensor for name, tensor in FORMATS["fp8"].write(quantized).items()})
 
     edit_tensors(tmp_path, quantize_head)
     edit(tmp_path, lambda config: config.update(ignore=[]))
@@ -207,15 +209,15 @@ def test_a_head_is_quantized_if_the_file_has_its_scales(plain: Path, tmp_path: P
         assert logprobs[0] == pytest.approx(theirs[0], abs=0.5)
 
 
-def test_a_quantized_head_may_be_random(plain: Path, tmp_path: Path) -> None:
-    write_checkpoint("gptq int4", plain, tmp_path)
+def test_a_quantized_head_may_be_random(unquantized: Path, tmp_path: Path) -> None:
+    write_checkpoint("gptq int4", unquantized, tmp_path)
     edit(tmp_path, lambda config: config.update(lm_head=True))
     assert generate(tmp_path, load_format="dummy")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_sums_of_codes_are_not_too_large_for_float16(dtype: torch.dtype) -> None:
-    codes = rounding.scaled(torch.ones(8, 256), dtype)
-    y = CPUScaledWeight(codes, torch.float16).product(torch.ones(2, 256, dtype=torch.float16), None)
+def test_sums_of_quantized_values_are_not_too_large_for_float16(dtype: torch.dtype) -> None:
+    quantized = rounding.scaled(torch.ones(8, 256), dtype)
+    y = CPUScaledWeight(quantized, torch.float16).product(torch.ones(2, 256, dtype=torch.float16), None)
     assert y.dtype == torch.float16
     torch.testing.assert_close(y.float(), torch.full((2, 8), 256.0), rtol=0.01, atol=0.0)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from teachllm.models.registry import ModelError
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import PartCodes
+from teachllm.quantization.formats.scheme import QuantizedWeightLoader
 from teachllm.quantization.layer_schemes import of_config, quantization_of
 from teachllm.quantization.quantized_weights import Activations, ScaledWeight
 
@@ -40,23 +40,23 @@ REFUSED = {"ct_w8a8_int8_tensor_static": "activations that are not symmetric"}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED])
-def test_codes_of_a_golden_file_stand_for_the_numbers_of_its_library(case: str) -> None:
+def test_a_golden_file_dequantizes_to_the_weights_of_its_library(case: str) -> None:
     stored, config, expected = load(case)
     tensors = dict(stored)
     scheme = of_config(config, names_of(stored)).schemes(PROJECTION)
     assert scheme is not None
-    part = PartCodes(scheme, case, *expected.shape, torch.empty(0))
+    part = QuantizedWeightLoader(scheme, case, *expected.shape, torch.empty(0))
     for name, slot in part.slots.items():
         if name in tensors:
             slot.put(tensors.pop(name))
         else:
             assert slot.stored.is_optional, name
     assert tensors.keys() <= {"bias"}
-    codes = part.codes()
+    quantized = part.quantized_weight()
     if case == "modelopt_fp8_tensor":  # where the library rounds the scale, too, engines do not
-        assert isinstance(codes, ScaledWeight)
-        codes = replace(codes, scales=codes.scales.bfloat16().float())
-    assert torch.equal(codes.dequantize(expected.dtype), expected)
+        assert isinstance(quantized, ScaledWeight)
+        quantized = replace(quantized, scales=quantized.scales.bfloat16().float())
+    assert torch.equal(quantized.dequantize(expected.dtype), expected)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("modelopt")])
@@ -78,10 +78,10 @@ def test_what_is_not_supported_is_named(case: str) -> None:
         of_config(config, None)
 
 
-def test_activations_that_go_with_no_product_of_codes_stay_numbers() -> None:
+def test_activations_without_a_quantized_product_stay_unquantized() -> None:
     stored, config, _ = load("ct_mxfp8a16")
     as_it_is = of_config(config, names_of(stored)).schemes(PROJECTION)
     for group in config["config_groups"].values():
         group["input_activations"] = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
     scheme = of_config(config, names_of(stored)).schemes(PROJECTION)
-    assert isinstance(scheme, Scaled) and scheme == as_it_is and scheme.activations is Activations.PLAIN
+    assert isinstance(scheme, Scaled) and scheme == as_it_is and scheme.activations is Activations.UNQUANTIZED

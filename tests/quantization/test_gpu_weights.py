@@ -1,4 +1,4 @@
-"""What a GPU multiplies codes with, for any number of rows, is what the codes stand for."""
+"""A GPU's products of quantized weights, for any number of rows, are those of the dequantized weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from teachllm.quantization.execution_weights import as_groups
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.quantized_weights import Activations, GroupedCodes, ScaledWeight
+from teachllm.quantization.quantized_weights import Activations, GroupedWeight, ScaledWeight
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 from tests.kernels.rounding import round_as_a_gpu
@@ -26,7 +26,7 @@ ROWS = (1, 2, 17, 64, 300, 2500) if ON_GPU else (1, 5)
 NUM_IN, NUM_OUT = (384, 512) if ON_GPU else (128, 256)  # interpreted ones take long
 E4M3 = torch.float8_e4m3fn
 NEAR = 1e-2 if ON_GPU else 1e-4  # of a row's length
-NEAR_AFTER_NORM = 2e-2  # where a code may be rounded the other way
+NEAR_AFTER_NORM = 2e-2  # where a quantized value may be rounded the other way
 
 Make = Callable[[torch.Tensor], Any]
 
@@ -35,18 +35,18 @@ def grouped(bits: int, group_size: int, symmetric: bool) -> Make:
     return lambda weight: rounding.grouped(weight, bits, group_size, symmetric)
 
 
-def in_another_order(weight: torch.Tensor) -> GroupedCodes:
-    codes = rounding.grouped(weight, 4, 32, False)
+def in_another_order(weight: torch.Tensor) -> GroupedWeight:
+    quantized = rounding.grouped(weight, 4, 32, False)
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
-    return GroupedCodes(codes.codes, codes.scales, codes.zeros, 4, (order // 32).to(torch.int32))
+    return GroupedWeight(quantized.qweight, quantized.scales, quantized.zeros, 4, (order // 32).to(torch.int32))
 
 
 def scaled(dtype: torch.dtype, per: str, activations: Activations) -> Make:
     def make(weight: torch.Tensor) -> ScaledWeight:
-        codes = rounding.scaled(weight, dtype, per, activations)
+        quantized = rounding.scaled(weight, dtype, per, activations)
         if activations is Activations.STATIC:
-            codes = ScaledWeight(codes.codes, codes.scales, activations, torch.tensor([0.03]))
-        return codes
+            quantized = ScaledWeight(quantized.qweight, quantized.scales, activations, torch.tensor([0.03]))
+        return quantized
 
     return make
 
@@ -60,11 +60,11 @@ WEIGHTS: dict[str, Make] = {
     "mxfp4": lambda weight: Fp4("mxfp4").quantize(weight),
     "nvfp4": lambda weight: Fp4("nvfp4").quantize(weight),
     "W8A8 int8": scaled(torch.int8, "channel", Activations.BY_TOKEN),
-    "int8 of the weight alone": scaled(torch.int8, "tensor", Activations.PLAIN),
+    "int8 of the weight alone": scaled(torch.int8, "tensor", Activations.UNQUANTIZED),
     "W8A8 fp8": scaled(E4M3, "channel", Activations.BY_TOKEN),
     "W8A8 fp8, static": scaled(E4M3, "tensor", Activations.STATIC),
     "W8A8 fp8, blocks": scaled(E4M3, "block", Activations.BY_BLOCK),
-    "fp8 of weights alone": scaled(E4M3, "channel", Activations.PLAIN),
+    "fp8 of weights alone": scaled(E4M3, "channel", Activations.UNQUANTIZED),
 }
 weights = pytest.mark.parametrize("name", WEIGHTS)
 
@@ -79,16 +79,16 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def made(name: str, is_gated: bool = False) -> tuple[Any, Any]:
-    """(codes, what a GPU has of them)."""
+    """Return (a quantized weight, what a GPU makes of it)."""
     weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(1)) * NUM_IN**-0.5
-    codes = as_groups(WEIGHTS[name](weight))
-    for field in codes.__slots__ if hasattr(codes, "__slots__") else vars(codes):
-        value = getattr(codes, field)
+    quantized = as_groups(WEIGHTS[name](weight))
+    for field in quantized.__slots__ if hasattr(quantized, "__slots__") else vars(quantized):
+        value = getattr(quantized, field)
         if isinstance(value, torch.Tensor):
-            object.__setattr__(codes, field, value.to(DEVICE))
-    if isinstance(codes, GroupedCodes):
-        return codes, GPUGroupedWeight(codes, is_gated)
-    return codes, GPUScaledWeight(codes, DTYPE)
+            object.__setattr__(quantized, field, value.to(DEVICE))
+    if isinstance(quantized, GroupedWeight):
+        return quantized, GPUGroupedWeight(quantized, is_gated)
+    return quantized, GPUScaledWeight(quantized, DTYPE)
 
 
 def rows_of(num_rows: int) -> torch.Tensor:
@@ -99,12 +99,14 @@ def rows_of(num_rows: int) -> torch.Tensor:
     return (x * torch.logspace(-1, 0.5, num_rows)[:, None]).to(DEVICE, DTYPE)
 
 
-def product(codes: Any, x: torch.Tensor) -> torch.Tensor:
+def product(quantized: Any, x: torch.Tensor) -> torch.Tensor:
     """[num_rows, NUM_OUT] float64, written apart from the kernels."""
-    if isinstance(codes, GroupedCodes) or codes.activations is Activations.PLAIN:
-        return x.double() @ codes.dequantize(DTYPE).double().t()
-    rows = quantize_rows_reference(x, codes.codes.dtype, codes.input_scale, codes.activations is Activations.BY_BLOCK)
-    return rows.dequantize().double() @ codes.dequantize(torch.float64).double().t()
+    if isinstance(quantized, GroupedWeight) or quantized.activations is Activations.UNQUANTIZED:
+        return x.double() @ quantized.dequantize(DTYPE).double().t()
+    rows = quantize_rows_reference(
+        x, quantized.qweight.dtype, quantized.input_scale, quantized.activations is Activations.BY_BLOCK
+    )
+    return rows.dequantize().double() @ quantized.dequantize(torch.float64).double().t()
 
 
 def silu_and_mul(y: torch.Tensor) -> torch.Tensor:
@@ -121,9 +123,9 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, like: torch.Tensor,
 @weights
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_products(name: str, num_rows: int) -> None:
-    (codes, weight), x = made(name), rows_of(num_rows)
+    (quantized, weight), x = made(name), rows_of(num_rows)
     bias = torch.randn(NUM_OUT, generator=torch.Generator().manual_seed(2)).to(DEVICE, DTYPE)
-    expected = product(codes, x)
+    expected = product(quantized, x)
     assert_near(weight.product(x, None), expected, expected)
     assert_near(weight.product(x, bias), expected + bias.double(), expected + bias.double())
     stream = rows_of(num_rows)[:, :1].expand(-1, NUM_OUT).contiguous()
@@ -136,8 +138,8 @@ def test_products(name: str, num_rows: int) -> None:
 @weights
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_gate_and_up(name: str, num_rows: int) -> None:
-    (codes, weight), x = made(name, is_gated=True), rows_of(num_rows)
-    y = product(codes, x)
+    (quantized, weight), x = made(name, is_gated=True), rows_of(num_rows)
+    y = product(quantized, x)
     gate, up = y.chunk(2, dim=-1)
     assert_near(weight.gated(x, None), silu_and_mul(y), gate.abs() * up.abs() + silu_and_mul(y).abs())
     assert_near(weight.product(x, None), y, y)
@@ -149,25 +151,25 @@ def test_one_row_with_what_is_around_it(name: str) -> None:
     norm = RMSNorm(NUM_IN, eps=1e-5).to(DEVICE, DTYPE).requires_grad_(False)
     norm.weight.copy_(torch.linspace(0.5, 2, NUM_IN))
     normed = rms_norm_reference(x, None, norm.weight, 1e-5)[0]
-    codes, weight = made(name)
-    expected = product(codes, normed) + residual.double()
+    quantized, weight = made(name)
+    expected = product(quantized, normed) + residual.double()
     assert_near(weight.one_row(x, None, norm, residual), expected, expected, NEAR_AFTER_NORM)
-    codes, weight = made(name, is_gated=True)
-    y = product(codes, normed)
+    quantized, weight = made(name, is_gated=True)
+    y = product(quantized, normed)
     found = weight.one_row(x, None, norm, gated=True)
     gate, up = y.chunk(2, dim=-1)
     assert_near(found, silu_and_mul(y), gate.abs() * up.abs() + silu_and_mul(y).abs(), NEAR_AFTER_NORM)
 
 
 @weights
-def test_what_a_norm_gives_in_place_of_numbers(name: str) -> None:
-    (codes, weight), x = made(name), rows_of(5)
-    if weight.row_codes is None:
-        assert isinstance(codes, GroupedCodes) or codes.activations is Activations.PLAIN
+def test_what_a_norm_gives_where_it_quantizes(name: str) -> None:
+    (quantized, weight), x = made(name), rows_of(5)
+    if weight.input_quantization is None:
+        assert isinstance(quantized, GroupedWeight) or quantized.activations is Activations.UNQUANTIZED
         return
-    rows = quantize_rows_reference(x, *weight.row_codes)
+    rows = quantize_rows_reference(x, *weight.input_quantization)
     assert isinstance(rows, QuantizedRows)
-    expected = product(codes, x)
+    expected = product(quantized, x)
     assert_near(weight.product(rows, None), expected, expected)
     y, stream = weight.onto(torch.zeros_like(expected, dtype=DTYPE), rows, None)
     assert_near(y.double() if y.dim() == 2 else y.double().sum(0), expected, expected)

@@ -22,9 +22,9 @@ from tests.quantization.judge import folder_of, transformers_reference
 from tests.thorough import times
 
 ON_THE_FLY = {f"{method}, as it is read": method for method in ("int8", "fp8", "int4")}
-OF_WEIGHTS_ALONE = [name for name, how in FORMATS.items() if how.activations is Activations.PLAIN]
+OF_WEIGHTS_ALONE = [name for name, how in FORMATS.items() if how.activations is Activations.UNQUANTIZED]
 OF_WEIGHTS_ALONE += ["int4, as it is read"]
-# What is multiplied with the weights becomes codes, too.
+# What is multiplied with the weights is quantized, too.
 WITH_ACTIVATIONS = [name for name in FORMATS if name not in (*OF_WEIGHTS_ALONE, *RENAMED)]
 WITH_ACTIVATIONS += ["fp8 by block, as DeepSeek writes it", "int8, as it is read", "fp8, as it is read"]
 OF_OWN_CODE = ANYTHING | {"family": st.sampled_from(["qwen3", "mistral", "llama2"])}
@@ -57,7 +57,7 @@ def check_in_float64(name: str, kv_cache_dtype: str, **drawn: Any) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_ACTIVATIONS)
-def test_settings_do_not_change_greedy_tokens_of_a_model_that_multiplies_codes(name: str) -> None:
+def test_settings_do_not_change_greedy_tokens_of_a_model_with_quantized_products(name: str) -> None:
     @settings(max_examples=times(3, 40))
     @given(**WITH_KV)
     def run(**drawn: Any) -> None:
@@ -74,7 +74,7 @@ def test_settings_do_not_change_greedy_tokens_of_a_model_of_quantized_weights(na
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8 by tensor", "fp8 by block", "fp8 static"])
 def test_alone_its_answers_are_transformers_own_with_activations_rounded(name: str) -> None:
-    """Up to a code that rounds the other way, of few tokens."""
+    """Up to a quantized value that rounds the other way, of few tokens."""
     ours, theirs = alone("qwen3", name, "auto"), transformers_reference("qwen3", name)
     errors = []
     for prompt in PROMPTS[::3]:
@@ -94,8 +94,8 @@ def test_nor_do_they_on_a_gpu(name: str, **drawn: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("activations", [Activations.BY_TOKEN, Activations.BY_BLOCK, Activations.STATIC])
-def test_a_token_gets_the_same_codes_whatever_runs_beside_it(dtype: torch.dtype, activations: Activations) -> None:
-    """Up to the order in which products are added up; another code would be a hundredth of the largest."""
+def test_a_token_is_quantized_alike_whatever_runs_beside_it(dtype: torch.dtype, activations: Activations) -> None:
+    """Up to the order in which products are added up; another quantized value would be a hundredth of the largest."""
     weight, x = scaled_weight(dtype, activations), torch.randn(7, 2 * BLOCK) * torch.logspace(-3, 3, 7)[:, None]
     together = weight.product(x, None)
     for row in range(7):
@@ -105,8 +105,8 @@ def test_a_token_gets_the_same_codes_whatever_runs_beside_it(dtype: torch.dtype,
 
 def scaled_weight(dtype: torch.dtype, activations: Activations) -> CPUScaledWeight:
     by_block = activations is Activations.BY_BLOCK
-    codes = torch.randint(-100, 100, (BLOCK, 2 * BLOCK)).to(dtype)
+    qweight = torch.randint(-100, 100, (BLOCK, 2 * BLOCK)).to(dtype)
     scales = torch.rand(1, 2) if by_block else torch.rand(BLOCK, 1)
     input_scale = torch.tensor([0.02]) if activations is Activations.STATIC else None
     block = (BLOCK, BLOCK) if by_block else None
-    return CPUScaledWeight(ScaledWeight(codes, scales, activations, input_scale, block), torch.float32)
+    return CPUScaledWeight(ScaledWeight(qweight, scales, activations, input_scale, block), torch.float32)

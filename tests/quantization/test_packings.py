@@ -1,4 +1,4 @@
-"""Whatever the codes are, what is packed of them is read as they were."""
+"""Whatever the quantized values are, they are read as they were packed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm.quantization.formats.scheme import PartCodes
+from teachllm.quantization.formats.scheme import QuantizedWeightLoader
 from teachllm.quantization.layer_schemes import of_config
-from teachllm.quantization.quantized_weights import GroupedCodes, ScaledWeight
+from teachllm.quantization.quantized_weights import GroupedWeight, ScaledWeight
 from tests.quantization.formats import E4M3, FORMATS
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -26,43 +26,43 @@ NAME = "model.layers.0.mlp.up_proj"
     seed=st.integers(0, 2**32),
     extreme=st.sampled_from([None, None, 0, -1]),
 )
-def test_any_codes_are_read_as_they_were_packed(
+def test_any_quantized_values_are_read_as_they_were_packed(
     name: str, num_out: int, num_in: int, seed: int, extreme: int | None
 ) -> None:
     how, generator = FORMATS[name], torch.Generator().manual_seed(seed)
-    codes = drawn(how.quantize(torch.randn(num_out, num_in, generator=generator)), generator, extreme)
-    tensors = how.write(codes)
+    quantized = drawn(how.quantize(torch.randn(num_out, num_in, generator=generator)), generator, extreme)
+    tensors = how.write(quantized)
     scheme = of_config(how.config, frozenset(f"{NAME}.{each}" for each in tensors)).schemes(NAME)
     assert scheme is not None
-    part = PartCodes(scheme, NAME, num_out, num_in, torch.empty(0))
+    part = QuantizedWeightLoader(scheme, NAME, num_out, num_in, torch.empty(0))
     for tensor_name, tensor in tensors.items():
         part.slots[tensor_name].put(tensor)
-    read: Any = part.codes()
-    assert torch.equal(read.codes.view(torch.uint8), codes.codes.view(torch.uint8))
-    assert torch.equal(read.scales, codes.scales)
-    if isinstance(codes, GroupedCodes):
-        assert torch.equal(read.with_zeros(), codes.with_zeros())
-        assert read.group_size == codes.group_size
-    assert torch.equal(read.dequantize(torch.float32), codes.dequantize(torch.float32))
+    read: Any = part.quantized_weight()
+    assert torch.equal(read.qweight.view(torch.uint8), quantized.qweight.view(torch.uint8))
+    assert torch.equal(read.scales, quantized.scales)
+    if isinstance(quantized, GroupedWeight):
+        assert torch.equal(read.with_zeros(), quantized.with_zeros())
+        assert read.group_size == quantized.group_size
+    assert torch.equal(read.dequantize(torch.float32), quantized.dequantize(torch.float32))
 
 
-def drawn(codes: Any, generator: torch.Generator, extreme: int | None) -> Any:
-    """Any codes in place of these, and zeros if they have some.
+def drawn(quantized: Any, generator: torch.Generator, extreme: int | None) -> Any:
+    """Return any quantized values in place of these, and zeros if they have some.
 
     Args:
         extreme: one for all, 0 or the last.
     """
 
-    def numbers(shape: torch.Size, count: int) -> torch.Tensor:
+    def random_values(shape: torch.Size, count: int) -> torch.Tensor:
         return (
             torch.randint(count, shape, generator=generator) if extreme is None else torch.full(shape, extreme % count)
         )
 
-    if isinstance(codes, ScaledWeight):
-        found = numbers(codes.codes.shape, 256).to(torch.uint8)
-        if codes.codes.dtype is E4M3:
+    if isinstance(quantized, ScaledWeight):
+        found = random_values(quantized.qweight.shape, 256).to(torch.uint8)
+        if quantized.qweight.dtype is E4M3:
             found[found & 127 == 127] = 126  # NaN is none
-        return replace(codes, codes=found.view(codes.codes.dtype))
-    count = 1 << codes.bits
-    zeros = None if codes.zeros is None else numbers(codes.zeros.shape, count).to(torch.int32)
-    return replace(codes, codes=numbers(codes.codes.shape, count).to(torch.uint8), zeros=zeros)
+        return replace(quantized, qweight=found.view(quantized.qweight.dtype))
+    count = 1 << quantized.bits
+    zeros = None if quantized.zeros is None else random_values(quantized.zeros.shape, count).to(torch.int32)
+    return replace(quantized, qweight=random_values(quantized.qweight.shape, count).to(torch.uint8), zeros=zeros)

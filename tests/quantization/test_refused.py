@@ -16,7 +16,9 @@ from tests.quantization.formats import FORMATS, Tensors, assert_same, edit, edit
 
 DOWN = "model.layers.1.mlp.down_proj"
 NOT_THIS_FILE = r"config.json is not this file's: correct its quantization_config \(quant_method, bits, group_size\)"
-WITHOUT_SCALES = r"codes without their scales, or not those of quantization_config .*: take a complete checkpoint"
+WITHOUT_SCALES = (
+    r"quantized weights without their scales, or not those of quantization_config .*: take a complete checkpoint"
+)
 BROKEN = "the file is broken, get it anew"
 
 
@@ -102,9 +104,9 @@ def in_place_of(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Ca
     ],
 )
 def test_a_broken_quantized_checkpoint_is_refused_by_tensor(
-    name: str, spoil: Callable[[Tensors], None], says: str, plain: Path, tmp_path: Path
+    name: str, spoil: Callable[[Tensors], None], says: str, unquantized: Path, tmp_path: Path
 ) -> None:
-    write_checkpoint(name, plain, tmp_path)
+    write_checkpoint(name, unquantized, tmp_path)
     edit_tensors(tmp_path, spoil)
     with pytest.raises(ModelError, match=says):
         generate(tmp_path)
@@ -133,17 +135,19 @@ def test_a_broken_quantized_checkpoint_is_refused_by_tensor(
     ],
 )
 def test_a_file_in_another_packing_than_config_json_says(
-    name: str, taken_for: str, says: str, plain: Path, tmp_path: Path
+    name: str, taken_for: str, says: str, unquantized: Path, tmp_path: Path
 ) -> None:
-    write_checkpoint(name, plain, tmp_path)
+    write_checkpoint(name, unquantized, tmp_path)
     edit(tmp_path, lambda config: (config.clear(), config.update(FORMATS[taken_for].config)))
     with pytest.raises(ModelError, match=rf"model.safetensors(:| holds) tensor model\.layers\.\d\..*{says}"):
         generate(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["self_attn.sinks", "self_attn.q_norm.weight", "self_attn.q_proj.bias"])
-def test_what_is_no_part_of_codes_is_not_taken_for_one(part: str, plain: Path, tmp_path: Path) -> None:
-    write_checkpoint("gptq int4", plain, tmp_path)
+def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
+    part: str, unquantized: Path, tmp_path: Path
+) -> None:
+    write_checkpoint("gptq int4", unquantized, tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update({f"model.layers.1.{part}": torch.ones(64)}))
     with pytest.raises(ModelError, match=rf"holds tensor .*{part}, which the model of its config.json does not have"):
         generate(tmp_path)
@@ -218,17 +222,17 @@ def test_what_is_no_part_of_codes_is_not_taken_for_one(part: str, plain: Path, t
     ],
 )
 def test_settings_that_no_such_file_has_are_refused(
-    name: str, changes: dict[str, Any], says: str, plain: Path, tmp_path: Path
+    name: str, changes: dict[str, Any], says: str, unquantized: Path, tmp_path: Path
 ) -> None:
-    write_checkpoint(name, plain, tmp_path)
+    write_checkpoint(name, unquantized, tmp_path)
     edit(tmp_path, lambda config: config.update(changes))
     with pytest.raises(ModelError, match=says):
         generate(tmp_path)
 
 
 @pytest.mark.parametrize("config", ["gptq", ["bits", 4], {"quant_method": ["gptq"]}])
-def test_what_is_no_settings_at_all_is_refused(config: Any, plain: Path, tmp_path: Path) -> None:
-    write_checkpoint("gptq int4", plain, tmp_path)
+def test_what_is_no_settings_at_all_is_refused(config: Any, unquantized: Path, tmp_path: Path) -> None:
+    write_checkpoint("gptq int4", unquantized, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
     with pytest.raises(ModelError, match=r"quantization_config in config.json is not settings by name: get it"):
@@ -278,7 +282,7 @@ def test_a_preset_in_place_of_a_group_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"strategy": "group", "group_size": 128}, None),  # activations stay: nobody multiplies these codes
+        ({"strategy": "group", "group_size": 128}, None),  # activations stay: no kernel multiplies these
         (
             {"num_bits": 4},
             r"\['Linear'\]: a product of float weights and 4-bit float activations is not .*: take a check",
@@ -289,13 +293,13 @@ def test_a_preset_in_place_of_a_group_is_named() -> None:
     ],
 )
 def test_activations_that_do_not_go_with_the_weights(
-    changes: dict[str, Any], says: str | None, plain: Path, tmp_path: Path
+    changes: dict[str, Any], says: str | None, unquantized: Path, tmp_path: Path
 ) -> None:
-    write_checkpoint("fp8", plain, tmp_path / "odd")
+    write_checkpoint("fp8", unquantized, tmp_path / "odd")
     edit(tmp_path / "odd", lambda config: config["config_groups"]["group_0"]["input_activations"].update(changes))
     if says is not None:
         with pytest.raises(ModelError, match=says):
             generate(tmp_path / "odd")
         return
-    write_checkpoint("fp8 of weights alone", plain, tmp_path / "alone")
+    write_checkpoint("fp8 of weights alone", unquantized, tmp_path / "alone")
     assert_same(generate(tmp_path / "odd"), generate(tmp_path / "alone"))

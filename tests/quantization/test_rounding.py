@@ -14,11 +14,11 @@ def test_small_weights_lose_no_larger_a_part_than_others(bits: int) -> None:
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
 
     def error(size: float) -> float:
-        codes = rounding.grouped(size * weight, bits, 128, scale_dtype=torch.float16)
-        return float((codes.dequantize(torch.float32) - size * weight).norm() / (size * weight).norm())
+        quantized = rounding.grouped(size * weight, bits, 128, scale_dtype=torch.float16)
+        return float((quantized.dequantize(torch.float32) - size * weight).norm() / (size * weight).norm())
 
     assert error(3e-4) < 1.5 * error(1.0)
 
 
-def test_codes_scales_and_zeros_keep_the_lessons_contract() -> None:
+def test_values_scales_and_zeros_keep_the_lessons_contract() -> None:
     assert QUANTIZE.contract(QUANTIZE.reference) > 10

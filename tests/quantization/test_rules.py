@@ -41,7 +41,7 @@ class Rules:
 
     config: Mapping[str, Any]
     others: Mapping[str, Format]
-    plain: str
+    unquantized: str
     means: Mapping[str, str | None]
 
 
@@ -124,11 +124,13 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_each_layer_has_the_numbers_of_its_own_codes(name: str, plain: Path, tmp_path: Path) -> None:
+def test_each_layer_has_its_own_dequantized_weights(name: str, unquantized: Path, tmp_path: Path) -> None:
     rules = RULES[name]
-    codes = write_checkpoint(name, plain, tmp_path / "quantized", rules.plain, rules.others)
-    assert any(rules.plain in key for key in projections(plain)) and not any(rules.plain in key for key in codes)
-    write_dequantized(codes, plain, tmp_path / "dequantized")
+    quantized = write_checkpoint(name, unquantized, tmp_path / "quantized", rules.unquantized, rules.others)
+    assert any(rules.unquantized in key for key in projections(unquantized)) and not any(
+        rules.unquantized in key for key in quantized
+    )
+    write_dequantized(quantized, unquantized, tmp_path / "dequantized")
     with pytest.raises(ModelError, match=r"config\.json is not this file's"):  # as long as nothing is said of them
         generate(tmp_path / "quantized")
     edit(tmp_path / "quantized", lambda config: config.update(rules.config))
@@ -136,12 +138,12 @@ def test_each_layer_has_the_numbers_of_its_own_codes(name: str, plain: Path, tmp
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_are_read_where_there_is_no_file_to_look_into(name: str, plain: Path, tmp_path: Path) -> None:
+def test_rules_are_read_where_there_is_no_file_to_look_into(name: str, unquantized: Path, tmp_path: Path) -> None:
     schemes = of_config(FORMATS[name].config | RULES[name].config, None).schemes
     for key, expected in RULES[name].means.items():
         found = schemes(f"model.layers.{key}")
         assert (found if found is None else str(found)) == expected, key
-    write_checkpoint(name, plain, tmp_path)
+    write_checkpoint(name, unquantized, tmp_path)
     edit(tmp_path, lambda config: config.update(RULES[name].config))
     assert generate(tmp_path, load_format="dummy")
 
@@ -160,6 +162,8 @@ K = "model.layers.1.self_attn.k_proj"
         ("fp8 without blocks", {"ignored_layers": [*DOWN, K]}),
     ],
 )
-def test_layers_that_are_left_out_by_name_are_plain(name: str, left_out: dict[str, Any], plain: Path) -> None:
+def test_layers_that_are_left_out_by_name_are_unquantized(
+    name: str, left_out: dict[str, Any], unquantized: Path
+) -> None:
     schemes = of_config(FORMATS[name].config | left_out, None).schemes
-    assert {key for key in projections(plain) if schemes(key) is None} == {*DOWN, K}
+    assert {key for key in projections(unquantized) if schemes(key) is None} == {*DOWN, K}

@@ -28,19 +28,19 @@ def rounds_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(dtype: torch.dtype, per: str, activations: Activations) -> tuple[Any, GPUScaledWeight]:
     weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(1)) * NUM_IN**-0.5
-    codes = rounding.scaled(weight.to(DEVICE), dtype, per, activations)
+    quantized = rounding.scaled(weight.to(DEVICE), dtype, per, activations)
     with pytest.MonkeyPatch.context() as patch:  # an Ampere
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        return codes, GPUScaledWeight(codes, DTYPE)
+        return quantized, GPUScaledWeight(quantized, DTYPE)
 
 
 @pytest.mark.parametrize(("per", "activations"), [("channel", Activations.BY_TOKEN), ("block", Activations.BY_BLOCK)])
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_activations_stay_numbers(per: str, activations: Activations, num_rows: int) -> None:
-    codes, weight = made(torch.float8_e4m3fn, per, activations)
+def test_activations_stay_unquantized(per: str, activations: Activations, num_rows: int) -> None:
+    quantized, weight = made(torch.float8_e4m3fn, per, activations)
     x = rows_of(num_rows)
-    expected = x.double() @ codes.dequantize(DTYPE).double().t()
-    assert weight.row_codes is None
+    expected = x.double() @ quantized.dequantize(DTYPE).double().t()
+    assert weight.input_quantization is None
     assert_near(weight.product(x, None), expected, expected)
 
 
@@ -55,13 +55,14 @@ def test_a_warning_says_what_to_take_instead() -> None:
     _, weight = made(torch.float8_e4m3fn, "channel", Activations.BY_TOKEN)
     (said,) = warned_of(weight)
     assert (
-        "does not multiply fp8" in said and "of layers.0.qkv_proj and 0 more layers only the weights are codes" in said
+        "does not multiply fp8" in said
+        and "of layers.0.qkv_proj and 0 more layers only the weights are quantized" in said
     )
     assert said.endswith("take int8, by a checkpoint of it or with quantization='int8'")
 
 
 def test_of_integers_and_of_weights_alone_nothing_is_said() -> None:
-    for dtype, activations in ((torch.int8, Activations.BY_TOKEN), (torch.float8_e4m3fn, Activations.PLAIN)):
+    for dtype, activations in ((torch.int8, Activations.BY_TOKEN), (torch.float8_e4m3fn, Activations.UNQUANTIZED)):
         _, weight = made(dtype, "channel", activations)
         assert warned_of(weight) == []
-    assert made(torch.int8, "channel", Activations.BY_TOKEN)[1].row_codes is not None
+    assert made(torch.int8, "channel", Activations.BY_TOKEN)[1].input_quantization is not None

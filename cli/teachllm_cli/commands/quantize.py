@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from teachllm.quantization.algorithms.compare import Compared
     from teachllm.quantization.algorithms.recipe import Recipe
 
-_METHODS = "int8, fp8, rtn (each number to its nearest code), gptq, awq, autoround"
+_METHODS = "int8, fp8, rtn (round to nearest), gptq, awq, autoround"
 
 
 def quantize(
@@ -36,13 +36,13 @@ def quantize(
     compare: Annotated[
         bool, typer.Option("--compare", help="Quantize in several ways, and measure what each loses and wins.")
     ] = False,
-    bits: Annotated[int | None, typer.Option(help="Of a code, 4 or 8. Default: 4; int8 and fp8 always have 8.")] = None,
+    bits: Annotated[int | None, typer.Option(help="Bits per weight, 4 or 8. Default: 4; int8 and fp8 have 8.")] = None,
     group_size: Annotated[
         int | None, typer.Option(help="Inputs that share a scale; -1: all. Default: 128. Not of int8 and fp8.")
     ] = None,
     symmetric: Annotated[
         bool | None,
-        typer.Option("--symmetric/--asymmetric", help="Whether 0.0 is the middle code. Default: all but awq."),
+        typer.Option("--symmetric/--asymmetric", help="Whether 0.0 is the middle of the range. Default: all but awq."),
     ] = None,
     desc_act: Annotated[
         bool, typer.Option("--desc-act", help="gptq rounds inputs with large activations first.")

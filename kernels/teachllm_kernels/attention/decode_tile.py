@@ -12,7 +12,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 from __future__ import annotations
 
 from teachllm_kernels._triton import tl, triton
-from teachllm_kernels.attention.kv_quantization import numbers
+from teachllm_kernels.attention.kv_quantization import dequantize_unscaled
 
 __all__ = ["add_tile", "attend_tile", "capped", "keys_and_values", "visible_keys"]
 
@@ -45,11 +45,11 @@ def add_tile(score, v, highest, total, acc):
 
 @triton.jit
 def attend_tile(
-    queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP: tl.constexpr, HAS_CODES: tl.constexpr
+    queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP: tl.constexpr, QUANTIZED_KV: tl.constexpr
 ):
     """Compute the scores of a tile's keys and add the tile with `add_tile`."""
-    if HAS_CODES:
-        k, v = numbers(k, queries.dtype), numbers(v, queries.dtype)
+    if QUANTIZED_KV:
+        k, v = dequantize_unscaled(k, queries.dtype), dequantize_unscaled(v, queries.dtype)
     score = tl.dot(queries, k, input_precision="ieee") * scale_log2  # [ROWS, TILE]
     if HAS_CAP:
         score = capped(score, soft_cap)

@@ -42,8 +42,8 @@ from teachllm_kernels.attention.decode_plan import (
     DecodePlan,
     max_splits,
 )
-from teachllm_kernels.attention.hopper_decode_quantized import TILE as CODES_TILE
-from teachllm_kernels.attention.hopper_decode_quantized import attend_codes
+from teachllm_kernels.attention.hopper_decode_quantized import TILE as QUANTIZED_TILE
+from teachllm_kernels.attention.hopper_decode_quantized import attend_quantized
 from teachllm_kernels.attention.hopper_kv_dequantize import channel_of, key_layout, value_layout
 from teachllm_kernels.attention.hopper_new_token import query_and_key
 from teachllm_kernels.attention.kv_quantization import KVScales
@@ -222,7 +222,7 @@ def _hopper_decode(
         ], [1], [56])  # fmt: skip
     else:
         acc, total, highest = gl.warp_specialize([
-            (attend_codes, (
+            (attend_quantized, (
                 buffers, task, new, (k_scale_ptr, v_scale_ptr), scale_log2,
                 NUM_KV_HEADS, GROUP, HEADS, STAGES, HAS_NORM, PRODUCT, LOADED, KEYS, VALUES,
             )),
@@ -274,7 +274,7 @@ def hopper_decode(
         scales: scales of K and V, if the cache is quantized.
     """
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
-    tile = HOPPER_SHAPE.tile if scales is None else CODES_TILE
+    tile = HOPPER_SHAPE.tile if scales is None else QUANTIZED_TILE
     num_seqs, group = qkv.shape[0], qkv.shape[1] // num_kv_heads - 2
     out = qkv.new_empty((num_seqs, num_kv_heads * group, head_size))
     assert plan.filled_for == (num_seqs, HOPPER_SHAPE)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from teachllm_kernels._triton import gdc_wait, gl, gluon, hopper
 from teachllm_kernels.attention.hopper_kv_dequantize import (
     channel_of,
-    encode,
     in_order_of_keys,
     key_operand,
     multiplicand,
+    quantize_kv,
     value_operand,
 )
 from teachllm_kernels.attention.hopper_new_token import query_and_key
@@ -25,7 +25,7 @@ TILE = 128  # keys
 
 
 @gluon.jit
-def attend_codes(
+def attend_quantized(
     buffers, task, new, scales, scale_log2,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
     PRODUCT: gl.constexpr, LOADED: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr,
@@ -48,16 +48,16 @@ def attend_codes(
     column = gl.arange(0, D, gl.SliceLayout(0, LOADED))
     channel = channel_of(gl.arange(0, D, gl.SliceLayout(1, PRODUCT)), D)
     new_v_ptr = qkv_ptr + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * D
-    value = encode(gl.load(new_v_ptr + channel), v_scale, v.dtype)
+    value = quantize_kv(gl.load(new_v_ptr + channel), v_scale, v.dtype)
     value = gl.where(holds_new, value.to(gl.float32), 0.0)
     query, new_k = query_and_key(new, kv_head, NUM_KV_HEADS, GROUP, HEADS, D, HAS_NORM, LOADED)
-    query, new_k = multiplicand(query.to(X_DTYPE)), encode(new_k.to(X_DTYPE), k_scale, k.dtype)
+    query, new_k = multiplicand(query.to(X_DTYPE)), quantize_kv(new_k.to(X_DTYPE), k_scale, k.dtype)
     queries.store(in_order_of_keys(query))
     hopper.fence_async_shared()
     new_score.store(gl.sum(query.to(gl.float32) * new_k.to(gl.float32)[None, :], axis=1))
     if holds_new:
         gl.store(k_slot_ptr + column, new_k)
-        gl.store(v_slot_ptr + column, encode(gl.load(new_v_ptr + column), v_scale, v.dtype))
+        gl.store(v_slot_ptr + column, quantize_kv(gl.load(new_v_ptr + column), v_scale, v.dtype))
     key = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCT))
     nothing = gl.zeros([TILE, HEADS], gl.float32, PRODUCT)
     no_sums = gl.zeros([D, HEADS], gl.float32, PRODUCT)

@@ -56,11 +56,11 @@ sub.f16x2 $1, $1, offset;
 
 
 @gluon.jit
-def numbers(codes):
-    """Dequantize like `kv_codes.numbers`, to float16; a thread holds quantized values in groups of four."""
-    if codes.dtype == gl.int8:
-        return gl.inline_asm_elementwise(_INTEGERS, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
-    return codes.to(gl.float16)
+def dequantize_unscaled(quantized):
+    """Convert to float16 like `kv_quantization.dequantize_unscaled`; a thread holds values in groups of four."""
+    if quantized.dtype == gl.int8:
+        return gl.inline_asm_elementwise(_INTEGERS, "=r,=r,r", [quantized], dtype=gl.float16, is_pure=True, pack=4)
+    return quantized.to(gl.float16)
 
 
 @gluon.jit
@@ -79,21 +79,23 @@ def in_order_of_values(x):
 
 
 @gluon.jit
-def key_operand(codes, LOADED: gl.constexpr, PRODUCT: gl.constexpr):
+def key_operand(quantized, LOADED: gl.constexpr, PRODUCT: gl.constexpr):
     """Load K [tile, channels] from shared memory as a left operand; `LOADED` is its `key_layout`."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    return gl.convert_layout(in_order_of_keys(numbers(codes.load(LOADED))), OPERAND, assert_trivial=True)
+    return gl.convert_layout(
+        in_order_of_keys(dequantize_unscaled(quantized.load(LOADED))), OPERAND, assert_trivial=True
+    )
 
 
 @gluon.jit
-def value_operand(codes, num_keys, LOADED: gl.constexpr, PRODUCT: gl.constexpr):
+def value_operand(quantized, num_keys, LOADED: gl.constexpr, PRODUCT: gl.constexpr):
     """Load V^T [channels, tile] from shared memory as a left operand; `LOADED` is its `value_layout`.
 
     Keys from `num_keys` on are set to 0: those slots were never written, and 0 * NaN is NaN.
     """
-    TILE: gl.constexpr = codes.shape[0]
+    TILE: gl.constexpr = quantized.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    values = numbers(codes.load(LOADED))
+    values = dequantize_unscaled(quantized.load(LOADED))
     if num_keys < TILE:
         values = gl.where((gl.arange(0, TILE, gl.SliceLayout(1, LOADED)) < num_keys)[:, None], values, 0.0)
     return gl.convert_layout(in_order_of_values(values.permute((1, 0))), OPERAND, assert_trivial=True)
@@ -106,16 +108,16 @@ def channel_of(row, D: gl.constexpr):
 
 
 @gluon.jit
-def encode(x, scale, CODE_DTYPE: gl.constexpr):
-    """Quantize like `kv_codes.encode_reference`, after rounding to the model's dtype."""
+def quantize_kv(x, scale, CACHE_DTYPE: gl.constexpr):
+    """Quantize like `kv_quantization.quantize_kv_reference`, after rounding to the model's dtype."""
     steps = gl.div_rn(x.to(gl.float32), scale)
-    if gl.int8 == CODE_DTYPE:
+    if gl.int8 == CACHE_DTYPE:
         clamped = gl.minimum(gl.maximum(steps, -127.0), 127.0)
         return (clamped + 12582912.0 - 12582912.0).to(gl.int8)
-    return gl.minimum(gl.maximum(steps, -448.0), 448.0).to(CODE_DTYPE)
+    return gl.minimum(gl.maximum(steps, -448.0), 448.0).to(CACHE_DTYPE)
 
 
 @gluon.jit
 def multiplicand(x):
-    """Convert q like `kv_codes.multiplicand`, to float16."""
+    """Convert q like `kv_quantization.multiplicand`, to float16."""
     return gl.minimum(gl.maximum(x.to(gl.float32), -65504.0), 65504.0).to(gl.float16)

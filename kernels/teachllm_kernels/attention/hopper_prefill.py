@@ -29,8 +29,8 @@ from teachllm_kernels._hopper import PIECE, barriers, fetch, has_hopper, head_ma
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.attention.decode_plan import LOG2_E
 from teachllm_kernels.attention.hopper_kv_dequantize import multiplicand
-from teachllm_kernels.attention.hopper_prefill_quantized import STAGES as CODES_STAGES
-from teachllm_kernels.attention.hopper_prefill_quantized import TILE as CODES_TILE
+from teachllm_kernels.attention.hopper_prefill_quantized import STAGES as QUANTIZED_STAGES
+from teachllm_kernels.attention.hopper_prefill_quantized import TILE as QUANTIZED_TILE
 from teachllm_kernels.attention.hopper_prefill_quantized import convert
 from teachllm_kernels.attention.hopper_tasks import num_tasks, task_of
 from teachllm_kernels.attention.kv_quantization import KVScales
@@ -131,7 +131,7 @@ def _attend(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    QUERIES_OF_CODES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    QUERY_OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     nothing = gl.zeros([64, TILE], gl.float32, SCORES)
@@ -146,7 +146,7 @@ def _attend(
         queries = q.index(here).reshape([QUERIES * GROUP, D]).slice(HALF * 64, 64)
         score_scale = scale_log2
         if k_scale_ptr is not None:
-            queries = multiplicand(queries.load(QUERIES_OF_CODES))
+            queries = multiplicand(queries.load(QUERY_OPERAND))
             hopper.mbarrier.arrive(q_free.index(here))
             score_scale = scale_log2 * gl.load(k_scale_ptr + kv_head)
         top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: a row may see nothing of a tile
@@ -247,19 +247,19 @@ def _hopper_prefill(
         ], [4, 1], [224, 56])  # fmt: skip
         # Those are the warps and registers of the second and third role; the first keeps 224 registers.
     else:
-        NUMBERS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], gl.float16)
-        k_numbers = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, D], NUMBERS)
-        v_numbers = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, D], NUMBERS)
-        numbers = (q, k_numbers, v_numbers)
+        DEQUANTIZED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], gl.float16)
+        dequantized_k = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, D], DEQUANTIZED)
+        dequantized_v = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, D], DEQUANTIZED)
+        operands = (q, dequantized_k, dequantized_v)
         made = (barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2))
         heard = (q_arrived, q_free, made[0], made[1], made[2], made[3])
         fetched = (k_arrived, k_free, v_arrived, v_free)
         gl.warp_specialize([
-            (_attend, (numbers, heard, None, work, out_ptr, k_scale_ptr, v_scale_ptr, scale_log2, 0,
+            (_attend, (operands, heard, None, work, out_ptr, k_scale_ptr, v_scale_ptr, scale_log2, 0,
                        NUM_KV_HEADS, WINDOW)),
-            (_attend, (numbers, heard, None, work, out_ptr, k_scale_ptr, v_scale_ptr, scale_log2, 1,
+            (_attend, (operands, heard, None, work, out_ptr, k_scale_ptr, v_scale_ptr, scale_log2, 1,
                        NUM_KV_HEADS, WINDOW)),
-            (convert, ((k, v), fetched, (k_numbers, v_numbers), made, work, NUM_KV_HEADS, WINDOW)),
+            (convert, ((k, v), fetched, (dequantized_k, dequantized_v), made, work, NUM_KV_HEADS, WINDOW)),
             (_copy, (descs, buffers, told, work, block_tables_ptr, table_stride, NUM_KV_HEADS, BLOCK_SIZE, WINDOW)),
         ], [4, 4, 1], [200, 72, 40])  # fmt: skip
 
@@ -307,8 +307,8 @@ def hopper_prefill(
         table_stride=block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
-        TILE=plan.tile if scales is None else CODES_TILE,
-        STAGES=_STAGES[plan.tile] if scales is None else CODES_STAGES,
+        TILE=plan.tile if scales is None else QUANTIZED_TILE,
+        STAGES=_STAGES[plan.tile] if scales is None else QUANTIZED_STAGES,
         WINDOW=window,
         num_warps=4,
         launch_pdl=True,  # the previous kernel, `rope_kv_write`, has small programs: there is room beside them

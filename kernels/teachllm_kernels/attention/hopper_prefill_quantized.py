@@ -11,7 +11,7 @@ Q becomes float16, too. It goes through registers on its way to that and stays t
 from __future__ import annotations
 
 from teachllm_kernels._triton import gdc_wait, gl, gluon, hopper
-from teachllm_kernels.attention.hopper_kv_dequantize import numbers
+from teachllm_kernels.attention.hopper_kv_dequantize import dequantize_unscaled
 from teachllm_kernels.attention.hopper_tasks import num_tasks, task_of
 
 TILE = 64  # keys
@@ -19,17 +19,17 @@ STAGES = 3  # tiles, quantized and dequantized
 
 
 @gluon.jit
-def convert(codes, fetched, buffers, made, work, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr):
+def convert(quantized, fetched, buffers, made, work, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr):
     """Four warps: dequantize tiles of keys and values, one after the other.
 
-    codes, fetched    the copying warp's buffers (K, V), and their barriers (K's arrived, free, V's arrived, free)
-    buffers, made     the same for the buffers of dequantized tiles, which the attending groups read
+    quantized, fetched  the copying warp's buffers (K, V), and their barriers (K's arrived, free, V's arrived, free)
+    buffers, made       the same for the buffers of dequantized tiles, which the attending groups read
     """
-    k_codes, v_codes = codes
+    quantized_k, quantized_v = quantized
     k_fetched, k_taken, v_fetched, v_taken = fetched
     k, v = buffers
     k_arrived, k_free, v_arrived, v_free = made
-    FETCHED: gl.constexpr = k_codes.shape[0]
+    FETCHED: gl.constexpr = quantized_k.shape[0]
     STAGES: gl.constexpr = k.shape[0]
     TILE: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
@@ -43,14 +43,14 @@ def convert(codes, fetched, buffers, made, work, NUM_KV_HEADS: gl.constexpr, WIN
             source, source_parity = count % FETCHED, count // FETCHED & 1
             stage, parity = count % STAGES, (count // STAGES - 1) & 1
             hopper.mbarrier.wait(k_fetched.index(source), source_parity)
-            keys = k_codes.index(source).load(MOVED)
+            keys = quantized_k.index(source).load(MOVED)
             hopper.mbarrier.arrive(k_taken.index(source))
             hopper.mbarrier.wait(k_free.index(stage), parity, count >= STAGES)
-            k.index(stage).store(numbers(keys))
+            k.index(stage).store(dequantize_unscaled(keys))
             hopper.fence_async_shared()
             hopper.mbarrier.arrive(k_arrived.index(stage))
             hopper.mbarrier.wait(v_fetched.index(source), source_parity)
-            values = numbers(v_codes.index(source).load(MOVED))
+            values = dequantize_unscaled(quantized_v.index(source).load(MOVED))
             hopper.mbarrier.arrive(v_taken.index(source))
             if first_key + TILE > end:  # slots after the end were not fetched, and 0 * NaN is NaN
                 values = gl.where((first_key + key < end)[:, None], values, 0.0)

@@ -31,7 +31,7 @@ KVScales: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # of K and of V, [num_k
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
-def encode_reference(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def quantize_kv_reference(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Quantize K or V: clamp, and round to the nearest, ties to even.
 
     Args:
@@ -44,9 +44,11 @@ def encode_reference(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return (steps if dtype.is_floating_point else steps.round()).to(dtype)
 
 
-def decode_reference(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize_kv_reference(
+    quantized: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Dequantize. Return [..., num_kv_heads, head_size]."""
-    return codes.to(dtype) * scale.to(dtype).unsqueeze(-1)
+    return quantized.to(dtype) * scale.to(dtype).unsqueeze(-1)
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
@@ -66,16 +68,16 @@ def has_fp8(device: torch.device) -> bool:
 
 
 @triton.jit
-def encode(x, scale, CODE_DTYPE: tl.constexpr):
-    """Quantize like `encode_reference` inside a kernel; the bits are the same on every device.
+def quantize_kv(x, scale, CACHE_DTYPE: tl.constexpr):
+    """Quantize like `quantize_kv_reference` inside a kernel; the bits are the same on every device.
 
     Args:
         x: as rounded by the model's dtype; the result for NaN is unspecified and differs between devices.
         scale: float32, one per value.
-        CODE_DTYPE: the cache's element type: int8, float8e4nv, or uint8 instead.
+        CACHE_DTYPE: the cache's element type: int8, float8e4nv, or uint8 instead.
     """
     steps = tl.div_rn(x.to(tl.float32), scale)
-    if tl.int8 == CODE_DTYPE:
+    if tl.int8 == CACHE_DTYPE:
         clamped = tl.minimum(tl.maximum(steps, -127.0), 127.0)
         return (clamped + 12582912.0 - 12582912.0).to(tl.int8)  # 1.5 * 2^23: the sum rounds off the fraction
     size = tl.minimum(tl.abs(steps), 448.0)
@@ -84,19 +86,19 @@ def encode(x, scale, CODE_DTYPE: tl.constexpr):
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2^-6 all steps are 2^-9, as float32's are from 2^14 on.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0.015625, small, normal)
-    code = (code | ((steps.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
-    return code if tl.uint8 == CODE_DTYPE else code.to(CODE_DTYPE, bitcast=True)
+    quantized = tl.where(size < 0.015625, small, normal)
+    quantized = (quantized | ((steps.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    return quantized if tl.uint8 == CACHE_DTYPE else quantized.to(CACHE_DTYPE, bitcast=True)
 
 
 @triton.jit
-def numbers(codes, OPERAND: tl.constexpr):
+def dequantize_unscaled(quantized, OPERAND: tl.constexpr):
     """Convert quantized values to float16 or float32, in which they are multiplied; the scale is not applied."""
-    if codes.dtype == tl.uint8:
-        bits = codes.to(tl.uint16)
+    if quantized.dtype == tl.uint8:
+        bits = quantized.to(tl.uint16)
         halves = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # the exponent's bias becomes 15 instead of 7
         return (halves.to(tl.float16, bitcast=True) * 256.0).to(OPERAND)
-    return codes.to(OPERAND)
+    return quantized.to(OPERAND)
 
 
 @triton.jit

@@ -12,7 +12,13 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.attention.kv_quantization import KVScales, as_bytes, encode, encode_reference, for_kernel
+from teachllm_kernels.attention.kv_quantization import (
+    KVScales,
+    as_bytes,
+    for_kernel,
+    quantize_kv,
+    quantize_kv_reference,
+)
 
 _BLOCK = 1024
 
@@ -47,7 +53,7 @@ def kv_write_cpu(
 ) -> None:
     """Write like `kv_write_reference`, for batches without padding: batches on a CPU have none."""
     if scales is not None:
-        k, v = (encode_reference(x, scale, k_cache.dtype) for x, scale in zip((k, v), scales, strict=True))
+        k, v = (quantize_kv_reference(x, scale, k_cache.dtype) for x, scale in zip((k, v), scales, strict=True))
     for x, x_cache in ((k, k_cache), (v, v_cache)):
         as_bytes(x_cache).flatten(0, 1).index_copy_(0, slot_mapping, as_bytes(x))
 
@@ -74,12 +80,12 @@ def _kv_write(
         )
     else:
         head = column // HEAD_SIZE
-        k_number = tl.load(k_ptr + token * k_stride + column, mask=written, other=0.0)
-        v_number = tl.load(v_ptr + token * v_stride + column, mask=written, other=0.0)
-        k_code = encode(k_number, tl.load(k_scale_ptr + head, mask=written, other=1.0), k_cache_ptr.dtype.element_ty)
-        v_code = encode(v_number, tl.load(v_scale_ptr + head, mask=written, other=1.0), v_cache_ptr.dtype.element_ty)
-        tl.store(k_cache_ptr + slot * size + column, k_code, mask=written)
-        tl.store(v_cache_ptr + slot * size + column, v_code, mask=written)
+        k = tl.load(k_ptr + token * k_stride + column, mask=written, other=0.0)
+        v = tl.load(v_ptr + token * v_stride + column, mask=written, other=0.0)
+        quantized_k = quantize_kv(k, tl.load(k_scale_ptr + head, mask=written, other=1.0), k_cache_ptr.dtype.element_ty)
+        quantized_v = quantize_kv(v, tl.load(v_scale_ptr + head, mask=written, other=1.0), v_cache_ptr.dtype.element_ty)
+        tl.store(k_cache_ptr + slot * size + column, quantized_k, mask=written)
+        tl.store(v_cache_ptr + slot * size + column, quantized_v, mask=written)
 
 
 def kv_write_triton(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from teachllm_kernels.attention.kv_quantization import KVScales, as_bytes, decode_reference
+from teachllm_kernels.attention.kv_quantization import KVScales, as_bytes, dequantize_kv_reference
 
 # Query rows per rectangle and sequence: longer rectangles compute scores that no query may see.
 _QUERY_TILE = 128
@@ -72,7 +72,7 @@ def paged_attention_reference(
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         soft_cap: squeezes each score into (-soft_cap, soft_cap) by tanh.
         trees: of each sequence; None: a token sees all before it.
-        scales: of K's and V's codes, if the cache holds codes.
+        scales: scales of K and V, if the cache is quantized.
 
     Returns:
         [num_tokens, num_heads, head_size] in the dtype of `q`.
@@ -87,7 +87,7 @@ def paged_attention_reference(
         # The sequence's blocks in logical order, as one run of tokens: [kv_len, num_heads, head_size].
         k, v = (x_cache[table].flatten(0, 1)[:kv_len] for x_cache in (k_cache, v_cache))
         if scales is not None:
-            k, v = decode_reference(k, scales[0], wide), decode_reference(v, scales[1], wide)
+            k, v = dequantize_kv_reference(k, scales[0], wide), dequantize_kv_reference(v, scales[1], wide)
         k, v = (x.to(wide).repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", queries, k) * scale
         if soft_cap is not None:

@@ -52,7 +52,13 @@ from teachllm_kernels.attention.decode_plan import (
 )
 from teachllm_kernels.attention.decode_tile import attend_tile, capped, keys_and_values, visible_keys
 from teachllm_kernels.attention.hopper_decode import hopper_decode
-from teachllm_kernels.attention.kv_quantization import KVScales, encode, for_kernel, multiplicand, numbers
+from teachllm_kernels.attention.kv_quantization import (
+    KVScales,
+    dequantize_unscaled,
+    for_kernel,
+    multiplicand,
+    quantize_kv,
+)
 from teachllm_kernels.attention.merge_splits import MERGED, merge, merge_splits
 from teachllm_kernels.attention.paged_attention import cost
 from teachllm_kernels.attention.rotary import load_halves, turned_heads
@@ -79,7 +85,7 @@ def _paged_decode(
     D: tl.constexpr = 2 * HALF
     D_PADDED: tl.constexpr = 2 * HALF_PADDED
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    HAS_CODES: tl.constexpr = k_scale_ptr is not None
+    QUANTIZED_KV: tl.constexpr = k_scale_ptr is not None
     if PDL:
         gdc_launch_dependents()
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -115,8 +121,8 @@ def _paged_decode(
         if MAX_Q > QUERIES:
             is_row = is_row & (row < QUERIES * GROUP)
         DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-        OF_CODES: tl.constexpr = tl.float16 if DTYPE.primitive_bitwidth == 16 else tl.float32
-        OPERAND: tl.constexpr = DTYPE if k_scale_ptr is None else OF_CODES
+        QUANTIZED_OPERAND: tl.constexpr = tl.float16 if DTYPE.primitive_bitwidth == 16 else tl.float32
+        OPERAND: tl.constexpr = DTYPE if k_scale_ptr is None else QUANTIZED_OPERAND
         if k_scale_ptr is not None:
             k_scale_of_head = tl.load(k_scale_ptr + kv_head)
             scale_log2 *= k_scale_of_head
@@ -165,14 +171,14 @@ def _paged_decode(
 
         if FUSED:  # the split that ends the sequence writes the new token's K and V and attends to them
             if k_scale_ptr is not None:
-                CODE: tl.constexpr = k_cache_ptr.dtype.element_ty
-                new_k = encode(new_k, k_scale_of_head, CODE)
-                new_v = encode(new_v, tl.load(v_scale_ptr + kv_head), CODE)
+                CACHE_DTYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
+                new_k = quantize_kv(new_k, k_scale_of_head, CACHE_DTYPE)
+                new_v = quantize_kv(new_v, tl.load(v_scale_ptr + kv_head), CACHE_DTYPE)
             to = ((new_block * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * D + channel[None, :]
             tl.store(k_cache_ptr + to, new_k, mask=is_channel[None, :] & holds_new)
             tl.store(v_cache_ptr + to, new_v, mask=is_channel[None, :] & holds_new)
             if k_scale_ptr is not None:
-                new_k, new_v = numbers(new_k, OPERAND), numbers(new_v, OPERAND)
+                new_k, new_v = dequantize_unscaled(new_k, OPERAND), dequantize_unscaled(new_v, OPERAND)
             new_score = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2
             if HAS_CAP:
                 new_score = capped(new_score, soft_cap)
@@ -182,7 +188,7 @@ def _paged_decode(
             if EARLY:
                 highest, total, acc = attend_tile(
                     queries, first_k, first_v, is_first[None, :], scale_log2, soft_cap, highest, total, acc,
-                    HAS_CAP, HAS_CODES,
+                    HAS_CAP, QUANTIZED_KV,
                 )  # fmt: skip
         if begin < end:  # even entering a loop takes time
             for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -201,7 +207,7 @@ def _paged_decode(
                         key, is_key, query, is_row, first_new, tree_ptr, first_place, WINDOW, HAS_TREE
                     )
                 highest, total, acc = attend_tile(
-                    queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP, HAS_CODES
+                    queries, k, v, visible, scale_log2, soft_cap, highest, total, acc, HAS_CAP, QUANTIZED_KV
                 )
 
         normalised = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
-from teachllm_kernels.attention.kv_quantization import KVScales, for_kernel, multiplicand, numbers
+from teachllm_kernels.attention.kv_quantization import KVScales, dequantize_unscaled, for_kernel, multiplicand
 from teachllm_kernels.attention.paged_attention import cost
 
 __all__ = ["cost", "paged_prefill_triton", "tile_options"]
@@ -32,13 +32,13 @@ def _attend(
     acc, total, top, q, position,
     k_head_ptr, v_head_ptr, table_ptr,
     begin, end, scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, CODES: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUANTIZED_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [begin, end) to the running softmax. Not MASKED: whole tiles, of which every row sees every key.
 
-    CODES: K and V are quantized; `scale` then includes K's scale, and the caller applies V's to the result.
+    QUANTIZED_KV: K and V are quantized; `scale` then includes K's scale, and the caller applies V's to the result.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     lane = tl.arange(0, HEAD_PADDED)
@@ -55,8 +55,8 @@ def _attend(
         at = slot[:, None] * SLOT_STRIDE + lane[None, :]
 
         k = tl.load(k_head_ptr + at, mask=inside, other=0.0)
-        if CODES:
-            k = numbers(k, q.dtype)
+        if QUANTIZED_KV:
+            k = dequantize_unscaled(k, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         to_base_2 = scale * LOG2_E  # the hardware computes exp2
         if SOFT_CAP is not None:
@@ -74,8 +74,8 @@ def _attend(
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
         v = tl.load(v_head_ptr + at, mask=inside, other=0.0)
-        if CODES:
-            v = numbers(v, q.dtype)
+        if QUANTIZED_KV:
+            v = dequantize_unscaled(v, q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = new_top
     return acc, total, top
@@ -119,8 +119,8 @@ def _paged_prefill(
     token = (first_query + query).to(tl.int64)
     q_at = (token * q_token_stride + head * HEAD_SIZE)[:, None] + lane[None, :]
     q_tile = tl.load(q_ptr + q_at, mask=is_row, other=0.0)  # [BLOCK_M, HEAD_PADDED]
-    CODES: tl.constexpr = k_scale_ptr is not None
-    if CODES:
+    QUANTIZED_KV: tl.constexpr = k_scale_ptr is not None
+    if QUANTIZED_KV:
         q_tile = multiplicand(q_tile, tl.float16 if q_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.float32)
         scale *= tl.load(k_scale_ptr + kv_head)
 
@@ -144,21 +144,22 @@ def _paged_prefill(
     elif WINDOW is not None:
         acc, total, top = _attend(
             acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, begin, full_begin, scale,
-            True, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
+            True, WINDOW, SOFT_CAP, QUANTIZED_KV, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
         )  # fmt: skip
     if not FIXED:
         acc, total, top = _attend(
             acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, full_begin, full_end, scale,
-            False, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
+            False, WINDOW, SOFT_CAP, QUANTIZED_KV, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED,
+            BLOCK_N,
         )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q_tile, position, k_head_ptr, v_head_ptr, table_ptr, full_end, end, scale,
-        True, WINDOW, SOFT_CAP, CODES, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
+        True, WINDOW, SOFT_CAP, QUANTIZED_KV, BLOCK_SIZE, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_N,
     )  # fmt: skip
 
     out_ptrs = out_ptr + ((token * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + head * HEAD_SIZE)[:, None] + lane[None, :])
     averaged = acc / total[:, None]
-    if CODES:
+    if QUANTIZED_KV:
         averaged *= tl.load(v_scale_ptr + kv_head)
     tl.store(out_ptrs, averaged.to(out_ptr.dtype.element_ty), mask=is_row)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.attention.kv_quantization import KVScales, encode, for_kernel
+from teachllm_kernels.attention.kv_quantization import KVScales, for_kernel, quantize_kv
 from teachllm_kernels.attention.kv_write import kv_write_reference
 from teachllm_kernels.attention.rotary import normed_and_turned, rotary_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
@@ -100,8 +100,8 @@ def _rope_kv_write(
         is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
         of_k = tl.load(k_scale_ptr + kv_head, mask=is_k, other=1.0)
         scale = tl.where(is_v, tl.load(v_scale_ptr + kv_head, mask=is_v, other=1.0), of_k)[:, None]
-        kept_a = encode(kept_a, scale, k_cache_ptr.dtype.element_ty)
-        kept_b = encode(kept_b, scale, k_cache_ptr.dtype.element_ty)
+        kept_a = quantize_kv(kept_a, scale, k_cache_ptr.dtype.element_ty)
+        kept_b = quantize_kv(kept_b, scale, k_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + to, kept_a, mask=written & is_k[:, None])
     tl.store(k_cache_ptr + to + HALF, kept_b, mask=written & is_k[:, None])
     tl.store(v_cache_ptr + to, kept_a, mask=written & ~is_turned[:, None])

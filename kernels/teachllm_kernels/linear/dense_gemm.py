@@ -48,5 +48,5 @@ def cost(num_rows: int, num_in: int, num_out: int, dtype_bytes: int = 2, gated: 
 
     `gated`: the weight has [2 * num_out, num_in] elements, gate above up.
     """
-    numbers = num_in * num_out * (2 if gated else 1)
-    return (numbers + num_rows * (num_in + num_out)) * dtype_bytes, 2 * num_rows * numbers
+    num_weights = num_in * num_out * (2 if gated else 1)
+    return (num_weights + num_rows * (num_in + num_out)) * dtype_bytes, 2 * num_rows * num_weights

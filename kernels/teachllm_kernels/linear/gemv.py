@@ -25,7 +25,7 @@ from teachllm_kernels.rms_norm import rms_norm_reference
 
 __all__ = ["cost", "gemv_reference", "gemv_triton"]
 
-_NUMBERS = 8192  # weights held by one program of four warps
+_WEIGHTS_PER_PROGRAM = 8192  # weights held by one program of four warps
 
 
 def gemv_reference(
@@ -108,7 +108,7 @@ def gemv_triton(
     out = x.new_empty((1, num_out))
     norm_weight, eps = norm or (None, 0.0)
     padded = triton.next_power_of_2(num_in)
-    rows = max(_NUMBERS // padded, 1)
+    rows = max(_WEIGHTS_PER_PROGRAM // padded, 1)
     _gemv[(triton.cdiv(num_out, rows),)](
         x_ptr=x,
         weight_ptr=weight,

@@ -329,7 +329,7 @@ def hopper_scaled_linear(
         dtype: dtype of a result that is not in parts, 2 bytes.
     """
     num_groups = scales.shape[1] if has_blocks(x, weight, scales, gated) else 0
-    return _launch(x.codes, weight, bias, gated, parts, dtype, x.scales, scales, num_groups)
+    return _launch(x.values, weight, bias, gated, parts, dtype, x.scales, scales, num_groups)
 
 
 def _launch(

@@ -200,6 +200,6 @@ def cost(
         num_experts: the experts that have any rows.
         gated: a weight has [2 * num_out, num_in] elements, gate above up.
     """
-    numbers = num_in * num_out * (2 if gated else 1)
-    num_bytes = (num_experts * numbers + num_pairs * (num_in + num_out)) * dtype_bytes
-    return num_bytes, 2 * num_pairs * numbers
+    num_weights = num_in * num_out * (2 if gated else 1)
+    num_bytes = (num_experts * num_weights + num_pairs * (num_in + num_out)) * dtype_bytes
+    return num_bytes, 2 * num_pairs * num_weights

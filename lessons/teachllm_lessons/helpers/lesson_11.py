@@ -22,7 +22,7 @@ from teachllm.quantization import rounding
 from teachllm.quantization.algorithms import compare
 from teachllm.quantization.algorithms.recipe import Recipe
 from teachllm.quantization.algorithms.write import Made, write_checkpoint
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm_lessons.exercise import Exercise, Wrong, require
 from teachllm_lessons.faults import ROOT
 from teachllm_lessons.palette import BAD, BAR, INK, LINE, OTHER_BAR, color
@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # in a notebook tqdm misses a widget, which nobody needs here
     import tqdm.auto  # noqa: F401
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, scales, zeros
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # quantized values, scales, zeros
 Quantize = Callable[[torch.Tensor, int, int], Parts]
 
 WHOLE, ROW = 0, -1  # in place of a group's size
@@ -44,13 +44,13 @@ QUESTION = "Explain paged attention to me."
 def own(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
     """The engine's own rounding, each group with a zero of its own."""
     found = rounding.grouped(weight, bits, group_size, is_symmetric=False, scale_dtype=torch.float32)
-    return found.codes, found.scales, found.with_zeros()
+    return found.qweight, found.scales, found.with_zeros()
 
 
-def numbers(parts: Parts, bits: int) -> torch.Tensor:
-    """[out, in] float32 that codes stand for, by the engine's own reading."""
-    codes, scales, zeros = parts
-    return GroupedCodes(codes, scales.float(), zeros.to(torch.int32), bits).dequantize(torch.float32)
+def dequantize(parts: Parts, bits: int) -> torch.Tensor:
+    """Return the dequantized weight, [out, in] float32, as the engine computes it."""
+    values, scales, zeros = parts
+    return GroupedWeight(values, scales.float(), zeros.to(torch.int32), bits).dequantize(torch.float32)
 
 
 # -- teachlm, rounded ----------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def _home() -> Path:
 
 
 def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
-    """A copy of teachlm of which every projection's numbers went through codes and back: any number of bits.
+    """Write a copy of teachlm whose projections are quantized and dequantized again, with any number of bits.
 
     Args:
         group_size: of inputs that share a scale; `ROW`: all of an output's; `WHOLE`: all of the weight.
@@ -93,7 +93,7 @@ def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
         weight = tensors[name]
         rows = weight.reshape(1, -1) if group_size == WHOLE else weight
         width = rows.shape[1] if group_size in (WHOLE, ROW) else group_size
-        tensors[name] = numbers(quantize(rows, bits, width), bits).reshape(weight.shape)
+        tensors[name] = dequantize(quantize(rows, bits, width), bits).reshape(weight.shape)
     for file in find_folder(EMBEDDED_MODEL).glob("*.json"):
         shutil.copyfile(file, out / file.name)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -101,13 +101,13 @@ def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
 
 
 def packed(bits: int, group_size: int, quantize: Quantize = own) -> str:
-    """A checkpoint of teachlm with the codes themselves, 8 or 4 bits each, as compressed-tensors packs them."""
+    """Write a checkpoint of teachlm with quantized weights, 8 or 4 bits each, as compressed-tensors packs them."""
     recipe = Recipe("rtn", bits=bits, group_size=group_size, is_symmetric=False)
     made = Made("model.layers")
     for name in filter(is_projection, weights()):
-        codes, scales, zeros = quantize(weights()[name], bits, group_size)
+        values, scales, zeros = quantize(weights()[name], bits, group_size)
         scales = scales.to(torch.bfloat16) if scales.dtype == torch.bfloat16 else scales.float()
-        made.codes[name.removesuffix(".weight")] = GroupedCodes(codes, scales, zeros.to(torch.int32), bits)
+        made.weights[name.removesuffix(".weight")] = GroupedWeight(values, scales, zeros.to(torch.int32), bits)
     out = Path(tempfile.mkdtemp(dir=_home()))
     write_checkpoint(find_folder(EMBEDDED_MODEL), out, recipe, made)
     return str(out)
@@ -147,15 +147,15 @@ def _scores(model: str) -> compare.Scores:
 
 
 @cache
-def _plain_scores() -> compare.Scores:
+def _unquantized_scores() -> compare.Scores:
     return _scores(EMBEDDED_MODEL)
 
 
 def loss(model: str = EMBEDDED_MODEL) -> Loss:
     """Perplexity of a part of the held-out text, and how far the probabilities of all tokens have moved."""
-    plain = _plain_scores()
-    found = plain if model == EMBEDDED_MODEL else _scores(model)
-    return Loss(found.perplexity, mean(compare.divergences(plain, found)))
+    unquantized = _unquantized_scores()
+    found = unquantized if model == EMBEDDED_MODEL else _scores(model)
+    return Loss(found.perplexity, mean(compare.divergences(unquantized, found)))
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def nearest_4_bits() -> Path:
 
 
 def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Picture:
-    """Some of an output's weights, and the numbers that codes can stand for, with one scale for ever fewer of them.
+    """Draw some of an output's weights, and the values of the grid, with one scale for ever fewer of them.
 
     Args:
         name: of a weight.
@@ -283,13 +283,13 @@ def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Pic
     for place, (what, group) in enumerate(ranges.items()):
         _, scales, zeros = own(group, bits, group.shape[1])
         step, zero = float(scales), int(zeros)
-        levels = [(code - zero) * step for code in range(1 << bits)]
+        levels = [(value - zero) * step for value in range(1 << bits)]
         ax.plot([levels[0], levels[-1]], [-place, -place], color=LINE, linewidth=1)
         ax.plot(levels, [-place] * len(levels), "|", color=BAD, markersize=17, markeredgewidth=1.4)
         ax.plot(part[0].tolist(), [-place] * count, "o", color=color(4), markersize=4, alpha=0.6)
         used = len({round(min(max(float(x) / step + zero, 0), len(levels) - 1)) for x in part[0]})
-        said.append(f"one scale for {what}: a step of {step:.4f}, and these weights use {used} of {1 << bits} codes")
-        text = f"a step is {step:.3f}: {used} of {1 << bits} codes"
+        said.append(f"one scale for {what}: a step of {step:.4f}, and these weights use {used} of {1 << bits} values")
+        text = f"a step is {step:.3f}: {used} of {1 << bits} values"
         ax.text(levels[-1], 0.26 - place, text, ha="right", fontsize=8, color=INK)
     ax.set_yticks([-place for place in range(len(ranges))], [f"one scale for\n{what}" for what in ranges])
     ax.set_ylim(0.7 - len(ranges), 0.7)
@@ -301,7 +301,7 @@ def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Pic
 
 
 def draw_speeds(ways: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Picture:
-    """One request's tokens, and many prompts, by what numbers are stored as."""
+    """Draw one request's tokens, and many prompts, per weight dtype."""
     names = [name for name in ("bf16", "fp8", "int8", "int4") if name in ways]
     figure, both = axes(9, 2.2, ncols=2, sharey=True)
     figures = (
@@ -387,13 +387,13 @@ _SLACK = 1.001  # of a step: float32's own rounding
 
 
 def contract_quantize(piece: Quantize) -> int:
-    """What codes, scales and zeros have to do, from one group of four weights up."""
+    """Check quantized values, scales and zeros, from one group of four weights up."""
     exact = torch.tensor([[-1.0, 0.0, 1.0, 2.0]])
     back = _tried(piece, exact, 2, 4)
     require(
         torch.allclose(back, exact),
-        f"four weights and four codes: {_of(exact)} in 2 bits fits exactly (codes 0 1 2 3, scale 1, zero 1), and came "
-        f"back as {_of(back)}",
+        f"four weights and four quantized values: {_of(exact)} in 2 bits fits exactly (values 0 1 2 3, scale 1, "
+        f"zero 1), and came back as {_of(back)}",
     )
     cases = 1
 
@@ -401,8 +401,8 @@ def contract_quantize(piece: Quantize) -> int:
         ([0.0, 0.0, 0.0, 0.0], "its range is nothing: a scale of 0 divides by 0"),
         ([3.0, 3.0, 3.0, 3.0], "its range is nothing, unless it reaches to 0.0"),
         ([-2.0, -2.0, -2.0, -2.0], "its range is nothing, unless it reaches to 0.0"),
-        ([1.0, 2.0, 3.0, 4.0], "let the range reach to 0.0, or its zero is no code"),
-        ([-4.0, -3.0, -2.0, -1.0], "let the range reach to 0.0, or its zero is no code"),
+        ([1.0, 2.0, 3.0, 4.0], "let the range reach to 0.0, or no quantized value is its zero"),
+        ([-4.0, -3.0, -2.0, -1.0], "let the range reach to 0.0, or no quantized value is its zero"),
     ):
         weight = torch.tensor([row])
         _close(piece, weight, 4, 4, why)
@@ -412,8 +412,8 @@ def contract_quantize(piece: Quantize) -> int:
         back = _tried(piece, torch.tensor([row]), 4, 4)
         require(
             float(back[0, 0]) == 0.0,
-            f"0.0 in {row} came back as {float(back[0, 0]):.4g}: a code has to stand for it, as it is what pruned "
-            "and padded weights have to be: nothing",
+            f"0.0 in {row} came back as {float(back[0, 0]):.4g}: a quantized value has to stand for it, as pruned and "
+            "padded weights have to be exactly that",
         )
         cases += 1
 
@@ -435,23 +435,23 @@ def contract_quantize(piece: Quantize) -> int:
         for group_size in (4, 16, 64):
             weight = torch.randn(8, 64, generator=drawn) * torch.rand(8, 1, generator=drawn)
             before = weight.clone()
-            _close(piece, weight, bits, group_size, "each number takes the nearest code")
+            _close(piece, weight, bits, group_size, "each weight takes the nearest quantized value")
             require(torch.equal(weight, before), "it changes the weight that it is given: work on a copy")
             cases += 1
     return cases
 
 
 def _tried(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """The numbers that come back, if codes have the right form."""
+    """Return the dequantized weight, if the quantized values have the right form."""
     num_out, num_in = weight.shape
     asked = f"quantize({_of(weight)}, {bits}, {group_size})"
     found = piece(weight.clone() if num_in < 9 else weight, bits, group_size)
     if not (isinstance(found, tuple) and len(found) == 3 and all(isinstance(each, torch.Tensor) for each in found)):
-        raise Wrong(f"{asked} is {type(found).__name__}: return three tensors, codes, scales and zeros")
-    codes, scales, zeros = found
+        raise Wrong(f"{asked} is {type(found).__name__}: return three tensors, quantized values, scales and zeros")
+    values, scales, zeros = found
     groups = (num_out, num_in // group_size)
     for what, tensor, shape in (
-        ("codes", codes, (num_out, num_in)),
+        ("quantized values", values, (num_out, num_in)),
         ("scales", scales, groups),
         ("zeros", zeros, groups),
     ):
@@ -459,7 +459,7 @@ def _tried(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int) ->
     is_positive = bool(scales.isfinite().all()) and bool((scales > 0).all())
     require(is_positive, f"{asked}: scales are {_of(scales)}: each must be above 0, as weights are divided by it")
     most = (1 << bits) - 1
-    for what, tensor in (("codes", codes), ("zeros", zeros)):
+    for what, tensor in (("quantized values", values), ("zeros", zeros)):
         is_whole = bool((tensor.double() == tensor.double().round()).all())
         require(is_whole, f"{asked}: {what} are {_of(tensor)}: round them to whole numbers")
         low, high = float(tensor.min()), float(tensor.max())
@@ -467,7 +467,7 @@ def _tried(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int) ->
             low >= 0 and high <= most, f"{asked}: {what} from {low:g} to {high:g}, and {bits} bits hold 0 to {most}"
         )
     of_inputs = [each.double().repeat_interleave(group_size, dim=1) for each in (scales, zeros)]
-    return ((codes.double() - of_inputs[1]) * of_inputs[0]).float()
+    return ((values.double() - of_inputs[1]) * of_inputs[0]).float()
 
 
 def _close(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int, why: str) -> None:
@@ -483,7 +483,7 @@ def _close(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int, wh
         group = weight[output : output + 1, at // group_size * group_size :][:, :group_size]
         raise Wrong(
             f"{float(weight[output, at]):.4g} came back as {float(back[output, at]):.4g}. Its group is {_of(group)}: "
-            f"{1 << bits} codes from {min(float(group.min()), 0.0):.4g} to {max(float(group.max()), 0.0):.4g} make "
+            f"{1 << bits} values from {min(float(group.min()), 0.0):.4g} to {max(float(group.max()), 0.0):.4g} make "
             f"steps of {float(step[output, at // group_size]):.4g}, and nothing need be off by more than half of one "
             f"({why})"
         )
@@ -506,12 +506,15 @@ def _own_words() -> str:
 def live_quantize(piece: Quantize) -> str:
     model = packed(4, 32, piece)
     said, expected = answer(model), _own_words()
-    require(said == expected, f"changes what the engine says: {expected!r} with its own codes, {said!r} with yours")
+    require(
+        said == expected,
+        f"changes what the engine says: {expected!r} with its own quantized weights, {said!r} with yours",
+    )
     lost = loss(model).divergence
     require(lost < MOST_LOST, f"loses {lost:.4f} nats a token in 4 bits and groups of 32, more than {MOST_LOST}")
     return (
-        f"The engine ran teachlm from packed 4-bit codes in groups of 32: the same words as with its own codes, and "
-        f"{lost:.5f} nats a token lost."
+        f"The engine ran teachlm from packed 4-bit weights in groups of 32: the same words as with its own quantized "
+        f"weights, and {lost:.5f} nats a token lost."
     )
 
 
@@ -522,23 +525,23 @@ QUANTIZE = Exercise(
     live=live_quantize,
     reference=own,
     hints=(
-        "A group has a smallest and a largest number, and 2^bits codes to lay between them. How far apart are they "
-        "then? And 0.0 must be one of them: what does that say of the smallest and the largest?",
+        "A group has a smallest and a largest weight, and 2^bits quantized values to lay between them. How far apart "
+        "are they then? And 0.0 must be one of them: what does that say of the smallest and the largest?",
         "Reshape to [out, groups, group_size]. `low = amin(2).clamp(max=0)`, `high = amax(2).clamp(min=0)`, the scale "
-        "is their distance over 2^bits - 1, and never 0. The zero is the code of 0.0: `-low / scale`, rounded.",
-        "`codes = (groups / scales[..., None]).round() + zeros[..., None]`, clamped to 0 ... 2^bits - 1, in the shape "
-        "[out, in]; return codes, scales, zeros. A group of zeros may have any scale above 0.",
+        "is their distance over 2^bits - 1, and never 0. The zero is the quantized 0.0: `-low / scale`, rounded.",
+        "`values = (groups / scales[..., None]).round() + zeros[..., None]`, clamped to 0 ... 2^bits - 1, in the shape "
+        "[out, in]; return values, scales, zeros. A group of zeros may have any scale above 0.",
     ),
 )
 
 
 def three_packings() -> None:
-    """The same codes, written as three formats have them."""
+    """Write the same quantized weights in three formats."""
     for method in ("gptq", "awq", "autoround"):
         recipe = Recipe(method, group_size=64, is_symmetric=True)
         made = Made("model.layers")
         for name in filter(is_projection, weights()):
-            made.codes[name.removesuffix(".weight")] = recipe.grid.nearest(weights()[name])
+            made.weights[name.removesuffix(".weight")] = recipe.grid.nearest(weights()[name])
         out = Path(tempfile.mkdtemp(dir=_home()))
         write_checkpoint(find_folder(EMBEDDED_MODEL), out, recipe, made)
         print(f"{method:10} {answer(str(out), max_tokens=20)!r}")

@@ -23,7 +23,7 @@ class AttentionSettings:
         scale: multiplies the dot products.
         window: a token sees itself and the `window - 1` before it; None sees all.
         soft_cap: squeezes each score into (-soft_cap, soft_cap).
-        kv_scales: of the codes of K and V, if the cache holds codes.
+        kv_scales: scales of K and V, if the cache is quantized.
     """
 
     scale: float
@@ -40,8 +40,8 @@ class AttentionNeeds:
         dtype: of q, and of K and V before they are written.
         windows: of all layers.
         has_soft_cap: whether a layer may have one.
-        has_codes: the KV cache holds codes of one byte. They are to be attended to, not what they were made of, also
-            those of the step's own tokens: else a prompt cut in another place would see other numbers.
+        has_quantized_kv: the KV cache is quantized. Attention must read the quantized K and V, also of the step's own
+            tokens: otherwise a prompt that is cut in another place would see other values.
     """
 
     num_heads: int
@@ -51,7 +51,7 @@ class AttentionNeeds:
     block_size: int
     windows: frozenset[int | None]
     has_soft_cap: bool = False
-    has_codes: bool = False
+    has_quantized_kv: bool = False
 
 
 class AttentionBackend(Protocol):

@@ -45,7 +45,7 @@ class FlashAttnBackend:
     def check(needs: AttentionNeeds) -> None:
         """Raises ValueError where the package is missing, or takes no such heads, numbers or blocks."""
         reason = None
-        if needs.has_codes:
+        if needs.has_quantized_kv:
             reason = "is not told the scales of a quantized KV cache: set kv_cache_dtype=auto, or"
         elif not _has_version_3() and find_spec("flash_attn") is None:
             reason = "needs a package that is not installed: pip install flash-attn, or"

@@ -40,7 +40,7 @@ class FlashInferBackend:
     def check(needs: AttentionNeeds) -> None:
         """Raises ValueError where the package is missing, or takes no such heads or numbers."""
         reason = None
-        if needs.has_codes:
+        if needs.has_quantized_kv:
             reason = "is not told the scales of a quantized KV cache: set kv_cache_dtype=auto, or"
         elif find_spec("flashinfer") is None:
             reason = "needs a package that is not installed: pip install flashinfer-python, or"

@@ -62,7 +62,7 @@ class SDPABackend(TritonBackend):
             reason = "sees whole sequences, and every layer of this model has a window"
         elif needs.has_soft_cap:
             reason = "has no soft cap, and this model's scores have one"
-        elif needs.has_codes:
+        elif needs.has_quantized_kv:
             reason = "attends to a prompt's K and V as they were before kv_cache_dtype rounded them"
         if reason is not None:
             raise ValueError(f"attention_backend='sdpa' {reason}: use attention_backend=triton")

@@ -1,9 +1,9 @@
 """AutoRound: learn for each weight whether to round it up or down, from what its block puts out.
 
-The nearest code is the best for a weight by itself, not for the sum of thousands that it is part of. So each weight
+Round to nearest is the best for a weight by itself, not for the sum of thousands that it is part of. So each weight
 gets an offset v in -0.5 to 0.5, and each group two factors a and b in 0 to 1 that narrow its range:
 
-    code = round(w / step + v) + zero        step, zero: of the range from a * min to b * max
+    q = round(w / step + v) + zero           step, zero: of the range from a * min to b * max
 
 and all of a block's are moved together, against the gradient of the squared error of the block's output; a rounding
 passes its gradient on as if it were none. Only the sign of a gradient is used: 200 steps of 1/200, which shrink to
@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm.quantization.rounding import smallest_scale
 
 
@@ -48,17 +48,19 @@ class Choices:
 
 
 def rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> torch.Tensor:
-    """[out, in] numbers of the grid, with gradients for the choices."""
-    codes, steps, zeros = _rounded(weight, choices, grid)
-    return ((codes - zeros) * steps).flatten(1)
+    """Return the weight, [out, in], rounded to the grid, with gradients for the choices."""
+    qweight, steps, zeros = _rounded(weight, choices, grid)
+    return ((qweight - zeros) * steps).flatten(1)
 
 
-def codes_of(weight: torch.Tensor, choices: Choices, grid: Grid) -> GroupedCodes:
-    """The same as codes."""
+def quantize_weight(weight: torch.Tensor, choices: Choices, grid: Grid) -> GroupedWeight:
+    """Return the same as a quantized weight."""
     with torch.no_grad():
-        codes, steps, zeros = _rounded(weight, choices, grid)
+        qweight, steps, zeros = _rounded(weight, choices, grid)
     of_groups = None if grid.is_symmetric else zeros.squeeze(2).to(torch.int32)
-    return GroupedCodes(codes.flatten(1).to(torch.uint8), steps.squeeze(2).to(grid.scale_dtype), of_groups, grid.bits)
+    return GroupedWeight(
+        qweight.flatten(1).to(torch.uint8), steps.squeeze(2).to(grid.scale_dtype), of_groups, grid.bits
+    )
 
 
 def learn(
@@ -67,8 +69,8 @@ def learn(
     loss_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
     num_iters: int = 200,
     progress: Callable[[], None] = lambda: None,
-) -> dict[str, GroupedCodes]:
-    """Codes of all of a block's weights.
+) -> dict[str, GroupedWeight]:
+    """Learn the rounding of all of a block's weights.
 
     Args:
         weights: [out, in] float32 of each layer, by name.
@@ -95,11 +97,11 @@ def learn(
     with torch.no_grad():
         for tensor, kept in zip(tensors, best, strict=True):
             tensor.copy_(kept)
-    return {name: codes_of(weight, choices[name], grid) for name, weight in weights.items()}
+    return {name: quantize_weight(weight, choices[name], grid) for name, weight in weights.items()}
 
 
 def _rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [out, num_groups, width], steps and zeros [out, num_groups, 1], all float32."""
+    """Return quantized values [out, num_groups, width], steps and zeros [out, num_groups, 1], all float32."""
     groups = weight.unflatten(1, (-1, grid.width(weight.shape[1])))
     low = groups.amin(dim=2, keepdim=True).clamp_max(0.0) * choices.low
     high = groups.amax(dim=2, keepdim=True).clamp_min(0.0) * choices.high
@@ -111,8 +113,8 @@ def _rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> tuple[torch.
     else:
         zeros = _straight(-low / steps, torch.round).clamp(0, grid.most)
     offsets = choices.offsets.unflatten(1, (-1, groups.shape[2]))
-    codes = _straight(groups / steps + offsets, torch.round) + zeros
-    return codes.clamp(0, grid.most), steps, zeros
+    qweight = _straight(groups / steps + offsets, torch.round) + zeros
+    return qweight.clamp(0, grid.most), steps, zeros
 
 
 def _straight(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

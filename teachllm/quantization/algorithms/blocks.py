@@ -93,7 +93,7 @@ class Block:
 
 
 def load(folder: Path) -> Any:
-    """transformers' model of a checkpoint, in a dtype that holds all of its numbers, whatever config.json says.
+    """transformers' model of a checkpoint, in a dtype that holds all of its weights, whatever config.json says.
 
     Raises:
         ModelError: transformers does not know it or cannot load it.
@@ -107,7 +107,7 @@ def load(folder: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def without_numbers(folder: Path) -> Any:
+def load_on_meta(folder: Path) -> Any:
     """The same model, to look at its layers: it takes no time and no memory. Errors as of `load`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -148,7 +148,9 @@ def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[Block]:
             if found is None:
                 raise ModelError(f"{name} cannot be quantized: its checkpoint has no {block.name}.{inner}")
             if found.dtype not in STORED_DTYPES:
-                raise ModelError(f"{name} cannot be quantized: {block.name}.{inner} is {found.dtype}, no plain number")
+                raise ModelError(
+                    f"{name} cannot be quantized: {block.name}.{inner} is {found.dtype}, not an unquantized weight"
+                )
     return blocks
 
 

@@ -1,4 +1,4 @@
-"""Clipping: the widest number of a group need not be kept.
+"""Clipping: the largest weight of a group need not be kept.
 
 A narrower range has finer steps for all others. So for each group of each output some ranges are tried, and that is
 taken which has the least error of its part of the output,
@@ -13,14 +13,14 @@ from __future__ import annotations
 import torch
 
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 
 NUM_RANGES = 20  # to try
 NARROWEST = 0.5  # of the whole range
 
 
-def clipped(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> GroupedCodes:
-    """The nearest codes in the range of least error.
+def clipped(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> GroupedWeight:
+    """Round to nearest in the range of least error.
 
     Args:
         weight: [out, in].
@@ -32,8 +32,8 @@ def clipped(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> GroupedC
     least_error = torch.full_like(low, torch.inf)
     best_ratio = torch.ones_like(low)
     for ratio in torch.linspace(1.0, NARROWEST, NUM_RANGES).tolist():
-        codes = grid.nearest(groups.clamp(ratio * low, ratio * high).flatten(1))
-        error = _error(codes.dequantize(torch.float32) - weight, hessian, width)
+        quantized = grid.nearest(groups.clamp(ratio * low, ratio * high).flatten(1))
+        error = _error(quantized.dequantize(torch.float32) - weight, hessian, width)
         is_better = error < least_error
         least_error = torch.where(is_better, error, least_error)
         best_ratio = torch.where(is_better, ratio, best_ratio)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 
 _MOST_DAMPING = 1.0
 
@@ -32,8 +32,8 @@ def gptq(
     desc_act: bool = False,
     damping: float = 0.01,
     block_size: int = 128,
-) -> GroupedCodes:
-    """Codes of a weight, given what it is multiplied with.
+) -> GroupedWeight:
+    """Quantize a weight, given what it is multiplied with.
 
     Args:
         weight: [out, in].
@@ -55,7 +55,7 @@ def gptq(
     weight, hessian = weight[:, order], hessian[order][:, order]
     factor = inverse_factor(hessian, damping)
 
-    codes = torch.empty_like(weight, dtype=torch.uint8)
+    qweight = torch.empty_like(weight, dtype=torch.uint8)
     scales: list[torch.Tensor] = []  # of each group, [out, 1]
     zeros: list[torch.Tensor] = []
     for start, end in blocks_of_columns(num_in, width, block_size):
@@ -68,21 +68,21 @@ def gptq(
                 zeros.append(group.with_zeros())
             step, zero = scales[-1].float(), zeros[-1]
             column = block[:, i : i + 1]
-            code = ((column / step).round() + zero).clamp(0, grid.most)
-            codes[:, start + i : start + i + 1] = code
-            errors[:, i : i + 1] = (column - (code - zero) * step) / own[i, i]
+            quantized = ((column / step).round() + zero).clamp(0, grid.most)
+            qweight[:, start + i : start + i + 1] = quantized
+            errors[:, i : i + 1] = (column - (quantized - zero) * step) / own[i, i]
             block[:, i + 1 :] -= errors[:, i : i + 1] * own[i, i + 1 :]
         weight[:, end:] -= errors @ factor[start:end, end:]
 
-    as_given = torch.empty_like(codes)
-    as_given[:, order] = codes
+    as_given = torch.empty_like(qweight)
+    as_given[:, order] = qweight
     group_index = None
     if desc_act:
         group_index = torch.empty(num_in, dtype=torch.int32, device=weight.device)
         group_index[order] = torch.arange(num_in, dtype=torch.int32, device=weight.device) // width
     all_zeros = torch.cat(zeros, dim=1)
     has_zeros = bool((all_zeros != grid.middle).any())
-    return GroupedCodes(as_given, torch.cat(scales, dim=1), all_zeros if has_zeros else None, grid.bits, group_index)
+    return GroupedWeight(as_given, torch.cat(scales, dim=1), all_zeros if has_zeros else None, grid.bits, group_index)
 
 
 def blocks_of_columns(num_in: int, width: int, block_size: int) -> Iterator[tuple[int, int]]:

@@ -1,10 +1,10 @@
-"""What each method does with a block: from its linear layers, and what goes through it, to their codes.
+"""What each method does with a block: from its linear layers, and their inputs, to quantized weights.
 
 | method | looks at | then |
 |---|---|---|
-| int8, fp8, rtn | nothing; int8 with SmoothQuant: how large inputs are | the nearest code |
+| int8, fp8, rtn | nothing; int8 with SmoothQuant: how large inputs are | round to nearest |
 | gptq | the inputs of each layer, behind the layers that are rounded already | column by column |
-| awq | the inputs of each layer | scales inputs, clips, the nearest code |
+| awq | the inputs of each layer | scales inputs, clips, rounds to nearest |
 | autoround | what the block puts out | all layers together, by gradients |
 """
 
@@ -27,9 +27,9 @@ from teachllm.quantization.algorithms.folding import Group
 from teachllm.quantization.algorithms.gptq import gptq
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.algorithms.smoothquant import smoothing_scales
-from teachllm.quantization.quantized_weights import GroupedCodes, Quantized
+from teachllm.quantization.quantized_weights import GroupedWeight, Quantized
 
-Codes = dict[str, Quantized]
+QuantizedWeights = dict[str, Quantized]
 OVERFLOW = (
     "{}: activations of the calibration text overflow: give another text (--calibration), or use --method int8, fp8 or "
     "rtn, which need none"
@@ -80,22 +80,22 @@ class Task:
         return folding.fold(self.block, group, of_source, self.stored_dtypes[f"{group.source}.weight"])
 
 
-def nearest(task: Task) -> Codes:
-    """Each number's nearest code. compressed-tensors has scales in the model's dtype."""
-    method, codes = task.recipe.method, Codes()
+def nearest(task: Task) -> QuantizedWeights:
+    """Round to nearest. compressed-tensors has scales in the model's dtype."""
+    method, quantized = task.recipe.method, QuantizedWeights()
     names = task.block.linears()
     for name in names:
         weight, scale_dtype = task.weight(name), task.stored_dtypes[f"{name}.weight"]
         if method in EIGHT_BIT:
-            codes[name] = rounding.scaled(weight, EIGHT_BIT[method], scale_dtype=scale_dtype)
+            quantized[name] = rounding.scaled(weight, EIGHT_BIT[method], scale_dtype=scale_dtype)
         else:
-            codes[name] = replace(task.recipe.grid, scale_dtype=scale_dtype).nearest(weight)
+            quantized[name] = replace(task.recipe.grid, scale_dtype=scale_dtype).nearest(weight)
         task.done(1 / len(names))
-    return codes
+    return quantized
 
 
-def with_smoothquant(task: Task) -> Codes:
-    """The nearest codes, once outliers have moved from activations to weights, where a norm can divide them."""
+def with_smoothquant(task: Task) -> QuantizedWeights:
+    """Round to nearest, after outliers have moved from activations to weights, where a norm can divide them."""
     linears = task.block.linears()
     for group in task.groups:
         if group.source is not None and group.source not in linears:
@@ -104,22 +104,22 @@ def with_smoothquant(task: Task) -> Codes:
     return nearest(task)
 
 
-def with_gptq(task: Task) -> Codes:
+def with_gptq(task: Task) -> QuantizedWeights:
     """Layers behind one another: each sees the error of those before."""
-    codes = Codes()
+    quantized = QuantizedWeights()
     for group in task.groups:
         weights = [task.weight(name) for name in group.names]
         # Outputs do not meddle with each other, so layers of one input are rounded as one.
         together = gptq(torch.cat(weights), task.statistics(group).hessian, task.recipe.grid, task.recipe.desc_act)
         found = dict(zip(group.names, _split(together, [len(weight) for weight in weights]), strict=True))
         install(task.block, found)
-        codes |= found
+        quantized |= found
         task.done(len(group.names) / len(task.block.linears()))
-    return codes
+    return quantized
 
 
-def with_awq(task: Task) -> Codes:
-    """Scales first, then codes: scales of one group may change the weights of another, its source."""
+def with_awq(task: Task) -> QuantizedWeights:
+    """Scale first, then quantize: scales of one group may change the weights of another, its source."""
     grid = task.recipe.grid
     hessians: dict[str, torch.Tensor] = {}
     for group in task.groups:
@@ -127,14 +127,14 @@ def with_awq(task: Task) -> Codes:
         if group.source is not None:
             statistics = statistics.divided_by(task.fold(group, _awq_scales(task, group, statistics)))
         hessians |= dict.fromkeys(group.names, statistics.hessian)
-    codes = Codes()
+    quantized = QuantizedWeights()
     for name, hessian in hessians.items():
-        codes[name] = clipped(task.weight(name), hessian, grid)
+        quantized[name] = clipped(task.weight(name), hessian, grid)
         task.done(1 / len(hessians))
-    return codes
+    return quantized
 
 
-def with_autoround(task: Task) -> Codes:
+def with_autoround(task: Task) -> QuantizedWeights:
     """All of the block's layers together, some rows of the text at a time."""
     hidden, wanted, num_iters = task.hidden, task.wanted, task.recipe.num_iters
     assert hidden is not None and wanted is not None
@@ -148,7 +148,7 @@ def with_autoround(task: Task) -> Codes:
     return dict(autoround.learn(weights, task.recipe.grid, loss_of, num_iters, lambda: task.done(1 / num_iters)))
 
 
-def method_of(recipe: Recipe) -> Callable[[Task], Codes]:
+def method_of(recipe: Recipe) -> Callable[[Task], QuantizedWeights]:
     """What a recipe does with a block."""
     if recipe.smoothquant:
         return with_smoothquant
@@ -168,15 +168,15 @@ def _awq_scales(task: Task, group: Group, statistics: InputStatistics) -> torch.
 
 
 @torch.no_grad()
-def install(block: Block, codes: Mapping[str, Quantized]) -> None:
-    """Puts numbers of codes in the place of those that they were made of."""
+def install(block: Block, quantized: Mapping[str, Quantized]) -> None:
+    """Replace a block's weights by their dequantized values."""
     linears = block.linears()
-    for name, each in codes.items():
+    for name, each in quantized.items():
         linears[name].weight.copy_(each.dequantize(torch.float32))
 
 
-def _split(codes: GroupedCodes, sizes: Sequence[int]) -> list[GroupedCodes]:
+def _split(quantized: GroupedWeight, sizes: Sequence[int]) -> list[GroupedWeight]:
     """Weights that were one below the other."""
-    zeros = [None] * len(sizes) if codes.zeros is None else codes.zeros.split(list(sizes))
-    parts = zip(codes.codes.split(list(sizes)), codes.scales.split(list(sizes)), zeros, strict=True)
-    return [GroupedCodes(*part, codes.bits, codes.group_index) for part in parts]
+    zeros = [None] * len(sizes) if quantized.zeros is None else quantized.zeros.split(list(sizes))
+    parts = zip(quantized.qweight.split(list(sizes)), quantized.scales.split(list(sizes)), zeros, strict=True)
+    return [GroupedWeight(*part, quantized.bits, quantized.group_index) for part in parts]

@@ -20,7 +20,7 @@ from teachllm.quantization.algorithms.blocks import Block
 from teachllm.quantization.algorithms.recipe import Recipe
 from teachllm.quantization.algorithms.texts import calibration_rows, read_tokenizer
 from teachllm.quantization.algorithms.write import Made
-from teachllm.quantization.quantized_weights import GroupedCodes, Quantized, ScaledWeight
+from teachllm.quantization.quantized_weights import GroupedWeight, Quantized, ScaledWeight
 
 Progress = Callable[[int, int], None]
 
@@ -41,14 +41,14 @@ def quantize_model(
         device: where blocks are worked on, one at a time.
 
     Raises:
-        ValueError: the model, the folder, the text or a setting will not do, or numbers are not finite; one line says
+        ValueError: the model, the folder, the text or a setting will not do, or weights are not finite; one line says
             why.
     """
     write.check_empty(out)
     check(model, [recipe])
     write.make_folder(out)
     folder = find_folder(model)
-    write.write_checkpoint(folder, out, recipe, make_codes(folder, recipe, progress, device))
+    write.write_checkpoint(folder, out, recipe, quantize_weights(folder, recipe, progress, device))
 
 
 def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None:
@@ -63,12 +63,12 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
         ValueError: of the checkpoint, a calibration text, or a layer that a recipe's format cannot hold.
     """
     folder = find_folder(model)
-    check_plain(folder)
+    check_unquantized(folder)
     architecture = architecture_of(read_json(folder / "config.json"))
     reason = f"{architecture} runs through transformers' code here, which takes no quantized weights"
     if architecture not in OWN and will_run:
         raise ModelError(f"{reason}, so there is nothing to measure: take one of {', '.join(DENSE)}")
-    parts = blocks.blocks_of(blocks.without_numbers(folder), stored_tensors(folder))
+    parts = blocks.blocks_of(blocks.load_on_meta(folder), stored_tensors(folder))
     for recipe in recipes:
         for block in parts:
             for name, layer in block.linears().items():
@@ -79,8 +79,8 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
         warnings.warn(f"{reason}: what is written is for other engines", stacklevel=3)
 
 
-def check_plain(folder: Path) -> None:
-    """Refuses what is no checkpoint of plain numbers.
+def check_unquantized(folder: Path) -> None:
+    """Refuse what is not an unquantized checkpoint.
 
     Raises:
         ModelError: it is quantized already, or has no safetensors.
@@ -93,7 +93,7 @@ def check_plain(folder: Path) -> None:
         raise ModelError(f"{folder} has no .safetensors file: convert its weights to safetensors first")
 
 
-def make_codes(
+def quantize_weights(
     folder: Path, recipe: Recipe, progress: Progress = lambda done, total: None, device: str = "cpu"
 ) -> Made:
     """Quantizes in memory a model that `check` lets pass. Arguments as of `quantize_model`."""
@@ -112,14 +112,14 @@ def make_codes(
         _check_finite(block)
         before = {name: tensor.clone() for name, tensor in block.module.named_parameters() if tensor.dim() == 1}
         task = methods.Task(recipe, block, stored_dtypes, _percent(progress, index, len(parts)))
-        codes = methods.nearest(task) if text is None else text.through(task)
-        made.codes |= {f"{block.name}.{name}": _on_cpu(each) for name, each in codes.items()}
+        quantized = methods.nearest(task) if text is None else text.through(task)
+        made.weights |= {f"{block.name}.{name}": _on_cpu(each) for name, each in quantized.items()}
         made.changed |= {
             f"{block.name}.{name}": tensor.cpu()
             for name, tensor in block.module.named_parameters()
             if name in before and not torch.equal(tensor, before[name])
         }
-        block.module.to("meta")  # its numbers are no longer needed
+        block.module.to("meta")  # its weights are no longer needed
     return made
 
 
@@ -149,10 +149,10 @@ class _Text:
             raise ModelError(methods.OVERFLOW.format(block.name))
         groups = _groups(block, self.hidden[:1], task.recipe.scales_inputs)
         task = replace(task, groups=groups, hidden=self.hidden, wanted=self.unrounded)
-        codes = methods.method_of(task.recipe)(task)
-        methods.install(block, codes)
+        quantized = methods.method_of(task.recipe)(task)
+        methods.install(block, quantized)
         self.hidden = block.run(self.hidden)
-        return codes
+        return quantized
 
 
 def _check_finite(block: Block) -> None:
@@ -185,8 +185,8 @@ def _percent(progress: Progress, index: int, num_blocks: int) -> Callable[[float
     return more
 
 
-def _on_cpu(codes: Quantized) -> Quantized:
-    if isinstance(codes, ScaledWeight):
-        return ScaledWeight(codes.codes.cpu(), codes.scales.cpu(), codes.activations)
-    zeros, index = (None if each is None else each.cpu() for each in (codes.zeros, codes.group_index))
-    return GroupedCodes(codes.codes.cpu(), codes.scales.cpu(), zeros, codes.bits, index)
+def _on_cpu(quantized: Quantized) -> Quantized:
+    if isinstance(quantized, ScaledWeight):
+        return ScaledWeight(quantized.qweight.cpu(), quantized.scales.cpu(), quantized.activations)
+    zeros, index = (None if each is None else each.cpu() for each in (quantized.zeros, quantized.group_index))
+    return GroupedWeight(quantized.qweight.cpu(), quantized.scales.cpu(), zeros, quantized.bits, index)

@@ -1,6 +1,6 @@
 """What to make of a model: a method and its settings, checked before anything is read.
 
-| method | numbers | calibrated | written as |
+| method | dtype | calibrated | written as |
 |---|---|---|---|
 | int8 | 8-bit integers, activations too | no; with `smoothquant` | compressed-tensors int-quantized |
 | fp8 | e4m3, activations too | no | compressed-tensors float-quantized |
@@ -49,9 +49,9 @@ class Recipe:
 
     Attributes:
         method: of `METHODS`.
-        bits: of a code.
+        bits: bits per weight.
         group_size: inputs that share a scale; -1: all. Not of int8 and fp8, which have one for each output.
-        is_symmetric: 0.0 is the middle code; otherwise each group has its own zero.
+        is_symmetric: 0.0 is the middle of the range; otherwise each group has its own zero.
         desc_act: gptq rounds the inputs with the largest activations first.
         smoothquant: int8 moves outliers of activations to weights.
         calibration: a text.
@@ -194,7 +194,7 @@ def _changed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bits_of(method: str, is_symmetric: bool | None) -> tuple[int, ...]:
-    """What a method with groups may have. AutoRound without a middle code is packed as AWQ."""
+    """Check the settings of a method with groups. Asymmetric AutoRound is packed as AWQ."""
     has_packing_of_awq = method == "awq" or (method == "autoround" and is_symmetric is False)
     return (4,) if has_packing_of_awq else _BITS
 

@@ -1,8 +1,8 @@
 """SmoothQuant: move what is hard to round from activations to weights.
 
-With a scale for each token, one activation a hundred times as large as the others leaves these no more than a code or
-two. Such outliers sit in the same few inputs for every token, and a scale for each input cannot be taken out of an
-integer product. But it can be taken over by the weights: x_j / s_j and W[:, j] * s_j, as in AWQ, where
+With a scale for each token, one activation a hundred times as large as the others leaves these no more than one or two
+quantized values. Such outliers sit in the same few inputs for every token, and a scale for each input cannot be taken
+out of an integer product. But it can be taken over by the weights: x_j / s_j and W[:, j] * s_j, as in AWQ, where
 
     s_j = max |x_j|^m / max |W[:, j]|^(1 - m)
 

@@ -33,12 +33,12 @@ class Made:
 
     Attributes:
         blocks: the name of the list of its blocks, "model.layers".
-        codes: of linear layers, by their whole names.
+        weights: quantized weights of linear layers, by their whole names.
         changed: other tensors that are not what they were, float32; they are rounded to their dtype in the file.
     """
 
     blocks: str
-    codes: dict[str, Quantized] = field(default_factory=dict)
+    weights: dict[str, Quantized] = field(default_factory=dict)
     changed: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -64,7 +64,7 @@ def write_checkpoint(
     """A folder that transformers can load, and the engine.
 
     Args:
-        source: the checkpoint that codes were made of.
+        source: the checkpoint that was quantized.
     """
     out.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -82,7 +82,7 @@ def write_checkpoint(
         shards[-1] = {}
         size = 0
 
-    for name, tensor in _tensors(source, recipe, made.codes, made.changed):
+    for name, tensor in _tensors(source, recipe, made.weights, made.changed):
         if size and size + tensor.nbytes > max_shard_bytes:
             flush()
         shards[-1][name] = tensor.clone(memory_format=torch.contiguous_format)  # some layers share theirs
@@ -108,15 +108,15 @@ def write_checkpoint(
     (out / ".config.json").rename(out / "config.json")
 
 
-def pack_layer(recipe: Recipe, codes: Quantized) -> dict[str, torch.Tensor]:
+def pack_layer(recipe: Recipe, quantized: Quantized) -> dict[str, torch.Tensor]:
     """Tensors of a linear layer, by the last part of their names."""
-    if isinstance(codes, ScaledWeight):
-        return compressed_tensors.write_scaled(codes)
+    if isinstance(quantized, ScaledWeight):
+        return compressed_tensors.write_scaled(quantized)
     if recipe.method == "rtn":
-        return compressed_tensors.write(codes)
+        return compressed_tensors.write(quantized)
     if recipe.method == "awq" or (recipe.method == "autoround" and not recipe.grid.is_symmetric):
-        return awq.write(codes)
-    tensors = gptq.write(codes, is_version_2=_is_gptq_v2(recipe))
+        return awq.write(quantized)
+    tensors = gptq.write(quantized, is_version_2=_is_gptq_v2(recipe))
     if recipe.method == "autoround":
         del tensors["g_idx"]
     return tensors
@@ -164,7 +164,7 @@ def quantization_config(recipe: Recipe, blocks: str) -> dict[str, Any]:
 
 
 def _is_gptq_v2(recipe: Recipe) -> bool:
-    """Of zeros in version 1 there are two readings, unless all are the middle code; so GPTQModel refuses others."""
+    """Zeros of version 1 have two readings, unless all are the middle of the range; so GPTQModel refuses others."""
     return recipe.method == "gptq" and not recipe.grid.is_symmetric
 
 
@@ -194,7 +194,7 @@ def _of_compressed_tensors(recipe: Recipe) -> dict[str, Any]:
 
 
 def _tensors(
-    source: Path, recipe: Recipe, codes: Mapping[str, Quantized], changed: Mapping[str, torch.Tensor]
+    source: Path, recipe: Recipe, quantized: Mapping[str, Quantized], changed: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of the new checkpoint, one after the other."""
     from safetensors import safe_open
@@ -203,18 +203,18 @@ def _tensors(
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)
                 layer = name.removesuffix(".weight")
-                if layer in codes and name != layer:
+                if layer in quantized and name != layer:
                     dtype = reader.get_slice(name).get_dtype()
-                    for key, tensor in pack_layer(recipe, codes[layer]).items():
-                        yield f"{layer}.{key}", _scale_as_stored(key, tensor, codes[layer], dtype)
+                    for key, tensor in pack_layer(recipe, quantized[layer]).items():
+                        yield f"{layer}.{key}", _scale_as_stored(key, tensor, quantized[layer], dtype)
                     continue
                 tensor = reader.get_tensor(name)
                 yield name, changed[name].to(tensor.dtype) if name in changed else tensor
 
 
-def _scale_as_stored(key: str, tensor: torch.Tensor, codes: Quantized, dtype: str) -> torch.Tensor:
-    """compressed-tensors has its scales in the model's dtype; 8-bit codes were made for those."""
-    if key == "weight_scale" and isinstance(codes, ScaledWeight):
+def _scale_as_stored(key: str, tensor: torch.Tensor, quantized: Quantized, dtype: str) -> torch.Tensor:
+    """compressed-tensors has its scales in the model's dtype; 8-bit weights were rounded for those."""
+    if key == "weight_scale" and isinstance(quantized, ScaledWeight):
         return tensor.to(STORED_DTYPES[dtype])
     return tensor
 

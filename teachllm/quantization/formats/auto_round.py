@@ -1,8 +1,8 @@
-"""Checkpoints of AutoRound: 4 or 8 bits by group, each number rounded as serves its block (`algorithms/autoround.py`).
+"""Checkpoints of AutoRound: 4 or 8 bits by group, each weight rounded as serves its block (`algorithms/autoround.py`).
 
 It packs as others do, and says which: `packing_format` is "auto_round:auto_gptq" (GPTQ, without `g_idx`; each zero less
 one by itself), "auto_round" (the same with zeros as they are) or "auto_round:auto_awq". `extra_config` has what differs
-for some layers. Scales may be negative: that way the largest number of a group is met exactly.
+for some layers. Scales may be negative: that way the largest weight of a group is met exactly.
 
 Sources: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023;
 intel/auto-round.
@@ -23,7 +23,7 @@ from teachllm.quantization.formats.scheme import Scheme
 
 _SPECIAL = set(r"*+?^$()[]{}|\\")  # of a pattern, in place of a name
 _AS_GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", "auto")
-_PLAIN = ("auto_round", "auto_round:gptqmodel")
+_AUTO_ROUND = ("auto_round", "auto_round:gptqmodel")
 _AS_AWQ = ("auto_round:auto_awq", "auto_round:awq")
 
 
@@ -32,8 +32,8 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
     packing = config.get("packing_format") or "auto"
     if packing == "auto_round:llm_compressor":
         return parse_compressed_tensors(config, names)
-    if packing not in (*_AS_GPTQ, *_PLAIN, *_AS_AWQ):
-        supported = ", ".join((*_AS_GPTQ[:1], *_PLAIN[:1], *_AS_AWQ[:1]))
+    if packing not in (*_AS_GPTQ, *_AUTO_ROUND, *_AS_AWQ):
+        supported = ", ".join((*_AS_GPTQ[:1], *_AUTO_ROUND[:1], *_AS_AWQ[:1]))
         raise ModelError(
             f"AutoRound in the packing {packing!r} is not supported, only {supported}: take a checkpoint in these"
         )

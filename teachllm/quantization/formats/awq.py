@@ -1,6 +1,6 @@
 """Checkpoints of AWQ: 4 bits by group, of weights that were scaled where activations are large (`algorithms/awq.py`).
 
-    qweight  int32 [in, out / 8]   codes along the outputs, in an order that suited one kernel
+    qweight  int32 [in, out / 8]   quantized values along the outputs, in an order that suited one kernel
     qzeros   int32 [groups, out / 8]   the same way, as they are
     scales   float16 [groups, out]
 
@@ -21,7 +21,7 @@ from teachllm.quantization import rounding
 from teachllm.quantization.formats.gptq import LEAVE_OUT, check_sizes, checked_bits, grouped_bytes, num_groups
 from teachllm.quantization.formats.packing import pack, unpack
 from teachllm.quantization.formats.scheme import FLOATS, Scheme, Stored
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 
 BITS = (4,)
 _PER_WORD = 8
@@ -51,14 +51,14 @@ class Awq:
             "scales": Stored((groups, out_features), FLOATS),
         }
 
-    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedCodes:
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedWeight:
         """As `Scheme`."""
-        codes, zeros = (_in_order(unpack(tensors[name], 4, dim=1)) for name in ("qweight", "qzeros"))
-        is_plain = bool((zeros == 8).all())
-        of_outputs = None if is_plain else zeros.t().to(torch.int32).contiguous()
-        return GroupedCodes(codes.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, 4)
+        qweight, zeros = (_in_order(unpack(tensors[name], 4, dim=1)) for name in ("qweight", "qzeros"))
+        is_symmetric = bool((zeros == 8).all())
+        of_outputs = None if is_symmetric else zeros.t().to(torch.int32).contiguous()
+        return GroupedWeight(qweight.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, 4)
 
-    def quantize(self, weight: torch.Tensor) -> GroupedCodes:
+    def quantize(self, weight: torch.Tensor) -> GroupedWeight:
         """As `Scheme`."""
         size = weight.shape[1] if self.group_size == -1 else self.group_size
         return rounding.grouped(weight, 4, size, self.is_symmetric)
@@ -68,12 +68,12 @@ class Awq:
         return grouped_bytes(4, self.group_size, self.is_symmetric, out_features, in_features)
 
 
-def write(codes: GroupedCodes) -> dict[str, torch.Tensor]:
+def write(quantized: GroupedWeight) -> dict[str, torch.Tensor]:
     """Tensors of such a file, the inverse of `Awq.read`."""
     return {
-        "qweight": pack(_shuffled(codes.codes.t()), 4, dim=1),
-        "qzeros": pack(_shuffled(codes.with_zeros().t()), 4, dim=1),
-        "scales": codes.scales.t().contiguous(),
+        "qweight": pack(_shuffled(quantized.qweight.t()), 4, dim=1),
+        "qzeros": pack(_shuffled(quantized.with_zeros().t()), 4, dim=1),
+        "scales": quantized.scales.t().contiguous(),
     }
 
 
@@ -94,10 +94,10 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
     return scheme_of
 
 
-def _in_order(codes: torch.Tensor) -> torch.Tensor:
+def _in_order(values: torch.Tensor) -> torch.Tensor:
     inverse = [_ORDER.index(column) for column in range(_PER_WORD)]
-    return codes.unflatten(1, (-1, _PER_WORD))[..., inverse].flatten(1)
+    return values.unflatten(1, (-1, _PER_WORD))[..., inverse].flatten(1)
 
 
-def _shuffled(codes: torch.Tensor) -> torch.Tensor:
-    return codes.unflatten(1, (-1, _PER_WORD))[..., list(_ORDER)].flatten(1)
+def _shuffled(values: torch.Tensor) -> torch.Tensor:
+    return values.unflatten(1, (-1, _PER_WORD))[..., list(_ORDER)].flatten(1)

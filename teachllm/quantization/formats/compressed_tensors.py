@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: one format that says for groups of layers what their numbers became.
+"""Checkpoints of compressed-tensors: one format that says for groups of layers how they are quantized.
 
     pack-quantized        weight_packed int32 [out, in * bits / 32], weight_scale [out, groups], weight_shape [2];
                           weight_zero_point int32 [out * bits / 32, groups]; weight_g_idx [in]
@@ -28,7 +28,7 @@ from teachllm.quantization.formats.gptq import BITS, check_sizes, grouped_bytes,
 from teachllm.quantization.formats.packing import WORD, pack, unpack
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import FLOATS, INTS, NOT_THIS_FILE, Scheme, Stored
-from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedCodes, ScaledWeight
+from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedWeight, ScaledWeight
 
 _SUPPORTED = (
     "pack-quantized int4 or int8 by group or channel, int-quantized or float-quantized by tensor, channel or block, "
@@ -61,22 +61,22 @@ class Packed:
             tensors["weight_zero_point"] = Stored((-(-out_features // per_word), groups), INTS)
         return tensors
 
-    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedCodes:
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedWeight:
         """As `Scheme`."""
         shape = tensors.get("weight_shape")
         if shape is not None and shape.tolist() != [out_features, in_features]:
             shapes = f"{shape.tolist()}, config.json means {[out_features, in_features]}"
             raise ValueError(f"weight_shape is {shapes}: {NOT_THIS_FILE}")
-        codes = unpack(tensors["weight_packed"], self.bits, dim=1)[:, :in_features].contiguous()
+        qweight = unpack(tensors["weight_packed"], self.bits, dim=1)[:, :in_features].contiguous()
         zeros = tensors.get("weight_zero_point")
         if zeros is not None:
             zeros = unpack(zeros, self.bits, dim=0)[:out_features].to(torch.int32)
         scales, order = tensors["weight_scale"], tensors.get("weight_g_idx")
         if order is not None:
             order = unless_sorted(order, scales.shape[1])
-        return GroupedCodes(codes, scales, zeros, self.bits, order)
+        return GroupedWeight(qweight, scales, zeros, self.bits, order)
 
-    def quantize(self, weight: torch.Tensor) -> GroupedCodes:
+    def quantize(self, weight: torch.Tensor) -> GroupedWeight:
         """As `Scheme`."""
         size = weight.shape[1] if self.group_size == -1 else self.group_size
         return rounding.grouped(weight, self.bits, size, self.is_symmetric, weight.dtype)
@@ -86,23 +86,23 @@ class Packed:
         return grouped_bytes(self.bits, self.group_size, self.is_symmetric, out_features, in_features)
 
 
-def write(codes: GroupedCodes) -> dict[str, torch.Tensor]:
+def write(quantized: GroupedWeight) -> dict[str, torch.Tensor]:
     """Tensors of such a file, the inverse of `Packed.read`."""
     tensors = {
-        "weight_packed": pack(codes.codes, codes.bits, dim=1),
-        "weight_scale": codes.scales,
-        "weight_shape": torch.tensor(codes.codes.shape),
+        "weight_packed": pack(quantized.qweight, quantized.bits, dim=1),
+        "weight_scale": quantized.scales,
+        "weight_shape": torch.tensor(quantized.qweight.shape),
     }
-    if codes.zeros is not None:
-        tensors["weight_zero_point"] = pack(codes.zeros, codes.bits, dim=0)
-    return tensors | ({} if codes.group_index is None else {"weight_g_idx": codes.group_index})
+    if quantized.zeros is not None:
+        tensors["weight_zero_point"] = pack(quantized.zeros, quantized.bits, dim=0)
+    return tensors | ({} if quantized.group_index is None else {"weight_g_idx": quantized.group_index})
 
 
-def write_scaled(codes: ScaledWeight) -> dict[str, torch.Tensor]:
-    """Tensors of a file of 8-bit codes."""
-    scales = codes.scales.reshape(1) if codes.scales.numel() == 1 else codes.scales
-    tensors = {"weight": codes.codes, "weight_scale": scales}
-    return tensors | ({} if codes.input_scale is None else {"input_scale": codes.input_scale})
+def write_scaled(quantized: ScaledWeight) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of an 8-bit weight."""
+    scales = quantized.scales.reshape(1) if quantized.scales.numel() == 1 else quantized.scales
+    tensors = {"weight": quantized.qweight, "weight_scale": scales}
+    return tensors | ({} if quantized.input_scale is None else {"input_scale": quantized.input_scale})
 
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
@@ -191,17 +191,17 @@ def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout
         block = tuple(weights.get("block_structure") or (BLOCK, BLOCK)) if strategy == "block" else None
         is_by_block = activations is Activations.BY_BLOCK
         if (block is not None or is_by_block) and (block != (BLOCK, BLOCK) or not is_by_block):
-            activations = Activations.PLAIN  # nobody multiplies such codes with each other
+            activations = Activations.UNQUANTIZED  # no kernel multiplies these with each other
         of_batch = activations is Activations.BY_TOKEN and (inputs or {}).get("strategy") != "token"
         return Scaled(dtype, strategy, activations, block=block or (BLOCK, BLOCK), of_batch=of_batch)
     if layout == "mxfp8-quantized" and strategy == "group":  # activations stay, likewise
-        return Scaled(torch.float8_e4m3fn, "block", Activations.PLAIN, block=(1, size))
+        return Scaled(torch.float8_e4m3fn, "block", Activations.UNQUANTIZED, block=(1, size))
     raise ValueError(f"the format {layout!r} with {bits!r}-bit {kind} weights by {strategy}")
 
 
 def _activations(inputs: Mapping[str, Any] | None, weight_kind: str) -> Activations:
     if not inputs:
-        return Activations.PLAIN
+        return Activations.UNQUANTIZED
     strategy, bits, kind = inputs.get("strategy"), inputs.get("num_bits", 8), inputs.get("type", weight_kind)
     if bits != 8 or kind != weight_kind:
         raise ValueError(f"a product of {weight_kind} weights and {bits!r}-bit {kind} activations")

@@ -5,7 +5,7 @@ Sixteen values that lie denser near zero, and a scale for each short run of inpu
     mxfp4   32 inputs share a power of two (e8m0)
     nvfp4   16 share a scale of 8 bits (e4m3), and the whole weight one more
 
-Tensor cores from Blackwell on multiply them; elsewhere numbers are made of them first.
+Tensor cores from Blackwell on multiply them; elsewhere they are dequantized first.
 
 Source: Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023; NVIDIA, "Introducing NVFP4", 2025.
 """
@@ -20,7 +20,7 @@ import torch
 from teachllm.quantization.formats.gptq import LEAVE_OUT
 from teachllm.quantization.formats.scaled import power_of_two
 from teachllm.quantization.formats.scheme import FLOATS, Stored
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm.quantization.rounding import E4M3_MAX
 from teachllm_kernels.linear.packed.packed_weight import E2M1
 
@@ -34,12 +34,12 @@ class Fp4:
 
     Attributes:
         kind: "mxfp4" or "nvfp4".
-        codes_name, scale_name, global_name: of tensors.
+        weight_name, scale_name, global_name: of tensors.
         global_divides: the scale of the whole weight divides, in place of multiplying.
     """
 
     kind: str
-    codes_name: str = "weight_packed"
+    weight_name: str = "weight_packed"
     scale_name: str = "weight_scale"
     global_name: str = "weight_global_scale"
     global_divides: bool = True
@@ -52,7 +52,7 @@ class Fp4:
         size = _GROUPS[self.kind]
         if in_features % size:
             raise ValueError(f"{self.kind} has groups of {size}, which do not divide its inputs: {LEAVE_OUT}")
-        tensors = {self.codes_name: Stored((out_features, in_features // 2), _BYTES)}
+        tensors = {self.weight_name: Stored((out_features, in_features // 2), _BYTES)}
         shape = (out_features, in_features // size)
         if self.kind == "mxfp4":
             return tensors | {self.scale_name: Stored(shape, (torch.uint8, torch.float8_e8m0fnu))}
@@ -62,19 +62,19 @@ class Fp4:
             tensors[name] = Stored((1,), FLOATS, is_optional=True, others=((),))
         return tensors
 
-    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedCodes:
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedWeight:
         """As `Scheme`."""
-        pairs = tensors[self.codes_name]
-        codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+        pairs = tensors[self.weight_name]
+        qweight = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
         scales = tensors[self.scale_name]
         if self.kind == "mxfp4":
             scales = power_of_two(scales)
         else:
             whole = tensors[self.global_name].float()
             scales = scales.float() / whole if self.global_divides else scales.float() * whole
-        return GroupedCodes(codes, scales.float(), None, 4, is_e2m1=True)
+        return GroupedWeight(qweight, scales.float(), None, 4, is_e2m1=True)
 
-    def quantize(self, weight: torch.Tensor) -> GroupedCodes:
+    def quantize(self, weight: torch.Tensor) -> GroupedWeight:
         """As `Scheme`."""
         size = _GROUPS[self.kind]
         groups = weight.float().unflatten(1, (-1, size))
@@ -87,8 +87,8 @@ class Fp4:
         steps = (groups / scales.unsqueeze(2)).flatten(1)
         table = torch.tensor(E2M1, device=weight.device)
         middles = (table[1:] + table[:-1]) / 2
-        codes = torch.bucketize(steps.abs(), middles) + 8 * (steps < 0)
-        return GroupedCodes(codes.to(torch.uint8), scales, None, 4, is_e2m1=True)
+        qweight = torch.bucketize(steps.abs(), middles) + 8 * (steps < 0)
+        return GroupedWeight(qweight.to(torch.uint8), scales, None, 4, is_e2m1=True)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         """As `Scheme`."""

@@ -46,8 +46,8 @@ def _scheme(config: Mapping[str, Any], name: str, names: Container[str] | None) 
     is_inverse = block is not None if names is None else f"{name}.weight_scale_inv" in names
     scale_name = "weight_scale_inv" if is_inverse else "weight_scale"
     if block is not None:
-        # Of blocks of other sizes nobody multiplies codes, and activations stay.
-        activations = Activations.BY_BLOCK if tuple(block) == (BLOCK, BLOCK) else Activations.PLAIN
+        # No kernel multiplies blocks of other sizes: activations stay unquantized.
+        activations = Activations.BY_BLOCK if tuple(block) == (BLOCK, BLOCK) else Activations.UNQUANTIZED
         return Scaled(e4m3, "block", activations, scale_name, block=tuple(block))
     is_static = config.get("activation_scheme", "dynamic") == "static"
     input_name = "activation_scale" if names is not None and f"{name}.activation_scale" in names else "input_scale"

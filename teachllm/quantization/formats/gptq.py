@@ -1,11 +1,11 @@
 """GPTQ checkpoints (lesson 11): 4 or 8 bits by group, each column against the error so far (`algorithms/gptq.py`).
 
-    qweight  int32 [in * bits / 32, out]   codes along the inputs
+    qweight  int32 [in * bits / 32, out]   quantized values along the inputs
     qzeros   int32 [groups, out * bits / 32]   along the outputs; version 1 holds them less one
     scales   float16 [groups, out]
     g_idx    int32 [in]   the group of each input, where they were quantized in another order (`desc_act`)
 
-In version 1 one is taken from each code of a word by subtracting 0x11111111 from the whole: where a zero is 0 that
+In version 1 one is taken from each zero of a word by subtracting 0x11111111 from the whole: where a zero is 0 that
 borrows from its neighbour, and only adding to the whole word gives it back.
 
 Sources: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR 2023;
@@ -25,7 +25,7 @@ from teachllm.models.registry import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.packing import WORD, pack, unpack
 from teachllm.quantization.formats.scheme import FLOATS, INTS, Scheme, Stored
-from teachllm.quantization.quantized_weights import GroupedCodes, fits_kernels
+from teachllm.quantization.quantized_weights import GroupedWeight, fits_kernels
 
 BITS = (4, 8)
 LEAVE_OUT = "quantization_config must leave this layer out"
@@ -57,7 +57,7 @@ class Gptq:
         check_sizes(self.group_size, in_features)
         per_word = WORD // self.bits
         if in_features % per_word or out_features % per_word:
-            raise ValueError(f"GPTQ packs {per_word} codes to a word, which do not divide it: {LEAVE_OUT}")
+            raise ValueError(f"GPTQ packs {per_word} values to a word, which do not divide it: {LEAVE_OUT}")
         groups = num_groups(self.group_size, in_features)
         tensors = {
             "qweight": Stored((in_features // per_word, out_features), INTS),
@@ -66,7 +66,7 @@ class Gptq:
         }
         return tensors | ({"g_idx": Stored((in_features,), INTS, is_optional=True)} if self.has_order else {})
 
-    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedCodes:
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedWeight:
         """As `Scheme`."""
         words = tensors["qzeros"]
         if self.adds_to_words and self.stored_offset:
@@ -74,16 +74,16 @@ class Gptq:
         zeros = unpack(words, self.bits, dim=1).to(torch.int32)
         if not self.adds_to_words:
             zeros = zeros + self.stored_offset
-        codes = unpack(tensors["qweight"], self.bits, dim=0)
+        qweight = unpack(tensors["qweight"], self.bits, dim=0)
         order = tensors.get("g_idx")
         if order is not None:
             order = unless_sorted(order, zeros.shape[0])
         middle = 1 << (self.bits - 1)
-        is_plain = bool((zeros == middle).all())
-        of_outputs = None if is_plain else zeros.t().contiguous()
-        return GroupedCodes(codes.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, self.bits, order)
+        is_symmetric = bool((zeros == middle).all())
+        of_outputs = None if is_symmetric else zeros.t().contiguous()
+        return GroupedWeight(qweight.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, self.bits, order)
 
-    def quantize(self, weight: torch.Tensor) -> GroupedCodes:
+    def quantize(self, weight: torch.Tensor) -> GroupedWeight:
         """As `Scheme`."""
         size = weight.shape[1] if self.group_size == -1 else self.group_size
         return rounding.grouped(weight, self.bits, size, self.is_symmetric)
@@ -93,23 +93,23 @@ class Gptq:
         return grouped_bytes(self.bits, self.group_size, self.is_symmetric, out_features, in_features)
 
 
-def write(codes: GroupedCodes, is_version_2: bool = False) -> dict[str, torch.Tensor]:
+def write(quantized: GroupedWeight, is_version_2: bool = False) -> dict[str, torch.Tensor]:
     """Tensors of a projection, the inverse of `Gptq.read`.
 
     Raises:
         ValueError: a zero cannot be stored.
     """
-    zeros, num_in = codes.with_zeros(), codes.codes.shape[1]
-    if int(zeros.min()) < 0 or int(zeros.max()) >= 1 << codes.bits:
-        raise ValueError(f"zeros of {codes.bits} bits are 0 to {(1 << codes.bits) - 1}")
-    order = codes.group_index
+    zeros, num_in = quantized.with_zeros(), quantized.qweight.shape[1]
+    if int(zeros.min()) < 0 or int(zeros.max()) >= 1 << quantized.bits:
+        raise ValueError(f"zeros of {quantized.bits} bits are 0 to {(1 << quantized.bits) - 1}")
+    order = quantized.group_index
     if order is None:
-        order = torch.arange(num_in, dtype=torch.int32) // codes.group_size
-    words = pack(zeros.t(), codes.bits, dim=1)
+        order = torch.arange(num_in, dtype=torch.int32) // quantized.group_size
+    words = pack(zeros.t(), quantized.bits, dim=1)
     return {
-        "qweight": pack(codes.codes.t(), codes.bits, dim=0),
-        "qzeros": words if is_version_2 else words - _in_each_field(codes.bits),
-        "scales": codes.scales.t().contiguous(),
+        "qweight": pack(quantized.qweight.t(), quantized.bits, dim=0),
+        "qzeros": words if is_version_2 else words - _in_each_field(quantized.bits),
+        "scales": quantized.scales.t().contiguous(),
         "g_idx": order.to(torch.int32),
     }
 
@@ -177,7 +177,7 @@ def num_groups(group_size: int, in_features: int) -> int:
 
 
 def grouped_bytes(bits: int, group_size: int, is_symmetric: bool, out_features: int, in_features: int) -> int:
-    """What codes take on a GPU, with scales of two bytes and zeros of one; or numbers, see `fits_kernels`."""
+    """Return the bytes on a GPU, with scales of two bytes and zeros of one; or dequantized, see `fits_kernels`."""
     groups = num_groups(group_size, in_features)
     if not fits_kernels(groups, group_size):
         return 2 * out_features * in_features
@@ -185,7 +185,7 @@ def grouped_bytes(bits: int, group_size: int, is_symmetric: bool, out_features: 
 
 
 def checked_bits(bits: int, name: str, supported: tuple[int, ...] = BITS) -> int:
-    """The width of a layer's codes.
+    """Return the bits of a layer's quantized values.
 
     Raises:
         ModelError: it is none of those that are supported.

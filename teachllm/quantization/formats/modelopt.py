@@ -21,7 +21,7 @@ _E4M3 = torch.float8_e4m3fn
 _SCHEMES: dict[str, Scheme] = {
     "FP8": Scaled(_E4M3, "channel", Activations.STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": Scaled(_E4M3, "channel", Activations.BY_TOKEN),
-    "FP8_PB_WO": Scaled(_E4M3, "block", Activations.PLAIN),
+    "FP8_PB_WO": Scaled(_E4M3, "block", Activations.UNQUANTIZED),
     "NVFP4": Fp4("nvfp4", "weight", "weight_scale", "weight_scale_2", global_divides=False),
     "W4A16_NVFP4": Fp4("nvfp4", "weight", "weight_scale", "weight_scale_2", global_divides=False),
 }

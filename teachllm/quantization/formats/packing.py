@@ -1,4 +1,4 @@
-"""Codes in words of 32 bits, as files hold them, least significant first.
+"""Quantized values packed in words of 32 bits, as files hold them, least significant first.
 
 [1, 2, 3, 4, 5, 6, 7, 8] of 4 bits  <->  0x87654321
 """
@@ -11,23 +11,23 @@ WORD = 32
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Words int32 -> codes uint8, 32 / bits times as many along `dim`."""
+    """Unpack int32 words to uint8 values, 32 / bits times as many along `dim`."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
     words = words.movedim(dim, -1)
-    codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)  # the sign is shifted in, and masked off
-    return codes.flatten(-2).to(torch.uint8).movedim(-1, dim)
+    values = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)  # the sign is shifted in, and masked off
+    return values.flatten(-2).to(torch.uint8).movedim(-1, dim)
 
 
-def pack(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def pack(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """The inverse of `unpack`: words int32, the last one filled up with zeros.
 
     Args:
-        codes: any integer dtype, 0 to 2^bits - 1.
+        values: any integer dtype, 0 to 2^bits - 1.
     """
     per_word = WORD // bits
-    codes = codes.movedim(dim, -1).to(torch.int64)
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
-    shifts = torch.arange(0, WORD, bits, device=codes.device)
-    words = (codes << shifts).sum(dim=-1)
+    values = values.movedim(dim, -1).to(torch.int64)
+    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
+    shifts = torch.arange(0, WORD, bits, device=values.device)
+    words = (values << shifts).sum(dim=-1)
     words = torch.where(words >= 1 << (WORD - 1), words - (1 << WORD), words)  # two's complement
     return words.to(torch.int32).movedim(-1, dim).contiguous()

@@ -1,4 +1,4 @@
-"""Projections whose files hold codes of 8 bits as they are: int8, or fp8 (e4m3).
+"""Projections whose files hold 8-bit values as they are: int8, or fp8 (e4m3).
 
 Several projects write them, with other names for the same: see `compressed_tensors.py`, `fp8.py`, `modelopt.py`.
 
@@ -26,7 +26,7 @@ class Scaled:
     Attributes:
         dtype: int8 or float8_e4m3fn.
         per: what has a scale: the "tensor", a "channel" (an output), or a "block".
-        scale_name, input_scale_name: of tensors. Scales multiply codes, whatever they are called.
+        scale_name, input_scale_name: of tensors. Scales multiply quantized values, whatever they are called.
         block: (outputs, inputs) of a block.
         of_batch: the file asks for one scale for the activations of a whole batch. What a token becomes would depend on
             the others then, so each gets its own.
@@ -80,7 +80,7 @@ class Scaled:
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         """As `Scheme`."""
-        if self.per == "block" and self.block != (BLOCK, BLOCK):  # which become numbers
+        if self.per == "block" and self.block != (BLOCK, BLOCK):  # which are dequantized
             return 2 * out_features * in_features
         return out_features * in_features + 4 * out_features
 

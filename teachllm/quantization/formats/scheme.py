@@ -1,8 +1,8 @@
-"""Schemes (lesson 11): what a format keeps of a projection on disk, and how codes come of it.
+"""Schemes (lesson 11): what a format stores of a projection, and how that becomes a quantized weight.
 
 A scheme is one projection's: in one checkpoint some layers have 4 bits, some 8, some none. It names the tensors that a
-file holds (`stored`), makes codes of them (`read`), and can make codes of plain numbers itself (`quantize`), which is
-how a checkpoint that is not quantized becomes so while it is read.
+file holds (`stored`), turns them into a quantized weight (`read`), and can quantize a float weight itself (`quantize`),
+which is how an unquantized checkpoint is quantized while it is loaded.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from teachllm.models.registry import ModelError
 from teachllm.quantization.quantized_weights import Quantized, part_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INTS = (torch.int32,)  # words that codes are packed into
+INTS = (torch.int32,)  # words that quantized values are packed into
 ALL_OF_IT = slice(None)
 NOT_THIS_FILE = (
     "config.json is not this file's: correct its quantization_config (quant_method, bits, group_size) or its sizes, or "
     "get both anew"
 )
 NOT_READ = (
-    "codes without their scales, or not those of quantization_config in config.json: take a complete checkpoint, or "
-    "correct it"
+    "quantized weights without their scales, or not those of quantization_config in config.json: take a complete "
+    "checkpoint, or correct it"
 )
 
 
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
         shape: -1 is any size.
         dtypes: it may have.
         is_optional: files without it mean something by that.
-        others: shapes that mean the same; the numbers are read in their order.
+        others: other shapes of the same values in the same order.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
 
 class Scheme(Protocol):
-    """A format's way with a projection of [out_features, in_features] numbers. Equal ones read alike.
+    """How a format stores a projection [out_features, in_features]. Equal schemes read alike.
 
     `str` of it is for errors: the format, and those of its settings that decide on shapes.
     """
@@ -60,15 +60,15 @@ class Scheme(Protocol):
         ...
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> Quantized:
-        """Codes, of the tensors in `stored`; optional ones may be missing.
+        """Return the quantized weight, from the tensors in `stored`; optional ones may be missing.
 
         Raises:
-            ValueError: their numbers contradict each other.
+            ValueError: the tensors contradict each other.
         """
         ...
 
     def quantize(self, weight: torch.Tensor) -> Quantized:
-        """Codes of plain numbers [out_features, in_features], each rounded to the nearest.
+        """Quantize a float weight [out_features, in_features] by round to nearest.
 
         Raises:
             ValueError: the scheme cannot, or such a projection cannot.
@@ -76,7 +76,7 @@ class Scheme(Protocol):
         ...
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """What the codes take in memory, as a GPU keeps them."""
+        """Return the bytes that the quantized weight takes in GPU memory."""
         ...
 
 
@@ -105,7 +105,7 @@ class Schemes:
 
 
 def unquantized(name: str) -> None:
-    """The scheme of every projection of a checkpoint of plain numbers."""
+    """Return None, the scheme of every projection of an unquantized checkpoint."""
 
 
 UNQUANTIZED = Schemes(unquantized)
@@ -115,14 +115,14 @@ class Slot:
     """Where a tensor of a quantized projection goes.
 
     Attributes:
-        part: what it is a part of; None: of no projection's codes.
+        part: the quantized weight that it is a part of; None: of none.
         format: of that, for errors.
     """
 
-    part: PartCodes | None = None
+    part: QuantizedWeightLoader | None = None
     format = ""
 
-    def __init__(self, part: PartCodes, name: str, stored: Stored) -> None:
+    def __init__(self, part: QuantizedWeightLoader, name: str, stored: Stored) -> None:
         self.part, self._name, self.stored = part, name, stored
         self.format = str(part.scheme)
 
@@ -146,7 +146,7 @@ class Slot:
 
 
 def formats_of(destinations: Mapping[str, object]) -> dict[str, str]:
-    """What each module's weight is read as, by the module's name; plain numbers: "".
+    """Return the format of each module's weight, by the module's name; "" if it is not quantized.
 
     Args:
         destinations: of a checkpoint's tensors, by their names.
@@ -162,7 +162,7 @@ def formats_of(destinations: Mapping[str, object]) -> dict[str, str]:
 
 
 def why_unknown(name: str, formats: Mapping[str, str]) -> str:
-    """What a tensor is that has no place, for errors: beside a weight that has one, a part of its codes."""
+    """Say in an error what a tensor without a destination is: next to a known weight, a part of it."""
     module, _, part = name.rpartition(".")
     if module not in formats or part == "bias":
         return "which the model of its config.json does not have"
@@ -173,8 +173,8 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) == len(wanted) and all(w in (-1, s) for s, w in zip(shape, wanted, strict=True))
 
 
-class PartCodes:
-    """A projection's weight while it is read.
+class QuantizedWeightLoader:
+    """A projection's quantized weight while it is loaded.
 
     Args:
         name: the projection's, for errors.
@@ -201,7 +201,7 @@ class PartCodes:
         num_out, self.in_features = (len(range(size)[each]) for size, each in zip(self._shape, self._cut, strict=True))
         self._own_shape, self._like, self._when_read = (num_out, self.in_features), like, when_read
         self._tensors: dict[str, torch.Tensor] = {}
-        self._codes: Quantized | None = None
+        self._quantized: Quantized | None = None
         try:
             self._stored = scheme.stored(*self._shape)
         except ValueError as error:
@@ -214,7 +214,7 @@ class PartCodes:
 
     @property
     def device(self) -> torch.device:
-        """That its codes are on."""
+        """The device of its tensors."""
         return self._like.device
 
     @property
@@ -224,67 +224,67 @@ class PartCodes:
 
     @property
     def is_read(self) -> bool:
-        """Whether its codes are made."""
-        return self._codes is not None
+        """Whether the quantized weight is complete."""
+        return self._quantized is not None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor was read. Codes are made when nothing more can come."""
+        """Take a tensor that was read. The last one completes the quantized weight."""
         self._tensors[name] = tensor.to(self._like.device)
         if len(self._tensors) == len(self._stored):
-            self.codes()
+            self.quantized_weight()
             if self._when_read is not None:
                 self._when_read()
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that its codes stand for."""
+        """Weights of this rank's part."""
         return self._own_shape[0] * self._own_shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """What its codes take on a GPU."""
+        """The bytes that the quantized weight takes on a GPU."""
         return self.scheme.num_bytes(*self._own_shape)
 
     def fill_randomly(self, generator: torch.Generator | None) -> None:
-        """Random numbers in place of what a file holds, quantized; products keep the size of what they are given. As of
-        a file, the whole projection is made and this part of it kept.
+        """Quantize random weights instead of reading a file; products keep the size of their input. As with a file, the
+        whole projection is made and this part of it kept.
 
         Raises:
             ModelError: the scheme cannot.
         """
-        numbers = torch.randn(self._shape, dtype=self._like.dtype, device=self.device, generator=generator)
+        weight = torch.randn(self._shape, dtype=self._like.dtype, device=self.device, generator=generator)
         try:
-            self._codes = self._own(self.scheme.quantize(numbers * self._shape[1] ** -0.5))
+            self._quantized = self._own(self.scheme.quantize(weight * self._shape[1] ** -0.5))
         except ValueError as error:
             raise ModelError(f"{self.name}: {error}") from None
         if self._when_read is not None:
             self._when_read()
 
-    def codes(self) -> Quantized:
-        """What was read.
+    def quantized_weight(self) -> Quantized:
+        """Return the weight that was read.
 
         Raises:
             ModelError: it contradicts itself.
         """
-        if self._codes is None:
+        if self._quantized is None:
             try:
-                self._codes = self.scheme.read(self._tensors, *self._shape)
-                if not bool(self._codes.scales.isfinite().all()):
+                self._quantized = self.scheme.read(self._tensors, *self._shape)
+                if not bool(self._quantized.scales.isfinite().all()):
                     raise ValueError("a scale is infinite or NaN: the file is broken, get it anew")
-                self._codes = self._own(self._codes)
+                self._quantized = self._own(self._quantized)
             except ValueError as error:
                 raise ModelError(f"{self.name}: {error}") from None
             self._tensors.clear()
-        return self._codes
+        return self._quantized
 
-    def _own(self, codes: Quantized) -> Quantized:
+    def _own(self, quantized: Quantized) -> Quantized:
         """The part that is kept of a whole projection's."""
-        return codes if self._own_shape == self._shape else part_of(codes, *self._cut)
+        return quantized if self._own_shape == self._shape else part_of(quantized, *self._cut)
 
 
 @dataclass(frozen=True)
 class OnTheFly:
-    """Quantizes plain numbers as they are read.
+    """Quantizes an unquantized checkpoint as it is loaded.
 
     Attributes:
         of_size: a projection's scheme, by its inputs.
@@ -293,7 +293,7 @@ class OnTheFly:
     of_size: Callable[[int], Scheme]
 
     def __str__(self) -> str:
-        return "plain numbers"
+        return "unquantized weights"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
         """As `Scheme`."""

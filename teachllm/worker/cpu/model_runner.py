@@ -44,7 +44,7 @@ from teachllm.worker.kv_cache import (
     kv_cache_specs,
     plan_memory,
 )
-from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
+from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
 from teachllm.worker.prompt_logprobs import PromptScores
 from teachllm.worker.rows import OpenedRow
 from teachllm.worker.spec_decode.drafting import Drafting
@@ -137,10 +137,10 @@ class ModelRunner:
             self._drafting = Drafting(loaded, self._batch, self._sampler, num_blocks, drafter.tree)
             self._tree = drafter.tree
             self._moved = [*self._kv_caches, *own_caches]
-        if model_config.has_kv_codes:
-            hold_codes(self.model, kv_cache_specs(model_config), device)
+        if model_config.has_quantized_kv:
+            enable_kv_quantization(self.model, kv_cache_specs(model_config), device)
             if drafter is not None and loaded is not None and drafter.specs:
-                hold_codes(layers_of(loaded), drafter.specs, device)
+                enable_kv_quantization(layers_of(loaded), drafter.specs, device)
             calibrate(self.model, whole, self._kv_caches, loaded, ranks)
 
     def count_load(self) -> None:

@@ -51,7 +51,7 @@ from teachllm.worker.kv_cache import (
     measured_plan,
     plan_memory,
 )
-from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
+from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
 from teachllm.worker.prompt_logprobs import PromptScores
 from teachllm.worker.spec_decode.capture_ahead import (
     VARIANTS,
@@ -121,10 +121,10 @@ class GPUModelRunner:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         draft_caches: KVCache = []
         loaded = None if drafter is None else load_drafter(drafter, config, self.model, draft_caches, device)
-        if model_config.has_kv_codes:
-            hold_codes(self.model, kv_cache_specs(model_config), device)
+        if model_config.has_quantized_kv:
+            enable_kv_quantization(self.model, kv_cache_specs(model_config), device)
             if drafter is not None and loaded is not None and drafter.specs:
-                hold_codes(layers_of(loaded), drafter.specs, device)
+                enable_kv_quantization(layers_of(loaded), drafter.specs, device)
         weights = torch.cuda.memory_allocated(device) - allocated
         self._batch = DeviceBatch(
             *(config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device),
@@ -148,7 +148,7 @@ class GPUModelRunner:
         memory = self._measured(predicted, config, weights, free, total)
         self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
-        if model_config.has_kv_codes:
+        if model_config.has_quantized_kv:
             calibrate(self.model, whole, self._kv_caches, loaded, ranks)
         self._prompt_scores = PromptScores(lambda hidden: self.model.compute_logits(hidden), self._sampler)
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.

@@ -113,7 +113,7 @@ def _peak_width(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _dequantizing_bytes(num_tokens: int, model: ModelConfig, is_gated: bool) -> int:
-    """What a step of many tokens takes while numbers are made of codes."""
+    """Return the bytes that a step of many tokens takes while weights are dequantized."""
     kinds = model.dequantized  # as `Dequantized`
     peaks = (size + num_tokens * (gated_width if is_gated else width) for size, width, gated_width in kinds)
     return max(peaks, default=0) * dtype_bytes(model.dtype)

@@ -165,7 +165,7 @@ def test_what_a_quantized_model_needs_of_a_gpu_comes_across(method: str) -> None
     if method == "int4":
         assert model_config.dequantized
     else:
-        assert model_config.peak_width != plain.peak_width and model_config.num_multiplied_as_codes > 0
+        assert model_config.peak_width != plain.peak_width and model_config.num_w8a8_parameters > 0
     ready = Ready(config, model_config, num_blocks=7)
     assert decode_from_core(encode(ready)) == ready
 

@@ -27,10 +27,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 KINDS = [
     Kind((4, 2), 128, torch.float16),
-    Kind((4, 2), 128, torch.float16, codes=FP8),
-    Kind((4, 1), 128, torch.bfloat16, 48, codes=INT8),
-    Kind((6, 2), 64, torch.float16, window=100, codes=FP8),
-    Kind((12, 1), 128, torch.bfloat16, window=1, codes=FP8),
+    Kind((4, 2), 128, torch.float16, kv_dtype=FP8),
+    Kind((4, 1), 128, torch.bfloat16, 48, kv_dtype=INT8),
+    Kind((6, 2), 64, torch.float16, window=100, kv_dtype=FP8),
+    Kind((12, 1), 128, torch.bfloat16, window=1, kv_dtype=FP8),
 ]
 
 
@@ -65,10 +65,10 @@ def check_prefill(shape: Shape, longest: int = 0, num_programs: int = 2) -> list
 
 SHAPES: list[dict[str, Any]] = [
     {"head_size": 128, "group": 2},
-    {"head_size": 128, "group": 2, "codes": FP8},
-    {"head_size": 128, "group": 4, "codes": INT8, "window": 100, "block_size": 32},
-    {"head_size": 64, "group": 8, "codes": FP8, "block_size": 48, "dtype": torch.bfloat16},
-    {"head_size": 128, "group": 64, "num_kv_heads": 1, "codes": FP8, "window": 1},
+    {"head_size": 128, "group": 2, "kv_dtype": FP8},
+    {"head_size": 128, "group": 4, "kv_dtype": INT8, "window": 100, "block_size": 32},
+    {"head_size": 64, "group": 8, "kv_dtype": FP8, "block_size": 48, "dtype": torch.bfloat16},
+    {"head_size": 128, "group": 64, "num_kv_heads": 1, "kv_dtype": FP8, "window": 1},
 ]
 
 

@@ -1,4 +1,4 @@
-"""Codes of K and V: the kernels round as the definition does, bit by bit, and attention reads nothing but codes."""
+"""Quantized K and V: the kernels round as the definition does, bit by bit, and attention reads nothing else."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from teachllm_kernels.attention.kv_move import KVMover
 from teachllm_kernels.attention.kv_quantization import (
     LARGEST,
     as_bytes,
-    decode_reference,
-    encode,
-    encode_reference,
+    dequantize_kv_reference,
+    dequantize_unscaled,
     for_kernel,
     multiplicand,
-    numbers,
+    quantize_kv,
+    quantize_kv_reference,
 )
 from teachllm_kernels.attention.kv_write import kv_write_reference, kv_write_triton
 from teachllm_kernels.attention.paged_attention import paged_attention_cpu, paged_attention_reference
@@ -31,33 +31,37 @@ both = pytest.mark.parametrize("dtype", [FP8, INT8], ids=["fp8", "int8"])
 with_and_without_instruction = pytest.mark.parametrize("has_fp8", [True, False], ids=["cast", "shifted"])
 
 
-def every_code(dtype: torch.dtype) -> torch.Tensor:
-    """What a code can say, in order."""
+def every_value(dtype: torch.dtype) -> torch.Tensor:
+    """Return all values of a quantized dtype, in order."""
     found = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     found = found[found.isfinite() & (found.abs() <= LARGEST[dtype])]
     return found.unique()
 
 
-def around_every_code(dtype: torch.dtype) -> torch.Tensor:
-    """All numbers that codes are, all that lie between two, those next to these, and others, within and beyond."""
-    codes = every_code(dtype)
-    between = (codes[1:] + codes[:-1]) / 2
+def around_every_value(dtype: torch.dtype) -> torch.Tensor:
+    """Return all quantized values, the middles between two, their neighbours, and others, in and beyond the range."""
+    quantized = every_value(dtype)
+    between = (quantized[1:] + quantized[:-1]) / 2
     drawn = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 3000)
     nexts = [torch.nextafter(between, torch.tensor(limit)) for limit in (1e9, -1e9)]
-    return torch.cat([codes, between, *nexts, drawn, torch.tensor([1e9, -1e9, 0.0, -0.0, 1e-30])]).to(DEVICE)
+    return torch.cat([quantized, between, *nexts, drawn, torch.tensor([1e9, -1e9, 0.0, -0.0, 1e-30])]).to(DEVICE)
 
 
 @triton.jit
-def _encode(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _quantize_kv(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    code = encode(tl.load(x_ptr + i, mask=i < size), tl.load(scale_ptr), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + i, code, mask=i < size)
+    quantized = quantize_kv(tl.load(x_ptr + i, mask=i < size), tl.load(scale_ptr), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + i, quantized, mask=i < size)
 
 
 @triton.jit
-def _numbers(codes_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _dequantize_unscaled(quantized_ptr, out_ptr, size, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, numbers(tl.load(codes_ptr + i, mask=i < size), out_ptr.dtype.element_ty), mask=i < size)
+    tl.store(
+        out_ptr + i,
+        dequantize_unscaled(tl.load(quantized_ptr + i, mask=i < size), out_ptr.dtype.element_ty),
+        mask=i < size,
+    )
 
 
 @triton.jit
@@ -73,21 +77,21 @@ def test_every_rounding_is_that_of_the_definition(
     dtype: torch.dtype, scale: float, has_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
-    x = around_every_code(dtype) * scale
+    x = around_every_value(dtype) * scale
     found = torch.zeros(x.shape, dtype=dtype, device=DEVICE)
     scales = torch.tensor([scale], device=DEVICE)
     grid = (triton.cdiv(len(x), 1024),)
-    _encode[grid](x_ptr=x, scale_ptr=scales, out_ptr=for_kernel(found), size=len(x), BLOCK=1024)
-    expected = encode_reference(x[:, None, None], scales, dtype).flatten()
+    _quantize_kv[grid](x_ptr=x, scale_ptr=scales, out_ptr=for_kernel(found), size=len(x), BLOCK=1024)
+    expected = quantize_kv_reference(x[:, None, None], scales, dtype).flatten()
     assert torch.equal(as_bytes(found), as_bytes(expected))
 
 
 @both
-def test_the_definition_is_the_nearest_code_and_of_two_the_even_one(dtype: torch.dtype) -> None:
-    codes = every_code(dtype).to(DEVICE)
-    x = around_every_code(dtype)
-    found = encode_reference(x[:, None, None], torch.ones(1, device=DEVICE), dtype).flatten()
-    distance = (x.double()[:, None].clamp(-LARGEST[dtype], LARGEST[dtype]) - codes.double()).abs()
+def test_the_definition_is_the_nearest_value_and_of_two_the_even_one(dtype: torch.dtype) -> None:
+    quantized = every_value(dtype).to(DEVICE)
+    x = around_every_value(dtype)
+    found = quantize_kv_reference(x[:, None, None], torch.ones(1, device=DEVICE), dtype).flatten()
+    distance = (x.double()[:, None].clamp(-LARGEST[dtype], LARGEST[dtype]) - quantized.double()).abs()
     nearest = distance.min(dim=1)
     assert torch.equal((found.double() - x.double().clamp(-LARGEST[dtype], LARGEST[dtype])).abs(), nearest.values)
     is_tie = (distance == nearest.values[:, None]).sum(dim=1) == 2
@@ -97,14 +101,14 @@ def test_the_definition_is_the_nearest_code_and_of_two_the_even_one(dtype: torch
 @both
 @with_and_without_instruction
 @pytest.mark.parametrize("operand", [torch.float16, torch.float32], ids=str)
-def test_codes_multiply_as_the_numbers_that_they_are(
+def test_every_quantized_value_is_dequantized_exactly(
     dtype: torch.dtype, operand: torch.dtype, has_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
-    codes = every_code(dtype).to(dtype).to(DEVICE)
-    out = torch.zeros(codes.shape, dtype=operand, device=DEVICE)
-    _numbers[(1,)](codes_ptr=for_kernel(codes), out_ptr=out, size=len(codes), BLOCK=256)
-    assert torch.equal(out.float(), every_code(dtype).to(DEVICE))
+    quantized = every_value(dtype).to(dtype).to(DEVICE)
+    out = torch.zeros(quantized.shape, dtype=operand, device=DEVICE)
+    _dequantize_unscaled[(1,)](quantized_ptr=for_kernel(quantized), out_ptr=out, size=len(quantized), BLOCK=256)
+    assert torch.equal(out.float(), every_value(dtype).to(DEVICE))
 
 
 def test_what_float16_cannot_say_of_q_stops_at_its_end() -> None:
@@ -117,7 +121,7 @@ def test_what_float16_cannot_say_of_q_stops_at_its_end() -> None:
 @both
 @with_and_without_instruction
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16], ids=str)
-def test_codes_are_written_to_their_slots_and_no_other(
+def test_quantized_values_are_written_to_their_slots_and_no_other(
     dtype: torch.dtype, x_dtype: torch.dtype, has_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
@@ -131,7 +135,7 @@ def test_codes_are_written_to_their_slots_and_no_other(
         kv_write_triton(k, v, *caches, slots, (k_scale, v_scale))
         kv_write_reference(k, v, *expected, slots, (k_scale, v_scale))
         assert torch.equal(as_bytes(caches), as_bytes(expected))
-        found = decode_reference(caches[0].flatten(0, 1)[0], k_scale)
+        found = dequantize_kv_reference(caches[0].flatten(0, 1)[0], k_scale)
         most = (k_scale * LARGEST[dtype])[:, None]
         assert (found - k[2].float().clamp(-most, most)).abs().max() < 0.07 * most.max()
 
@@ -139,7 +143,7 @@ def test_codes_are_written_to_their_slots_and_no_other(
 @both
 @settings(max_examples=6 if DEVICE.type == "cpu" else 40)
 @given(st.sampled_from([(1, 1), (4, 2), (9, 3), (16, 8)]), st.sampled_from([16, 80, 128]), st.booleans())
-def test_norm_and_rotation_come_before_the_codes(
+def test_norm_and_rotation_come_before_quantization(
     dtype: torch.dtype, heads: tuple[int, int], head_size: int, has_norm: bool
 ) -> None:
     (num_heads, num_kv_heads), num_tokens, x_dtype = heads, 3, torch.float16
@@ -150,12 +154,12 @@ def test_norm_and_rotation_come_before_the_codes(
     weight = torch.randn(num_heads + num_kv_heads, head_size, device=DEVICE).to(x_dtype) if has_norm else None
     k_scale, v_scale = (torch.rand(2, num_kv_heads, device=DEVICE) + 0.5) * 4 / LARGEST[dtype]
     caches = torch.full((2, 2, 16, num_kv_heads, head_size), 0x41, dtype=torch.uint8, device=DEVICE).view(dtype)
-    plain = torch.full((2, 2, 16, num_kv_heads, head_size), 0.0, dtype=x_dtype, device=DEVICE)
+    unquantized = torch.full((2, 2, 16, num_kv_heads, head_size), 0.0, dtype=x_dtype, device=DEVICE)
     slots = torch.tensor([31, -1, 4], device=DEVICE)
     turned = qkv.clone()
-    rope_kv_write_triton(turned, cos, signed_sin, weight, 1e-6, *plain, slots)
+    rope_kv_write_triton(turned, cos, signed_sin, weight, 1e-6, *unquantized, slots)
     rope_kv_write_triton(qkv, cos, signed_sin, weight, 1e-6, *caches, slots, (k_scale, v_scale))
-    assert torch.equal(qkv, turned)  # q, k and v are what they are without codes; the cache gets theirs
+    assert torch.equal(qkv, turned)  # q, k and v are what they are without quantization; the cache gets theirs
     expected = torch.full_like(as_bytes(caches), 0x41).view(dtype)
     kv_write_reference(
         turned[:, num_heads : num_heads + num_kv_heads], turned[:, num_heads + num_kv_heads :],
@@ -178,7 +182,7 @@ def test_norm_and_rotation_come_before_the_codes(
     st.sampled_from([None, 2.0]),
     st.integers(0, 1000),
 )
-def test_attention_to_codes_is_attention_to_the_numbers_that_they_stand_for(
+def test_attention_to_quantized_kv_is_attention_to_the_dequantized_kv(
     dtype: torch.dtype,
     sizes: list[tuple[int, int]],
     block_size: int,
@@ -194,19 +198,19 @@ def test_attention_to_codes_is_attention_to_the_numbers_that_they_stand_for(
     )
     k_scale, v_scale = (torch.rand(2, 2, generator=generator) + 0.5) * 4 / LARGEST[dtype]
     k, v = torch.randn(2, sum(counts), block_size, 2, 8, generator=generator)
-    codes = (encode_reference(k, k_scale, dtype), encode_reference(v, v_scale, dtype))
-    plain = (decode_reference(codes[0], k_scale), decode_reference(codes[1], v_scale))
+    quantized = (quantize_kv_reference(k, k_scale, dtype), quantize_kv_reference(v, v_scale, dtype))
+    unquantized = (dequantize_kv_reference(quantized[0], k_scale), dequantize_kv_reference(quantized[1], v_scale))
     q = torch.randn(sum(query_lens), 4, 8, generator=generator)
     how = (tables, query_lens, kv_lens, 0.3, window, soft_cap)
-    expected = paged_attention_reference(q.double(), *(x.double() for x in plain), *how).float()
+    expected = paged_attention_reference(q.double(), *(x.double() for x in unquantized), *how).float()
     for attend in (paged_attention_reference, paged_attention_cpu):
-        found = attend(q, *codes, *how, scales=(k_scale, v_scale))
+        found = attend(q, *quantized, *how, scales=(k_scale, v_scale))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @both
-@pytest.mark.parametrize("heads", [(2, 16), (1, 18)], ids=["words of four codes", "of two"])
-def test_codes_of_drafts_are_moved_as_they_are(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("heads", [(2, 16), (1, 18)], ids=["words of four values", "of two"])
+def test_quantized_kv_of_drafts_is_moved_as_it_is(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     cache, other = (
         torch.randint(256, (6, 4, *heads), dtype=torch.uint8, generator=generator).view(dtype).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Attention over a long context of codes: no error but that of rounding K and V, and a needle is found as without.
+"""Attention over a long quantized context: no error but that of rounding K and V, and a needle is found as without.
 
 On a GPU with 16 thousand tokens, by every kernel; elsewhere so by the reference, and with fewer by interpreted kernels.
 """
@@ -17,7 +17,7 @@ from teachllm_kernels.attention import decode_plan
 from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.attention.hopper_decode import fits_hopper_decode
 from teachllm_kernels.attention.hopper_prefill import hopper_prefill
-from teachllm_kernels.attention.kv_quantization import LARGEST, KVScales, decode_reference, encode_reference
+from teachllm_kernels.attention.kv_quantization import LARGEST, KVScales, dequantize_kv_reference, quantize_kv_reference
 from teachllm_kernels.attention.paged_attention import paged_attention_cpu, paged_attention_reference
 from teachllm_kernels.attention.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
@@ -32,7 +32,7 @@ BLOCK_SIZE, HEAD_SIZE = 16, 128
 NUM_HEADS, NUM_KV_HEADS = (32, 8) if ON_GPU else (4, 2)
 LONG = 16_448
 NUM_KEYS = LONG if ON_GPU else 600
-CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SCALE = HEAD_SIZE**-0.5
 
 on_hopper = pytest.mark.skipif(
@@ -67,14 +67,19 @@ class Context:
         weights = (torch.einsum("qhd,khd->hqk", self.q.double(), k) * SCALE).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
-    def exact_of_codes(self, kv: tuple[torch.Tensor, torch.Tensor], scales: KVScales) -> torch.Tensor:
-        """Attention to the numbers that codes stand for: nothing but storing them costs."""
-        return self.exact(*(decode_reference(x, scale, torch.float64) for x, scale in zip(kv, scales, strict=True)))
+    def exact_of_quantized(self, kv: tuple[torch.Tensor, torch.Tensor], scales: KVScales) -> torch.Tensor:
+        """Attention to the dequantized values: nothing but storing them costs."""
+        return self.exact(
+            *(dequantize_kv_reference(x, scale, torch.float64) for x, scale in zip(kv, scales, strict=True))
+        )
 
-    def codes(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], KVScales]:
+    def quantized(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], KVScales]:
         """With scales as a calibration leaves them: some room above the largest."""
         k_scale, v_scale = (1.3 * x.float().abs().amax(dim=(0, 2)) / LARGEST[dtype] for x in (self.k, self.v))
-        return (encode_reference(self.k, k_scale, dtype), encode_reference(self.v, v_scale, dtype)), (k_scale, v_scale)
+        return (quantize_kv_reference(self.k, k_scale, dtype), quantize_kv_reference(self.v, v_scale, dtype)), (
+            k_scale,
+            v_scale,
+        )
 
 
 def paged(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -155,7 +160,7 @@ WAYS: list[Any] = [
     pytest.param(partial(by_prefill, hopper=True), id="hopper prefill", marks=on_hopper),
 ]
 ways = pytest.mark.parametrize("attend", WAYS)
-kinds = pytest.mark.parametrize("codes", CODES)
+kinds = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 
 def length_and_dtype(attend: Any) -> tuple[int, torch.dtype, torch.device]:
@@ -177,10 +182,10 @@ def drawn(attend: Any, seed: int) -> Context:
 
 @ways
 @kinds
-def test_the_error_is_that_of_storing_codes(attend: Attend, codes: str) -> None:
+def test_the_error_is_that_of_quantizing_kv(attend: Attend, kv_dtype: str) -> None:
     at = drawn(attend, seed=0)
-    kv, scales = at.codes(CODES[codes])
-    stored, exact, found = at.exact_of_codes(kv, scales), at.exact(), attend(at, kv, scales).double()
+    kv, scales = at.quantized(KV_DTYPES[kv_dtype])
+    stored, exact, found = at.exact_of_quantized(kv, scales), at.exact(), attend(at, kv, scales).double()
 
     def error(result: torch.Tensor) -> torch.Tensor:
         """Of each head."""
@@ -218,21 +223,21 @@ def num_found(at: Context, place: torch.Tensor, result: torch.Tensor) -> int:
 
 @ways
 @kinds
-def test_a_needle_is_found_as_without_codes(attend: Attend, codes: str) -> None:
-    """By what attends to codes, of either kind, as in what is stored; and in e4m3 no needle is lost by storing it.
+def test_a_needle_is_found_as_without_quantization(attend: Attend, kv_dtype: str) -> None:
+    """Attention to quantized K and V finds what it finds in the stored ones; in e4m3 storing them loses no needle.
 
     Of integers a few of the weaker ones are: steps that are wide enough for the largest channel are wide for all.
     """
-    totals, num_seeds = {"plain": 0, "stored": 0, "codes": 0}, times(2, 3)
+    totals, num_seeds = {"plain": 0, "stored": 0, "quantized": 0}, times(2, 3)
     for seed in range(num_seeds):
         for strength in (0.0, -1.0):  # a weaker one is lost in what is not summed up well
             at, place = needles(attend, strength, seed)
-            kv, scales = at.codes(CODES[codes])
+            kv, scales = at.quantized(KV_DTYPES[kv_dtype])
             totals["plain"] += num_found(at, place, attend(at, (at.k, at.v), None))
-            totals["stored"] += num_found(at, place, at.exact_of_codes(kv, scales))
-            totals["codes"] += num_found(at, place, attend(at, kv, scales))
+            totals["stored"] += num_found(at, place, at.exact_of_quantized(kv, scales))
+            totals["quantized"] += num_found(at, place, attend(at, kv, scales))
     most = 2 * num_seeds * NUM_HEADS
     assert totals["plain"] > 0.75 * most, totals
-    assert totals["codes"] >= totals["stored"] - 0.01 * most, totals
-    lost = {"fp8": 0.01, "int8": 0.03}[codes]
-    assert totals["codes"] >= totals["plain"] - lost * most, totals
+    assert totals["quantized"] >= totals["stored"] - 0.01 * most, totals
+    lost = {"fp8": 0.01, "int8": 0.03}[kv_dtype]
+    assert totals["quantized"] >= totals["plain"] - lost * most, totals

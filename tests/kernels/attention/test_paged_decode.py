@@ -13,7 +13,12 @@ from teachllm_kernels.attention import decode_plan, hopper_decode, kv_quantizati
 from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.attention.decode_tile import add_tile
 from teachllm_kernels.attention.hopper_decode import fits_hopper_decode
-from teachllm_kernels.attention.kv_quantization import KVScales, as_bytes, decode_reference, encode_reference
+from teachllm_kernels.attention.kv_quantization import (
+    KVScales,
+    as_bytes,
+    dequantize_kv_reference,
+    quantize_kv_reference,
+)
 from teachllm_kernels.attention.paged_attention import paged_attention_reference
 from teachllm_kernels.attention.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_reference
@@ -43,12 +48,13 @@ class Batch(NamedTuple):
     seq_lens: torch.Tensor
     scales: KVScales | None = None
 
-    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V in float64, what nobody wrote is 0."""
         if self.scales is None:
             return self.k_cache.double().nan_to_num(), self.v_cache.double().nan_to_num()
         k, v = (
-            decode_reference(cache, scale, torch.float64) for cache, scale in zip(self[1:3], self.scales, strict=True)
+            dequantize_kv_reference(cache, scale, torch.float64)
+            for cache, scale in zip(self[1:3], self.scales, strict=True)
         )
         return k.nan_to_num(), v.nan_to_num()
 
@@ -60,9 +66,9 @@ def make_batch(
     head_size: int,
     block_size: int,
     dtype: torch.dtype,
-    codes: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Blocks in random order; whatever no sequence wrote is NaN. `codes`: of K and V, for a cache of them."""
+    """Blocks in random order; whatever no sequence wrote is NaN. `kv_dtype`: of a quantized cache."""
     num_heads, num_kv_heads = heads
     counts = [-(-length // block_size) for length in lens]
     blocks = torch.randperm(sum(counts) + 3).int()
@@ -80,10 +86,13 @@ def make_batch(
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     k_cache, v_cache = caches.to(DEVICE)
     scales = None
-    if codes is not None:
-        k_scale, v_scale = torch.rand(2, num_kv_heads, device=DEVICE).add(0.5) * 4 / kv_quantization.LARGEST[codes]
+    if kv_dtype is not None:
+        k_scale, v_scale = torch.rand(2, num_kv_heads, device=DEVICE).add(0.5) * 4 / kv_quantization.LARGEST[kv_dtype]
         scales = k_scale, v_scale
-        k_cache, v_cache = encode_reference(k_cache, k_scale, codes), encode_reference(v_cache, v_scale, codes)
+        k_cache, v_cache = (
+            quantize_kv_reference(k_cache, k_scale, kv_dtype),
+            quantize_kv_reference(v_cache, v_scale, kv_dtype),
+        )
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     moved = (t.to(DEVICE) for t in (tables, rows, starts, seq_lens))
     return Batch(wide[:, :num_heads], k_cache, v_cache, *moved, scales)  # tokens of q lie apart
@@ -107,7 +116,7 @@ def plan_for(
 
 
 def reference(batch: Batch, query_lens: list[int], scale: float, window: int | None, cap: float | None) -> torch.Tensor:
-    k, v = batch.numbers()
+    k, v = batch.dequantized()
     lens, tables = batch.seq_lens.tolist(), batch.tables[batch.rows.long()]
     return paged_attention_reference(batch.q.double(), k, v, tables, query_lens, lens, scale, window, cap)
 
@@ -127,7 +136,7 @@ class Kind(NamedTuple):
     block_size: int = 16
     window: int | None = None
     cap: float | None = None
-    codes: torch.dtype | None = None
+    kv_dtype: torch.dtype | None = None
 
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -139,10 +148,10 @@ KINDS = [
     Kind((4, 1), 80, torch.float32, window=50),
     Kind((4, 2), 64, HALF, window=1),
     Kind((2, 2), 256, HALF),
-    Kind((1, 1), 32, torch.float32, codes=INT8),
-    Kind((4, 2), 128, HALF, codes=FP8),
-    Kind((6, 2), 64, torch.float16, 48, cap=20.0, codes=INT8),
-    Kind((4, 1), 80, torch.float32, window=50, codes=FP8),
+    Kind((1, 1), 32, torch.float32, kv_dtype=INT8),
+    Kind((4, 2), 128, HALF, kv_dtype=FP8),
+    Kind((6, 2), 64, torch.float16, 48, cap=20.0, kv_dtype=INT8),
+    Kind((4, 1), 80, torch.float32, window=50, kv_dtype=FP8),
 ]
 kinds = st.sampled_from(KINDS)
 examples = settings(max_examples=12 if not ON_GPU else 80)
@@ -155,16 +164,16 @@ def test_one_token_a_sequence(lens: list[int], kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("has_fp8", [True, False], ids=["cast", "shifted"])
-def test_codes_with_and_without_an_instruction_for_e4m3(has_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_kv_with_and_without_an_instruction_for_e4m3(has_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
-    for kind in (Kind((4, 2), 64, HALF, codes=FP8), Kind((2, 1), 32, torch.float32, codes=FP8)):
+    for kind in (Kind((4, 2), 64, HALF, kv_dtype=FP8), Kind((2, 1), 32, torch.float32, kv_dtype=FP8)):
         check_one_token([100, 3], kind)
         check_fused([40, 17], kind, has_norm=False)
 
 
 def check_one_token(lens: list[int], kind: Kind) -> None:
     query_lens = [1] * len(lens)
-    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype, kind.codes)
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype, kind.kv_dtype)
     plan = plan_for(batch, kind.heads[0], 1, kind.window)
     expected = reference(batch, query_lens, 0.3, kind.window, kind.cap)
     where = (batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3)
@@ -184,7 +193,7 @@ def check_one_token(lens: list[int], kind: Kind) -> None:
 def test_several_tokens_a_sequence(sizes: list[tuple[int, int]], most: int, kind: Kind) -> None:
     query_lens = [min(count, most) for _, count in sizes]
     lens = [before + count - 1 for (before, _), count in zip(sizes, query_lens, strict=True)]
-    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, 16, kind.dtype, kind.codes)
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, 16, kind.dtype, kind.kv_dtype)
     plan = plan_for(batch, kind.heads[0], most, kind.window)
     out = paged_decode_triton(
         *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3, kind.window),
@@ -220,7 +229,7 @@ def trees(draw: st.DrawFn) -> list[list[int]]:
             KINDS[1],
             Kind((4, 1), 80, torch.float32, window=20),
             Kind((2, 2), 64, HALF, 48, window=2),
-            Kind((2, 1), 64, HALF, codes=FP8),
+            Kind((2, 1), 64, HALF, kv_dtype=FP8),
         ]
     ),
 )
@@ -230,7 +239,7 @@ def test_a_tree_of_drafts(tree: list[list[int]], sizes: list[tuple[int, int]], f
     most = len(tree) - first
     befores, query_lens = [before for before, _ in sizes], [min(count, most) for _, count in sizes]
     lens = [before + first + count for before, count in zip(befores, query_lens, strict=True)]
-    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype, kind.codes)
+    batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype, kind.kv_dtype)
     out = paged_decode_triton(
         *(batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start),
         *(plan_for(batch, kind.heads[0], most, kind.window, num_before=first), 0.3, kind.window),
@@ -259,7 +268,7 @@ def attend_to(batch: Batch, kind: Kind, seq: int, token: int, keys: list[int]) -
     table = batch.tables[batch.rows[seq].long()].tolist()
     slots = [table[i // kind.block_size] * kind.block_size + i % kind.block_size for i in keys]
     group = kind.heads[0] // kind.heads[1]
-    k, v = (cache.flatten(0, 1)[slots].repeat_interleave(group, dim=1) for cache in batch.numbers())
+    k, v = (cache.flatten(0, 1)[slots].repeat_interleave(group, dim=1) for cache in batch.dequantized())
     weights = (torch.einsum("hd,khd->hk", batch.q[token].double(), k) * 0.3).softmax(dim=-1)
     return torch.einsum("hk,khd->hd", weights, v)
 
@@ -303,9 +312,9 @@ def test_hopper_copies_do_not_cross_blocks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = False) -> None:
-    (num_heads, num_kv_heads), head_size, dtype, size, window, _, codes = kind
+    (num_heads, num_kv_heads), head_size, dtype, size, window, _, kv_dtype = kind
     query_lens = [1] * len(lens)
-    batch = make_batch(lens, query_lens, kind.heads, head_size, size, dtype, codes)
+    batch = make_batch(lens, query_lens, kind.heads, head_size, size, dtype, kv_dtype)
     qkv = torch.randn(len(lens), num_heads + 2 * num_kv_heads, head_size).to(dtype).to(DEVICE)
     angles = torch.rand(len(lens), 1, head_size // 2, device=DEVICE) * 6
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(dtype)
@@ -317,13 +326,13 @@ def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = F
             for row, n in zip(batch.rows, lens, strict=True)
         ]
     )
-    caches = batch.numbers()
+    caches = batch.dequantized()
     turned = qkv.double()
     rope_kv_write_reference(
         turned, cos.double(), signed_sin.double(), None if weight is None else weight.double(), 1e-6, *caches, slots
     )
     for cache in (batch.k_cache, batch.v_cache):  # what is written may not be read before
-        as_bytes(cache).flatten(0, 1)[slots] = torch.nan if codes is None else 127
+        as_bytes(cache).flatten(0, 1)[slots] = torch.nan if kv_dtype is None else 127
     plan = plan_for(batch, num_heads, 1, window, True, on_hopper)
     before = qkv.clone()
     out = fused_paged_decode(
@@ -338,23 +347,23 @@ def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = F
         written = written._replace(k_cache=read[1], v_cache=read[2])
     assert_near(out, reference(written, query_lens, 0.3, window, None))
     for cache, expected in zip(
-        (batch.k_cache, batch.v_cache) if codes is None else batch.numbers(), caches, strict=True
+        (batch.k_cache, batch.v_cache) if kv_dtype is None else batch.dequantized(), caches, strict=True
     ):
         mine, theirs = cache.flatten(0, 1)[slots], expected.flatten(0, 1)[slots]
-        if codes is None:
+        if kv_dtype is None:
             assert_near(mine, theirs)
             continue
         scale = batch.scales[0 if expected is caches[0] else 1].double()[:, None]
-        assert_rounded(mine / scale, theirs / scale, codes, TOLERANCE[dtype])
+        assert_rounded(mine / scale, theirs / scale, kv_dtype, TOLERANCE[dtype])
 
 
-def assert_rounded(codes: torch.Tensor, numbers: torch.Tensor, dtype: torch.dtype, tolerance: float) -> None:
-    """Codes are next to the numbers, in steps; what is between two may go either way."""
-    numbers = numbers.clamp(-kv_quantization.LARGEST[dtype], kv_quantization.LARGEST[dtype])
-    step = torch.ones_like(numbers)
+def assert_rounded(quantized: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, tolerance: float) -> None:
+    """Quantized values are next to the exact ones, in steps; what is between two may go either way."""
+    exact = exact.clamp(-kv_quantization.LARGEST[dtype], kv_quantization.LARGEST[dtype])
+    step = torch.ones_like(exact)
     if dtype == FP8:
-        step = torch.exp2(numbers.abs().clamp(min=2.0**-6).log2().floor() - 3)
-    assert ((codes - numbers).abs() <= 0.51 * step + tolerance * numbers.abs()).all()
+        step = torch.exp2(exact.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    assert ((quantized - exact).abs() <= 0.51 * step + tolerance * exact.abs()).all()
 
 
 @pytest.mark.parametrize("num_seqs", [5, 6, 8, 12, 16, 20, 24])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from teachllm_kernels._triton import triton
 from teachllm_kernels.attention import kv_quantization
 from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill, hopper_prefill
-from teachllm_kernels.attention.kv_quantization import LARGEST, KVScales, decode_reference, encode_reference
+from teachllm_kernels.attention.kv_quantization import LARGEST, KVScales, dequantize_kv_reference, quantize_kv_reference
 from teachllm_kernels.attention.paged_attention import paged_attention_reference
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
 from teachllm_kernels.attention.prefill_plan import plan_prefill
@@ -42,7 +42,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     soft_cap: float | None = None
-    codes: torch.dtype | None = None  # of K and V, for a cache of them
+    kv_dtype: torch.dtype | None = None  # of a quantized cache
 
     @property
     def kv_lens(self) -> list[int]:
@@ -69,9 +69,12 @@ def draw_inputs(shape: Shape, seed: int) -> dict[str, Any]:
         caches[:, blocks[token // shape.block_size].long(), token % shape.block_size] = content
     lens = torch.tensor([0, *shape.query_lens]).cumsum(0, dtype=torch.int32)
     scales, kept = None, (caches[0].to(shape.dtype), caches[1].to(shape.dtype))
-    if shape.codes is not None:
-        k_scale, v_scale = torch.rand(2, shape.num_kv_heads, generator=generator).add(0.5) * 4 / LARGEST[shape.codes]
-        kept = (encode_reference(kept[0], k_scale, shape.codes), encode_reference(kept[1], v_scale, shape.codes))
+    if shape.kv_dtype is not None:
+        k_scale, v_scale = torch.rand(2, shape.num_kv_heads, generator=generator).add(0.5) * 4 / LARGEST[shape.kv_dtype]
+        kept = (
+            quantize_kv_reference(kept[0], k_scale, shape.kv_dtype),
+            quantize_kv_reference(kept[1], v_scale, shape.kv_dtype),
+        )
         scales = (k_scale.to(DEVICE), v_scale.to(DEVICE))
     inputs = {
         "q": wide.to(shape.dtype).to(DEVICE)[:, :num_heads],
@@ -96,8 +99,8 @@ def expected(shape: Shape, inputs: dict[str, Any]) -> torch.Tensor:
     q, k_cache, v_cache = (inputs[name].double() for name in ("q", "k_cache", "v_cache"))
     if inputs["scales"] is not None:
         k_scale, v_scale = inputs["scales"]
-        k_cache = decode_reference(k_cache, k_scale, torch.float64)
-        v_cache = decode_reference(v_cache, v_scale, torch.float64)
+        k_cache = dequantize_kv_reference(k_cache, k_scale, torch.float64)
+        v_cache = dequantize_kv_reference(v_cache, v_scale, torch.float64)
     k_cache, v_cache = k_cache.nan_to_num(), v_cache.nan_to_num()
     tables = inputs["block_tables"][inputs["rows"].long()].where(
         torch.arange(inputs["block_tables"].shape[1], device=DEVICE)
@@ -159,7 +162,7 @@ def shapes(draw: st.DrawFn, dtypes: list[torch.dtype], longest: int) -> Shape:
         dtype=draw(st.sampled_from(dtypes)),
         window=draw(st.none() | st.integers(1, 2 * longest)),
         soft_cap=draw(st.sampled_from([None, 0.5, 30.0])),
-        codes=draw(st.sampled_from([None, None, torch.float8_e4m3fn, torch.int8])),
+        kv_dtype=draw(st.sampled_from([None, None, torch.float8_e4m3fn, torch.int8])),
     )
 
 
@@ -176,8 +179,8 @@ HOPPER_SHAPES = [
     {"head_size": 128, "group": 64, "num_kv_heads": 1, "dtype": torch.bfloat16, "window": 1},
     {"head_size": 64, "group": 8, "num_kv_heads": 2, "dtype": torch.bfloat16, "block_size": 48},
     {"head_size": 64, "group": 1, "num_kv_heads": 3, "dtype": torch.float16, "window": 700},
-    {"head_size": 128, "group": 4, "num_kv_heads": 8, "dtype": torch.bfloat16, "codes": torch.float8_e4m3fn},
-    {"head_size": 64, "group": 8, "num_kv_heads": 2, "dtype": torch.float16, "codes": torch.int8, "window": 100},
+    {"head_size": 128, "group": 4, "num_kv_heads": 8, "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
+    {"head_size": 64, "group": 8, "num_kv_heads": 2, "dtype": torch.float16, "kv_dtype": torch.int8, "window": 100},
 ]
 
 
@@ -276,9 +279,9 @@ def test_every_head_size_fits_on_the_gpu(head_size: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("has_fp8", [True, False], ids=["cast", "shifted"])
-def test_codes_with_and_without_an_instruction_for_e4m3(has_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_kv_with_and_without_an_instruction_for_e4m3(has_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
-    check(Shape([40, 1, 7], [20, 30, 0], head_size=64, dtype=torch.float16, codes=torch.float8_e4m3fn))
+    check(Shape([40, 1, 7], [20, 30, 0], head_size=64, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize(("window", "block_size"), [(1, 16), (16, 48), (64, 16), (65, 32), (1000, 16)])
@@ -322,7 +325,7 @@ KINDS = [
     *(Shape([], [], dtype=torch.float32, window=window) for window in (None, 40)),
     Shape([], [], group=4, head_size=64, dtype=torch.float16 if DEVICE == "cpu" else torch.bfloat16),
     Shape([], [], num_kv_heads=1, group=3, dtype=torch.float16, window=100, soft_cap=30.0),
-    Shape([], [], group=4, dtype=torch.float16, codes=torch.float8_e4m3fn),
+    Shape([], [], group=4, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn),
 ]
 
 

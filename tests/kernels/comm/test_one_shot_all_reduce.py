@@ -118,8 +118,8 @@ def test_a_norm_that_quantizes_does_so_too() -> None:
     residual, weight = torch.randn(3, SIZE, device=DEVICE).to(dtype), torch.ones(SIZE, device=DEVICE, dtype=dtype)
 
     def norm(y: torch.Tensor | Unsummed) -> tuple[torch.Tensor, ...]:
-        (codes, scales), x = rms_norm_quantized_triton(y, residual, weight, 1e-6, torch.int8)
-        return codes, scales, x
+        (values, scales), x = rms_norm_quantized_triton(y, residual, weight, 1e-6, torch.int8)
+        return values, scales, x
 
     expected = norm(torch.stack(parts).float())
     for got in by_all(boxes, parts, lambda rank: norm(Unsummed(parts[rank], boxes[rank]))):

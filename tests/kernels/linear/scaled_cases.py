@@ -1,4 +1,4 @@
-"""Quantized weights for tests: random codes, with scales of every kind. And what Hopper's products must give."""
+"""Quantized weights for tests: random values, with scales of every kind. And what Hopper's products must give."""
 
 from __future__ import annotations
 
@@ -11,35 +11,42 @@ from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, q
 from teachllm_kernels.linear.scaled.scaled_reference import scaled_linear_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CODES = [torch.float8_e4m3fn, torch.int8]
+QUANTIZED_DTYPES = [torch.float8_e4m3fn, torch.int8]
 KINDS = ["tensor", "output", "block"]
 ROUNDED = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 IN_TENSOR_CORES = 3e-3  # sums of e4m3 there, in about 14 bits
-code_dtypes = st.sampled_from(CODES)
+quantized_dtypes = st.sampled_from(QUANTIZED_DTYPES)
 kinds = st.sampled_from(KINDS)
-OF_HOPPER = [(codes, kind) for codes in CODES for kind in KINDS if (codes, kind) != (torch.int8, "block")]
+OF_HOPPER = [
+    (quantized_dtype, kind)
+    for quantized_dtype in QUANTIZED_DTYPES
+    for kind in KINDS
+    if (quantized_dtype, kind) != (torch.int8, "block")
+]
 hopper_kinds = st.sampled_from(OF_HOPPER)
 
 
-def tolerance(codes: torch.dtype, dtype: torch.dtype, gated: bool = False) -> float:
+def tolerance(quantized_dtype: torch.dtype, dtype: torch.dtype, gated: bool = False) -> float:
     """Of a gated result twice what tensor cores lose: it is a product of two such sums."""
-    in_tensor_cores = DEVICE.type == "cuda" and codes == torch.float8_e4m3fn
+    in_tensor_cores = DEVICE.type == "cuda" and quantized_dtype == torch.float8_e4m3fn
     return ROUNDED[dtype] + (IN_TENSOR_CORES * (2 if gated else 1) if in_tensor_cores else 0)
 
 
-def weight_of(num_rows: int, num_in: int, codes: torch.dtype, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [num_rows, num_in], and their scales: numbers that leave rows about as large as they were."""
-    numbers = torch.randn(num_rows, num_in, device=DEVICE)
+def weight_of(num_rows: int, num_in: int, quantized_dtype: torch.dtype, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantized values [num_rows, num_in], and their scales: numbers that leave rows about as large as they were."""
+    unquantized = torch.randn(num_rows, num_in, device=DEVICE)
     shape = {"tensor": (1, 1), "output": (num_rows, 1), "block": (-(-num_rows // GROUP), -(-num_in // GROUP))}[kind]
-    quantized = quantize_rows_reference(numbers, codes)
+    quantized = quantize_rows_reference(unquantized, quantized_dtype)
     scales = torch.exp2(torch.rand(shape, device=DEVICE)) * quantized.scales.mean() * num_in**-0.5
-    return quantized.codes, scales
+    return quantized.values, scales
 
 
-def rows_of(num_rows: int, num_in: int, codes: torch.dtype, kind: str) -> QuantizedRows:
+def rows_of(num_rows: int, num_in: int, quantized_dtype: torch.dtype, kind: str) -> QuantizedRows:
     """Rows of different sizes, with scales as a weight of this kind wants them."""
     sizes = torch.exp2(torch.randint(-4, 3, (num_rows, 1), device=DEVICE))
-    return quantize_rows_reference(torch.randn(num_rows, num_in, device=DEVICE) * sizes, codes, grouped=kind == "block")
+    return quantize_rows_reference(
+        torch.randn(num_rows, num_in, device=DEVICE) * sizes, quantized_dtype, grouped=kind == "block"
+    )
 
 
 def bias_of(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -59,7 +66,7 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) 
 
 
 def check_few_rows_on_hopper(
-    num_rows: int, shape: tuple[int, int], codes: torch.dtype, kind: str, has_bias: bool, form: str
+    num_rows: int, shape: tuple[int, int], quantized_dtype: torch.dtype, kind: str, has_bias: bool, form: str
 ) -> None:
     """`hopper_scaled_linear` against the definition.
 
@@ -68,20 +75,20 @@ def check_few_rows_on_hopper(
     """
     gated, parts = form == "gated", form == "parts"
     num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
-    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, codes, kind)
-    x = rows_of(num_rows, num_in, codes, kind)
+    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, quantized_dtype, kind)
+    x = rows_of(num_rows, num_in, quantized_dtype, kind)
     bias = bias_of(len(weight), torch.bfloat16) if has_bias else None
     y = hopper_scaled_linear(x, weight, scales, bias, gated, parts)
     y = y.sum(0) if parts else y
     dtype = torch.float32 if parts else torch.bfloat16
     assert y.dtype == dtype and y.shape == (num_rows, num_out)
-    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, dtype, gated))
+    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(quantized_dtype, dtype, gated))
 
 
 def check_many_rows_on_hopper(
     num_rows: int,
     shape: tuple[int, int],
-    codes: torch.dtype,
+    quantized_dtype: torch.dtype,
     kind: str,
     has_bias: bool,
     gated: bool,
@@ -89,9 +96,11 @@ def check_many_rows_on_hopper(
 ) -> None:
     """`hopper_scaled_mm` against the definition."""
     num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
-    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, codes, kind)
-    x = rows_of(num_rows, num_in, codes, kind)
+    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, quantized_dtype, kind)
+    x = rows_of(num_rows, num_in, quantized_dtype, kind)
     bias = bias_of(len(weight), torch.bfloat16) if has_bias else None
     y = hopper_scaled_mm(x, weight, scales, bias, gated, level=level)
-    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, torch.bfloat16, gated))
+    assert_near(
+        y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(quantized_dtype, torch.bfloat16, gated)
+    )
     assert torch.equal(y, hopper_scaled_mm(x, weight, scales, bias, gated, level=level))

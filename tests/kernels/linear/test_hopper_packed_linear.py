@@ -26,14 +26,14 @@ KINDS = ["4 bits", "4 bits, zeros", "8 bits", "8 bits, zeros", "e2m1"]
 def weight_of(
     num_in: int, num_out: int, group_size: int, kind: str, scale_dtype: torch.dtype, is_gated: bool
 ) -> PackedWeight:
-    """Random codes; scales of either sign that leave rows about as large as they were."""
+    """Return random values; scales of either sign that leave rows about as large as they were."""
     bits, device = 8 if kind.startswith("8") else 4, "cuda" if ON_HOPPER else "cpu"
     num_groups = num_in // group_size
-    codes = torch.randint(1 << bits, (num_out, num_in), dtype=torch.uint8, device=device)
+    qweight = torch.randint(1 << bits, (num_out, num_in), dtype=torch.uint8, device=device)
     signs = torch.randint(2, (num_out, num_groups), device=device) * 2 - 1
     scales = (0.5 + torch.rand(num_out, num_groups, device=device)) * signs * 4 / (1 << bits) * num_in**-0.5
     zeros = torch.randint(1 << bits, (num_out, num_groups), device=device) if "zeros" in kind else None
-    return pack(codes, scales.to(scale_dtype), zeros, bits, kind == "e2m1", is_gated)
+    return pack(qweight, scales.to(scale_dtype), zeros, bits, kind == "e2m1", is_gated)
 
 
 @pytest.mark.gpu
@@ -67,8 +67,8 @@ def test_products(
         y = y.sum(0)
     else:
         assert y.dtype == dtype
-    numbers, wide = dequantize_reference(weight, torch.float64), None if bias is None else bias.double()
-    expected = gemv_reference(x.double(), numbers, wide, gated=gated)
+    dequantized, wide = dequantize_reference(weight, torch.float64), None if bias is None else bias.double()
+    expected = gemv_reference(x.double(), dequantized, wide, gated=gated)
     error = (y.double() - expected).norm(dim=-1) / expected.norm(dim=-1)  # of each row
     assert y.isfinite().all() and error.max() < 1e-2, f"{float(error.max()):.1e}"
 
@@ -80,9 +80,9 @@ def test_products(
 def test_all_inputs_are_multiplied_once(
     num_rows: int, num_in: int, num_blocks: int, bits: int, group_size: int, parts: bool
 ) -> None:
-    codes = torch.empty((num_blocks, num_in * bits // 256, 32, 4), dtype=torch.int32, device="meta")
+    qweight = torch.empty((num_blocks, num_in * bits // 256, 32, 4), dtype=torch.int32, device="meta")
     scales = torch.empty((num_blocks, max(num_in // group_size, 1), 8, 2), device="meta")
-    tiling = _tiling(num_rows, PackedWeight(codes, scales, None, bits, group_size, num_in, 16 * num_blocks), parts)
+    tiling = _tiling(num_rows, PackedWeight(qweight, scales, None, bits, group_size, num_in, 16 * num_blocks), parts)
     assert tiling.tiles % tiling.turns == 0 and 1 in (tiling.stripes, tiling.turns)
     of_program = 128 * tiling.tiles
     assert (tiling.splits - 1) * of_program < num_in <= tiling.splits * of_program

@@ -1,4 +1,4 @@
-"""Hopper's products of 8-bit codes, interpreted: what they compute, and that their warps wait for each other."""
+"""Hopper's products of 8-bit values, interpreted: what they compute, and that their warps wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of packed codes against their definition: in Triton's interpreter, natively where there is a GPU."""
+"""Products of packed values against their definition: in Triton's interpreter, natively where there is a GPU."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def compute_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
             return value.data
         return torch.from_numpy(np.ascontiguousarray(value.data).view(np.int16)).view(torch.bfloat16).float().numpy()
 
-    def narrow(numbers: np.ndarray) -> Any:
-        bits = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32)).bfloat16().view(torch.int16)
+    def narrow(dequantized: np.ndarray) -> Any:
+        bits = torch.from_numpy(np.ascontiguousarray(dequantized, dtype=np.float32)).bfloat16().view(torch.int16)
         return interpreter.TensorHandle(bits.numpy().view(np.uint16), tl.bfloat16)
 
     def exact_binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
@@ -87,14 +87,14 @@ def arithmetic() -> Iterator[None]:
 def weight_of(
     shape: tuple[int, int, int], kind: str, scale_dtype: torch.dtype = torch.float16, is_gated: bool = False
 ) -> PackedWeight:
-    """Random codes; scales of either sign that leave rows about as large as they were."""
+    """Return random values; scales of either sign that leave rows about as large as they were."""
     (num_in, num_out, group_size), bits = shape, 8 if kind.startswith("8") else 4
     num_groups = num_in // group_size
-    codes = torch.randint(1 << bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE)
+    qweight = torch.randint(1 << bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE)
     signs = torch.randint(2, (num_out, num_groups), device=DEVICE) * 2 - 1
     scales = (0.5 + torch.rand(num_out, num_groups, device=DEVICE)) * signs * 4 / (1 << bits) * num_in**-0.5
     zeros = torch.randint(1 << bits, (num_out, num_groups), device=DEVICE) if "zeros" in kind else None
-    return pack(codes, scales.to(scale_dtype), zeros, bits, kind == "e2m1", is_gated)
+    return pack(qweight, scales.to(scale_dtype), zeros, bits, kind == "e2m1", is_gated)
 
 
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -132,49 +132,49 @@ def test_unpacking_gives_back_what_was_packed(
 ) -> None:
     num_out *= 2 if is_gated else 1
     num_in, bits = num_groups * group_size, 8 if kind.startswith("8") else 4
-    codes = torch.randint(1 << bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE)
+    qweight = torch.randint(1 << bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE)
     scales = randn(num_out, num_groups, dtype=torch.bfloat16)
     zeros = torch.randint(1 << bits, (num_out, num_groups), device=DEVICE).int() if "zeros" in kind else None
-    weight = pack(codes, scales, zeros, bits, kind == "e2m1", is_gated)
+    weight = pack(qweight, scales, zeros, bits, kind == "e2m1", is_gated)
     assert (weight.num_out, weight.num_in, weight.group_size) == (num_out, num_in, group_size)
     found = unpack(weight)
-    assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
+    assert torch.equal(found[0], qweight) and torch.equal(found[1], scales)
     assert found[2] is None if zeros is None else torch.equal(found[2], zeros)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_thread_has_the_codes_of_its_fragments_in_one_piece(bits: int, is_gated: bool) -> None:
-    codes = torch.randint(1 << bits, (32, 128), dtype=torch.uint8)
-    weight = pack(codes, torch.ones(32, 1), None, bits, is_gated=is_gated)
-    words = weight.codes.long() & 0xFFFFFFFF
+def test_a_thread_has_the_values_of_its_fragments_in_one_piece(bits: int, is_gated: bool) -> None:
+    qweight = torch.randint(1 << bits, (32, 128), dtype=torch.uint8)
+    weight = pack(qweight, torch.ones(32, 1), None, bits, is_gated=is_gated)
+    words = weight.qweight.long() & 0xFFFFFFFF
     for block, g, q, step, i, j, h in np.ndindex(2, 8, 4, 8, 2, 2, 2):
         output = i * 16 + block * 8 + g if is_gated else block * 16 + i * 8 + g
-        code = int(codes[output, 16 * step + 8 * j + 2 * q + h])
+        value = int(qweight[output, 16 * step + 8 * j + 2 * q + h])
         of_block = words[block, step * bits // 16, 4 * g + q]
         word = of_block[step % 4] if bits == 4 else of_block[step % 2 * 2 + i]
         shift = 4 * (i + 2 * j) if bits == 4 else 8 * j
-        assert word >> (shift + 16 * h) & (1 << bits) - 1 == code
+        assert word >> (shift + 16 * h) & (1 << bits) - 1 == value
 
 
 def test_groups_that_cannot_be_multiplied_are_refused_with_the_way_out() -> None:
-    codes = torch.zeros(16, 72, dtype=torch.uint8)
+    qweight = torch.zeros(16, 72, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"9 groups of 72 inputs.*multiple of 16.*dequantize this weight"):
-        pack(codes, torch.ones(16, 9), None, 4)
+        pack(qweight, torch.ones(16, 9), None, 4)
     with pytest.raises(ValueError, match="5 groups of 72 inputs"):
-        pack(codes, torch.ones(16, 5), None, 4)
+        pack(qweight, torch.ones(16, 5), None, 4)
 
 
-def test_numbers_are_what_the_definition_says() -> None:
-    codes = torch.arange(16, dtype=torch.uint8)[None]
+def test_dequantized_weights_are_those_of_the_definition() -> None:
+    qweight = torch.arange(16, dtype=torch.uint8)[None]
     scales = torch.tensor([[-0.25]], dtype=torch.float16)
-    numbers = dequantize_reference(pack(codes, scales, None, 4), torch.float32)
-    assert numbers.tolist() == [[-0.25 * (code - 8) for code in range(16)]]
-    numbers = dequantize_reference(pack(codes, scales, torch.tensor([[3]]), 4), torch.float32)
-    assert numbers.tolist() == [[-0.25 * (code - 3) for code in range(16)]]
-    numbers = dequantize_reference(pack(codes, scales, None, 4, is_e2m1=True), torch.float32)
+    dequantized = dequantize_reference(pack(qweight, scales, None, 4), torch.float32)
+    assert dequantized.tolist() == [[-0.25 * (value - 8) for value in range(16)]]
+    dequantized = dequantize_reference(pack(qweight, scales, torch.tensor([[3]]), 4), torch.float32)
+    assert dequantized.tolist() == [[-0.25 * (value - 3) for value in range(16)]]
+    dequantized = dequantize_reference(pack(qweight, scales, None, 4, is_e2m1=True), torch.float32)
     steps = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    assert numbers.tolist() == [[-0.25 * step for step in [*steps, *(-step for step in steps)]]]
+    assert dequantized.tolist() == [[-0.25 * step for step in [*steps, *(-step for step in steps)]]]
 
 
 @few
@@ -183,10 +183,10 @@ def test_dequantizing_is_exact(
     shape: tuple[int, int, int], kind: str, dtype: torch.dtype, scale_dtype: torch.dtype, is_gated: bool
 ) -> None:
     weight = weight_of(shape, kind, scale_dtype, is_gated)
-    numbers = dequantize_triton(weight, dtype)
-    assert torch.equal(numbers, dequantize_reference(weight, dtype))
-    out = torch.full_like(numbers, torch.nan)
-    assert dequantize_triton(weight, dtype, out) is out and torch.equal(out, numbers)
+    dequantized = dequantize_triton(weight, dtype)
+    assert torch.equal(dequantized, dequantize_reference(weight, dtype))
+    out = torch.full_like(dequantized, torch.nan)
+    assert dequantize_triton(weight, dtype, out) is out and torch.equal(out, dequantized)
 
 
 @few
@@ -217,9 +217,9 @@ def test_one_row(
         y = packed_gemv_triton(x, weight, bias, None if norm_weight is None else (norm_weight, 1e-6), residual, gated)
     assert y.dtype == dtype
     norm = None if norm_weight is None else (norm_weight.double(), 1e-6)
-    numbers = dequantize_reference(weight, torch.float64)
-    expected = gemv_reference(x.double(), numbers, wide(bias), norm, wide(residual), gated)
-    size = size_of_gated(gemv_reference(x.double(), numbers, wide(bias), norm)) if gated else None
+    dequantized = dequantize_reference(weight, torch.float64)
+    expected = gemv_reference(x.double(), dequantized, wide(bias), norm, wide(residual), gated)
+    size = size_of_gated(gemv_reference(x.double(), dequantized, wide(bias), norm)) if gated else None
     assert_near(y, expected, dtype, size)
 
 
@@ -246,14 +246,14 @@ def test_few_rows(
     x = randn(num_rows, num_in, dtype=dtype)
     bias = randn(num_out, dtype=dtype) if has_bias else None
     y = packed_linear_triton(x, weight, bias, how == "gated", how == "parts")
-    numbers = dequantize_reference(weight, torch.float64)
-    expected = gemv_reference(x.double(), numbers, wide(bias), gated=how == "gated")
+    dequantized = dequantize_reference(weight, torch.float64)
+    expected = gemv_reference(x.double(), dequantized, wide(bias), gated=how == "gated")
     if how == "parts":
         assert y.dtype == torch.float32 and y.shape[1:] == (num_rows, num_out)
         assert_near(y.sum(0), expected, dtype)
     else:
         assert y.dtype == dtype
-        size = size_of_gated(gemv_reference(x.double(), numbers, wide(bias))) if how == "gated" else None
+        size = size_of_gated(gemv_reference(x.double(), dequantized, wide(bias))) if how == "gated" else None
         assert_near(y, expected, dtype, size)
         if num_in > 500:  # programs share outputs, and leave their counters as they were
             assert torch.equal(packed_linear_triton(x, weight, bias, how == "gated"), y)
@@ -281,9 +281,9 @@ def test_all_inputs_are_multiplied_once_and_all_arrivals_counted(
     num_rows: int, num_in: int, num_out: int, bits: int, group_size: int, most_bytes: int
 ) -> None:
     blocks = -(-num_out // 16)
-    codes = torch.empty((blocks, num_in * bits // 256, 32, 4), dtype=torch.int32, device="meta")
+    qweight = torch.empty((blocks, num_in * bits // 256, 32, 4), dtype=torch.int32, device="meta")
     scales = torch.empty((blocks, max(num_in // group_size, 1), 8, 2), device="meta")
-    weight = PackedWeight(codes, scales, None, bits, group_size, num_in, num_out)
+    weight = PackedWeight(qweight, scales, None, bits, group_size, num_in, num_out)
     tiling = packed_linear._tiling(num_rows, weight, torch.bfloat16, most_bytes)
     tiles = tiling.splits * tiling.tiles
     assert tiles * tiling.tile_k >= num_in and (tiles - tiling.tiles) * tiling.tile_k < num_in
@@ -314,10 +314,10 @@ def test_launchers_refuse_what_they_would_compute_wrongly() -> None:
         dequantize_triton(weight, torch.float16, x.new_zeros(32, 64))
 
 
-def test_what_must_be_read_is_codes_scales_and_zeros() -> None:
+def test_what_must_be_read_is_values_scales_and_zeros() -> None:
     plain, with_zeros = (weight_of((4096, 64, 128), kind) for kind in ("4 bits", "4 bits, zeros"))
-    numbers, groups = 4096 * 64, 32 * 64
-    assert cost(2, plain) == (numbers // 2 + groups * 2 + 2 * 2 * (4096 + 64), 4 * numbers)
+    dequantized, groups = 4096 * 64, 32 * 64
+    assert cost(2, plain) == (dequantized // 2 + groups * 2 + 2 * 2 * (4096 + 64), 4 * dequantized)
     assert cost(2, with_zeros)[0] == cost(2, plain)[0] + groups
 
 
@@ -328,17 +328,17 @@ def test_layers_of_a_large_model(name: str, kind: str) -> None:
     (num_in, num_out), gated = QWEN3_8B[name], name == "gate, up"
     weight = weight_of((num_in, num_out, 32 if kind == "e2m1" else 128), kind, is_gated=gated)
     assert torch.equal(dequantize_triton(weight, torch.bfloat16), dequantize_reference(weight, torch.bfloat16))
-    numbers = dequantize_reference(weight, torch.float32)
+    dequantized = dequantize_reference(weight, torch.float32)
     norm_weight = randn(num_in, dtype=torch.bfloat16)
     for num_rows in (1, 2, 16, 33, 64, 100, 128, MAX_ROWS):
         x = randn(num_rows, num_in, dtype=torch.bfloat16)
-        expected = gemv_reference(x.float(), numbers, gated=gated).double()
+        expected = gemv_reference(x.float(), dequantized, gated=gated).double()
         assert_near(packed_linear_triton(x, weight, gated=gated), expected, torch.bfloat16)
         if not gated:
             assert_near(packed_linear_triton(x, weight, parts=True).sum(0), expected, torch.bfloat16)
     x, residual = randn(1, num_in, dtype=torch.bfloat16), randn(1, num_out, dtype=torch.bfloat16)
     residual = residual[:, : num_out // (2 if gated else 1)].contiguous()
-    expected = gemv_reference(x.float(), numbers, None, (norm_weight.float(), 1e-6), residual.float(), gated)
+    expected = gemv_reference(x.float(), dequantized, None, (norm_weight.float(), 1e-6), residual.float(), gated)
     first = packed_gemv_triton(x, weight, None, (norm_weight, 1e-6), residual, gated)
     assert_near(first, expected.double(), torch.bfloat16)
     for _ in range(20):  # one behind the other, each on its way before the one in front has ended

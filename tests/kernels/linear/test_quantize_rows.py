@@ -1,4 +1,4 @@
-"""Rows as codes: every way to them gives the same ones, and they are near the numbers."""
+"""Quantized rows: every way to them gives the same ones, and they are near the original."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.kernels.rounding import round_as_a_gpu
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 few = settings(max_examples=12 if DEVICE.type == "cpu" else 60)
-CODES = [torch.float8_e4m3fn, torch.int8]
+QUANTIZED_DTYPES = [torch.float8_e4m3fn, torch.int8]
 STEP = {torch.float8_e4m3fn: 2**-4, torch.int8: 0.5 / 127.5}  # half a step: of the number itself, of the largest number
-code_dtypes = st.sampled_from(CODES)
+quantized_dtypes = st.sampled_from(QUANTIZED_DTYPES)
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 kinds = st.sampled_from(["dynamic", "static", "grouped"])
 
@@ -49,64 +49,75 @@ def options(kind: str, scale: float = 0.01) -> dict:
 
 
 def assert_same(quantized: QuantizedRows, expected: QuantizedRows) -> None:
-    assert quantized.codes.dtype == expected.codes.dtype
-    assert quantized.codes.is_contiguous() and quantized.scales.t().is_contiguous()
+    assert quantized.values.dtype == expected.values.dtype
+    assert quantized.values.is_contiguous() and quantized.scales.t().is_contiguous()
     assert torch.equal(quantized.scales, expected.scales)
-    assert torch.equal(quantized.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(quantized.values.view(torch.uint8), expected.values.view(torch.uint8))
     assert quantized.dequantize().isfinite().all()
 
 
 @few
-@given(st.integers(1, 5), st.sampled_from([1, 8, 100, 128, 129, 1000, 3000]), dtypes, code_dtypes, kinds)
-def test_codes_are_those_of_the_definition(
-    num_rows: int, size: int, dtype: torch.dtype, codes: torch.dtype, kind: str
+@given(st.integers(1, 5), st.sampled_from([1, 8, 100, 128, 129, 1000, 3000]), dtypes, quantized_dtypes, kinds)
+def test_rows_are_quantized_as_defined(
+    num_rows: int, size: int, dtype: torch.dtype, quantized_dtype: torch.dtype, kind: str
 ) -> None:
     x = randn(num_rows, size, dtype=dtype)
-    assert_same(quantize_rows_triton(x, codes, **options(kind)), quantize_rows_reference(x, codes, **options(kind)))
+    assert_same(
+        quantize_rows_triton(x, quantized_dtype, **options(kind)),
+        quantize_rows_reference(x, quantized_dtype, **options(kind)),
+    )
 
 
-@given(st.integers(1, 300), code_dtypes, st.booleans())
-def test_codes_are_near_the_numbers(size: int, codes: torch.dtype, grouped: bool) -> None:
+@given(st.integers(1, 300), quantized_dtypes, st.booleans())
+def test_dequantized_rows_are_near_the_original(size: int, quantized_dtype: torch.dtype, grouped: bool) -> None:
     x = randn(3, size, dtype=torch.float32)
-    quantized = quantize_rows_reference(x, codes, grouped=grouped)
+    quantized = quantize_rows_reference(x, quantized_dtype, grouped=grouped)
     assert quantized.scales.shape == (3, -(-size // GROUP) if grouped else 1)
     largest = quantized.scales.repeat_interleave(GROUP if grouped else size, dim=1)[:, :size]
-    largest = largest * (448 if codes == torch.float8_e4m3fn else 127.5)
-    size_of_step = x.abs() + largest * 2**-15 if codes == torch.float8_e4m3fn else largest  # and the smallest of e4m3's
-    assert ((quantized.dequantize() - x).abs() <= 1.0001 * STEP[codes] * size_of_step).all()
+    largest = largest * (448 if quantized_dtype == torch.float8_e4m3fn else 127.5)
+    size_of_step = (
+        x.abs() + largest * 2**-15 if quantized_dtype == torch.float8_e4m3fn else largest
+    )  # and the smallest of e4m3's
+    assert ((quantized.dequantize() - x).abs() <= 1.0001 * STEP[quantized_dtype] * size_of_step).all()
 
 
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
 @pytest.mark.parametrize("grouped", [False, True])
-def test_the_largest_number_gets_the_largest_code_wherever_it_stands(codes: torch.dtype, grouped: bool) -> None:
+def test_the_largest_value_gets_the_largest_quantized_value_wherever_it_stands(
+    quantized_dtype: torch.dtype, grouped: bool
+) -> None:
     for at in (0, 130, 299):
         x = torch.full((1, 300), 0.01, device=DEVICE)
         x[0, at] = -7.0
-        quantized = quantize_rows_triton(x, codes, grouped=grouped)
-        is_float = codes == torch.float8_e4m3fn
-        assert quantized.codes[0, at].float() in ((-448,) if is_float else (-127, -128))  # -127.5 is between them
-        assert (quantized.dequantize()[0, at] - x[0, at]).abs() <= 7.0 * (1e-6 if is_float else 1.0001 * STEP[codes])
+        quantized = quantize_rows_triton(x, quantized_dtype, grouped=grouped)
+        is_float = quantized_dtype == torch.float8_e4m3fn
+        assert quantized.values[0, at].float() in ((-448,) if is_float else (-127, -128))  # -127.5 is between them
+        assert (quantized.dequantize()[0, at] - x[0, at]).abs() <= 7.0 * (
+            1e-6 if is_float else 1.0001 * STEP[quantized_dtype]
+        )
 
 
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
 @pytest.mark.parametrize("grouped", [False, True])
-def test_zeros_are_zeros(codes: torch.dtype, grouped: bool) -> None:
+def test_zeros_are_zeros(quantized_dtype: torch.dtype, grouped: bool) -> None:
     x = torch.zeros(2, 200, device=DEVICE)
     x[1, 0] = 1.0
     for quantized in (
-        quantize_rows_triton(x, codes, grouped=grouped),
-        quantize_rows_reference(x, codes, None, grouped),
+        quantize_rows_triton(x, quantized_dtype, grouped=grouped),
+        quantize_rows_reference(x, quantized_dtype, None, grouped),
     ):
         assert quantized.scales.isfinite().all() and (quantized.scales > 0).all()
         assert torch.equal(quantized.dequantize() == 0, x == 0)
 
 
-@pytest.mark.parametrize("codes", CODES)
-def test_numbers_beyond_a_given_scale_get_the_largest_code(codes: torch.dtype) -> None:
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
+def test_values_beyond_a_given_scale_are_clamped(quantized_dtype: torch.dtype) -> None:
     x = torch.tensor([[1e30, -1e30, 448.9, -127.5, 127.3, 500.0, 126.5, 0.5, 1.5]], device=DEVICE)
-    quantized = quantize_rows_triton(x, codes, scale=torch.ones(1, device=DEVICE))
-    assert_same(quantized, quantize_rows_reference(x, codes, scale=torch.ones(1, device=DEVICE)))
-    assert quantized.codes.float()[0, :2].tolist() == ([448, -448] if codes == torch.float8_e4m3fn else [127, -128])
+    quantized = quantize_rows_triton(x, quantized_dtype, scale=torch.ones(1, device=DEVICE))
+    assert_same(quantized, quantize_rows_reference(x, quantized_dtype, scale=torch.ones(1, device=DEVICE)))
+    assert quantized.values.float()[0, :2].tolist() == (
+        [448, -448] if quantized_dtype == torch.float8_e4m3fn else [127, -128]
+    )
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -114,39 +125,54 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     together = quantize_rows_triton(x, torch.int8)
     for row in range(5):
         alone = quantize_rows_triton(x[row : row + 1], torch.int8)
-        assert torch.equal(alone.codes[0], together.codes[row]) and alone.scales[0] == together.scales[row]
+        assert torch.equal(alone.values[0], together.values[row]) and alone.scales[0] == together.scales[row]
 
 
 @few
 @given(
-    st.integers(1, 4), st.sampled_from([96, 130, 1000]), st.booleans(), st.integers(0, 3), dtypes, code_dtypes, kinds
+    st.integers(1, 4),
+    st.sampled_from([96, 130, 1000]),
+    st.booleans(),
+    st.integers(0, 3),
+    dtypes,
+    quantized_dtypes,
+    kinds,
 )
-def test_a_norm_that_quantizes_gives_the_codes_of_what_it_would_have_written(
-    num_rows: int, size: int, has_residual: bool, parts: int, dtype: torch.dtype, codes: torch.dtype, kind: str
+def test_a_norm_that_quantizes_quantizes_what_it_would_have_written(
+    num_rows: int,
+    size: int,
+    has_residual: bool,
+    parts: int,
+    dtype: torch.dtype,
+    quantized_dtype: torch.dtype,
+    kind: str,
 ) -> None:
     residual = randn(num_rows, size, dtype=dtype) if has_residual or parts else None
     y = randn(parts, num_rows, size, dtype=torch.float32) if parts else randn(num_rows, size, dtype=dtype)
     weight = torch.randn(size, device=DEVICE).to(dtype)
     normed, total = rms_norm_triton(y, residual, weight, 1e-6)
-    quantized, same_total = rms_norm_quantized_triton(y, residual, weight, 1e-6, codes, **options(kind))
+    quantized, same_total = rms_norm_quantized_triton(y, residual, weight, 1e-6, quantized_dtype, **options(kind))
     assert torch.equal(total, same_total)
-    assert_same(quantized, quantize_rows_reference(normed, codes, **options(kind)))
+    assert_same(quantized, quantize_rows_reference(normed, quantized_dtype, **options(kind)))
 
 
 @few
-@given(st.integers(1, 4), st.sampled_from([8, 200, 1500]), dtypes, code_dtypes, kinds)
-def test_silu_that_quantizes_gives_the_codes_of_what_it_would_have_written(
-    num_rows: int, size: int, dtype: torch.dtype, codes: torch.dtype, kind: str
+@given(st.integers(1, 4), st.sampled_from([8, 200, 1500]), dtypes, quantized_dtypes, kinds)
+def test_silu_that_quantizes_quantizes_what_it_would_have_written(
+    num_rows: int, size: int, dtype: torch.dtype, quantized_dtype: torch.dtype, kind: str
 ) -> None:
     gate_up = torch.randn(num_rows, 2 * size, device=DEVICE).to(dtype)
-    quantized = silu_and_mul_quantized_triton(gate_up, codes, **options(kind))
-    assert_same(quantized, quantize_rows_reference(silu_and_mul_triton(gate_up), codes, **options(kind)))
+    quantized = silu_and_mul_quantized_triton(gate_up, quantized_dtype, **options(kind))
+    assert_same(quantized, quantize_rows_reference(silu_and_mul_triton(gate_up), quantized_dtype, **options(kind)))
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a model's sizes are too many to interpret")
 @pytest.mark.parametrize("size", [4096, 12288])
-@pytest.mark.parametrize("codes", CODES)
-def test_rows_of_a_model(size: int, codes: torch.dtype) -> None:
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
+def test_rows_of_a_model(size: int, quantized_dtype: torch.dtype) -> None:
     x = randn(2050, size, dtype=torch.bfloat16)
     for kind in ("dynamic", "static", "grouped"):
-        assert_same(quantize_rows_triton(x, codes, **options(kind)), quantize_rows_reference(x, codes, **options(kind)))
+        assert_same(
+            quantize_rows_triton(x, quantized_dtype, **options(kind)),
+            quantize_rows_reference(x, quantized_dtype, **options(kind)),
+        )

@@ -1,4 +1,4 @@
-"""Products of 8-bit codes against their definition: in Triton's interpreter, natively where there is a GPU."""
+"""Products of 8-bit values against their definition: in Triton's interpreter, natively where there is a GPU."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, w
 from teachllm_kernels.linear.scaled.scaled_mm import fits_scaled_mm, scaled_mm
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind, scaled_linear_reference, weight_only_reference
 from tests.kernels.linear.scaled_cases import (
-    CODES,
     DEVICE,
     KINDS,
     OF_HOPPER,
+    QUANTIZED_DTYPES,
     ROUNDED,
     assert_near,
     bias_of,
     check_few_rows_on_hopper,
     check_many_rows_on_hopper,
-    code_dtypes,
     hopper_kinds,
     kinds,
     outputs_of,
+    quantized_dtypes,
     rows_of,
     tolerance,
     weight_of,
@@ -56,18 +56,18 @@ def rounding() -> Iterator[None]:
 
 def row_of(x: QuantizedRows, row: int) -> QuantizedRows:
     """One of them alone, laid out as rows are."""
-    return QuantizedRows(x.codes[row : row + 1], x.scales[row : row + 1].t().contiguous().t())
+    return QuantizedRows(x.values[row : row + 1], x.scales[row : row + 1].t().contiguous().t())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("codes", CODES)
-def test_the_definition_is_the_product_of_what_the_codes_stand_for(codes: torch.dtype, kind: str) -> None:
-    weight, scales = weight_of(300, 200, codes, kind)
-    x = rows_of(3, 200, codes, kind)
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
+def test_the_definition_is_the_product_of_the_dequantized_values(quantized_dtype: torch.dtype, kind: str) -> None:
+    weight, scales = weight_of(300, 200, quantized_dtype, kind)
+    x = rows_of(3, 200, quantized_dtype, kind)
     assert scale_kind(weight, scales) == kind
     by_number = scales if kind != "block" else scales.repeat_interleave(GROUP, 0)[:300].repeat_interleave(GROUP, 1)
-    numbers = weight.float() * by_number[:, :200]
-    expected = x.dequantize().double() @ numbers.double().t()
+    unquantized = weight.float() * by_number[:, :200]
+    expected = x.dequantize().double() @ unquantized.double().t()
     torch.testing.assert_close(scaled_linear_reference(x, weight, scales), expected, rtol=1e-5, atol=1e-5)
     assert_near(weight_only_reference(x.dequantize(), weight, scales), expected, 1e-5)
 
@@ -75,24 +75,24 @@ def test_the_definition_is_the_product_of_what_the_codes_stand_for(codes: torch.
 @few
 @given(
     *(st.sampled_from([1, 2, 16, 17, 40, 70, 130]), st.sampled_from([(128, 40), (144, 130), (528, 70)])),
-    *(code_dtypes, kinds, st.booleans(), st.booleans(), dtypes),
+    *(quantized_dtypes, kinds, st.booleans(), st.booleans(), dtypes),
 )
-def test_products_of_codes(
+def test_quantized_products(
     num_rows: int,
     shape: tuple[int, int],
-    codes: torch.dtype,
+    quantized_dtype: torch.dtype,
     kind: str,
     has_bias: bool,
     gated: bool,
     dtype: torch.dtype,
 ) -> None:
     num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
-    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, codes, kind)
-    x = rows_of(num_rows, num_in, codes, kind)
+    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, quantized_dtype, kind)
+    x = rows_of(num_rows, num_in, quantized_dtype, kind)
     bias = bias_of(len(weight), dtype) if has_bias else None
     y = scaled_linear_triton(x, weight, scales, bias, gated, dtype)
     assert y.dtype == dtype and y.shape == (num_rows, num_out)
-    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, dtype, gated))
+    assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(quantized_dtype, dtype, gated))
     assert torch.equal(y, scaled_linear_triton(x, weight, scales, bias, gated, dtype))  # whoever arrives last
 
 
@@ -101,7 +101,7 @@ def test_products_of_codes(
     *(st.sampled_from([1, 5, 33, 130]), st.sampled_from([(128, 40), (144, 130), (528, 70)])),
     *(kinds, st.booleans(), st.booleans(), st.sampled_from(DTYPES if DEVICE.type == "cuda" else DTYPES[:2])),
 )
-def test_products_with_codes_that_become_numbers_first(
+def test_products_with_weights_that_are_dequantized_first(
     num_rows: int, shape: tuple[int, int], kind: str, has_bias: bool, gated: bool, dtype: torch.dtype
 ) -> None:
     num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
@@ -113,7 +113,7 @@ def test_products_with_codes_that_become_numbers_first(
     assert_near(y, weight_only_reference(x.double(), weight, scales, bias, gated), 2 * ROUNDED[dtype])
 
 
-def test_every_8_bit_float_but_nan_becomes_its_number() -> None:
+def test_every_8_bit_float_but_nan_is_dequantized_exactly() -> None:
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     every[[0x7F, 0xFF]] = 0
     weight = torch.zeros(256, 16, dtype=torch.uint8, device=DEVICE)
@@ -126,12 +126,12 @@ def test_every_8_bit_float_but_nan_becomes_its_number() -> None:
 
 @few
 @given(
-    *(st.sampled_from([(128, 40), (144, 9), (1040, 12)]), code_dtypes, kinds, dtypes),
+    *(st.sampled_from([(128, 40), (144, 9), (1040, 12)]), quantized_dtypes, kinds, dtypes),
     *(st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["plain", "norm", "static", "quantized"])),
 )
 def test_one_row(
     shape: tuple[int, int],
-    codes: torch.dtype,
+    quantized_dtype: torch.dtype,
     kind: str,
     dtype: torch.dtype,
     has_bias: bool,
@@ -140,29 +140,29 @@ def test_one_row(
     how: str,
 ) -> None:
     num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
-    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, codes, kind)
+    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, quantized_dtype, kind)
     x = torch.randn(1, num_in, device=DEVICE).to(dtype)
     bias = bias_of(len(weight), dtype) if has_bias else None
     residual = torch.randn(1, num_out, device=DEVICE).to(dtype) if has_residual else None
     norm = (torch.randn(num_in, device=DEVICE).to(dtype), 1e-6) if how == "norm" else None
     given_scale = torch.tensor([0.01], device=DEVICE) if how == "static" else None
     arguments = (weight, scales, bias, norm, residual, gated, given_scale)
-    row = quantize_rows_reference(x, codes, grouped=kind == "block") if how == "quantized" else x
+    row = quantize_rows_reference(x, quantized_dtype, grouped=kind == "block") if how == "quantized" else x
     y = scaled_gemv_triton(row, *arguments, dtype)
     assert y.dtype == dtype and y.shape == (1, num_out)
-    # Sums of squares that differ in their last bit may turn a number, and so its code, to the next one.
+    # Sums of squares that differ in their last bit may turn a value, and so its quantized value, to the next one.
     near = 2e-2 if how == "norm" and dtype != torch.float32 else ROUNDED[dtype]
     assert_near(y, scaled_gemv_reference(x, *arguments).double(), 2 * near)
 
 
-@pytest.mark.parametrize("codes", CODES)
-def test_one_row_is_quantized_as_among_others(codes: torch.dtype) -> None:
-    weight, scales = weight_of(24, 1040, codes, "output")
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
+def test_one_row_is_quantized_as_among_others(quantized_dtype: torch.dtype) -> None:
+    weight, scales = weight_of(24, 1040, quantized_dtype, "output")
     x = torch.randn(3, 1040, device=DEVICE)
     x[1, -1] = 50.0  # the largest number is the last one
     for row in range(3):
         alone = scaled_gemv_triton(x[row : row + 1], weight, scales)
-        among_others = row_of(quantize_rows_reference(x, codes), row)
+        among_others = row_of(quantize_rows_reference(x, quantized_dtype), row)
         assert torch.equal(alone, scaled_gemv_triton(among_others, weight, scales, dtype=torch.float32))
 
 
@@ -170,8 +170,8 @@ def test_products_of_integers_are_exact() -> None:
     weight, _ = weight_of(40, 1040, torch.int8, "output")
     x = rows_of(20, 1040, torch.int8, "output")
     ones = torch.ones(1, 1, device=DEVICE)
-    x = QuantizedRows(x.codes, torch.ones_like(x.scales))
-    exact = x.codes.long().cpu() @ weight.long().cpu().t()
+    x = QuantizedRows(x.values, torch.ones_like(x.scales))
+    exact = x.values.long().cpu() @ weight.long().cpu().t()
     ways = [scaled_linear_triton(x, weight, ones, dtype=torch.float32)]
     ways.append(torch.cat([scaled_gemv_triton(row_of(x, i), weight, ones, dtype=torch.float32) for i in range(20)]))
     if fits_scaled_mm(x, weight, ones):
@@ -182,12 +182,12 @@ def test_products_of_integers_are_exact() -> None:
         assert torch.equal(y.cpu().long(), exact)
 
 
-@pytest.mark.parametrize(("codes", "kind"), [(torch.int8, "output"), (torch.float8_e4m3fn, "block")])
-def test_rows_of_zeros_give_the_bias(codes: torch.dtype, kind: str) -> None:
-    weight, scales = weight_of(40, 144, codes, kind)
+@pytest.mark.parametrize(("quantized_dtype", "kind"), [(torch.int8, "output"), (torch.float8_e4m3fn, "block")])
+def test_rows_of_zeros_give_the_bias(quantized_dtype: torch.dtype, kind: str) -> None:
+    weight, scales = weight_of(40, 144, quantized_dtype, kind)
     bias = bias_of(40, torch.float32)
     zeros = torch.zeros(3, 144, device=DEVICE)
-    x = quantize_rows_reference(zeros, codes, grouped=kind == "block")
+    x = quantize_rows_reference(zeros, quantized_dtype, grouped=kind == "block")
     assert torch.equal(scaled_linear_triton(x, weight, scales, bias, dtype=torch.float32), bias.expand(3, 40))
     assert torch.equal(scaled_gemv_triton(zeros[:1], weight, scales, bias), bias.expand(1, 40))
 
@@ -270,7 +270,7 @@ def test_launchers_refuse_what_they_would_compute_wrongly() -> None:
     st.sampled_from([(128, 64), (80, 40), (1040, 200), (1024, 4096), (4096, 96), (512, 9000), (4096, 6144)]),
     *(hopper_kinds, st.booleans(), st.sampled_from(["plain", "gated", "parts"])),
 )
-def test_hoppers_products_of_codes(
+def test_hoppers_quantized_products(
     num_rows: int, shape: tuple[int, int], kind: tuple[torch.dtype, str], has_bias: bool, form: str
 ) -> None:
     check_few_rows_on_hopper(num_rows, shape, *kind, has_bias, form)
@@ -283,7 +283,7 @@ def test_hoppers_products_of_codes(
     st.sampled_from([(128, 128), (80, 40), (1040, 200), (512, 3072), (2048, 1096), (4096, 4096)]),
     *(hopper_kinds, st.booleans(), st.booleans(), st.sampled_from([0, 128, 512])),
 )
-def test_hoppers_products_of_many_rows_of_codes(
+def test_hoppers_quantized_products_of_many_rows(
     num_rows: int,
     shape: tuple[int, int],
     kind: tuple[torch.dtype, str],
@@ -306,39 +306,39 @@ def test_hoppers_products_of_a_model_with_blocks(num_rows: int, form: str) -> No
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the library's products of a GPU")
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_rows", [20, 256, 1001, 2050])
 @pytest.mark.parametrize("shape", [(512, 256), (4096, 6144), (12288, 4096)])
-def test_the_librarys_products(codes: torch.dtype, kind: str, num_rows: int, shape: tuple[int, int]) -> None:
-    weight, scales = weight_of(shape[1], shape[0], codes, kind)
-    x = rows_of(num_rows, shape[0], codes, kind)
+def test_the_librarys_products(quantized_dtype: torch.dtype, kind: str, num_rows: int, shape: tuple[int, int]) -> None:
+    weight, scales = weight_of(shape[1], shape[0], quantized_dtype, kind)
+    x = rows_of(num_rows, shape[0], quantized_dtype, kind)
     if not fits_scaled_mm(x, weight, scales):
         pytest.skip("there is none")
     for gated in (False, True):
         bias = bias_of(shape[1], torch.bfloat16) if kind == "output" else None
         y = scaled_mm(x, weight, scales, bias, gated)
-        near = 3 * tolerance(codes, torch.bfloat16)  # gated after it was rounded
+        near = 3 * tolerance(quantized_dtype, torch.bfloat16)  # gated after it was rounded
         assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), near)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a model's sizes are too many to interpret")
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", [(4096, 6144, False), (4096, 4096, False), (4096, 12288, True), (12288, 4096, False)])
-def test_products_of_a_model(codes: torch.dtype, kind: str, layer: tuple[int, int, bool]) -> None:
+def test_products_of_a_model(quantized_dtype: torch.dtype, kind: str, layer: tuple[int, int, bool]) -> None:
     num_in, num_out, gated = layer
-    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, codes, kind)
+    weight, scales = weight_of(num_out * (2 if gated else 1), num_in, quantized_dtype, kind)
     for num_rows in (1, 2, 16, 64, 256, 1000):
-        numbers = torch.randn(num_rows, num_in, device=DEVICE).bfloat16()
-        x = quantize_rows_reference(numbers, codes, grouped=kind == "block")
+        unquantized = torch.randn(num_rows, num_in, device=DEVICE).bfloat16()
+        x = quantize_rows_reference(unquantized, quantized_dtype, grouped=kind == "block")
         expected = scaled_linear_reference(x, weight, scales, gated=gated)
-        near = tolerance(codes, torch.bfloat16)
+        near = tolerance(quantized_dtype, torch.bfloat16)
         assert_near(scaled_linear_triton(x, weight, scales, gated=gated), expected, near)
         if num_rows == 1:
-            assert_near(scaled_gemv_triton(numbers, weight, scales, gated=gated), expected, near)
+            assert_near(scaled_gemv_triton(unquantized, weight, scales, gated=gated), expected, near)
             assert_near(scaled_gemv_triton(x, weight, scales, gated=gated, dtype=torch.bfloat16), expected, near)
-        if ON_HOPPER and (codes, kind) in OF_HOPPER:
+        if ON_HOPPER and (quantized_dtype, kind) in OF_HOPPER:
             assert_near(hopper_scaled_mm(x, weight, scales, gated=gated), expected, near)
             if num_rows <= MAX_ROWS:
                 assert_near(hopper_scaled_linear(x, weight, scales, gated=gated), expected, near)

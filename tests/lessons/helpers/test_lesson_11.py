@@ -10,12 +10,12 @@ from tests.lessons.wrong_answers import accepted, rejected
 
 
 def laid(groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> Parts:
-    """Codes between two ends of each group."""
+    """Quantize each group between its two ends."""
     most = (1 << bits) - 1
     scales = ((high - low) / most).clamp_min(1e-8)
     zeros = (-low / scales).round().clamp(0, most)
-    codes = ((groups / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)).clamp(0, most)
-    return codes.flatten(1), scales, zeros
+    values = ((groups / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)).clamp(0, most)
+    return values.flatten(1), scales, zeros
 
 
 def ends(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,9 +40,9 @@ def divides_by_nothing(weight: torch.Tensor, bits: int, group_size: int) -> Part
 
 
 def of_the_whole_row(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
-    codes, scales, zeros = right(weight, bits, weight.shape[1])
+    values, scales, zeros = right(weight, bits, weight.shape[1])
     count = weight.shape[1] // group_size
-    return codes, scales.repeat(1, count), zeros.repeat(1, count)
+    return values, scales.repeat(1, count), zeros.repeat(1, count)
 
 
 def symmetric(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
@@ -52,15 +52,15 @@ def symmetric(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
 
 
 def truncates(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
-    codes, scales, zeros = right(weight, bits, group_size)
+    values, scales, zeros = right(weight, bits, group_size)
     groups = weight.unflatten(1, (-1, group_size))
-    codes = ((groups / scales.unsqueeze(2)).floor() + zeros.unsqueeze(2)).clamp(0, (1 << bits) - 1)
-    return codes.flatten(1), scales, zeros
+    values = ((groups / scales.unsqueeze(2)).floor() + zeros.unsqueeze(2)).clamp(0, (1 << bits) - 1)
+    return values.flatten(1), scales, zeros
 
 
 def zero_of_any_size(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
-    codes, scales, zeros = right(weight, bits, group_size)
-    return codes, scales, zeros + 0.25
+    values, scales, zeros = right(weight, bits, group_size)
+    return values, scales, zeros + 0.25
 
 
 def as_a_matrix(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def as_a_matrix(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tenso
 
 
 def test_the_engines_own_is_right() -> None:
-    assert "the same words as with its own codes" in accepted(QUANTIZE).message
+    assert "the same words as with its own quantized weights" in accepted(QUANTIZE).message
 
 
 def test_another_right_one_is_accepted() -> None:
@@ -81,17 +81,17 @@ def test_another_right_one_is_accepted() -> None:
         (without_zero, r"3 came back as .*Its group is \[3 3 3 3\].*unless it reaches to 0\.0"),
         (divides_by_nothing, r"quantize\(\[0 0 0 0\], 4, 4\): scales are \[0\]: each must be above 0"),
         (of_the_whole_row, r"groups see each other: \[0\.1 -0\.2 0\.3 -0\.4\] .* beside a group with 100"),
-        (symmetric, r"four weights and four codes: \[-1 0 1 2\] in 2 bits fits exactly"),
+        (symmetric, r"four weights and four quantized values: \[-1 0 1 2\] in 2 bits fits exactly"),
         (truncates, r"came back as .* nothing need be off by more than half of one"),
         (zero_of_any_size, r"zeros are \[1\.25\]: round them to whole numbers"),
-        (as_a_matrix, r"is Tensor: return three tensors, codes, scales and zeros"),
+        (as_a_matrix, r"is Tensor: return three tensors, quantized values, scales and zeros"),
     ],
 )
 def test_wrong_ones_are_told_why(piece: object, words: str) -> None:
     rejected(QUANTIZE, piece, words)
 
 
-def test_the_same_codes_are_read_from_three_formats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_quantized_weights_are_read_from_three_formats(capsys: pytest.CaptureFixture[str]) -> None:
     three_packings()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["gptq", "awq", "autoround"]

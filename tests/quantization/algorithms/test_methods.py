@@ -13,7 +13,7 @@ from teachllm.quantization.algorithms.clipping import clipped
 from teachllm.quantization.algorithms.gptq import blocks_of_columns, gptq, inverse_factor
 from teachllm.quantization.algorithms.grid import Grid
 from teachllm.quantization.algorithms.smoothquant import smoothing_scales
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm_kernels.linear.scaled.quantize_rows import quantize_rows
 
 NUM_OUT, NUM_IN, NUM_TOKENS = 24, 64, 400
@@ -47,8 +47,8 @@ def loss(x: torch.Tensor, weight: torch.Tensor, changed: torch.Tensor) -> float:
     return float((x @ (changed - weight).t()).square().mean())
 
 
-def numbers(codes: GroupedCodes) -> torch.Tensor:
-    return codes.dequantize(torch.float32)
+def dequantized(quantized: GroupedWeight) -> torch.Tensor:
+    return quantized.dequantize(torch.float32)
 
 
 # -- GPTQ ------------------------------------------------------------------------------------------------------
@@ -64,8 +64,8 @@ def column_by_column(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, da
         if i % width == 0:
             group = grid.nearest(weight[:, i : i + width].float())
             step, zero = group.scales[:, 0].double(), group.with_zeros()[:, 0]
-        code = ((weight[:, i] / step).round() + zero).clamp(0, grid.most)
-        done[:, i] = (code - zero) * step
+        quantized = ((weight[:, i] / step).round() + zero).clamp(0, grid.most)
+        done[:, i] = (quantized - zero) * step
         behind = slice(i + 1, None)
         moved = torch.linalg.solve(hessian[behind, behind], hessian[behind, i])
         weight[:, behind] += torch.outer(weight[:, i] - done[:, i], moved)
@@ -76,24 +76,24 @@ def column_by_column(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, da
 def test_gptq_does_what_least_squares_for_the_columns_left_would(
     grid: Grid, weight: torch.Tensor, hessian: torch.Tensor
 ) -> None:
-    ours = numbers(gptq(weight, hessian, grid, damping=0.01))
+    ours = dequantized(gptq(weight, hessian, grid, damping=0.01))
     by_definition = column_by_column(weight, hessian, grid, damping=0.01)
-    assert (ours != by_definition).float().mean() < 0.01  # a number between two codes may go either way
+    assert (ours != by_definition).float().mean() < 0.01  # a number between two quantized values may go either way
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_gptq_loses_less_of_the_output_than_the_nearest_codes(
+def test_gptq_loses_less_of_the_output_than_round_to_nearest(
     grid: Grid, weight: torch.Tensor, x: torch.Tensor, hessian: torch.Tensor
 ) -> None:
-    nearest = loss(x, weight, numbers(grid.nearest(weight)))
+    nearest = loss(x, weight, dequantized(grid.nearest(weight)))
     for desc_act in (False, True):
-        assert loss(x, weight, numbers(gptq(weight, hessian, grid, desc_act))) < 0.7 * nearest
+        assert loss(x, weight, dequantized(gptq(weight, hessian, grid, desc_act))) < 0.7 * nearest
 
 
 def test_where_no_input_goes_with_another_gptq_has_nothing_to_make_up_for(weight: torch.Tensor) -> None:
     for grid in GRIDS:
         found, nearest = gptq(weight, torch.eye(NUM_IN), grid), grid.nearest(weight)
-        assert torch.equal(found.codes, nearest.codes)
+        assert torch.equal(found.qweight, nearest.qweight)
         assert torch.equal(found.scales, nearest.scales)
         assert torch.equal(found.with_zeros(), nearest.with_zeros())
 
@@ -104,7 +104,7 @@ def test_the_columns_between_two_products_change_only_the_time(
     grid: Grid, block_size: int, weight: torch.Tensor, hessian: torch.Tensor
 ) -> None:
     whole, parts = (gptq(weight, hessian, grid, block_size=size) for size in (NUM_IN, block_size))
-    assert (parts.codes != whole.codes).float().mean() < 0.01
+    assert (parts.qweight != whole.qweight).float().mean() < 0.01
     assert torch.allclose(parts.scales.float(), whole.scales.float(), rtol=1e-2)
 
 
@@ -116,24 +116,24 @@ def test_a_group_wider_than_a_block_of_columns_is_cut_up() -> None:
 
 
 def test_desc_act_gives_the_largest_inputs_the_first_group(weight: torch.Tensor, hessian: torch.Tensor) -> None:
-    codes = gptq(weight, hessian, Grid(4, 16), desc_act=True)
-    assert codes.group_index is not None and codes.group_index.bincount().tolist() == [16] * 4
+    quantized = gptq(weight, hessian, Grid(4, 16), desc_act=True)
+    assert quantized.group_index is not None and quantized.group_index.bincount().tolist() == [16] * 4
     largest = hessian.diagonal().argsort(descending=True)
-    assert codes.group_index[largest].tolist() == [i // 16 for i in range(NUM_IN)]
+    assert quantized.group_index[largest].tolist() == [i // 16 for i in range(NUM_IN)]
 
 
 def test_inputs_that_are_always_zero_get_zeros_and_do_no_harm(weight: torch.Tensor, hessian: torch.Tensor) -> None:
     hessian = hessian.clone()
     hessian[3], hessian[:, 3] = 0.0, 0.0
-    found = numbers(gptq(weight, hessian, Grid(4, 16)))
+    found = dequantized(gptq(weight, hessian, Grid(4, 16)))
     assert found.isfinite().all() and (found[:, 3] == 0).all()
-    assert (numbers(gptq(weight, torch.zeros(NUM_IN, NUM_IN), Grid(4, 16))) == 0).all()
+    assert (dequantized(gptq(weight, torch.zeros(NUM_IN, NUM_IN), Grid(4, 16))) == 0).all()
 
 
 def test_fewer_tokens_than_inputs_are_enough(weight: torch.Tensor, x: torch.Tensor) -> None:
     few = x[:8]
-    found = numbers(gptq(weight, few.t() @ few, Grid(4, 16)))
-    assert loss(few, weight, found) < 0.1 * loss(few, weight, numbers(Grid(4, 16).nearest(weight)))
+    found = dequantized(gptq(weight, few.t() @ few, Grid(4, 16)))
+    assert loss(few, weight, found) < 0.1 * loss(few, weight, dequantized(Grid(4, 16).nearest(weight)))
 
 
 def test_the_factor_is_that_of_the_inverse(hessian: torch.Tensor) -> None:
@@ -158,8 +158,8 @@ def test_awq_scales_up_the_weights_that_large_inputs_meet(weight: torch.Tensor, 
     x[:, [5, 40]] *= 10
     scales = best_scales([weight, 2 * weight], x.t() @ x / len(x), x.abs().mean(dim=0), grid)
     assert set(scales.topk(2).indices.tolist()) == {5, 40}
-    scaled = numbers(grid.nearest(weight * scales)) / scales
-    assert loss(x, weight, scaled) < 0.8 * loss(x, weight, numbers(grid.nearest(weight)))
+    scaled = dequantized(grid.nearest(weight * scales)) / scales
+    assert loss(x, weight, scaled) < 0.8 * loss(x, weight, dequantized(grid.nearest(weight)))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -167,8 +167,8 @@ def test_awq_takes_no_scales_that_do_harm(grid: Grid, weight: torch.Tensor) -> N
     x = normal(NUM_TOKENS, NUM_IN, seed=1)
     misleading = torch.logspace(0, 3, NUM_IN)  # means; the Hessian knows better
     scales = best_scales([weight], x.t() @ x / len(x), misleading, grid)
-    scaled = numbers(grid.nearest(weight * scales)) / scales
-    assert loss(x, weight, scaled) <= 1.001 * loss(x, weight, numbers(grid.nearest(weight)))
+    scaled = dequantized(grid.nearest(weight * scales)) / scales
+    assert loss(x, weight, scaled) <= 1.001 * loss(x, weight, dequantized(grid.nearest(weight)))
 
 
 def test_awq_keeps_one_scale_where_inputs_come_from_one_output(
@@ -183,7 +183,11 @@ def test_awq_keeps_one_scale_where_inputs_come_from_one_output(
 def test_clipping_never_loses_more_of_a_group_than_its_whole_range(
     grid: Grid, weight: torch.Tensor, x: torch.Tensor, hessian: torch.Tensor
 ) -> None:
-    found, nearest, width = numbers(clipped(weight, hessian, grid)), numbers(grid.nearest(weight)), grid.width(NUM_IN)
+    found, nearest, width = (
+        dequantized(clipped(weight, hessian, grid)),
+        dequantized(grid.nearest(weight)),
+        grid.width(NUM_IN),
+    )
     for start in range(0, NUM_IN, width):
         part = slice(start, start + width)
         for row in range(NUM_OUT):
@@ -194,8 +198,8 @@ def test_clipping_never_loses_more_of_a_group_than_its_whole_range(
 def test_clipping_gives_up_a_number_that_nothing_large_meets(weight: torch.Tensor) -> None:
     weight, hessian = weight.clone(), torch.eye(NUM_IN)
     weight[:, 3], hessian[3, 3] = 10.0, 1e-6
-    codes = clipped(weight, hessian, Grid(4, 16))
-    narrower = codes.scales / Grid(4, 16).nearest(weight).scales
+    quantized = clipped(weight, hessian, Grid(4, 16))
+    narrower = quantized.scales / Grid(4, 16).nearest(weight).scales
     assert narrower[:, 0].mean() < 0.75 < narrower[:, 1:].mean()
 
 
@@ -203,21 +207,21 @@ def test_clipping_gives_up_a_number_that_nothing_large_meets(weight: torch.Tenso
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_autoround_begins_at_the_nearest_codes(grid: Grid, weight: torch.Tensor) -> None:
-    found, nearest = autoround.codes_of(weight, autoround.Choices.none(weight, grid), grid), grid.nearest(weight)
-    assert torch.equal(found.codes, nearest.codes)
+def test_autoround_begins_with_round_to_nearest(grid: Grid, weight: torch.Tensor) -> None:
+    found, nearest = autoround.quantize_weight(weight, autoround.Choices.none(weight, grid), grid), grid.nearest(weight)
+    assert torch.equal(found.qweight, nearest.qweight)
     assert torch.equal(found.scales, nearest.scales)
     assert torch.equal(found.with_zeros(), nearest.with_zeros())
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_autoround_learns_codes_that_lose_less(grid: Grid, weight: torch.Tensor) -> None:
+def test_autoround_learns_a_rounding_that_loses_less(grid: Grid, weight: torch.Tensor) -> None:
     x = normal(NUM_TOKENS, NUM_IN, seed=1) + 2 * normal(NUM_TOKENS, 1, seed=2)
     wanted = x @ weight.t()
     found = autoround.learn({"a": weight}, grid, lambda w: (x @ w["a"].t() - wanted).square().mean(), num_iters=100)[
         "a"
     ]
-    assert loss(x, weight, numbers(found)) < 0.7 * loss(x, weight, numbers(grid.nearest(weight)))
+    assert loss(x, weight, dequantized(found)) < 0.7 * loss(x, weight, dequantized(grid.nearest(weight)))
 
 
 def test_autoround_keeps_the_best_that_it_saw(weight: torch.Tensor, x: torch.Tensor) -> None:
@@ -230,26 +234,26 @@ def test_autoround_keeps_the_best_that_it_saw(weight: torch.Tensor, x: torch.Ten
 
     found = autoround.learn({"a": weight}, Grid(4, 16), lost, num_iters=30)["a"]
     assert seen[-1] > min(seen)  # outliers make it miss
-    assert loss(x, weight, numbers(found)) == pytest.approx(min(seen), rel=1e-3)
+    assert loss(x, weight, dequantized(found)) == pytest.approx(min(seen), rel=1e-3)
 
 
-def test_autoround_moves_no_number_further_than_a_code(weight: torch.Tensor, x: torch.Tensor) -> None:
+def test_autoround_moves_no_weight_further_than_a_step(weight: torch.Tensor, x: torch.Tensor) -> None:
     grid = Grid(8, 16)
     found = autoround.learn({"a": weight}, grid, lambda w: (x @ w["a"].t()).square().mean(), num_iters=50)["a"]
     steps = found.scales.float().repeat_interleave(16, dim=1)
-    inside = (found.codes > 0) & (found.codes < grid.most)
-    assert ((numbers(found) - weight).abs() <= 1.001 * steps)[inside].all()
-    assert (numbers(found) - weight).abs().gt(0.5001 * steps)[inside].any()
+    inside = (found.qweight > 0) & (found.qweight < grid.most)
+    assert ((dequantized(found) - weight).abs() <= 1.001 * steps)[inside].all()
+    assert (dequantized(found) - weight).abs().gt(0.5001 * steps)[inside].any()
 
 
-def test_what_autoround_optimizes_is_what_its_codes_stand_for(weight: torch.Tensor) -> None:
+def test_what_autoround_optimizes_is_the_dequantized_weight(weight: torch.Tensor) -> None:
     for grid in GRIDS:
         choices = autoround.Choices.none(weight, grid)
         choices.offsets.data = (normal(*weight.shape, seed=3) / 4).clamp(-0.5, 0.5)
         choices.low.data *= 0.8
         choices.high.data *= 0.7
         expected = autoround.rounded(weight, choices, grid)
-        assert torch.allclose(numbers(autoround.codes_of(weight, choices, grid)), expected, atol=1e-5)
+        assert torch.allclose(dequantized(autoround.quantize_weight(weight, choices, grid)), expected, atol=1e-5)
 
 
 # -- SmoothQuant -----------------------------------------------------------------------------------------------

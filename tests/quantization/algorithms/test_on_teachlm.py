@@ -64,7 +64,7 @@ def test_perplexity_increases_by_no_more_than_is_said(recipe: Recipe, increase: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_calibrated_codes_stay_closer_to_the_original_than_the_nearest_ones(method: str, scores: Measure) -> None:
+def test_calibrated_weights_stay_closer_to_the_original_than_round_to_nearest(method: str, scores: Measure) -> None:
     nearest = Recipe("rtn", group_size=64)
     calibrated = Recipe(method, group_size=64, is_symmetric=None if method == "gptq" else True, **FEW)
     assert divergence(scores, calibrated) < divergence(scores, nearest)

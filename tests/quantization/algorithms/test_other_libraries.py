@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from teachllm.quantization.algorithms import write
-from teachllm.quantization.algorithms.quantize import make_codes
+from teachllm.quantization.algorithms.quantize import quantize_weights
 from teachllm.quantization.algorithms.recipe import Recipe
-from tests.quantization.algorithms.test_written import SOME, with_codes
+from tests.quantization.algorithms.test_written import SOME, with_quantized
 
 IDS = torch.randint(3, 4000, (2, 40), generator=torch.Generator().manual_seed(0))
 LIBRARIES = {
@@ -47,9 +47,11 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("library", "recipe"), CASES, ids=[recipe.name for _, recipe in CASES])
-def test_a_library_computes_what_the_codes_stand_for(library: str, recipe: Recipe, short: Path, tmp_path: Path) -> None:
+def test_a_library_computes_with_the_dequantized_weights(
+    library: str, recipe: Recipe, short: Path, tmp_path: Path
+) -> None:
     pytest.importorskip(library)
-    made = make_codes(short, recipe)
+    made = quantize_weights(short, recipe)
     write.write_checkpoint(short, tmp_path / "out", recipe, made)
     if recipe.method in ("gptq", "awq"):  # its plain kernels: others round more
         raw = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -57,11 +59,11 @@ def test_a_library_computes_what_the_codes_stand_for(library: str, recipe: Recip
         (tmp_path / "out" / "config.json").write_text(json.dumps(raw))
     dtype = torch.float16 if recipe.method == "autoround" else torch.float32  # it has no other
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).eval())
-    expected = logits(with_codes(short, made))
-    plain = logits(AutoModelForCausalLM.from_pretrained(short, dtype=torch.float32).eval())
-    difference, lost = (found - expected).abs().mean(), (plain - expected).abs().mean()
+    expected = logits(with_quantized(short, made))
+    unquantized = logits(AutoModelForCausalLM.from_pretrained(short, dtype=torch.float32).eval())
+    difference, lost = (found - expected).abs().mean(), (unquantized - expected).abs().mean()
     print(f"{recipe.name}: mean |difference| {difference:.2e} of logits; {lost:.2e} lost by quantizing")
-    # Some round numbers to float16; and of int8 and fp8, inputs lie between two codes now and then.
+    # Some round numbers to float16; and of int8 and fp8, inputs lie between two quantized values now and then.
     assert difference < 0.003 + 0.01 * lost
 
 
@@ -73,8 +75,8 @@ def test_compressed_tensors_unpacks_zeros_as_they_were_packed(bits: int) -> None
     from compressed_tensors.quantization import QuantizationScheme
 
     recipe = Recipe("rtn", bits=bits, group_size=32, is_symmetric=False)
-    codes = recipe.grid.nearest(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)) + 0.3)
+    quantized = recipe.grid.nearest(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)) + 0.3)
     group = write.quantization_config(recipe, "")["config_groups"]["group_0"]
     scheme = QuantizationScheme(targets=group["targets"], weights=group["weights"])
-    found = PackedQuantizationCompressor.decompress(write.pack_layer(recipe, codes), scheme)["weight"]
-    assert torch.allclose(found.float(), codes.dequantize(torch.float32), atol=2e-3)
+    found = PackedQuantizationCompressor.decompress(write.pack_layer(recipe, quantized), scheme)["weight"]
+    assert torch.allclose(found.float(), quantized.dequantize(torch.float32), atol=2e-3)

@@ -20,14 +20,14 @@ from teachllm import LLM
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.quantization.algorithms import compare, folding, methods, write
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.algorithms.quantize import make_codes
+from teachllm.quantization.algorithms.quantize import quantize_weights
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.algorithms.texts import calibration_rows
 from teachllm.quantization.algorithms.write import Made
 from teachllm.quantization.formats.gptq import Gptq
-from teachllm.quantization.formats.scheme import PartCodes
+from teachllm.quantization.formats.scheme import QuantizedWeightLoader
 from teachllm.quantization.layer_schemes import config_of, of_config
-from teachllm.quantization.quantized_weights import GroupedCodes, ScaledWeight
+from teachllm.quantization.quantized_weights import GroupedWeight, ScaledWeight
 from teachllm_kernels.linear.scaled.quantize_rows import quantize_rows
 from tests.checkpoints import make_checkpoint
 
@@ -66,7 +66,7 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
 
 @pytest.fixture(scope="module")
 def made(recipe: Recipe, short: Path) -> Made:
-    return make_codes(short, recipe)
+    return quantize_weights(short, recipe)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def written(recipe: Recipe, made: Made, short: Path, tmp_path_factory: pytest.Te
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Codes of all linear layers, by the engine's loader."""
+    """Return the quantized weights of all linear layers, read by the engine's loader."""
     stored = stored_tensors(folder)
     config = config_of(json.loads((folder / "config.json").read_text()), folder)
     assert config is not None
@@ -86,38 +86,38 @@ def read(folder: Path) -> dict[str, Any]:
     for name, shape in SHAPES.items():
         scheme = scheme_of(name)
         assert scheme is not None
-        part = PartCodes(scheme, name, *shape, torch.empty(0))
+        part = QuantizedWeightLoader(scheme, name, *shape, torch.empty(0))
         for key, slot in part.slots.items():
             if f"{name}.{key}" in stored:
                 with safe_open(stored[f"{name}.{key}"].file, framework="pt") as reader:
                     slot.put(reader.get_tensor(f"{name}.{key}"))
-        found[name] = part.codes()
+        found[name] = part.quantized_weight()
     return found
 
 
-def test_the_engine_reads_exactly_the_codes_that_were_made(made: Made, written: Path) -> None:
+def test_the_engine_reads_exactly_the_weights_that_were_written(made: Made, written: Path) -> None:
     found = read(written)
-    assert found.keys() == made.codes.keys()
-    for name, codes in made.codes.items():
+    assert found.keys() == made.weights.keys()
+    for name, quantized in made.weights.items():
         theirs = found[name]
-        assert torch.equal(theirs.codes.view(torch.uint8), codes.codes.view(torch.uint8))
-        assert torch.equal(theirs.scales, codes.scales)
-        if isinstance(codes, GroupedCodes):
-            assert theirs.bits == codes.bits
-            assert torch.equal(theirs.with_zeros(), codes.with_zeros())
-            assert (theirs.group_index is None) == (codes.group_index is None)
-            assert codes.group_index is None or torch.equal(theirs.group_index, codes.group_index)
+        assert torch.equal(theirs.qweight.view(torch.uint8), quantized.qweight.view(torch.uint8))
+        assert torch.equal(theirs.scales, quantized.scales)
+        if isinstance(quantized, GroupedWeight):
+            assert theirs.bits == quantized.bits
+            assert torch.equal(theirs.with_zeros(), quantized.with_zeros())
+            assert (theirs.group_index is None) == (quantized.group_index is None)
+            assert quantized.group_index is None or torch.equal(theirs.group_index, quantized.group_index)
         else:
-            assert isinstance(theirs, ScaledWeight) and theirs.activations is codes.activations
+            assert isinstance(theirs, ScaledWeight) and theirs.activations is quantized.activations
 
 
-def test_codes_stand_for_about_the_numbers_that_they_were_made_of(recipe: Recipe, made: Made, short: Path) -> None:
+def test_dequantized_weights_are_near_the_original(recipe: Recipe, made: Made, short: Path) -> None:
     if made.changed:
         pytest.skip("inputs were scaled, and weights with them")
     weights = AutoModelForCausalLM.from_pretrained(short, dtype=torch.float32)
-    for name, codes in made.codes.items():
+    for name, quantized in made.weights.items():
         weight = weights.get_submodule(name).weight
-        error = (codes.dequantize(torch.float32) - weight).norm() / weight.norm()
+        error = (quantized.dequantize(torch.float32) - weight).norm() / weight.norm()
         assert error < (0.04 if recipe.bits == 8 or recipe.method in EIGHT_BIT else 0.4)
 
 
@@ -137,7 +137,7 @@ def test_what_other_readers_must_know_is_said(recipe: Recipe, written: Path) -> 
 def test_all_other_tensors_and_files_are_as_they_were(made: Made, written: Path, short: Path) -> None:
     before, after = stored_tensors(short), stored_tensors(written)
     for name, tensor in before.items():
-        if name.removesuffix(".weight") in made.codes:
+        if name.removesuffix(".weight") in made.weights:
             continue
         assert (after[name].shape, after[name].dtype) == (tensor.shape, tensor.dtype)
         with safe_open(tensor.file, "pt") as old, safe_open(after[name].file, "pt") as new:
@@ -150,39 +150,39 @@ def test_all_other_tensors_and_files_are_as_they_were(made: Made, written: Path,
 
 
 def as_the_engine(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What inputs [..., in] are, once they were codes of 8 bits."""
+    """Return inputs [..., in] after quantization to 8 bits and back."""
     return quantize_rows(x.flatten(0, -2), dtype).dequantize().view_as(x)
 
 
-def with_codes(short: Path, made: Made) -> Any:
-    """transformers' model with the numbers that codes stand for; where inputs become codes as well, so do its."""
+def with_quantized(short: Path, made: Made) -> Any:
+    """Return transformers' model with the dequantized weights; where inputs are quantized as well, so are its."""
     model = AutoModelForCausalLM.from_pretrained(short, dtype=torch.float32).eval().requires_grad_(False)
     parameters = dict(model.named_parameters())
-    for name, codes in made.codes.items():
-        parameters[f"{name}.weight"].copy_(codes.dequantize(torch.float32))
-        if isinstance(codes, ScaledWeight):
+    for name, quantized in made.weights.items():
+        parameters[f"{name}.weight"].copy_(quantized.dequantize(torch.float32))
+        if isinstance(quantized, ScaledWeight):
             model.get_submodule(name).register_forward_pre_hook(
-                lambda layer, x, dtype=codes.codes.dtype: as_the_engine(x[0], dtype)
+                lambda layer, x, dtype=quantized.qweight.dtype: as_the_engine(x[0], dtype)
             )
     for name, tensor in made.changed.items():
         parameters[name].copy_(tensor.bfloat16())
     return model
 
 
-def test_the_engine_scores_a_text_as_transformers_does_with_the_numbers_that_codes_stand_for(
+def test_the_engine_scores_a_text_as_transformers_does_with_the_dequantized_weights(
     recipe: Recipe, made: Made, written: Path, short: Path
 ) -> None:
     text = compare.read(None, short)[:3]
     few = compare.Decoding(num_requests=1, prompt_len=4, output_len=2)
     scores, tokens_per_s = compare.measure(written, text, few, dtype="float32", device="cpu")
     assert tokens_per_s > 0
-    expected, model = [], with_codes(short, made)
+    expected, model = [], with_quantized(short, made)
     for document in text:
         ids = torch.tensor([document.ids])
         logprobs = model(ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
         expected += logprobs[document.first - 1 :].tolist()
     difference = (torch.tensor(scores.logprobs) - torch.tensor(expected)).abs()
-    if recipe.method in EIGHT_BIT:  # an input between two codes may take either: seldom, yet it shows
+    if recipe.method in EIGHT_BIT:  # an input between two quantized values may take either: seldom, yet it shows
         assert difference.mean() < 0.04
     else:
         assert difference.max() < 1e-3
@@ -191,14 +191,14 @@ def test_the_engine_scores_a_text_as_transformers_does_with_the_numbers_that_cod
 
 def test_a_large_checkpoint_is_written_in_shards_that_an_index_names(short: Path, tmp_path: Path) -> None:
     recipe = Recipe("rtn")
-    made = make_codes(short, recipe)
+    made = quantize_weights(short, recipe)
     write.write_checkpoint(short, tmp_path / "out", recipe, made, max_shard_bytes=1 << 19)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] and len(files) > 2
     assert set(index["weight_map"].values()) == set(files)
     assert index["weight_map"].keys() == stored_tensors(tmp_path / "out").keys()
-    assert read(tmp_path / "out").keys() == made.codes.keys()
+    assert read(tmp_path / "out").keys() == made.weights.keys()
     with closing(LLM(str(tmp_path / "out"), device="cpu", max_model_len=16)) as llm:
         assert llm.generate(["A"], use_tqdm=False)
 
@@ -219,58 +219,58 @@ def test_each_block_gets_what_the_quantized_blocks_before_it_put_out(
 ) -> None:
     tasks: list[methods.Task] = []
 
-    def nearest(task: methods.Task) -> methods.Codes:
+    def nearest(task: methods.Task) -> methods.QuantizedWeights:
         tasks.append(task)
         return methods.nearest(task)
 
     monkeypatch.setattr(methods, "method_of", lambda recipe: nearest)
     recipe = Recipe("autoround", **SOME)
-    made = make_codes(short, recipe)
+    made = quantize_weights(short, recipe)
     rows = calibration_rows(recipe.calibration, AutoTokenizer.from_pretrained(short), 4, 64)
     # What a model gives out last went through its last norm, too.
-    quantized = with_codes(short, made)(rows, output_hidden_states=True).hidden_states[:-1]
-    plain = with_codes(short, Made("model.layers"))(rows, output_hidden_states=True).hidden_states[:-1]
+    quantized = with_quantized(short, made)(rows, output_hidden_states=True).hidden_states[:-1]
+    unquantized = with_quantized(short, Made("model.layers"))(rows, output_hidden_states=True).hidden_states[:-1]
     assert len(tasks) == len(quantized) == 2
     for task, expected in zip(tasks, quantized, strict=True):
         assert torch.allclose(task.hidden, expected, atol=1e-4)
-    assert torch.allclose(tasks[0].wanted, plain[1], atol=1e-4)
-    assert not torch.allclose(quantized[1], plain[1], atol=1e-2)
+    assert torch.allclose(tasks[0].wanted, unquantized[1], atol=1e-4)
+    assert not torch.allclose(quantized[1], unquantized[1], atol=1e-2)
 
 
 def test_progress_comes_to_its_end_and_never_goes_back(short: Path) -> None:
     for recipe in (Recipe("int8"), Recipe("gptq", **SOME), Recipe("autoround", num_iters=5, **SOME)):
         seen: list[tuple[int, int]] = []
-        make_codes(short, recipe, lambda done, total, seen=seen: seen.append((done, total)))
+        quantize_weights(short, recipe, lambda done, total, seen=seen: seen.append((done, total)))
         assert seen == sorted(seen) and seen[-1] == (100, 100) and len(set(seen)) >= 8
 
 
-def test_codes_are_of_the_numbers_in_the_file_whatever_config_json_says(short: Path, tmp_path: Path) -> None:
+def test_weights_are_quantized_from_the_file_whatever_config_json_says(short: Path, tmp_path: Path) -> None:
     shutil.copytree(short, tmp_path / "model")
     tensors = {name: tensor.float() * 1.001 for name, tensor in load_file(short / "model.safetensors").items()}
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    made = make_codes(tmp_path / "model", Recipe("rtn", bits=8, group_size=64))
+    made = quantize_weights(tmp_path / "model", Recipe("rtn", bits=8, group_size=64))
     name = "model.layers.0.mlp.up_proj"
     expected = Grid(8, 64, scale_dtype=torch.float32).nearest(tensors[f"{name}.weight"])
-    assert torch.equal(made.codes[name].codes, expected.codes)
-    assert torch.equal(made.codes[name].scales, expected.scales)
+    assert torch.equal(made.weights[name].qweight, expected.qweight)
+    assert torch.equal(made.weights[name].scales, expected.scales)
 
 
 def test_the_list_of_blocks_is_named_as_it_is(tmp_path: Path) -> None:
     folder = Path(make_checkpoint("gptneox", tmp_path))
-    made = make_codes(folder, Recipe("rtn", group_size=32))
+    made = quantize_weights(folder, Recipe("rtn", group_size=32))
     assert made.blocks == "gpt_neox.layers"
     config = write.quantization_config(Recipe("autoround"), made.blocks)
     assert config["block_name_to_quantize"] == "gpt_neox.layers"
 
 
 def test_only_gptq_with_zeros_of_its_own_is_version_2(short: Path) -> None:
-    codes = Grid(4, 32, is_symmetric=False).nearest(torch.randn(64, 64))
+    quantized = Grid(4, 32, is_symmetric=False).nearest(torch.randn(64, 64))
     for is_symmetric, version in ((True, "gptq"), (False, "gptq_v2")):
         recipe = Recipe("gptq", group_size=32, is_symmetric=is_symmetric)
         assert write.quantization_config(recipe, "")["checkpoint_format"] == version
         scheme = Gptq(4, 32, is_symmetric, stored_offset=1 if is_symmetric else 0)
-        found = scheme.read(write.pack_layer(recipe, codes), 64, 64)
-        assert torch.equal(found.with_zeros(), codes.with_zeros())
+        found = scheme.read(write.pack_layer(recipe, quantized), 64, 64)
+        assert torch.equal(found.with_zeros(), quantized.with_zeros())
 
 
 def test_only_methods_that_scale_inputs_try_out_who_can_divide_them(
@@ -279,7 +279,7 @@ def test_only_methods_that_scale_inputs_try_out_who_can_divide_them(
     """It takes a copy of each block."""
     tried: list[str] = []
     monkeypatch.setattr(folding, "_keeps_output", lambda block, group, hidden: bool(tried.append(block.name)))
-    make_codes(short, Recipe("gptq", **SOME))
+    quantize_weights(short, Recipe("gptq", **SOME))
     assert not tried
-    make_codes(short, Recipe("awq", **SOME))
+    quantize_weights(short, Recipe("awq", **SOME))
     assert set(tried) == {"model.layers.0", "model.layers.1"}

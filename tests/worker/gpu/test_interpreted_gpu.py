@@ -19,7 +19,7 @@ from teachllm.models.model_config import load_model_config
 from teachllm.quantization.execution_weights import as_groups
 from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.quantized_weights import GroupedCodes
+from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm.spec_decode.draft_length import FixedLength
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.worker.executor import Executor
@@ -76,7 +76,7 @@ def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"] if THOROUGH else ["int8"])
 def test_settings_do_not_change_greedy_tokens_of_a_quantized_cache(kv_cache_dtype: str) -> None:
-    """Up to a code that the order of float32's sums has rounded the other way."""
+    """Up to a quantized value that the order of float32's sums has rounded the other way."""
 
     @settings(max_examples=times(1, 20), phases=[Phase.explicit, Phase.generate])
     @example(**RICH | {"drafts": "none"})
@@ -94,14 +94,14 @@ def test_settings_do_not_change_greedy_tokens_of_a_quantized_cache(kv_cache_dtyp
     run()
 
 
-def interpret_codes(patch: pytest.MonkeyPatch) -> None:
-    """As `interpret`, and weights are what a GPU makes of codes, multiplied by its kernels."""
+def interpret_quantized(patch: pytest.MonkeyPatch) -> None:
+    """As `interpret`, and weights are a GPU's quantized weights, multiplied by its kernels."""
 
-    def weight_of(numbers: Any, dtype: torch.dtype, is_gated: bool = False) -> Weight:
-        numbers = as_groups(numbers)
-        if isinstance(numbers, GroupedCodes):
-            return GPUGroupedWeight(numbers, is_gated)
-        return GPUScaledWeight(numbers, dtype)
+    def weight_of(quantized: Any, dtype: torch.dtype, is_gated: bool = False) -> Weight:
+        quantized = as_groups(quantized)
+        if isinstance(quantized, GroupedWeight):
+            return GPUGroupedWeight(quantized, is_gated)
+        return GPUScaledWeight(quantized, dtype)
 
     def grid(num_rows: int, num_in: int, num_out: int, block_n: int) -> tuple[int, int]:
         return -(-num_out // block_n), 2 if num_rows <= 16 else 1  # one by one, as many as fill a GPU take too long
@@ -115,7 +115,7 @@ def interpret_codes(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"] if THOROUGH else ["fp8", "int4"])
 def test_graphs_and_running_ahead_equal_eager_bit_for_bit_with_quantized_weights(quantization: str) -> None:
-    """And the CPU up to a code that rounds the other way."""
+    """And the CPU up to a quantized value that rounds the other way."""
     judge = QuantizedReference(reference("llama2").path, {"quantization": quantization}, 0.02)
     for prompt in PROMPTS[:2]:
         judge.alone(tuple(prompt))  # before kernels are interpreted
@@ -128,7 +128,7 @@ def test_graphs_and_running_ahead_equal_eager_bit_for_bit_with_quantized_weights
         return recording[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        interpret_codes(patch)
+        interpret_quantized(patch)
         engine = Engine(EngineConfig(**settings, async_scheduling=True), make_executor=make)
         for i, prompt in enumerate(PROMPTS[:2]):
             params = SamplingParams(temperature=0, max_tokens=times(3, 5), ignore_eos=True, logprobs=0)
@@ -143,8 +143,10 @@ def test_graphs_and_running_ahead_equal_eager_bit_for_bit_with_quantized_weights
     assert [pending.result() for pending in recording[0].pending] == results
     runner: Any = recording[0].inner._runner  # type: ignore[attr-defined]
     assert runner._graphs._full and not eager._graphs._full
-    codes = [each for each in runner.model.modules() if isinstance(each, GPUGroupedWeight | GPUScaledWeight)]
-    assert len(codes) == 3 * 4 and all((each.row_codes is None) == (quantization == "int4") for each in codes)
+    quantized = [each for each in runner.model.modules() if isinstance(each, GPUGroupedWeight | GPUScaledWeight)]
+    assert len(quantized) == 3 * 4 and all(
+        (each.input_quantization is None) == (quantization == "int4") for each in quantized
+    )
 
 
 def engine(method: str, more: dict[str, Any], max_num_seqs: int = 4, num_drafts: int = 3, **settings: Any) -> LLM:

@@ -128,7 +128,7 @@ def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None
     return runner
 
 
-def make_codes(model: torch.nn.Module) -> None:
+def quantize_weights(model: torch.nn.Module) -> None:
     """As the loader does of what it has read."""
     for layer in model.modules():
         if isinstance(layer, Linear):
@@ -259,7 +259,7 @@ def test_on_hopper_gate_and_up_of_many_tokens_are_not_in_memory(name: str, tmp_p
 
 @pytest.fixture
 def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making codes of all of them takes longest, and what a step holds does not depend on it."""
+    """Quantizing all of them takes longest, and what a step holds does not depend on it."""
     for name in () if THOROUGH else ("qwen3-0.6b", "qwen3-8b"):
         monkeypatch.setitem(h200.SHAPES, name, h200.SHAPES[name] | {"num_hidden_layers": 4})
 
@@ -276,7 +276,7 @@ def test_what_one_of_two_ranks_takes_is_predicted_too(
     model = model_of_rank(whole, place)
     runner = make_runner(config, whole, ranks=Ranks(place, group, group, group))
     if method is not None:
-        make_codes(runner.model)
+        quantize_weights(runner.model)
     caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
     with LiveBytes() as live:
         runner._largest_step(caches, sampling_bytes(config, model))
@@ -292,7 +292,7 @@ def test_what_a_quantized_model_takes_is_predicted_too(
 ) -> None:
     config, model = describe(name, tmp_path, quantization=method, **settings)
     runner = make_runner(config, model)
-    make_codes(runner.model)
+    quantize_weights(runner.model)
     caches = allocate_kv_cache(model, 1, config.block_size, NOWHERE)
     with LiveBytes() as live:
         runner._largest_step(caches, sampling_bytes(config, model))

@@ -30,7 +30,7 @@ def test_graphs_and_running_ahead_equal_eager_bit_for_bit(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
-def test_nor_does_a_bit_change_if_keys_and_values_are_codes_as_well(kv_cache_dtype: str) -> None:
+def test_nor_does_a_bit_change_if_keys_and_values_are_quantized_as_well(kv_cache_dtype: str) -> None:
     assert_no_bit_changes(quantization="fp8", kv_cache_dtype=kv_cache_dtype)
 
 

@@ -14,7 +14,7 @@ import torch
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 from teachllm_kernels.linear.packed.packed_dequantize import (
     conversion,
-    numbers,
+    dequantize_unscaled,
     of_steps,
     pairs_of_zeros,
     scale_step,
@@ -29,7 +29,7 @@ _BLOCKS, _TILE_K = 4, 256  # blocks of 16 outputs, and inputs, per program
 
 @triton.jit
 def _dequantize(
-    codes_ptr, scales_ptr, zeros_ptr, out_ptr,
+    qweight_ptr, scales_ptr, zeros_ptr, out_ptr,
     magic, num_out, num_blocks,
     NUM_IN: tl.constexpr, BLOCKS: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
     BITS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr, IN_TURNS: tl.constexpr, PDL: tl.constexpr,
@@ -44,7 +44,7 @@ def _dequantize(
     magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # otherwise the argument would be read again at every use
     part = tl.arange(0, KB * BLOCKS)
     block, k_block = tl.minimum(first + part % BLOCKS, num_blocks - 1), start // (256 // BITS) + part // BLOCKS
-    word_ptrs = codes_ptr + (block.to(tl.int64) * NUM_K + tl.minimum(k_block, NUM_K - 1))[:, None] * 128
+    word_ptrs = qweight_ptr + (block.to(tl.int64) * NUM_K + tl.minimum(k_block, NUM_K - 1))[:, None] * 128
     words = tl.load(word_ptrs + tl.arange(0, 128)[None, :], eviction_policy="evict_first")
     part = tl.arange(0, TILE_K // STEP * BLOCKS)
     group = tl.minimum(start + part // BLOCKS * STEP, NUM_IN - 1) // GROUP
@@ -55,7 +55,7 @@ def _dequantize(
     if HAS_ZEROS:
         zero = of_steps(tl.load(zeros_ptr + pair)[:, :, None], KB, BLOCKS, STEPS, 1)
         zero = tl.reshape(zero, [KB * BLOCKS, 8, 4, STEPS])
-    w = numbers(words, zero, magic, out_ptr.dtype.element_ty, BITS, IS_E2M1, HAS_ZEROS)
+    w = dequantize_unscaled(words, zero, magic, out_ptr.dtype.element_ty, BITS, IS_E2M1, HAS_ZEROS)
     w = scaled(w, of_steps(scale, KB, BLOCKS, STEPS, 2))
     w = tl.reshape(w, [KB, BLOCKS, 8, 4, STEPS, 2, 2, 2])  # k block, block, g, q, step, i, j, h
     w = tl.reshape(tl.permute(w, [1, 5, 2, 0, 4, 6, 3, 7]), [BLOCKS * 16, TILE_K])
@@ -81,11 +81,11 @@ def dequantize_triton(weight: PackedWeight, dtype: torch.dtype, out: torch.Tenso
         out: the tensor to write to; contiguous, [num_out, num_in] of that dtype.
     """
     if out is None:
-        out = torch.empty((weight.num_out, weight.num_in), dtype=dtype, device=weight.codes.device)
+        out = torch.empty((weight.num_out, weight.num_in), dtype=dtype, device=weight.qweight.device)
     assert out.shape == (weight.num_out, weight.num_in) and out.dtype == dtype and out.is_contiguous()
-    num_blocks, zeros = weight.codes.shape[0], pairs_of_zeros(weight)
+    num_blocks, zeros = weight.qweight.shape[0], pairs_of_zeros(weight)
     _dequantize[(triton.cdiv(weight.num_in, _TILE_K), triton.cdiv(num_blocks, _BLOCKS))](
-        codes_ptr=weight.codes,
+        qweight_ptr=weight.qweight,
         scales_ptr=weight.scales,
         zeros_ptr=zeros,
         out_ptr=out,

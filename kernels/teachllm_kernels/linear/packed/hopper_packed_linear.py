@@ -239,7 +239,7 @@ def _tiling(num_rows: int, weight: PackedWeight, parts: bool) -> _Tiling:
     rows = min(max(triton.next_power_of_2(num_rows), 8), _MOST)
     row_blocks = triton.cdiv(num_rows, rows)
     most = 3 if rows <= 64 else 2  # warp groups that have enough registers
-    all_stripes, all_tiles = -(-weight.codes.shape[0] // 4), -(-weight.num_in // _DEPTH)
+    all_stripes, all_tiles = -(-weight.qweight.shape[0] // 4), -(-weight.num_in // _DEPTH)
 
     def waves(stripes: int) -> int:
         return triton.cdiv(triton.cdiv(all_stripes, stripes) * row_blocks, PLACES)
@@ -290,14 +290,14 @@ def hopper_packed_linear(
     tiling = _tiling(num_rows, weight, parts)
     shape = (tiling.splits, num_rows, num_out) if parts else (num_rows, num_out)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
-    num_blocks, all_groups = weight.codes.shape[0], weight.scales.shape[1]
+    num_blocks, all_groups = weight.qweight.shape[0], weight.scales.shape[1]
     group = weight.group_size if all_groups > 1 else 1 << 30
     of_tile = max(_DEPTH // group, 1)
     rows, box = _DEPTH * weight.bits // 64, min(max(8, tiling.rows // 4), 32)
-    codes = weight.codes.view(num_blocks, -1, 32)
+    qweight = weight.qweight.view(num_blocks, -1, 32)
     zeros = None if weight.zeros is None else weight.zeros.view(num_blocks, -1)
     _hopper_packed_linear[(-(-num_rows // tiling.rows), -(-num_blocks // (4 * tiling.stripes)), tiling.splits)](
-        w_desc=_map(codes, [4, rows, 32]),
+        w_desc=_map(qweight, [4, rows, 32]),
         scale_desc=_map(weight.scales.view(num_blocks, -1), [4, 16 * of_tile]),
         zero_desc=None if zeros is None else _map(zeros, [8 if of_tile == 1 else 4, 16 * of_tile]),
         x_desc=tile_map(x, [box, _DEPTH]),

@@ -51,8 +51,8 @@ def groups_layout(num_groups: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _asm(CODE: gl.constexpr, a, b):
-    return gl.inline_asm_elementwise(CODE, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+def _asm(ASM: gl.constexpr, a, b):
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -62,11 +62,11 @@ def _both_halves(x):
 
 
 @gluon.jit
-def _floats(codes, magic, BITS: gl.constexpr, DTYPE: gl.constexpr):
+def _floats(values, magic, BITS: gl.constexpr, DTYPE: gl.constexpr):
     """Turn pairs of values, at the lowest bits of both halves, into 16-bit floats, too large by a constant."""
     if BITS == 8 and gl.bfloat16 == DTYPE:
-        return _asm(_SUB_BF16, (codes & 0x007F007F) | magic, (codes & 0x00800080) ^ (magic | 0x00800080))
-    return (codes & (0x00FF00FF if BITS == 8 else 0x000F000F)) | magic
+        return _asm(_SUB_BF16, (values & 0x007F007F) | magic, (values & 0x00800080) ^ (magic | 0x00800080))
+    return (values & (0x00FF00FF if BITS == 8 else 0x000F000F)) | magic
 
 
 @gluon.jit
@@ -138,8 +138,8 @@ def operand(
             pairs = gl.inline_asm_elementwise(
                 _FMA_BF16, "=r,r,r,r", [pairs, factor, rest], dtype=gl.int32, is_pure=True, pack=1
             )
-    numbers = gl.join(_low_half(pairs, DTYPE), _low_half(pairs >> 16, DTYPE)).reshape([64, TILE_K])
-    return gl.convert_layout(numbers, gl.DotOperandLayout(0, PRODUCT, 2), assert_trivial=True)
+    dequantized = gl.join(_low_half(pairs, DTYPE), _low_half(pairs >> 16, DTYPE)).reshape([64, TILE_K])
+    return gl.convert_layout(dequantized, gl.DotOperandLayout(0, PRODUCT, 2), assert_trivial=True)
 
 
 @gluon.jit

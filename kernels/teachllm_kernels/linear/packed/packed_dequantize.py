@@ -1,13 +1,13 @@
 """Dequantize the words of a `PackedWeight` in registers: what its kernels share.
 
 Converting integers to floating point is slow next to masks. But bits can be put where a float has its last digits: with
-4 bits there, a bfloat16 of 128.0 becomes 128 + code, and subtracting 128 + zero leaves code - zero, exactly. A
-word's two halves are two such numbers, so a shift, a mask with an or, and a subtraction make two at once:
+a quantized value q of 4 bits there, a bfloat16 of 128.0 becomes 128 + q, and subtracting 128 + zero leaves q - zero,
+exactly. A word's two halves are two such floats, so a shift, a mask with an or, and a subtraction make two at once:
 
-    bfloat16, 4 bits    0x4300 | code      128 + code
-    bfloat16, 8 bits    the lower seven bits likewise; the highest decides whether 128 or 256 is subtracted: code - 128
-    float16             0x6400 | code      1024 + code, with 8 bits, too
-    float32             0x4b000000 | code  2^23 + code
+    bfloat16, 4 bits    0x4300 | q      128 + q
+    bfloat16, 8 bits    the lower seven bits likewise; the highest decides whether 128 or 256 is subtracted: q - 128
+    float16             0x6400 | q      1024 + q, with 8 bits, too
+    float32             0x4b000000 | q  2^23 + q
     e2m1                sign, exponent and digit are moved to a float's, times the difference of the exponents' biases
 
 Source: Kim et al., "Who Says Elephants Can't Run", 2022, for floats made with masks.
@@ -22,10 +22,10 @@ from teachllm_kernels.linear.packed.packed_weight import PackedWeight
 
 __all__ = [
     "conversion",
+    "dequantize_unscaled",
     "halves",
     "load_pairs",
     "nibbles",
-    "numbers",
     "of_steps",
     "pairs_of_zeros",
     "scale_step",
@@ -61,12 +61,12 @@ def scale_step(weight: PackedWeight) -> int:
 
 
 @triton.jit
-def numbers(
+def dequantize_unscaled(
     words, zeros, magic,
     DTYPE: tl.constexpr, BITS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr,
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
-    """Return code - zero for some blocks, exactly.
+    """Return quantized value - zero for some blocks, exactly.
 
     Args:
         words: [num_blocks, 128] int32.
@@ -133,20 +133,20 @@ def nibbles(words, magic, DTYPE: tl.constexpr, FROM: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(numbers_ptr, pair, mask):
-    """Load numbers 2 * pair and 2 * pair + 1: as words for `halves` if they have 16 bits, otherwise [..., 2].
+def load_pairs(values_ptr, pair, mask):
+    """Load values 2 * pair and 2 * pair + 1: as words for `halves` if they have 16 bits, otherwise [..., 2].
 
-    A loop that loads an iteration ahead should load words: two 16-bit numbers take a register each, and putting them
+    A loop that loads an iteration ahead should load words: two 16-bit values take a register each, and putting them
     there waits for the load.
     """
-    if numbers_ptr.dtype.element_ty.primitive_bitwidth == 16:
-        return tl.load(numbers_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + pair, mask=mask, other=0)
+    if values_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        return tl.load(values_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + pair, mask=mask, other=0)
     else:
         two = tl.arange(0, 2)
         for _ in tl.static_range(len(pair.shape)):
             two = tl.expand_dims(two, 0)
         mask = tl.expand_dims(mask, len(pair.shape))
-        return tl.load(numbers_ptr + tl.expand_dims(pair, len(pair.shape)) * 2 + two, mask=mask, other=0.0)
+        return tl.load(values_ptr + tl.expand_dims(pair, len(pair.shape)) * 2 + two, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def _low_half(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _halves(pairs, magic, DTYPE: tl.constexpr, IN_TWO: tl.constexpr):
-    """Return the floats in both halves, or, if `IN_TWO`, code - 128 of the quantized values in them."""
+    """Return the floats in both halves, or, if `IN_TWO`, q - 128 of the quantized values q in them."""
     if IN_TWO:
         rest, taken = (pairs & 0x007F007F) | magic, (pairs & 0x00800080) ^ (magic | 0x00800080)
         low = _low_half(rest, DTYPE) - _low_half(taken, DTYPE)
@@ -203,8 +203,8 @@ def _halves(pairs, magic, DTYPE: tl.constexpr, IN_TWO: tl.constexpr):
 
 
 @triton.jit
-def _float(codes, magic):
-    return (codes | magic).to(tl.float32, bitcast=True)
+def _float(values, magic):
+    return (values | magic).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -214,9 +214,9 @@ def _e2m1(words, AT: tl.constexpr, UP: tl.constexpr):
 
 
 @triton.jit
-def _wide_e2m1(codes):
+def _wide_e2m1(values):
     """Turn e2m1 values into float32 whose exponents are too small."""
-    return (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True)
+    return (((values & 8) << 28) | ((values & 7) << 22)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -30,10 +30,10 @@ import torch
 from teachllm_kernels._triton import PLACES, gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 from teachllm_kernels.linear.packed.packed_dequantize import (
     conversion,
+    dequantize_unscaled,
     halves,
     load_pairs,
     nibbles,
-    numbers,
     pairs_of_zeros,
     scale_step,
 )
@@ -52,13 +52,13 @@ def _fetch(
 
     Only the threads whose products count read scales; the others have zeros.
     """
-    codes_ptr, scales_ptr, zeros_ptr, norm_weight_ptr = weight
+    qweight_ptr, scales_ptr, zeros_ptr, norm_weight_ptr = weight
     BLOCK_K: tl.constexpr = 256 // BITS
     NUM_BLOCKS: tl.constexpr = (NUM_IN + 63) // 64 * (64 // BLOCK_K)
     NUM_GROUPS: tl.constexpr = (NUM_IN + GROUP - 1) // GROUP
     BLOCKS: tl.constexpr = 8 * WARPS
     block = tl.arange(0, BLOCKS)[:, None]  # piece * WARPS + warp
-    word_ptrs = codes_ptr + (row.to(tl.int64) * NUM_BLOCKS + chunk * BLOCKS) * 128
+    word_ptrs = qweight_ptr + (row.to(tl.int64) * NUM_BLOCKS + chunk * BLOCKS) * 128
     word_ptrs = word_ptrs + block * 128 + tl.arange(0, 128)[None, :]
     if NUM_BLOCKS % BLOCKS == 0:
         words = tl.load(word_ptrs, eviction_policy="evict_first")
@@ -148,7 +148,7 @@ def _multiply(
         start = tl.dot(a, (h * 16.0).to(DTYPE), start, input_precision="ieee")
         a = nibbles(words, magic, DTYPE, 0)
     else:
-        a = numbers(words, 0, magic, DTYPE, BITS, IS_E2M1, False, IS_RAW)
+        a = dequantize_unscaled(words, 0, magic, DTYPE, BITS, IS_E2M1, False, IS_RAW)
     product = tl.dot(_in_order(a, SCALES, STEPS, WARPS), h, start, input_precision="ieee")
     product = tl.reshape(product, [SCALES, WARPS, 8, 2, 8, 4, 2])  # columns: the last two
     scale = _by_piece(halves(scale, scales_ptr.dtype.element_ty), SCALES, WARPS).to(tl.float32)
@@ -174,7 +174,7 @@ def _by_piece(of_groups, SCALES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _packed_gemv(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr,
+    x_ptr, qweight_ptr, scales_ptr, zeros_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr,
     eps, magic, num_out,
     NUM_IN: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, IS_E2M1: tl.constexpr,
     WARPS: tl.constexpr, IN_TURNS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
@@ -182,7 +182,7 @@ def _packed_gemv(
     if PDL:
         gdc_launch_dependents()
     CHUNKS: tl.constexpr = (NUM_IN * BITS + WARPS * 2048 - 1) // (WARPS * 2048)
-    block, weight = tl.program_id(0), (codes_ptr, scales_ptr, zeros_ptr, norm_weight_ptr)
+    block, weight = tl.program_id(0), (qweight_ptr, scales_ptr, zeros_ptr, norm_weight_ptr)
     magic = tl.max(tl.zeros([32], tl.int32) + magic, axis=0)  # otherwise the argument would be read again at every use
     fetched = _fetch(weight, block, 0, NUM_IN, GROUP, STEP, BITS, WARPS)
     fetched_next = fetched
@@ -261,9 +261,9 @@ def packed_gemv_triton(
     out = x.new_empty((1, num_out))
     norm_weight, eps = norm or (None, 0.0)
     warps, magic = _warps(weight, x.dtype), conversion(x.dtype, weight)
-    _packed_gemv[(weight.codes.shape[0],)](
+    _packed_gemv[(weight.qweight.shape[0],)](
         x_ptr=x,
-        codes_ptr=weight.codes,
+        qweight_ptr=weight.qweight,
         scales_ptr=weight.scales,
         zeros_ptr=pairs_of_zeros(weight),
         bias_ptr=bias,
@@ -295,7 +295,7 @@ def _warps(weight: PackedWeight, dtype: torch.dtype) -> int:
     """
     if dtype == torch.float32:
         return 1
-    num_blocks, blocks_k = weight.codes.shape[:2]
+    num_blocks, blocks_k = weight.qweight.shape[:2]
     holds_two = weight.bits == 4 and scale_step(weight) > 16  # chunks, in 128 registers
     most = 8 if num_blocks <= 2 * PLACES and (holds_two or weight.num_in <= 4096) else 4
     return min(max(triton.next_power_of_2(blocks_k) // 8, 1), most)
@@ -313,10 +313,10 @@ def _registers(weight: PackedWeight, dtype: torch.dtype) -> dict[str, int]:
         return {"maxnreg": 128}
     if scale_step(weight) == 16:
         return {}
-    is_small = weight.bits == 4 and weight.codes.shape[1] <= 64 and weight.zeros is None and scale_step(weight) == 64
+    is_small = weight.bits == 4 and weight.qweight.shape[1] <= 64 and weight.zeros is None and scale_step(weight) == 64
     return {"maxnreg": 128 if is_small and _has_turns(weight) else 168}  # four programs, or three
 
 
 def _has_turns(weight: PackedWeight) -> bool:
     """Return whether there are more programs than run at a time."""
-    return weight.codes.shape[0] > 3 * PLACES
+    return weight.qweight.shape[0] > 3 * PLACES

@@ -25,9 +25,9 @@ import torch
 from teachllm_kernels._triton import PLACES, gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.linear.packed.packed_dequantize import (
     conversion,
+    dequantize_unscaled,
     halves,
     load_pairs,
-    numbers,
     of_steps,
     pairs_of_zeros,
     scale_step,
@@ -69,7 +69,7 @@ def _fetch_groups(
 
 @triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _packed_linear(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
+    x_ptr, qweight_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     magic, num_rows, num_out, num_blocks,
     NUM_IN: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, TILE_K: tl.constexpr,
     STAGES: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, LATE: tl.constexpr,
@@ -91,7 +91,7 @@ def _packed_linear(
     x_t_ptrs = x_ptr + m[None, :] * NUM_IN + k[:, None]
     part = tl.arange(0, KB * BLOCKS)
     block, k_block = tl.minimum(first + part % BLOCKS, num_blocks - 1), part // BLOCKS
-    words_ptrs = codes_ptr + block.to(tl.int64)[:, None] * (NUM_K * 128) + tl.arange(0, 128)[None, :]
+    words_ptrs = qweight_ptr + block.to(tl.int64)[:, None] * (NUM_K * 128) + tl.arange(0, 128)[None, :]
     begin = split * (TILES * TILE_K)
     scale, zero = _fetch_groups(
         scales_ptr, zeros_ptr, first, num_blocks, begin, NUM_IN, GROUP, STEP, BLOCKS, TILE_K, LATE, HAS_ZEROS
@@ -113,7 +113,7 @@ def _packed_linear(
         )  # fmt: skip
         if HAS_ZEROS:
             zero = tl.reshape(of_steps(zero, KB, BLOCKS, STEPS, 1), [KB * BLOCKS, 8, 4, STEPS])
-        w = numbers(words, zero, magic, x_ptr.dtype.element_ty, BITS, IS_E2M1, HAS_ZEROS)
+        w = dequantize_unscaled(words, zero, magic, x_ptr.dtype.element_ty, BITS, IS_E2M1, HAS_ZEROS)
         scale = halves(scale, scales_ptr.dtype.element_ty)
         if not LATE:
             w = scaled(w, of_steps(scale, KB, BLOCKS, STEPS, 2))
@@ -197,13 +197,13 @@ def _tiling(num_rows: int, weight: PackedWeight, dtype: torch.dtype, most_bytes:
     else:
         is_small = most_bytes < 200 << 10  # not a Hopper card: fragments go through shared memory
         rows = min(max(triton.next_power_of_2(num_rows), 16), 64 if is_small else 128)
-        blocks = 8 if weight.codes.shape[0] > 4 else 4
+        blocks = 8 if weight.qweight.shape[0] > 4 else 4
         tile_k = 64 if group % 128 and group % 64 == 0 else 128
         fragments = blocks * 32 * tile_k if is_small else 0
-        codes, x = blocks * 2 * tile_k * weight.bits, 2 * rows * tile_k
+        qweight, x = blocks * 2 * tile_k * weight.bits, 2 * rows * tile_k
         room = (most_bytes if is_small else most_bytes // 2) - fragments
-        stages = min(max((room + codes) // (codes + x), 2), 5)
-    row_blocks, column_blocks = -(-num_rows // rows), -(-weight.codes.shape[0] // blocks)
+        stages = min(max((room + qweight) // (qweight + x), 2), 5)
+    row_blocks, column_blocks = -(-num_rows // rows), -(-weight.qweight.shape[0] // blocks)
     tiles, programs = -(-weight.num_in // tile_k), row_blocks * column_blocks
     most = PLACES * (2 if rows <= 64 else 1) // programs
     splits = max(min(most, max(tiles // _LEAST_TILES, min(tiles // 2, PLACES // programs))), 1)
@@ -233,7 +233,7 @@ def packed_linear_triton(
         [num_rows, num_out]: as many as weight's outputs, with `gated` half of them. With `parts`, [num_parts, num_rows,
         num_out] float32.
     """
-    num_rows, num_blocks = x.shape[0], weight.codes.shape[0]
+    num_rows, num_blocks = x.shape[0], weight.qweight.shape[0]
     assert num_rows <= MAX_ROWS and x.shape[1] == weight.num_in
     assert (weight.is_gated or not gated) and not (gated and parts)
     num_out = weight.num_out // (2 if gated else 1)
@@ -250,7 +250,7 @@ def packed_linear_triton(
     zeros, magic = pairs_of_zeros(weight), conversion(x.dtype, weight)
     _packed_linear[grid](
         x_ptr=x,
-        codes_ptr=weight.codes,
+        qweight_ptr=weight.qweight,
         scales_ptr=weight.scales,
         zeros_ptr=zeros,
         bias_ptr=bias,

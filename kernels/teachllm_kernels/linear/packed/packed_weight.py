@@ -39,7 +39,7 @@ class PackedWeight:
     """A weight laid out by `pack`.
 
     Attributes:
-        codes: [num_blocks, num_in / block_k, 32 threads, 4 words] int32, the quantized values; sizes rounded up.
+        qweight: [num_blocks, num_in / block_k, 32 threads, 4 words] int32, the quantized values; sizes rounded up.
         scales: [num_blocks, num_groups, 8, 2], as stored: of output 16 * i + 8 * k + j at [i, :, j, k].
         zeros: uint8 like scales, the zero points; None: the middle value, 2^(bits - 1), or that of e2m1.
         bits: bits per value, 4 or 8.
@@ -50,7 +50,7 @@ class PackedWeight:
         is_gated: block i has gates 8 * i to 8 * i + 7 instead of outputs g, and their ups instead of outputs g + 8.
     """
 
-    codes: torch.Tensor
+    qweight: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     bits: int
@@ -68,12 +68,12 @@ class PackedWeight:
     @property
     def num_bytes(self) -> int:
         """The bytes that a product must read."""
-        tensors = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+        tensors = (self.qweight, self.scales) if self.zeros is None else (self.qweight, self.scales, self.zeros)
         return sum(tensor.nbytes for tensor in tensors)
 
 
 def pack(
-    codes: torch.Tensor,
+    qweight: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     bits: int,
@@ -83,8 +83,8 @@ def pack(
     """Lay quantized values out for the kernels, on their own device; takes about three times the result's memory.
 
     Args:
-        codes: [num_out, num_in] uint8, 0 to 2^bits - 1; merged projections one above the other.
-        scales: [num_out, num_groups], 2-byte or float32 numbers; groups are equal runs of inputs.
+        qweight: [num_out, num_in] uint8, 0 to 2^bits - 1; merged projections one above the other.
+        scales: [num_out, num_groups], 2-byte floats or float32; groups are equal runs of inputs.
         zeros: [num_out, num_groups] integers, 0 to 2^bits - 1, the zero points; None: the middle value. Not for e2m1.
         bits: 4 or 8.
         is_e2m1: the values are 4-bit floats.
@@ -94,16 +94,16 @@ def pack(
     Raises:
         ValueError: there are several groups whose size is not a multiple of 16 inputs.
     """
-    num_out, num_in = codes.shape
+    num_out, num_in = qweight.shape
     num_groups = scales.shape[1]
     group_size = num_in // num_groups
-    assert bits in (4, 8) and codes.dtype == torch.uint8 and not (is_e2m1 and (bits != 4 or zeros is not None))
+    assert bits in (4, 8) and qweight.dtype == torch.uint8 and not (is_e2m1 and (bits != 4 or zeros is not None))
     if num_groups * group_size != num_in or (num_groups > 1 and group_size % INPUTS_OF_A_STEP):
         raise ValueError(
-            f"{num_groups} groups of {num_in} inputs cannot be multiplied as codes: a group must be a multiple of 16 "
+            f"{num_groups} groups of {num_in} inputs cannot be multiplied packed: a group must be a multiple of 16 "
             "inputs, or all of them; dequantize this weight when it is loaded"
         )
-    rows = _by_block(torch.nn.functional.pad(codes, (0, -num_in % _PAD_IN)), is_gated)  # block, i, g, inputs
+    rows = _by_block(torch.nn.functional.pad(qweight, (0, -num_in % _PAD_IN)), is_gated)  # block, i, g, inputs
     num_blocks = rows.shape[0]
     if bits == 4:
         both = (rows[:, 0] | (rows[:, 1] << 4)).reshape(num_blocks, 8, -1, 4, 2, 4, 2)  # block, g, k, s, j, q, h
@@ -113,7 +113,7 @@ def pack(
         in_order = each.permute(0, 3, 2, 6, 4, 1, 7, 5)  # block, k, g, q, s, i, h, j
     words = in_order.contiguous().view(num_blocks, -1, 32, 16).view(torch.int32)
     return PackedWeight(
-        codes=words,
+        qweight=words,
         scales=_by_block(scales, is_gated).permute(0, 3, 2, 1).contiguous(),
         zeros=None if zeros is None else _by_block(zeros.to(torch.uint8), is_gated).permute(0, 3, 2, 1).contiguous(),
         bits=bits,
@@ -126,32 +126,32 @@ def pack(
 
 
 def unpack(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return what `pack` was given: (codes [num_out, num_in] uint8, scales [num_out, num_groups], zeros int32 or
+    """Return what `pack` was given: (qweight [num_out, num_in] uint8, scales [num_out, num_groups], zeros int32 or
     None).
     """
-    num_blocks = weight.codes.shape[0]
-    in_order = weight.codes.view(torch.uint8)
+    num_blocks = weight.qweight.shape[0]
+    in_order = weight.qweight.view(torch.uint8)
     if weight.bits == 4:
         both = in_order.view(num_blocks, -1, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5)  # block, g, k, s, j, q, h
         rows = torch.stack((both & 15, both >> 4), dim=1)
     else:
         each = in_order.view(num_blocks, -1, 8, 4, 2, 2, 2, 2)
         rows = each.permute(0, 5, 2, 1, 4, 7, 3, 6)  # block, i, g, k, s, j, q, h
-    codes = _by_output(rows.reshape(num_blocks, 2, 8, -1), weight)[:, : weight.num_in].contiguous()
+    qweight = _by_output(rows.reshape(num_blocks, 2, 8, -1), weight)[:, : weight.num_in].contiguous()
     zeros = None if weight.zeros is None else _by_output(weight.zeros.permute(0, 3, 2, 1), weight).to(torch.int32)
-    return codes, _by_output(weight.scales.permute(0, 3, 2, 1), weight), zeros
+    return qweight, _by_output(weight.scales.permute(0, 3, 2, 1), weight), zeros
 
 
 def dequantize_reference(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Return [num_out, num_in]: (code - zero) * scale in float32 (float64 for that dtype), rounded once."""
-    codes, scales, zeros = unpack(weight)
+    """Return [num_out, num_in]: (qweight - zero) * scale in float32 (float64 for that dtype), rounded once."""
+    qweight, scales, zeros = unpack(weight)
     wide = torch.promote_types(dtype, torch.float32)
     if weight.is_e2m1:
-        table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device, dtype=wide)
-        steps = table[codes.long()]
+        table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=qweight.device, dtype=wide)
+        steps = table[qweight.long()]
     else:
         zero = 1 << (weight.bits - 1) if zeros is None else zeros.repeat_interleave(weight.group_size, dim=1)
-        steps = (codes.to(torch.int32) - zero).to(wide)
+        steps = (qweight.to(torch.int32) - zero).to(wide)
     return (steps * scales.to(wide).repeat_interleave(weight.group_size, dim=1)).to(dtype)
 
 
@@ -165,8 +165,8 @@ def packed_linear_reference(
 ) -> torch.Tensor:
     """The definition: `gemv_reference` with the dequantized weight rounded to x's dtype.
 
-    The kernels skip that rounding where this is cheaper: they sum up (code - zero) * x, which is exact, and multiply a
-    group's sum by its scale. That is closer to the quantized weight's meaning, and equal within a product's rounding.
+    The kernels skip that rounding where this is cheaper: they sum up (qweight - zero) * x, which is exact, and multiply
+    a group's sum by its scale. That is closer to the quantized weight's meaning, and equal within a product's rounding.
     """
     return gemv_reference(x, dequantize_reference(weight, x.dtype), bias, norm, residual, gated)
 

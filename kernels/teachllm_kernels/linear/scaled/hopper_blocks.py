@@ -46,7 +46,7 @@ def has_blocks(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor, gat
     """Return whether scales are per group and block. Refuse integers, and blocks that reach from gate to up."""
     if scale_kind(weight, scales) != "block":
         return False
-    assert x.codes.dtype == torch.float8_e4m3fn and not (gated and weight.shape[0] // 2 % GROUP)
+    assert x.values.dtype == torch.float8_e4m3fn and not (gated and weight.shape[0] // 2 % GROUP)
     return True
 
 

@@ -217,8 +217,8 @@ def hopper_scaled_mm(
         level: the number of inputs, a multiple of 128, whose products the tensor cores accumulate; longer sums are
             float32. 0: all of them. With blocks it is always a group.
     """
-    (num_rows, num_in), num_out = x.codes.shape, weight.shape[0] // (2 if gated else 1)
-    out = torch.empty((num_rows, num_out), dtype=dtype, device=x.codes.device)
+    (num_rows, num_in), num_out = x.values.shape, weight.shape[0] // (2 if gated else 1)
+    out = torch.empty((num_rows, num_out), dtype=dtype, device=x.values.device)
     places, num_row_blocks = num_multiprocessors(out.device), -(-num_rows // _ROWS)
     by_block = has_blocks(x, weight, scales, gated)
     columns = _NARROW if level and not by_block else _columns(num_row_blocks, weight.shape[0], places)
@@ -226,7 +226,7 @@ def hopper_scaled_mm(
     num_column_blocks = -(-weight.shape[0] // columns)
     num_programs = min(num_row_blocks * num_column_blocks, places)
     _hopper_scaled_mm[(num_programs,)](
-        x_desc=tile_map(x.codes, [_ROWS, _BLOCK_K]),
+        x_desc=tile_map(x.values, [_ROWS, _BLOCK_K]),
         w_desc=gate_up_map(weight, columns, _BLOCK_K) if gated else tile_map(weight, [columns, _BLOCK_K]),
         out_desc=tile_map(out, [_ROWS // 2, columns // 2]),
         x_scales_ptr=x.scales,

@@ -7,9 +7,9 @@ A weight is quantized once; x is quantized where it is made, for every token ane
     grouped   a scale for every 128 values of a row, for weights that have one per block of 128 x 128
 
 A value is multiplied by 1 / scale, which is rounded once per row: a division takes a GPU ten instructions. Every kernel
-that quantizes on its way does it with `scale_of` and `codes_of`, and so matches `quantize_rows_reference` bit for bit.
-Memory-bound: its speed is bytes over bandwidth, see `cost`. After a norm or SiLU, `rms_norm_quantized_triton` and
-`silu_and_mul_quantized_triton` avoid writing the row and reading it again.
+that quantizes on its way does it with `scale_of` and `quantize_with_scale`, and so matches `quantize_rows_reference`
+bit for bit. Memory-bound: its speed is bytes over bandwidth, see `cost`. After a norm or SiLU,
+`rms_norm_quantized_triton` and `silu_and_mul_quantized_triton` avoid writing the row and reading it again.
 
 Sources: Dettmers et al., "LLM.int8()", 2022; Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 """
@@ -28,12 +28,12 @@ __all__ = [
     "KEPT",
     "QuantizedRows",
     "clamped",
-    "codes_of",
     "cost",
     "empty_rows",
     "quantize_rows",
     "quantize_rows_reference",
     "quantize_rows_triton",
+    "quantize_with_scale",
     "scale_of",
     "store_row",
 ]
@@ -51,21 +51,21 @@ _KERNEL_TO_INTEGER = tl.constexpr(_TO_INTEGER)
 
 
 class QuantizedRows(NamedTuple):
-    """Quantized rows and their scales: value = code * scale.
+    """Quantized rows and their scales: x = value * scale.
 
     Attributes:
-        codes: [num_rows, size] int8 or float8_e4m3fn, contiguous.
+        values: [num_rows, size] int8 or float8_e4m3fn, contiguous.
         scales: float32: [num_rows, 1], or grouped, [num_rows, num_groups] stored column by column.
     """
 
-    codes: torch.Tensor
+    values: torch.Tensor
     scales: torch.Tensor
 
     def dequantize(self) -> torch.Tensor:
         """Return [num_rows, size] float32."""
-        size = self.codes.shape[1]
+        size = self.values.shape[1]
         width = size if self.scales.shape[1] == 1 else GROUP
-        return self.codes.to(torch.float32) * self.scales.repeat_interleave(width, dim=1)[:, :size]
+        return self.values.to(torch.float32) * self.scales.repeat_interleave(width, dim=1)[:, :size]
 
 
 def empty_rows(shape: tuple[int, int], dtype: torch.dtype, grouped: bool, device: torch.device) -> QuantizedRows:
@@ -79,10 +79,10 @@ def empty_rows(shape: tuple[int, int], dtype: torch.dtype, grouped: bool, device
 def quantize_rows_reference(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, grouped: bool = False
 ) -> QuantizedRows:
-    """The definition, in float32: scale = max(|x|) / 448, code = round(x * (1 / scale)).
+    """The definition, in float32: scale = max(|x|) / 448, value = round(x * (1 / scale)).
 
-    For integers, scale = max(|x|) / 127.5 and code = clamp(round(x / scale)), since the last bit of the largest
-    value, at 127.5, decides how it is rounded.
+    For integers, scale = max(|x|) / 127.5 and value = clamp(round(x / scale)), since the last bit of the largest
+    one, at 127.5, decides how it is rounded.
 
     Args:
         x: [num_rows, size], any float dtype.
@@ -99,10 +99,10 @@ def quantize_rows_reference(
     if scale is not None:
         scales = scale.to(torch.float32).expand(num_rows, 1)
     if dtype == torch.int8:
-        codes = (wide / scales.repeat_interleave(width, dim=1)[:, :size]).round().clamp(-128, 127)
+        values = (wide / scales.repeat_interleave(width, dim=1)[:, :size]).round().clamp(-128, 127)
     else:
-        codes = (wide * scales.reciprocal().repeat_interleave(width, dim=1)[:, :size]).clamp(-most, most)
-    return QuantizedRows(codes.to(dtype), scales.t().contiguous().t())
+        values = (wide * scales.reciprocal().repeat_interleave(width, dim=1)[:, :size]).clamp(-most, most)
+    return QuantizedRows(values.to(dtype), scales.t().contiguous().t())
 
 
 @triton.jit
@@ -116,38 +116,38 @@ def scale_of(largest, DTYPE: tl.constexpr):
 def clamped(x, scale, DTYPE: tl.constexpr):
     """Clamp values that are far beyond the range of a given scale."""
     MOST: tl.constexpr = 128.0 if DTYPE.is_int() else 448.0
-    edge = scale * (MOST * 1.002)  # rounds to the largest code
+    edge = scale * (MOST * 1.002)  # rounds to the largest quantized value
     return tl.clamp(x, -edge, edge, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def codes_of(x, scale, DTYPE: tl.constexpr):
+def quantize_with_scale(x, scale, DTYPE: tl.constexpr):
     """Quantize values, float32, that are within range. `scale` is shaped like x, or one for all."""
     if DTYPE.is_int():
         sums = tl.div_rn(x, scale + tl.zeros_like(x)) + _KERNEL_TO_INTEGER
         sums = tl.minimum(sums, _KERNEL_TO_INTEGER + 127.0)  # half a step beyond would round to 128
-        codes = sums.to(tl.int32, bitcast=True).to(tl.int8)
+        values = sums.to(tl.int32, bitcast=True).to(tl.int8)
     else:
-        codes = (x * tl.div_rn(1.0, scale)).to(DTYPE)
-    return codes
+        values = (x * tl.div_rn(1.0, scale)).to(DTYPE)
+    return values
 
 
 @triton.jit
 def store_row(
     x,
-    codes_ptr, scales_ptr, given_scale_ptr,
+    values_ptr, scales_ptr, given_scale_ptr,
     row, num_rows, size,
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """Quantize a row, [BLOCK] float32 with zeros after its end, into what `empty_rows` has allocated."""
-    DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
-    code_ptrs = codes_ptr + row.to(tl.int64) * size + column
+    value_ptrs = values_ptr + row.to(tl.int64) * size + column
     if GROUPED:
         group = tl.arange(0, BLOCK // _GROUP)
         by_group = tl.reshape(x, [BLOCK // _GROUP, _GROUP])
         scale = scale_of(tl.max(tl.abs(by_group), axis=1), DTYPE)
-        q = tl.reshape(codes_of(by_group, scale[:, None], DTYPE), [BLOCK])
+        q = tl.reshape(quantize_with_scale(by_group, scale[:, None], DTYPE), [BLOCK])
         tl.store(scales_ptr + group * num_rows + row, scale, mask=group * _GROUP < size)
     else:
         if given_scale_ptr is not None:
@@ -155,14 +155,14 @@ def store_row(
             x = clamped(x, scale, DTYPE)
         else:
             scale = scale_of(tl.max(tl.abs(x)), DTYPE)
-        q = codes_of(x, scale, DTYPE)
+        q = quantize_with_scale(x, scale, DTYPE)
         tl.store(scales_ptr + row, scale)
-    tl.store(code_ptrs, q, mask=column < size, eviction_policy=EVICTION)
+    tl.store(value_ptrs, q, mask=column < size, eviction_policy=EVICTION)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
 def _quantize_rows(
-    x_ptr, codes_ptr, scales_ptr, given_scale_ptr,
+    x_ptr, values_ptr, scales_ptr, given_scale_ptr,
     num_rows, size,
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -171,8 +171,8 @@ def _quantize_rows(
         gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    numbers = tl.load(x_ptr + row.to(tl.int64) * size + column, mask=column < size, other=0.0).to(tl.float32)
-    store_row(numbers, codes_ptr, scales_ptr, given_scale_ptr, row, num_rows, size, BLOCK, GROUPED, EVICTION)
+    x = tl.load(x_ptr + row.to(tl.int64) * size + column, mask=column < size, other=0.0).to(tl.float32)
+    store_row(x, values_ptr, scales_ptr, given_scale_ptr, row, num_rows, size, BLOCK, GROUPED, EVICTION)
 
 
 def quantize_rows_triton(
@@ -185,7 +185,7 @@ def quantize_rows_triton(
     block = triton.next_power_of_2(max(size, GROUP))
     _quantize_rows[(num_rows,)](
         x_ptr=x,
-        codes_ptr=quantized.codes,
+        values_ptr=quantized.values,
         scales_ptr=quantized.scales,
         given_scale_ptr=scale,
         num_rows=num_rows,

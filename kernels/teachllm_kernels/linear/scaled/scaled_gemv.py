@@ -28,8 +28,8 @@ from teachllm_kernels.linear.scaled.quantize_rows import (
     GROUP,
     QuantizedRows,
     clamped,
-    codes_of,
     quantize_rows_reference,
+    quantize_with_scale,
     scale_of,
 )
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind, scaled_linear_reference
@@ -37,7 +37,7 @@ from teachllm_kernels.rms_norm import rms_norm_reference
 
 __all__ = ["cost", "scaled_gemv_reference", "scaled_gemv_triton"]
 
-_CODES = 256  # quantized weights per thread at most
+_VALUES_PER_THREAD = 256  # quantized weights per thread at most
 _LONGEST = 4096  # inputs that are loaded or reduced at once
 _GROUP = tl.constexpr(GROUP)
 
@@ -56,7 +56,7 @@ def scaled_gemv_reference(
 
     Args:
         x: [num_rows, in]; one row for the kernel below. What the norm leaves is rounded to x's dtype, then quantized.
-        weight: [out, in], codes; with `gated` [2 * out, in], gate above up.
+        weight: [out, in], quantized; with `gated` [2 * out, in], gate above up.
         scales: of the weight, see `scale_kind`.
         bias: [rows of weight].
         norm: (weight [in], eps) of the norm that x passes first.
@@ -81,68 +81,68 @@ def _dot4(a, b):
 
 
 @triton.jit
-def _words(codes):
+def _words(values):
     """[BLOCK] int8 -> [BLOCK / 4] int32, as they would lie in memory."""
-    bytes_of_words = tl.reshape(codes.to(tl.uint8, bitcast=True).to(tl.int32), [codes.shape[0] // 4, 4])
+    bytes_of_words = tl.reshape(values.to(tl.uint8, bitcast=True).to(tl.int32), [values.shape[0] // 4, 4])
     return tl.sum(bytes_of_words << (8 * tl.arange(0, 4))[None, :], axis=1)
 
 
 @triton.jit
-def _load_codes(
+def _load_quantized(
     x_ptr, x_scales_ptr,
     NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A row that is quantized: its codes block by block, the scales of each block's groups, and the row's scale."""
+    """Load a quantized row: its values block by block, the scales of each block's groups, and the row's scale."""
     PER: tl.constexpr = 4 if IN_WORDS else 1
     column = tl.arange(0, BLOCK // PER)
-    codes, of_groups, scale = (), (), 1.0
+    values, of_groups, scale = (), (), 1.0
     for i in tl.static_range(BLOCKS):
         at = i * (BLOCK // PER) + column
-        codes = codes + (tl.load(x_ptr + at, mask=at < NUM_IN // PER, other=0.0),)
+        values = values + (tl.load(x_ptr + at, mask=at < NUM_IN // PER, other=0.0),)
         if BY_BLOCK:
             group = i * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
             of_groups = of_groups + (tl.load(x_scales_ptr + group, mask=group * _GROUP < NUM_IN, other=0.0),)
     if not BY_BLOCK:
         scale = tl.load(x_scales_ptr)
-    return codes, of_groups, scale
+    return values, of_groups, scale
 
 
 @triton.jit
 def _quantize(
     x_ptr, given_scale_ptr, norm, eps,
-    NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CODES: tl.constexpr, HAS_NORM: tl.constexpr,
-    BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
+    NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, QUANTIZED_DTYPE: tl.constexpr,
+    HAS_NORM: tl.constexpr, BY_BLOCK: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """As `_load_codes`, of a row that is to be normed, with the weights `norm`, or not, and quantized."""
+    """Norm a row, if `norm` has weights, and quantize it; return what `_load_quantized` returns."""
     column = tl.arange(0, BLOCK)
-    numbers, normed, codes, of_groups, scale = (), (), (), (), 1.0
+    inputs, normed, values, of_groups, scale = (), (), (), (), 1.0
     squares, largest = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
         y = tl.load(x_ptr + i * BLOCK + column, mask=i * BLOCK + column < NUM_IN, other=0.0).to(tl.float32)
-        numbers = numbers + (y,)
+        inputs = inputs + (y,)
         squares += y * y
     for i in tl.static_range(BLOCKS):
-        y = numbers[i]
+        y = inputs[i]
         if HAS_NORM:
             rms = tl.sqrt(tl.sum(squares) / NUM_IN + eps)
             y = (y / rms * norm[i].to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
         normed = normed + (y,)
         largest = tl.maximum(largest, tl.abs(y))
     if not BY_BLOCK:
-        scale = tl.load(given_scale_ptr) if given_scale_ptr is not None else scale_of(tl.max(largest), CODES)
+        scale = tl.load(given_scale_ptr) if given_scale_ptr is not None else scale_of(tl.max(largest), QUANTIZED_DTYPE)
     for i in tl.static_range(BLOCKS):
         y = normed[i]
         if BY_BLOCK:
             by_group = tl.reshape(y, [BLOCK // _GROUP, _GROUP])
-            of_group = scale_of(tl.max(tl.abs(by_group), axis=1), CODES)
+            of_group = scale_of(tl.max(tl.abs(by_group), axis=1), QUANTIZED_DTYPE)
             of_groups = of_groups + (of_group,)
-            q = tl.reshape(codes_of(by_group, of_group[:, None], CODES), [BLOCK])
+            q = tl.reshape(quantize_with_scale(by_group, of_group[:, None], QUANTIZED_DTYPE), [BLOCK])
         else:
             if given_scale_ptr is not None:
-                y = clamped(y, scale, CODES)
-            q = codes_of(y, scale, CODES)
-        codes = codes + (_words(q) if IN_WORDS else q,)
-    return codes, of_groups, scale
+                y = clamped(y, scale, QUANTIZED_DTYPE)
+            q = quantize_with_scale(y, scale, QUANTIZED_DTYPE)
+        values = values + (_words(q) if IN_WORDS else q,)
+    return values, of_groups, scale
 
 
 @triton.jit
@@ -175,13 +175,13 @@ def _times(w, q, of_groups, of_blocks, BLOCK: tl.constexpr, BY_BLOCK: tl.constex
 def _scaled_gemv(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, given_scale_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr,
     eps, num_out,
-    NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
+    NUM_IN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, QUANTIZED_DTYPE: tl.constexpr,
     BY_OUTPUT: tl.constexpr, BY_BLOCK: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     IN_WORDS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
-    PER: tl.constexpr = 4 if IN_WORDS else 1  # codes in what is loaded
+    PER: tl.constexpr = 4 if IN_WORDS else 1  # values per loaded element
     GROUPS: tl.constexpr = BLOCK // _GROUP if BY_BLOCK else 0
     ALL: tl.constexpr = (NUM_IN + _GROUP - 1) // _GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -206,11 +206,11 @@ def _scaled_gemv(
         gdc_wait()
 
     if x_scales_ptr is not None:
-        q, of_groups, scale = _load_codes(x_ptr, x_scales_ptr, NUM_IN, BLOCK, BLOCKS, BY_BLOCK, IN_WORDS)
+        q, of_groups, scale = _load_quantized(x_ptr, x_scales_ptr, NUM_IN, BLOCK, BLOCKS, BY_BLOCK, IN_WORDS)
     else:
         HAS_NORM: tl.constexpr = norm_weight_ptr is not None
         q, of_groups, scale = _quantize(
-            x_ptr, given_scale_ptr, norm, eps, NUM_IN, BLOCK, BLOCKS, CODES, HAS_NORM, BY_BLOCK, IN_WORDS
+            x_ptr, given_scale_ptr, norm, eps, NUM_IN, BLOCK, BLOCKS, QUANTIZED_DTYPE, HAS_NORM, BY_BLOCK, IN_WORDS
         )
     sums = tl.zeros([ROWS], tl.int32 if IN_WORDS else tl.float32)
     sums_up = tl.zeros([ROWS], tl.int32 if IN_WORDS else tl.float32)
@@ -248,10 +248,10 @@ def scaled_gemv_triton(
     input_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """As `scaled_gemv_reference` for one row and contiguous tensors, in float32 but for the codes and their sums.
+    """As `scaled_gemv_reference` for one row and contiguous tensors, in float32 except for integers and their sums.
 
     Args:
-        x: [1, in]; or its codes and scales, if there is no norm.
+        x: [1, in]; or a quantized row, if there is no norm.
         weight: the inputs are a multiple of 16; with scales of blocks and `gated`, the outputs one of 128.
         dtype: of the result of a quantized x.
     """
@@ -263,7 +263,7 @@ def scaled_gemv_triton(
     out = torch.empty((1, num_out), dtype=dtype or row.dtype, device=row.device)
     norm_weight, eps = norm or (None, 0.0)
     block, rows, num_warps = _shape(num_in, gated)
-    codes = tl.int8 if weight.dtype == torch.int8 else tl.float8e4nv
+    quantized_dtype = tl.int8 if weight.dtype == torch.int8 else tl.float8e4nv
     if weight.dtype == torch.int8 and kind != "block":
         weight = weight.view(torch.int32)
         row = row if x_scales is None else row.view(torch.int32)
@@ -283,7 +283,7 @@ def scaled_gemv_triton(
         BLOCK=block,
         BLOCKS=triton.cdiv(num_in, block),
         ROWS=rows,
-        CODES=codes,
+        QUANTIZED_DTYPE=quantized_dtype,
         BY_OUTPUT=kind == "output",
         BY_BLOCK=kind == "block",
         GATED=gated,
@@ -303,5 +303,5 @@ def _shape(num_in: int, gated: bool) -> tuple[int, int, int]:
     block = min(blocks, key=lambda size: triton.cdiv(num_in, size) * (size + 16))
     padded = triton.cdiv(num_in, block) * block
     rows = 8 if padded <= _LONGEST else 4
-    num_warps = triton.next_power_of_2(max(rows * padded // (_CODES * 32), 1))
+    num_warps = triton.next_power_of_2(max(rows * padded // (_VALUES_PER_THREAD * 32), 1))
     return block, rows // 2 if gated else rows, min(num_warps, 16)

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
-from teachllm_kernels.attention.kv_quantization import numbers
+from teachllm_kernels.attention.kv_quantization import dequantize_unscaled
 from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
 
@@ -34,7 +34,7 @@ _GROUP = tl.constexpr(GROUP)
 def _add_product(acc, w, x_t, scale_w, scale_x, BY_BLOCK: tl.constexpr, WEIGHT_ONLY: tl.constexpr):
     """Return acc + w x^T of one tile. scale_w scales a weight dequantized here; with BY_BLOCK so does scale_x."""
     if WEIGHT_ONLY:
-        acc = tl.dot((numbers(w, tl.float32) * scale_w).to(x_t.dtype), x_t, acc, input_precision="ieee")
+        acc = tl.dot((dequantize_unscaled(w, tl.float32) * scale_w).to(x_t.dtype), x_t, acc, input_precision="ieee")
     elif BY_BLOCK:
         acc += tl.dot(w, x_t, out_dtype=tl.int32 if w.dtype.is_int() else tl.float32) * (scale_w * scale_x)[None, :]
     else:
@@ -164,7 +164,7 @@ def scaled_linear_triton(
     Args:
         is_fixed: a row of the result does not depend, by one bit, on the number of other rows.
     """
-    return _launch(x.codes, x.scales, weight, scales, bias, gated, dtype, is_fixed)
+    return _launch(x.values, x.scales, weight, scales, bias, gated, dtype, is_fixed)
 
 
 def weight_only_triton(

@@ -32,7 +32,7 @@ _BLOCK = 1024
 
 def fits_scaled_mm(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> bool:
     """Return whether the library has such a product on this card."""
-    (num_rows, num_in), num_out, kind = x.codes.shape, weight.shape[0], scale_kind(weight, scales)
+    (num_rows, num_in), num_out, kind = x.values.shape, weight.shape[0], scale_kind(weight, scales)
     if not weight.is_cuda:
         return weight.dtype == torch.int8 and kind != "block"
     if num_in % 16 or num_out % 16:
@@ -65,14 +65,14 @@ def scaled_mm(
             sums are added up in float32.
     """
     if weight.dtype == torch.int8:
-        return _scaled(torch._int_mm(x.codes, weight.t()), x.scales, scales, bias, gated, dtype)
+        return _scaled(torch._int_mm(x.values, weight.t()), x.scales, scales, bias, gated, dtype)
     if scales.numel() == 1:
         scales = scales.expand(weight.shape[0], 1).contiguous()
-    num_rows = x.codes.shape[0]
+    num_rows = x.values.shape[0]
     if scale_kind(weight, scales) == "block":
         fast, x = False, _with_rows_of_zeros(x, -num_rows % 4)
     y = torch._scaled_mm(
-        x.codes,
+        x.values,
         weight.t(),
         scale_a=x.scales,
         scale_b=scales.t(),
@@ -87,8 +87,8 @@ def _with_rows_of_zeros(x: QuantizedRows, count: int) -> QuantizedRows:
     """Return x with `count` rows of zeros appended; a copy, if there are any."""
     if count == 0:
         return x
-    codes = F.pad(x.codes.view(torch.uint8), (0, 0, 0, count)).view(x.codes.dtype)
-    return QuantizedRows(codes, F.pad(x.scales.t(), (0, count)).t())
+    values = F.pad(x.values.view(torch.uint8), (0, 0, 0, count)).view(x.values.dtype)
+    return QuantizedRows(values, F.pad(x.scales.t(), (0, count)).t())
 
 
 @triton.jit

@@ -41,11 +41,11 @@ def scaled_linear_reference(
     gated: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The definition, in float64, in which sums of products of codes are exact.
+    """The definition, in float64, in which sums of products of quantized values are exact.
 
     Args:
         x: [num_rows, in]; its scales are those of groups if the weight's are of blocks, else of rows.
-        weight: [out, in], codes of x's dtype; with `gated` [2 * out, in], gate above up.
+        weight: [out, in], of x's quantized dtype; with `gated` [2 * out, in], gate above up.
         scales: of the weight, see `scale_kind`; float32.
         bias: [rows of weight].
         gated: the result is silu(gate) * up.
@@ -55,9 +55,9 @@ def scaled_linear_reference(
         [num_rows, out].
     """
     if scale_kind(weight, scales) == "block":
-        y = F.linear(x.codes.double() * _by_number(x.scales, x.codes, 1), _dequantized(weight, scales))
+        y = F.linear(x.values.double() * _expand_scales(x.scales, x.values, 1), _dequantized(weight, scales))
     else:
-        y = F.linear(x.codes.double(), weight.double()) * x.scales * scales.t()
+        y = F.linear(x.values.double(), weight.double()) * x.scales * scales.t()
     return _finished(y, bias, gated).to(dtype)
 
 
@@ -84,17 +84,17 @@ def _finished(y: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.
 def _dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return [out, in] float64."""
     for dim in (0, 1):
-        scales = _by_number(scales, weight, dim)
+        scales = _expand_scales(scales, weight, dim)
     return weight.double() * scales
 
 
-def _by_number(scales: torch.Tensor, codes: torch.Tensor, dim: int) -> torch.Tensor:
+def _expand_scales(scales: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tensor:
     """Return a scale for each value along `dim`, or one for all."""
-    size = codes.shape[dim]
+    size = values.shape[dim]
     return scales if scales.shape[dim] in (1, size) else scales.repeat_interleave(GROUP, dim).narrow(dim, 0, size)
 
 
 def cost(num_rows: int, num_in: int, num_out: int, dtype_bytes: int = 2, gated: bool = False) -> tuple[int, int]:
     """Return (bytes, FLOPs) that any implementation must spend: operands in, the result (`dtype_bytes`) out."""
-    numbers = num_in * num_out * (2 if gated else 1)
-    return numbers + num_rows * (num_in + num_out * dtype_bytes), 2 * num_rows * numbers
+    num_weights = num_in * num_out * (2 if gated else 1)
+    return num_weights + num_rows * (num_in + num_out * dtype_bytes), 2 * num_rows * num_weights
