@@ -68,7 +68,7 @@ class Product(NamedTuple):
     num_in: int
     num_out: int
     gated: bool = False
-    onto: bool = False
+    adds_to_residual: bool = False
 
     @property
     def num_weight_rows(self) -> int:
@@ -77,9 +77,9 @@ class Product(NamedTuple):
 
 PRODUCTS = {
     "qkv": Product(4096, 6144),
-    "o": Product(4096, 4096, onto=True),
+    "o": Product(4096, 4096, adds_to_residual=True),
     "gate, up": Product(4096, 12288, gated=True),
-    "down": Product(12288, 4096, onto=True),
+    "down": Product(12288, 4096, adds_to_residual=True),
 }
 
 
@@ -121,7 +121,10 @@ def dense_ways(product: Product, num_rows: int) -> Iterator[tuple[str, Callable[
     if num_rows == 1:
         yield "bf16", lambda: gemv_triton(x, next(weights), gated=product.gated)
     elif num_rows <= hopper_linear.MAX_ROWS:
-        yield "bf16", lambda: hopper_linear.hopper_linear(x, next(weights), gated=product.gated, parts=product.onto)
+        yield (
+            "bf16",
+            lambda: hopper_linear.hopper_linear(x, next(weights), gated=product.gated, parts=product.adds_to_residual),
+        )
     elif product.gated and num_rows >= FROM_ROWS:
         yield "bf16", lambda: hopper_gated_linear(x, next(weights))
     elif product.gated:
@@ -134,13 +137,13 @@ def ways(product: Product, num_rows: int, codes: torch.dtype) -> Iterator[Way]:
     """Products of codes with scales of rows and outputs."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     rows = quantize_rows_triton(x, codes)
-    gated, onto = product.gated, product.onto
+    gated, adds_to_residual = product.gated, product.adds_to_residual
     if num_rows == 1:
-        norm = None if onto else (torch.ones(product.num_in, device="cuda").bfloat16(), 1e-6)
+        norm = None if adds_to_residual else (torch.ones(product.num_in, device="cuda").bfloat16(), 1e-6)
         yield Way("gemv that quantizes", lambda w: scaled_gemv_triton(x, *w, norm=norm, gated=gated), None)
         yield Way("gemv", lambda w: scaled_gemv_triton(rows, *w, gated=gated, dtype=torch.bfloat16), rows)
     if num_rows <= hopper_linear.MAX_ROWS:
-        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=onto), rows)
+        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=adds_to_residual), rows)
     if num_rows <= FEW or num_rows == 64:
         yield Way("scaled_linear", lambda w: scaled_linear_triton(rows, *w, gated=gated), rows)
     if num_rows > FEW:
@@ -162,11 +165,11 @@ def ways_by_block(product: Product, num_rows: int) -> Iterator[Way]:
     """Products of 8-bit floats with scales of groups and blocks."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     rows = quantize_rows_triton(x, torch.float8_e4m3fn, grouped=True)
-    gated, onto = product.gated, product.onto
+    gated, adds_to_residual = product.gated, product.adds_to_residual
     if num_rows == 1:
         yield Way("gemv", lambda w: scaled_gemv_triton(rows, *w, gated=gated, dtype=torch.bfloat16), rows)
     if num_rows <= hopper_linear.MAX_ROWS:
-        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=onto), rows)
+        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=adds_to_residual), rows)
     if num_rows <= 64:
         yield Way("scaled_linear", lambda w: scaled_linear_triton(rows, *w, gated=gated), rows)
     if num_rows > 64:

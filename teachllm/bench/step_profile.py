@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NUM_STEPS = 16
 # A kernel belongs to the first group that has a word of its name. The libraries' names are theirs to change.
 _GROUPS = {
-    "exchanges of ranks": ("nccl", "_one_shot_sum"),
+    "exchanges of ranks": ("nccl", "_one_shot_all_reduce"),
     "attention": ("paged_", "decode", "prefill", "sdpa", "flash", "fmha", "attention", "_merge_splits"),
     "matrix products": ("gemv", "linear", "gemm", "nvjet", "cutlass", "splitk", "addmm", "matmul", "mm"),
     "routing to experts": ("_route", "_group", "_combine"),

@@ -43,7 +43,7 @@ class WaitReason(Enum):
     BEHIND_HEAD = "behind the head of the queue"
     TOKEN_BUDGET = "needs {needed} tokens of the step's budget, {available} left"
     SEQUENCE_LIMIT = "would be running request {needed}, the limit is {available}"
-    NO_FREE_BLOCKS = "needs {needed} blocks, {available} left by running requests"
+    NO_FREE_BLOCKS = "needs {needed} blocks, {available} free"
     STATIC_BATCH = "the batch of {needed} must drain first"
     PREEMPTED = "preempted: its blocks were taken back"
 
@@ -138,7 +138,7 @@ class Request:
         return len(self.token_ids) + self.num_in_flight_tokens
 
     @property
-    def gap(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens it knows, or will, and has not computed: what the scheduler hands out."""
         return len(self.token_ids) + self.num_in_flight_tokens - self.num_computed_tokens
 

@@ -17,7 +17,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Shard:
     """The `index`-th of `count` equal parts of a dimension."""
 
     index: int = 0
@@ -39,7 +39,7 @@ class Slice:
         return -(-size // self.count)
 
 
-ALL = Slice()
+ALL = Shard()
 
 
 def spread(size: int, count: int) -> list[range]:
@@ -48,30 +48,30 @@ def spread(size: int, count: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(ends)]
 
 
-class Cut(NamedTuple):
+class ShardDestination(NamedTuple):
     """A destination for a part of a checkpoint's tensor.
 
     Attributes:
-        place: what the part fills.
+        target: what the part fills.
         ranges: the part, for each dimension of the tensor.
         shape: of the whole tensor.
     """
 
-    place: torch.Tensor
+    target: torch.Tensor
     ranges: tuple[slice, ...]
     shape: tuple[int, ...]
 
 
-def cut(place: torch.Tensor, *slices: Slice) -> torch.Tensor | Cut:
+def shard_destination(tensor: torch.Tensor, *shards: Shard) -> torch.Tensor | ShardDestination:
     """What a part fills, by the slice of each dimension; the whole, where nothing is cut."""
     if all(each.count == 1 for each in slices):
         return place
     shape = tuple(size * each.count for size, each in zip(place.shape, slices, strict=True))
-    return Cut(place, tuple(each.of(size) for size, each in zip(shape, slices, strict=True)), shape)
+    return ShardDestination(place, tuple(each.of(size) for size, each in zip(shape, slices, strict=True)), shape)
 
 
-def of_kv_heads(tensor_rank: int, num_ranks: int, num_kv_heads: int) -> Slice:
+def of_kv_heads(tensor_rank: int, num_ranks: int, num_kv_heads: int) -> Shard:
     """A rank's KV heads: an equal share, or, where there are fewer than ranks, one that several ranks have."""
     if num_ranks <= num_kv_heads:
-        return Slice(tensor_rank, num_ranks)
-    return Slice(tensor_rank * num_kv_heads // num_ranks, num_kv_heads)
+        return Shard(tensor_rank, num_ranks)
+    return Shard(tensor_rank * num_kv_heads // num_ranks, num_kv_heads)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
+from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
 from teachllm_kernels.rms_norm import (
     prepare_rms_norm,
@@ -47,23 +47,23 @@ class RMSNorm(nn.Module):
         self.prepared: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(
-        self, y: torch.Tensor | Unsummed | None, residual: torch.Tensor | None = None
+        self, y: torch.Tensor | DeferredAllReduce | None, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[..., size] -> (norm(residual + y), residual + y), both [..., size]; of one alone, where the other is None.
 
-        On a GPU y may be in parts that are to be added up first, here or at several ranks, see `Linear.onto`.
+        On a GPU y may be in parts that are to be added up first, here or at several ranks, see `Linear.add_to_residual`.
         """
         if y is None:
             assert residual is not None
             y, residual = residual, None
-        if isinstance(y, Unsummed) or y.is_cuda:
+        if isinstance(y, DeferredAllReduce) or y.is_cuda:
             return rms_norm_triton(y, residual, self.weight, self.eps)
         if self.prepared is not None:
             return rms_norm_cpu(y, residual, self.prepared)
         return rms_norm_reference(y, residual, self.weight, self.eps)
 
     def quantized(
-        self, y: torch.Tensor | Unsummed | None, residual: torch.Tensor | None, codes: RowCodes | None
+        self, y: torch.Tensor | DeferredAllReduce | None, residual: torch.Tensor | None, codes: RowCodes | None
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
         """As `forward`, with codes in place of the first, on a GPU; None: there are none."""
         if codes is None:

@@ -57,16 +57,16 @@ class GPUScaledWeight(nn.Module):
         """[num_tokens, in] -> [num_tokens, out]."""
         return self._product(x, bias, gated=False)
 
-    def onto(
-        self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None
+    def add_to_residual(
+        self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.onto`."""
+        """As `Linear.add_to_residual`."""
         if self._on_hopper:
             rows = self._rows(x)
             if rows.codes.shape[0] <= MAX_ROWS:
-                return hopper_scaled_linear(rows, self.codes, self.scales, bias, parts=True), stream
+                return hopper_scaled_linear(rows, self.codes, self.scales, bias, parts=True), residual
             x = rows
-        return self.product(x, bias), stream
+        return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out / 2]."""

@@ -149,4 +149,4 @@ def logits_of(head: Any, hidden: torch.Tensor) -> torch.Tensor:
     """
     if hidden.is_cuda:
         return head.lm_logits(hidden)
-    return head.logits(hidden) if isinstance(head, Embedding) else head.compute_logits(hidden)
+    return head.logits(hidden) if isinstance(head, Embedding) else head.logits(hidden)

@@ -19,7 +19,7 @@ def make_runner(recorded: set[int]) -> Any:
 
     def model(input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Any, metadata: Any) -> torch.Tensor:
         hidden = torch.arange(len(input_ids))[:, None]
-        return hidden if metadata.wanted is None else hidden[metadata.wanted]
+        return hidden if metadata.logits_indices is None else hidden[metadata.logits_indices]
 
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
     nothing = SimpleNamespace(send=lambda *_: None, build=lambda *_: None)
@@ -35,7 +35,9 @@ def make_runner(recorded: set[int]) -> Any:
     runner._max_num_seqs, runner._eager, runner._kv_caches = MAX_NUM_SEQS, False, []
     runner._drafting = None
     runner._tokens = lambda *_: None
-    runner._attention = SimpleNamespace(metadata=lambda *_, **__: SimpleNamespace(wanted=None, ending=None))
+    runner._attention = SimpleNamespace(
+        metadata=lambda *_, **__: SimpleNamespace(logits_indices=None, last_layer_metadata=None)
+    )
     runner.model = model
     return runner
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from teachllm.core.block_pool import Block, BlockPool
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.exercise import Exercise, require, run_with
 from teachllm_lessons.palette import INK, LINE, PALE, color
 from teachllm_lessons.picture import Picture, axes
@@ -189,7 +189,7 @@ def _require_refusal(pool: BlockPool, count: int, what: str) -> None:
 
 
 def live_my_pool(piece: MakePool) -> str:
-    watch = run_with(Pieces(make_pool=piece), enable_prefix_caching=True)
+    watch = run_with(EngineOverrides(make_pool=piece), enable_prefix_caching=True)
     taken = sum(
         line["event"] == "step" and any(e[0] == "allocate" for e in line["block_events"]) for line in watch.trace.lines
     )

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm.layers.attention_backends.base import AttentionSettings, KVCache
 from teachllm.layers.attention_backends.reference import ReferenceBackend
 from teachllm_kernels._triton import tl, triton
@@ -489,7 +489,7 @@ def _row(values: torch.Tensor) -> str:
 
 def live_update(piece: Update) -> str:
     attention = KernelAttention(piece)
-    found, expected = _answers(Pieces(attention=attention)), _own_answers()
+    found, expected = _answers(EngineOverrides(attention=attention)), _own_answers()
     for name, ids in expected.items():
         require(
             found[name] == ids,
@@ -502,9 +502,9 @@ def live_update(piece: Update) -> str:
     )
 
 
-def _answers(pieces: Pieces) -> dict[str, list[int]]:
+def _answers(overrides: EngineOverrides) -> dict[str, list[int]]:
     """Of a long question and a short one: so few tokens, as an interpreted kernel takes its time."""
-    with Watch(pieces=pieces, num_gpu_blocks_override=24, max_model_len=256) as watch:
+    with Watch(overrides=overrides, num_gpu_blocks_override=24, max_model_len=256) as watch:
         watch.add("long", "Explain paged attention, continuous batching and chunked prefill to me. " * 6, 3)
         watch.add("short", "What is a block table?", 3)
         return watch.run().all_tokens
@@ -512,7 +512,7 @@ def _answers(pieces: Pieces) -> dict[str, list[int]]:
 
 @cache
 def _own_answers() -> dict[str, list[int]]:
-    return _answers(Pieces())
+    return _answers(EngineOverrides())
 
 
 UPDATE = Exercise(
@@ -556,8 +556,8 @@ def rising_scores() -> None:
 
 def long_answer() -> None:
     """A question of two tiles, decoded by the engine's kernels on a GPU of two multiprocessors, interpreted."""
-    pieces = Pieces(attention=EngineKernels())
-    with _multiprocessors(2), Watch(pieces=pieces, num_gpu_blocks_override=24, max_model_len=256) as watch:
+    overrides = EngineOverrides(attention=EngineKernels())
+    with _multiprocessors(2), Watch(overrides=overrides, num_gpu_blocks_override=24, max_model_len=256) as watch:
         begun = [*watch.ids(_FACTS + " Which of these decides who goes first?"), 35]  # "A"
         watch.add("A", begun, 2)  # the first of them comes with the prompt
         watch.run()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.sampling.sampler import Sampler
 from teachllm.spec_decode.chi_square import chi_square_test
 from teachllm.spec_decode.drafter import Drafter
@@ -51,7 +51,7 @@ class Noted:
 
 
 def speculating(
-    method: str, *, pieces: Pieces = ITS_OWN, drafter: Drafter | None = None, num: int = 4, **more: Any
+    method: str, *, overrides: EngineOverrides = NO_OVERRIDES, drafter: Drafter | None = None, num: int = 4, **more: Any
 ) -> Watch:
     """A watched engine that always drafts `num` tokens, unless told otherwise."""
     config = {"method": method, "num_speculative_tokens": num, "adaptive": False}
@@ -59,7 +59,7 @@ def speculating(
         config["model"] = MODELS[method]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="output means nothing")  # who accepts by coins has been told
-        return Watch(pieces=pieces, drafter=drafter, speculative_config=config | more, **_SETTINGS)
+        return Watch(overrides=overrides, drafter=drafter, speculative_config=config | more, **_SETTINGS)
 
 
 def said_again(watch: Watch) -> list[int]:
@@ -74,15 +74,17 @@ def said_again(watch: Watch) -> list[int]:
     return tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in messages])
 
 
-def _shares(watch: Watch, name: str | None) -> list[dict[str, Any]]:
+def _scheduled(watch: Watch, name: str | None) -> list[dict[str, Any]]:
     """What a request got, step by step; None: all of them."""
-    shares = [share for line in watch.trace.lines if line["event"] == "step" for share in line["scheduled"]]
-    return [share for share in shares if name in (None, share["request_id"])]
+    scheduled_requests = [
+        scheduled for line in watch.trace.lines if line["event"] == "step" for scheduled in line["scheduled"]
+    ]
+    return [scheduled for scheduled in scheduled_requests if name in (None, scheduled["request_id"])]
 
 
 def tokens_a_step(watch: Watch, name: str | None = None) -> float:
     """Of all steps that gave somebody, or the one that is named, tokens after the first one."""
-    decodes = [share["num_sampled"] for share in _shares(watch, name) if share["phase"] == "decode"]
+    decodes = [scheduled["num_sampled"] for scheduled in _scheduled(watch, name) if scheduled["phase"] == "decode"]
     return sum(decodes) / len(decodes)
 
 
@@ -94,16 +96,16 @@ def verification(watch: Watch, noted: Noted, name: str, which: int) -> Picture:
     """
     tokenizer = watch.engine.tokenizer
     assert tokenizer is not None
-    shares = _shares(watch, name)
-    share = [each for each in shares if each.get("num_draft")][which]
-    known, prompt_len = share["start"] + 1, shares[0]["start"] + shares[0]["num_tokens"]
-    drafts = noted.proposed[known][: share["num_draft"]]
+    scheduled_requests = _scheduled(watch, name)
+    scheduled = [each for each in scheduled_requests if each.get("num_draft")][which]
+    known, prompt_len = scheduled["start"] + 1, scheduled_requests[0]["start"] + scheduled_requests[0]["num_tokens"]
+    drafts = noted.proposed[known][: scheduled["num_draft"]]
     newest = watch.tokens(name)[known - prompt_len - 1]
 
     def words(token_ids: Sequence[int]) -> list[str]:
         return [tokenizer.token_text(token_id).replace("\n", r"\n") for token_id in token_ids]
 
-    return draw_verification(words([newest]), words(drafts), words(share["token_ids"]), share["num_accepted"])
+    return draw_verification(words([newest]), words(drafts), words(scheduled["token_ids"]), scheduled["num_accepted"])
 
 
 def draw_verification(newest: list[str], drafts: list[str], tokens: list[str], num_held: int) -> Picture:
@@ -374,8 +376,8 @@ def _short(numbers: Sequence[float]) -> str:
     return "[" + ", ".join(f"{number:.3g}" for number in numbers) + "]"
 
 
-def _judged_words(pieces: Pieces) -> tuple[dict[str, list[int]], float]:
-    with speculating("draft_model", pieces=pieces) as watch:
+def _judged_words(overrides: EngineOverrides) -> tuple[dict[str, list[int]], float]:
+    with speculating("draft_model", overrides=overrides) as watch:
         for number, temperature in enumerate((1.0, 1.8, 2.2)):
             watch.add("ABC"[number], "Why is a token slow?", 20, temperature=temperature, seed=number + 4)
         watch.run()
@@ -385,11 +387,11 @@ def _judged_words(pieces: Pieces) -> tuple[dict[str, list[int]], float]:
 
 @lru_cache(maxsize=1)
 def _own_judged_words() -> dict[str, list[int]]:
-    return _judged_words(ITS_OWN)[0]
+    return _judged_words(NO_OVERRIDES)[0]
 
 
 def live_judge(piece: Judge) -> str:
-    words, share = _judged_words(Pieces(make_sampler=partial(Sampler, judge=piece)))
+    words, share = _judged_words(EngineOverrides(make_sampler=partial(Sampler, judge=piece)))
     for name, expected in _own_judged_words().items():
         require(
             words[name] == expected,

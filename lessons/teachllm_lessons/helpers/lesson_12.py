@@ -21,7 +21,7 @@ from teachllm.core.scheduler import Scheduler
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.engine.llm_engine import Engine
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.engine.replicas.data_parallel import Balance, least_loaded
 from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
 from teachllm.models.model_config import load_model_config
@@ -68,7 +68,7 @@ def exchanged(steps: Sequence[Line]) -> str:
 def weight_bytes(tensor: int = 1, pipeline: int = 1) -> list[int]:
     """Of each rank."""
     model, layout = load_model_config(EngineConfig(device="cpu"), "cpu"), Layout(tensor, pipeline)
-    return [model_of_rank(model, layout.place(rank)).weight_bytes for rank in range(layout.num_ranks)]
+    return [model_of_rank(model, layout.coords(rank)).weight_bytes for rank in range(layout.num_ranks)]
 
 
 def bubbles(steps: Sequence[Line]) -> list[float]:
@@ -203,9 +203,9 @@ class Replicas:
             steps = [line for line in self.watches[self.went[name]].trace.lines if line["event"] == "step"]
             filled, turns = color(self.went[name]), self._turns[self.went[name]]
             for step in steps:
-                for share in step["scheduled"]:
-                    if share["request_id"] == name:
-                        shade = filled if share["phase"] == "prefill" else (*filled, 0.45)
+                for scheduled in step["scheduled"]:
+                    if scheduled["request_id"] == name:
+                        shade = filled if scheduled["phase"] == "prefill" else (*filled, 0.45)
                         at = (turns[step["step"]], 0.1 - row)
                         ax.add_patch(Rectangle(at, 1, 0.8, facecolor=shade))
         ax.set_yticks([0.5 - row for row in range(len(order))], [f"{name} on {self.went[name]}" for name in order])
@@ -219,12 +219,12 @@ class Replicas:
 
 
 def answered_by_two(
-    count: int, *, pieces: Pieces = ITS_OWN, trace_sink: Any = None, **settings: Any
+    count: int, *, overrides: EngineOverrides = NO_OVERRIDES, trace_sink: Any = None, **settings: Any
 ) -> dict[str, list[int]]:
     """Tokens of so many questions, as `ask` puts them, by two replicas in processes of their own."""
     config = EngineConfig(device="cpu", num_gpu_blocks_override=48, max_model_len=256, data_parallel_size=2, **settings)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
-    with closing(Engine(config, pieces=pieces, trace_sink=trace_sink)) as engine:
+    with closing(Engine(config, overrides=overrides, trace_sink=trace_sink)) as engine:
         assert engine.tokenizer is not None
         outputs = {}
         for name, question in zip("ABCDEFGH"[:count], QUESTIONS * 2, strict=False):
@@ -420,7 +420,7 @@ def live_choose_replica(piece: Choose) -> str:
         went.append(piece(num_waiting, num_running))
         return went[-1]
 
-    answers = answered_by_two(len(expected), pieces=Pieces(choose_replica=noted), check_invariants=True)
+    answers = answered_by_two(len(expected), overrides=EngineOverrides(choose_replica=noted), check_invariants=True)
     for name, tokens in expected.items():
         found = answers[name]
         said = f"changes what is said: {name} should go on with {tokens[:6]}, and went on with {found[:6]}"

@@ -22,10 +22,10 @@ class StepRoofline:
 
     def work(self, plan: SchedulerOutput, num_held: int) -> Work:
         """What a plan cannot do without; `num_held` as in `Step`."""
-        shares = plan.scheduled
-        query_lens = [share.num_tokens for share in shares]
-        kv_lens = [share.start + share.num_tokens for share in shares]
-        num_sampled = sum(1 + len(share.draft_token_ids) for share in shares if share.samples)
+        scheduled_requests = plan.scheduled
+        query_lens = [scheduled.num_tokens for scheduled in scheduled_requests]
+        kv_lens = [scheduled.start + scheduled.num_tokens for scheduled in scheduled_requests]
+        num_sampled = sum(1 + len(scheduled.draft_token_ids) for scheduled in scheduled_requests if scheduled.samples)
         return step_work(self._model, Step(query_lens, kv_lens, num_sampled, num_held=num_held))
 
     def verdict(self, work: Work, seconds: float) -> dict[str, Any]:

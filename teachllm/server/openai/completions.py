@@ -16,7 +16,7 @@ from teachllm.server.openai.generation import Generation, Job, respond
 from teachllm.server.openai.params import check_length, check_streaming, engine_options, refuse_unbuilt, sampling_params
 from teachllm.server.openai.prompts import encode
 from teachllm.server.openai.protocol import CompletionRequest
-from teachllm.server.openai.response_context import Layout
+from teachllm.server.openai.response_context import ResponseContext
 from teachllm.server.service import Service
 
 _DEFAULT_MAX_TOKENS = 16
@@ -50,9 +50,9 @@ async def create_completion(service: Service, http: Request) -> Response:
             prompt_logprobs=_num_prompt_logprobs(request),
         )
         jobs.append(Job(prompt.token_ids, params))
-    layout = Layout.of(response_id("cmpl", http), model, request)
+    context = ResponseContext.of(response_id("cmpl", http), model, request)
     answer = CompletionAnswer(
-        layout,
+        context,
         prompts,
         tokenizer.token_text,
         echo=bool(request.echo),
@@ -60,7 +60,7 @@ async def create_completion(service: Service, http: Request) -> Response:
         is_scoring=asked == 0,
     )
     options = engine_options(request, engine.config.scheduling_policy)
-    generation = Generation(service, layout.id, jobs, options)
+    generation = Generation(service, context.id, jobs, options)
     return await respond(http, generation, answer, bool(request.stream))
 
 

@@ -212,8 +212,8 @@ class DeviceBatch(Rows):
         self._header = np.zeros(sum(sizes), dtype=np.int32)  # on the host
         self._header_fields = np.split(self._header, np.cumsum(sizes)[:-1])
         self._added = _Additions()
-        self._awaited: dict[int, _Sampled] = {}  # by step
-        self._learned: list[tuple[_Sampled, np.ndarray]] = []  # and the tokens
+        self._pending_remote: dict[int, _Sampled] = {}  # by step
+        self._received: list[tuple[_Sampled, np.ndarray]] = []  # and the tokens
         self._sent: deque[torch.Tensor] = deque(maxlen=num_steps)
         # Of each sequence that samples one id; or what `accept` tells.
         self.num_fields = 1 if tree is None else 3 + 2 * len(tree.levels)
@@ -234,21 +234,21 @@ class DeviceBatch(Rows):
 
     def prepare(self, plan: SchedulerOutput) -> DeviceStep:
         """Notes a plan's new tokens and blocks and returns the rest, for `send`."""
-        shares = plan.scheduled
-        rows = [self._row_of[share.request_id] for share in shares]
-        self._note(rows, shares)
-        query_lens = [share.num_tokens for share in shares]
+        scheduled_requests = plan.scheduled
+        rows = [self._row_of[scheduled.request_id] for scheduled in scheduled_requests]
+        self._note(rows, scheduled_requests)
+        query_lens = [scheduled.num_tokens for scheduled in scheduled_requests]
         # A request that starts now may share a block which another one fills in this very step: its one token is no
         # decode, since what is fused for those reads the cache while others still write to it.
         is_decode = [
-            share.num_tokens == 1 + len(share.draft_token_ids) <= LONGEST_DECODE and share.new_row is None
-            for share in shares
+            scheduled.num_tokens == 1 + len(scheduled.draft_token_ids) <= LONGEST_DECODE and scheduled.new_row is None
+            for scheduled in scheduled_requests
         ]
-        num_decodes = is_decode.index(False) if False in is_decode else len(shares)
-        sampling = [i for i, share in enumerate(shares) if share.samples]
-        num_drafts = [len(shares[i].draft_token_ids) for i in sampling]
-        num_next = [shares[i].num_next_drafts for i in sampling]
-        starts = [share.start for share in shares]
+        num_decodes = is_decode.index(False) if False in is_decode else len(scheduled_requests)
+        sampling = [i for i, scheduled in enumerate(scheduled_requests) if scheduled.samples]
+        num_drafts = [len(scheduled_requests[i].draft_token_ids) for i in sampling]
+        num_next = [scheduled_requests[i].num_next_drafts for i in sampling]
+        starts = [scheduled.start for scheduled in scheduled_requests]
         return DeviceStep(
             *(rows, query_lens, starts, num_decodes, sampling),
             num_drafts=num_drafts if any(num_drafts) else [],
@@ -261,53 +261,57 @@ class DeviceBatch(Rows):
         """Drafts that a graph is recorded for: few numbers, since each is one more recording of every size of batch."""
         return min(1 << (count - 1).bit_length(), self.max_drafts) if count else 0
 
-    def _note(self, rows: Sequence[int], shares: Sequence[ScheduledRequest]) -> None:
+    def _note(self, rows: Sequence[int], scheduled_requests: Sequence[ScheduledRequest]) -> None:
         """The tokens of requests that start, and all new blocks."""
         table_width, row_width = self.block_tables.shape[1], self.token_ids.shape[1]
         added = self._added = _Additions()
-        started = [(row, share.new_row.token_ids) for row, share in zip(rows, shares, strict=True) if share.new_row]
+        started = [
+            (row, scheduled.new_row.token_ids)
+            for row, scheduled in zip(rows, scheduled_requests, strict=True)
+            if scheduled.new_row
+        ]
         added.prompts = [token_ids for _, token_ids in started]
         added.places = [self._tokens_place + row * row_width for row, _ in started]
         added.places += [self._known_place + row for row, _ in started]
         added.values = [len(token_ids) for token_ids in added.prompts]
         added.lens = added.values + [1] * len(started)
-        for row, share in zip(rows, shares, strict=True):
-            if share.draft_token_ids and share.draft_token_ids[0] >= 0:  # of a drafter on the host
-                count = len(share.draft_token_ids)
-                added.places += [self._tokens_place + row * row_width + share.start + 1, self._real_place + row]
+        for row, scheduled in zip(rows, scheduled_requests, strict=True):
+            if scheduled.draft_token_ids and scheduled.draft_token_ids[0] >= 0:  # of a drafter on the host
+                count = len(scheduled.draft_token_ids)
+                added.places += [self._tokens_place + row * row_width + scheduled.start + 1, self._real_place + row]
                 added.lens += [count, 1]
-                added.values += [*share.draft_token_ids, count]
-            if share.new_block_ids:
-                added.places.append(row * table_width + share.first_new_block)
-                added.lens.append(len(share.new_block_ids))
-                added.values += share.new_block_ids
+                added.values += [*scheduled.draft_token_ids, count]
+            if scheduled.new_block_ids:
+                added.places.append(row * table_width + scheduled.first_new_block)
+                added.lens.append(len(scheduled.new_block_ids))
+                added.values += scheduled.new_block_ids
 
-    def expect(self, number: int, step: DeviceStep) -> None:
-        """A step's tokens will be sampled elsewhere: notes where they belong, for `learn`.
+    def mark_pending_remote(self, number: int, step: DeviceStep) -> None:
+        """A step's tokens will be sampled elsewhere: notes where they belong, for `receive_sampled_tokens`.
 
         Args:
             number: of the step's plan.
         """
         rows = np.asarray(step.rows)
-        self._awaited[number] = _Sampled(rows, self._openings[rows], np.add(step.starts, step.query_lens))
+        self._pending_remote[number] = _Sampled(rows, self._openings[rows], np.add(step.starts, step.query_lens))
 
-    def learn(self, number: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+    def receive_sampled_tokens(self, number: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
         """What was sampled elsewhere in a step, of each request at most one token. They cross with the next plan."""
-        for failed in [each for each in self._awaited if each < number]:
-            del self._awaited[failed]
+        for failed in [each for each in self._pending_remote if each < number]:
+            del self._pending_remote[failed]
         samples = np.fromiter(map(len, sampled_token_ids), dtype=bool, count=len(sampled_token_ids))
         token_ids = np.fromiter(chain.from_iterable(sampled_token_ids), dtype=np.int32)
-        self._learned.append((self._awaited.pop(number).of(samples), token_ids))
+        self._received.append((self._pending_remote.pop(number).of(samples), token_ids))
 
-    def _take_learned(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Where to write what was learned, number by number, and the numbers: tokens, and how many are known then."""
+    def _take_received(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Where to write what was received, number by number, and the numbers: tokens, and how many are known then."""
         places, values = [], []
-        for sampled, token_ids in self._learned:
+        for sampled, token_ids in self._received:
             is_there = self._openings[sampled.rows] == sampled.openings  # or the row is another request's by now
             rows, _, indices = sampled.of(is_there)
             places += [self._tokens_place + rows * self.token_ids.shape[1] + indices, self._known_place + rows]
             values += [token_ids[is_there], indices + 1]
-        self._learned.clear()
+        self._received.clear()
         return places, values
 
     def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
@@ -321,8 +325,8 @@ class DeviceBatch(Rows):
         self._fill_header(step, num_seqs, num_tokens)
         added, header = self._added, self._header
         self._added = _Additions()
-        learned_places, learned = self._take_learned()
-        places = np.concatenate([np.asarray(added.places, np.int64), *learned_places, [self._header_place]])
+        received_places, received = self._take_received()
+        places = np.concatenate([np.asarray(added.places, np.int64), *received_places, [self._header_place]])
         lens = np.ones_like(places)
         lens[: len(added.lens)], lens[-1] = added.lens, len(header)
         ends, count = np.cumsum(lens), len(places)
@@ -330,7 +334,7 @@ class DeviceBatch(Rows):
         array = packed.numpy()  # places [count], ends [count + 1], values
         array[:count], array[count], array[count + 1 : 2 * count + 1] = places, 0, ends
         end = 2 * count + 1
-        runs: list[Sequence[int] | np.ndarray] = [*added.prompts, added.values, *learned, header]
+        runs: list[Sequence[int] | np.ndarray] = [*added.prompts, added.values, *received, header]
         for values in runs:
             start, end = end, end + len(values)
             array[start:end] = values

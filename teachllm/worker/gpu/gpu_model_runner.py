@@ -52,7 +52,7 @@ from teachllm.worker.kv_cache import (
     plan_memory,
 )
 from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
-from teachllm.worker.prompt_logprobs import PromptScores
+from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.spec_decode.capture_ahead import (
     VARIANTS,
     as_prior,
@@ -86,14 +86,14 @@ class GPUModelRunner:
         ranks: Ranks = ALONE,
     ) -> None:
         assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
-        self._ranks, layout = ranks, ranks.place.layout
-        whole, model_config = model_config, model_of_rank(model_config, ranks.place)
+        self._ranks, layout = ranks, ranks.coords.layout
+        whole, model_config = model_config, model_of_rank(model_config, ranks.coords)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         self._device = device
         if not (config.disable_custom_all_reduce or config.batch_invariant):  # long steps' sums are rounded otherwise
-            ranks.tensor.open_mailbox(whole.hidden_size, getattr(torch, whole.dtype), device)
+            ranks.tensor.open_symmetric_buffer(whole.hidden_size, getattr(torch, whole.dtype), device)
         self.times_steps = False
         self._last: PendingStep | None = None
         needs = attention_needs(config, model_config)
@@ -150,7 +150,7 @@ class GPUModelRunner:
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
         if model_config.has_kv_codes:
             calibrate(self.model, whole, self._kv_caches, loaded, ranks)
-        self._prompt_scores = PromptScores(lambda hidden: self.model.compute_logits(hidden), self._sampler)
+        self._prompt_logprobs = PromptLogprobs(lambda hidden: self.model.logits(hidden), self._sampler)
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
         gc.collect()
         gc.freeze()
@@ -171,9 +171,9 @@ class GPUModelRunner:
             self._last = self._sample(launched)
             return self._last
 
-    def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+    def receive_sampled_tokens(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
         """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
-        self._batch.learn(step, sampled_token_ids)
+        self._batch.receive_sampled_tokens(step, sampled_token_ids)
 
     def _start_clock(self) -> torch.cuda.Event:
         """When the step in front is done, if nobody has asked for its result yet; else now.
@@ -249,24 +249,24 @@ class GPUModelRunner:
         if self._drafting is not None:
             self._drafting.largest_step(hidden)
         logits: list[torch.Tensor] = []
-        if self._ranks.place.is_last_stage:
+        if self._ranks.coords.is_last_stage:
             logits.append(self.model.own_lm_logits(hidden.index_select(0, batch.logit_index[:-1])))  # none of padding
             if not self._columns.are_all:
                 logits.append(self._columns.gathered(logits[0]))
         return hidden, *logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
-        drafting, kept = self._drafting, (self._sampler, self._prompt_scores)
+        drafting, kept = self._drafting, (self._sampler, self._prompt_logprobs)
         self._batch.update(plan, kept if drafting is None else (*kept, drafting))
         step = self._batch.prepare(plan)
-        if not self._ranks.place.is_last_stage:
-            self._batch.expect(plan.step, step)
+        if not self._ranks.coords.is_last_stage:
+            self._batch.mark_pending_remote(plan.step, step)
         behind = [] if drafting is None else drafting.note(plan.scheduled, step.rows)
         rows = step.sampled_rows
         variant = self._sampler.plain_variant(rows)
         if drafting is not None and variant is not None:
             variant = (variant[0], variant[0])  # as they are recorded
-        scores = self._prompt_scores.any_due(plan.scheduled, step.rows)
+        scores = self._prompt_logprobs.any_due(plan.scheduled, step.rows)
         if not scores and self._backend.in_graphs:
             is_whole = step.is_decode and variant is not None
             # What a graph leaves behind is gone with the next one: a drafter that reads it must be in the same.
@@ -279,18 +279,18 @@ class GPUModelRunner:
                     tokens = self._tokens(step, *full)
                     to_draft = partial(drafting.propose, step, tokens, behind)
                 return self._launched(step, rows, variant, logits, None, to_draft)
-        wanted = self._batch.logit_index[: len(rows)] if rows else None
+        logits_indices = self._batch.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
-        hidden = self._mixed(step, None if scores or reads_all else wanted)
-        if not self._ranks.place.is_last_stage:
+        hidden = self._mixed(step, None if scores or reads_all else logits_indices)
+        if not self._ranks.coords.is_last_stage:
             return self._launched(step, rows, variant, None, None, None)
         scores_all, prompt_logprobs = scores or reads_all, None
         if scores:
             where = (plan.scheduled, step.rows, step.starts, hidden, self._batch.token_ids)
-            prompt_logprobs = self._prompt_scores.score(*where)
+            prompt_logprobs = self._prompt_logprobs.score(*where)
         logits = None
-        if wanted is not None:
-            chosen = hidden.index_select(0, wanted) if scores_all else hidden
+        if logits_indices is not None:
+            chosen = hidden.index_select(0, logits_indices) if scores_all else hidden
             logits = self.model.own_lm_logits(chosen)
             hidden = hidden if reads_all else chosen
         to_draft = None
@@ -427,7 +427,7 @@ class GPUModelRunner:
         batch.build(num_seqs, num_seqs if decode_len else 0)
         tokens = FlatBatch.of(batch, num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
         hidden = self._forward(num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
-        if not self._ranks.place.is_last_stage:
+        if not self._ranks.coords.is_last_stage:
             return None
         if not decode_len:
             hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
@@ -441,16 +441,16 @@ class GPUModelRunner:
 
     def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states of the batch's first tokens, or of the wanted ones."""
-        batch, taps = self._batch, {} if self._drafting is None else self._drafting.taps()
-        tapped = {"taps": taps} if taps else {}
+        batch, aux_hidden_states = self._batch, {} if self._drafting is None else self._drafting.aux_hidden_states()
+        extra = {"aux_hidden_states": aux_hidden_states} if aux_hidden_states else {}
         return self.model(
-            batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata, **tapped
+            batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata, **extra
         )
 
     # -- anything else -------------------------------------------------------------------------------------
 
-    def _mixed(self, step: DeviceStep, wanted: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states of any batch, [num_wanted, hidden_size]; None: of all tokens and the padding behind them."""
+    def _mixed(self, step: DeviceStep, logits_indices: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states of any batch, [num_logits, hidden_size]; None: of all tokens and the padding behind them."""
         batch = self._batch
         padded_seqs, size = self._mixed_shape(step)
         is_padded = self._is_padded(step)
@@ -466,11 +466,17 @@ class GPUModelRunner:
         if in_pieces:
             hidden = self._graphs.replay_pieces(key, metadata)
         else:
-            if wanted is not None and not is_padded and not step.num_drafts:
-                metadata.wanted = wanted
-                metadata.ending = partial(self._ending, wanted) if self._backend.splits_decodes else None
+            if logits_indices is not None and not is_padded and not step.num_drafts:
+                metadata.logits_indices = logits_indices
+                metadata.last_layer_metadata = (
+                    partial(self._last_layer_metadata, logits_indices) if self._backend.splits_decodes else None
+                )
             hidden = self._forward(size, metadata)
-        return hidden if wanted is None or metadata.wanted is not None else hidden.index_select(0, wanted)
+        return (
+            hidden
+            if logits_indices is None or metadata.logits_indices is not None
+            else hidden.index_select(0, logits_indices)
+        )
 
     def _is_padded(self, step: DeviceStep) -> bool:
         """Whether a mixed step is. Without graphs too: the same kernels then give the same bits."""
@@ -503,12 +509,12 @@ class GPUModelRunner:
             tokens.num_decode_tokens = sum(step.query_lens[: step.num_decodes])
         return tokens
 
-    def _ending(self, wanted: torch.Tensor) -> AttentionMetadata:
+    def _last_layer_metadata(self, logits_indices: torch.Tensor) -> AttentionMetadata:
         """The wanted tokens as decodes, planned. Behind the attention of all layers but the last one."""
-        batch, count = self._batch, wanted.shape[0]
-        positions = batch.positions.index_select(0, wanted)
+        batch, count = self._batch, logits_indices.shape[0]
+        positions = batch.positions.index_select(0, logits_indices)
         tokens = FlatBatch(
-            input_ids=wanted,
+            input_ids=logits_indices,
             positions=positions,
             slot_mapping=batch.slot_mapping[:0],
             seq_lens=positions.int() + 1,

@@ -45,7 +45,7 @@ _BYTES_OF_HISTORY = 24
 _KERNELS_A_LAYER = 9
 _BYTES_A_KERNEL = 8 << 10  # of a recording, an assumption: `benchmarks/ledger.py` prints what recordings took
 _CODE = 128 << 20  # kernels that libraries and Triton load, an assumption likewise; the measured one replaces it
-_WORTH_A_WORD = 32 << 20
+_REPORT_THRESHOLD_BYTES = 32 << 20
 
 
 def dtype_bytes(name: str) -> int:
@@ -266,7 +266,7 @@ def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> None:
     off: list[str] = []
     for name in ("weights", "activations"):
         predicted, found = getattr(plan, name), measured[name]
-        if abs(found - predicted) > max(predicted / 20, _WORTH_A_WORD):
+        if abs(found - predicted) > max(predicted / 20, _REPORT_THRESHOLD_BYTES):
             off.append(f"{name} take {format_bytes(found)} instead of {format_bytes(predicted)}")
     if off:
         warnings.warn(f"memory is not as predicted: {', '.join(off)}; the KV cache gets what is left", stacklevel=3)

@@ -27,7 +27,7 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.rendezvous import Rendezvous, listen_here, rendezvous_at
 from teachllm.distributed.ring import RingWriter
-from teachllm.distributed.spin_wait import seconds_awake, wait_awake
+from teachllm.distributed.spin_wait import spin_seconds, spin_until
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.answers import Listener
 from teachllm.worker.processes.child import how_it_ended, start_child, uninterrupted
@@ -52,7 +52,7 @@ class RankProcesses:
         self._lines = _Lines(len(self.ranks), on_end)
         self._listeners = {rank: Listener() for rank in self.ranks}
         self.sentinel = self._lines.sentinel
-        self._seconds_awake = 0.0
+        self._spin_seconds = 0.0
         # Whoever drops this without closing it leaves no process.
         self._finalizer = weakref.finalize(self, _Lines.close, self._lines)
 
@@ -68,7 +68,7 @@ class RankProcesses:
 
     def start(self, work: Work) -> None:
         """As `RankLines`; each gets a device of its own, or a share of PyTorch's threads."""
-        self._seconds_awake = seconds_awake(work.config)
+        self._spin_seconds = spin_seconds(work.config)
         with contextlib.ExitStack() as stack:
             meeting = _meeting(work, stack)
             devices = devices_of(work.config, len(self.ranks))
@@ -124,7 +124,7 @@ class RankProcesses:
         self._check()
         select = self._lines.selector.select
         if seconds != 0:
-            wait_awake(lambda: select(0), self._seconds_awake)
+            spin_until(lambda: select(0), self._spin_seconds)
         ready = select(seconds)
         self._check()
         with whole(self.end):

@@ -31,7 +31,7 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.plan_codec import decode_plan, encode_output
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.distributed.ring import RingEnd, RingReader
-from teachllm.distributed.spin_wait import seconds_awake
+from teachllm.distributed.spin_wait import spin_seconds
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.executor import PendingOutput
 from teachllm.worker.processes.agreement import facts_of
@@ -91,8 +91,8 @@ class WorkerProcess:
             content = message[ORDER.size :]
             result: Any
             if is_plan:
-                plan, told = decode_plan(content)
-                self._worker.learn(told)
+                plan, sampled_tokens = decode_plan(content)
+                self._worker.receive_sampled_tokens(sampled_tokens)
                 result = self._execute(plan)
             else:
                 result = self._answer(*json.loads(content))
@@ -175,7 +175,7 @@ def main() -> None:
     start = Start(*json.loads(_read_start()))
     end_with_the_parent()
     config = EngineConfig(**start.config)
-    answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring), seconds_awake(config))
+    answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring), spin_seconds(config))
     with contextlib.suppress(BrokenPipeError):
         worker = _load(start, config, answers)
         if worker is None:
@@ -195,7 +195,7 @@ def _load(start: Start, config: EngineConfig, answers: Answers) -> Worker | None
     try:
         return Worker(
             config,
-            Layout(*start.layout).place(*start.place),
+            Layout(*start.layout).coords(*start.place),
             rendezvous,
             lambda num_bytes, total: answers.say(Kind.LOADING, [num_bytes, total]),
             times_steps=start.times_steps,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest
-from teachllm.models.llama import Tap
+from teachllm.models.llama import AuxOut
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.transfers import to_device
@@ -103,17 +103,17 @@ class GPUDrafting:
         """[max_num_seqs + 2] int32, where the flat tokens of each sequence begin, if all have so many."""
         return self._starts[num_tokens]
 
-    def taps(self) -> dict[int, Tap]:
+    def aux_hidden_states(self) -> dict[int, AuxOut]:
         """What keeps the features of a step, as `LlamaForCausalLM.forward` takes it."""
 
-        def keep(kept: torch.Tensor, stream: torch.Tensor) -> None:
-            kept[: stream.shape[0]].copy_(stream)
+        def keep(kept: torch.Tensor, residual: torch.Tensor) -> None:
+            kept[: residual.shape[0]].copy_(residual)
 
         return {layer: partial(keep, kept) for layer, kept in self.features.items()}
 
-    def note(self, shares: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
+    def note(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
         """What the drafter has to compute, beside a plan's step, to be in step behind it."""
-        return self._progress.note(shares, rows) if self.catches_up else []
+        return self._progress.note(scheduled_requests, rows) if self.catches_up else []
 
     def proposals(self, num_seqs: int, num_logits: int) -> Proposals | None:
         """What the positions of the step were proposed by drawing, see `Sampler`; None: drafts are certain."""

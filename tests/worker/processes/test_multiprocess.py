@@ -168,8 +168,8 @@ def test_a_signal_that_is_sent_to_all_processes_ends_no_rank(two: Engine) -> Non
 
 def test_an_engine_that_waits_awake_gives_the_same(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = executor_of(two)._ranks
-    assert isinstance(ranks, RankProcesses) and ranks._seconds_awake == 0
-    monkeypatch.setattr(ranks, "_seconds_awake", 0.002)  # some steps take longer
+    assert isinstance(ranks, RankProcesses) and ranks._spin_seconds == 0
+    monkeypatch.setattr(ranks, "_spin_seconds", 0.002)  # some steps take longer
     for here, there in zip(run(make_engine(), [GREEDY] * 3), run(two, [GREEDY] * 3), strict=True):
         assert tokens(here) == tokens(there)
 
@@ -277,7 +277,7 @@ def test_a_plan_that_cannot_be_told_is_no_step_that_other_replicas_wait_in(monke
 def test_what_was_sampled_elsewhere_must_be_learned() -> None:
     with closing(make_engine(pipeline_parallel_size=2)) as engine:
         executor = executor_of(engine)
-        executor._told.append((99, [[1]]))  # of a step that nobody took
+        executor._sampled_tokens.append((99, [[1]]))  # of a step that nobody took
         with pytest.raises(EngineDeadError, match="the process of rank 0 has ended with exit code 1"):
             executor.execute(_first_plan()).result()
 
