@@ -31,7 +31,7 @@ from teachllm.distributed.layout import Layout  # noqa: E402
 from teachllm.distributed.rendezvous import Rendezvous  # noqa: E402
 from teachllm.engine.observability.ceilings import device_name  # noqa: E402
 from teachllm.worker.gpu.cuda_graphs import Graphs  # noqa: E402
-from teachllm_kernels.comm.one_shot_all_reduce import one_shot_sum  # noqa: E402
+from teachllm_kernels.comm.one_shot_all_reduce import one_shot_all_reduce  # noqa: E402
 from teachllm_kernels.rms_norm import rms_norm_triton  # noqa: E402
 
 NUM_EXCHANGES = 73  # two a layer of 36, and the embedding's
@@ -45,23 +45,25 @@ def of_rank(number: int, num_ranks: int, port: int, size: int, rows: Sequence[in
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     found: Result = {}
-    place, there = Layout(num_ranks).place(number), Rendezvous("127.0.0.1", port)
+    place, there = Layout(num_ranks).coords(number), Rendezvous("127.0.0.1", port)
     with torch.inference_mode(), connected(place, there, device, _SECONDS) as all_:
         group = all_.tensor
         assert isinstance(group, ProcessGroup)
         ways = PyTorch(group, size, max(rows), device)
-        group.open_mailbox(size, torch.bfloat16, device)
-        mailbox, group._mailbox = group._mailbox, None
+        group.open_symmetric_buffer(size, torch.bfloat16, device)
+        symmetric_buffer, group._symmetric_buffer = group._symmetric_buffer, None
         weight = torch.ones(size, dtype=torch.bfloat16, device=device)
         for num_rows in rows:
             x = torch.zeros(num_rows, size, dtype=torch.bfloat16, device=device)
             times = {"nccl": measured(lambda x=x: group.all_reduce(x), group, device)}
             times["pytorch"] = measured(lambda x=x: ways.one_shot(x), group, device)
-            if mailbox is not None and mailbox.takes(x):
-                times["ours"] = measured(lambda x=x: one_shot_sum(x, mailbox), group, device)
-                group._mailbox = mailbox
-                both = measured(lambda x=x: rms_norm_triton(group.unsummed(x), x, weight, 1e-6), group, device)
-                group._mailbox = None
+            if symmetric_buffer is not None and symmetric_buffer.takes(x):
+                times["ours"] = measured(lambda x=x: one_shot_all_reduce(x, symmetric_buffer), group, device)
+                group._symmetric_buffer = symmetric_buffer
+                both = measured(
+                    lambda x=x: rms_norm_triton(group.deferred_all_reduce(x), x, weight, 1e-6), group, device
+                )
+                group._symmetric_buffer = None
                 times["norm"] = both - measured(lambda x=x: rms_norm_triton(x, x, weight, 1e-6), group, device)
             found[num_rows] = times
     return found

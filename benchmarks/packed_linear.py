@@ -65,7 +65,7 @@ class Product(NamedTuple):
     has_norm: bool = False
 
     @property
-    def onto(self) -> bool:
+    def adds_to_residual(self) -> bool:
         """Whether the residual is added, and parts of the result may be left to the next norm."""
         return not self.has_norm
 
@@ -115,7 +115,7 @@ def randn(*shape: int) -> torch.Tensor:
 def before_and_after(shape: Product) -> tuple[tuple[torch.Tensor, float] | None, torch.Tensor | None]:
     """(norm, residual) of one row, as the model has them."""
     norm = (torch.ones(shape.num_in, device="cuda").bfloat16(), 1e-6) if shape.has_norm else None
-    return norm, randn(1, shape.num_out) if shape.onto else None
+    return norm, randn(1, shape.num_out) if shape.adds_to_residual else None
 
 
 def dense_call(shape: Product, num_rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -124,7 +124,7 @@ def dense_call(shape: Product, num_rows: int) -> Callable[[torch.Tensor], torch.
     if num_rows == 1:
         return lambda w: gemv_triton(x, w, None, norm, residual, shape.gated)
     if num_rows <= MAX_ROWS:
-        return lambda w: hopper_linear(x, w, gated=shape.gated, parts=shape.onto)
+        return lambda w: hopper_linear(x, w, gated=shape.gated, parts=shape.adds_to_residual)
     return lambda w: library(x, w, shape.gated)
 
 
@@ -146,8 +146,11 @@ def packed_calls(shape: Product, num_rows: int) -> Iterator[tuple[str, Callable[
         yield "one row", lambda w: packed_gemv_triton(x, w, None, norm, residual, shape.gated)
         yield "one row, alone", lambda w: packed_gemv_triton(x, w, gated=shape.gated)
     if num_rows <= MAX_ROWS:
-        yield "few rows", lambda w: few_rows(x, w, shape.gated, shape.onto)
-        yield "few rows, portable", lambda w: packed_linear_triton(x, w, gated=shape.gated, parts=shape.onto)
+        yield "few rows", lambda w: few_rows(x, w, shape.gated, shape.adds_to_residual)
+        yield (
+            "few rows, portable",
+            lambda w: packed_linear_triton(x, w, gated=shape.gated, parts=shape.adds_to_residual),
+        )
     if num_rows >= MAX_ROWS:
         dequantized = torch.empty((shape.num_out, shape.num_in), dtype=torch.bfloat16, device="cuda")
         yield "dequantized", lambda w: library(x, dequantize_triton(w, torch.bfloat16, dequantized), shape.gated)
@@ -214,20 +217,20 @@ def layer_call(num_rows: int, weights: dict[str, list[Any]], is_packed: bool) ->
     """The products and norms of one layer after the other's, without attention."""
     turns = {name: cycle(these) for name, these in weights.items()}
     norm = (torch.ones(HIDDEN, device="cuda").bfloat16(), 1e-6)
-    stream, attended = randn(num_rows, HIDDEN), randn(num_rows, HEADS)
+    residual, attended = randn(num_rows, HIDDEN), randn(num_rows, HEADS)
     one_row = packed_gemv_triton if is_packed else gemv_triton
     several_rows = few_rows if is_packed else hopper_linear
 
     def one() -> torch.Tensor:
-        one_row(stream, next(turns["qkv"]), None, norm)
-        x = one_row(attended, next(turns["o"]), None, None, stream)
+        one_row(residual, next(turns["qkv"]), None, norm)
+        x = one_row(attended, next(turns["o"]), None, None, residual)
         h = one_row(x, next(turns["gate, up"]), None, norm, None, True)
         return one_row(h, next(turns["down"]), None, None, x)
 
     def few() -> torch.Tensor:
-        h, _ = rms_norm_triton(stream, None, *norm)
+        h, _ = rms_norm_triton(residual, None, *norm)
         several_rows(h, next(turns["qkv"]))
-        h, x = rms_norm_triton(several_rows(attended, next(turns["o"]), parts=True), stream, *norm)
+        h, x = rms_norm_triton(several_rows(attended, next(turns["o"]), parts=True), residual, *norm)
         h = several_rows(h, next(turns["gate, up"]), gated=True)
         return rms_norm_triton(several_rows(h, next(turns["down"]), parts=True), x, *norm)[1]
 

@@ -1,12 +1,12 @@
-"""Which 8-bit product is the fastest for how many rows, and how near it comes to what the card can do.
+"""Whose product of 8-bit codes is the fastest for how many rows, and how near it comes to what the card can do.
 
     python3 benchmarks/scaled_linear.py [--rows N ...] [--kinds bf16 e4m3 int8 blocks] [--output FILE]
 
 The products of a layer of Qwen3-8B, beside those of bfloat16. Each figure is that of a CUDA graph that holds the
 product many times over, each time with another weight, as a model does: from a rest, and after 0.2 seconds of nothing
 else, when power bounds what a card can do. The fraction is of the time that the bytes take, or the arithmetic,
-whichever is longer: reads and bfloat16 as measured here (or the best that is known of such a card), 8-bit products by
-the best that the library has shown on an H200. The error is that of 128 outputs of some rows against float64.
+whichever is longer: reads and bfloat16 as measured here (or the best that is known of such a card), 8-bit codes by the
+best that the library has shown on an H200. The error is that of 128 outputs of some rows against float64.
 
 What quantizes rows is timed apart, beside what it takes the place of; not if only some kinds are asked for. All of it
 takes more than ten minutes, most of them the compiler's.
@@ -68,7 +68,7 @@ class Product(NamedTuple):
     num_in: int
     num_out: int
     gated: bool = False
-    onto: bool = False
+    adds_to_residual: bool = False
 
     @property
     def num_weight_rows(self) -> int:
@@ -77,14 +77,14 @@ class Product(NamedTuple):
 
 PRODUCTS = {
     "qkv": Product(4096, 6144),
-    "o": Product(4096, 4096, onto=True),
+    "o": Product(4096, 4096, adds_to_residual=True),
     "gate, up": Product(4096, 12288, gated=True),
-    "down": Product(12288, 4096, onto=True),
+    "down": Product(12288, 4096, adds_to_residual=True),
 }
 
 
 class Weight(NamedTuple):
-    """A quantized weight, and scales of outputs or of blocks."""
+    """Codes, and scales of outputs or of blocks."""
 
     qweight: torch.Tensor
     scales: torch.Tensor
@@ -121,7 +121,10 @@ def dense_ways(product: Product, num_rows: int) -> Iterator[tuple[str, Callable[
     if num_rows == 1:
         yield "bf16", lambda: gemv_triton(x, next(weights), gated=product.gated)
     elif num_rows <= hopper_linear.MAX_ROWS:
-        yield "bf16", lambda: hopper_linear.hopper_linear(x, next(weights), gated=product.gated, parts=product.onto)
+        yield (
+            "bf16",
+            lambda: hopper_linear.hopper_linear(x, next(weights), gated=product.gated, parts=product.adds_to_residual),
+        )
     elif product.gated and num_rows >= FROM_ROWS:
         yield "bf16", lambda: hopper_gated_linear(x, next(weights))
     elif product.gated:
@@ -131,16 +134,16 @@ def dense_ways(product: Product, num_rows: int) -> Iterator[tuple[str, Callable[
 
 
 def ways(product: Product, num_rows: int, quantized_dtype: torch.dtype) -> Iterator[Way]:
-    """Yield products of quantized values with scales of rows and outputs."""
+    """Products of codes with scales of rows and outputs."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     rows = quantize_rows_triton(x, quantized_dtype)
-    gated, onto = product.gated, product.onto
+    gated, adds_to_residual = product.gated, product.adds_to_residual
     if num_rows == 1:
-        norm = None if onto else (torch.ones(product.num_in, device="cuda").bfloat16(), 1e-6)
+        norm = None if adds_to_residual else (torch.ones(product.num_in, device="cuda").bfloat16(), 1e-6)
         yield Way("gemv that quantizes", lambda w: scaled_gemv_triton(x, *w, norm=norm, gated=gated), None)
         yield Way("gemv", lambda w: scaled_gemv_triton(rows, *w, gated=gated, dtype=torch.bfloat16), rows)
     if num_rows <= hopper_linear.MAX_ROWS:
-        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=onto), rows)
+        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=adds_to_residual), rows)
     if num_rows <= FEW or num_rows == 64:
         yield Way("scaled_linear", lambda w: scaled_linear_triton(rows, *w, gated=gated), rows)
     if num_rows > FEW:
@@ -162,11 +165,11 @@ def ways_by_block(product: Product, num_rows: int) -> Iterator[Way]:
     """Products of 8-bit floats with scales of groups and blocks."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     rows = quantize_rows_triton(x, torch.float8_e4m3fn, grouped=True)
-    gated, onto = product.gated, product.onto
+    gated, adds_to_residual = product.gated, product.adds_to_residual
     if num_rows == 1:
         yield Way("gemv", lambda w: scaled_gemv_triton(rows, *w, gated=gated, dtype=torch.bfloat16), rows)
     if num_rows <= hopper_linear.MAX_ROWS:
-        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=onto), rows)
+        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=adds_to_residual), rows)
     if num_rows <= 64:
         yield Way("scaled_linear", lambda w: scaled_linear_triton(rows, *w, gated=gated), rows)
     if num_rows > 64:
@@ -230,7 +233,7 @@ def in_turns(way: Way, weights: list[Weight]) -> Callable[[], torch.Tensor]:
 
 
 def row_calls(num_rows: int, size: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
-    """Yield what quantizes rows, and what it replaces: name, bytes moved, call."""
+    """What makes codes of rows, and what it takes the place of: name, bytes moved, call."""
     many = max(min(OTHER_WEIGHTS // (4 * num_rows * size), CALLS), 2)
     x = cycle([torch.randn(num_rows, size, device="cuda").bfloat16() for _ in range(many)])
     quantized_dtype, num_values = torch.float8_e4m3fn, num_rows * size
@@ -251,7 +254,7 @@ def row_calls(num_rows: int, size: int) -> Iterator[tuple[str, int, Callable[[],
 
 
 def measure_rows(ceilings: Ceilings, num_rows: int) -> Iterator[dict[str, Any]]:
-    """Measure what quantizes rows."""
+    """What makes codes of rows."""
     for size in (HIDDEN, 12288):
         for way, num_bytes, call in row_calls(num_rows, size):
             yield timed(f"rows of {size:,}", num_rows, way, call, num_bytes / ceilings.read_bandwidth, None)
@@ -275,8 +278,9 @@ def summarize(found: list[dict[str, Any]], num_rows: int) -> None:
 
 def measure(ceilings: Ceilings, all_rows: Sequence[int], kinds: Sequence[str]) -> list[dict[str, Any]]:
     """One entry for each product, number of rows, and way; prints them as they come."""
-    reads = f"reads {ceilings.read_bandwidth / 1e12:.2f} TB/s"
-    print(f"{ceilings.device}: {reads}, 8-bit products {E4M3_FLOPS / 1e12:.0f} TFLOP/s")
+    print(
+        f"{ceilings.device}: reads {ceilings.read_bandwidth / 1e12:.2f} TB/s, 8-bit products {E4M3_FLOPS / 1e12:.0f} TFLOP/s"
+    )
     found: list[dict[str, Any]] = []
     for num_rows in all_rows:
         found += measure_products(ceilings, num_rows, kinds)

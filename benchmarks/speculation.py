@@ -87,7 +87,7 @@ def step_seconds(llm: LLM, args: argparse.Namespace) -> tuple[float, float]:
     update = core.scheduler.update
 
     def noting(plan: SchedulerOutput, result: ModelRunnerOutput) -> Any:
-        if all(share.num_tokens == 1 + NUM_DRAFTS for share in plan.scheduled) and result.seconds:
+        if all(scheduled.num_tokens == 1 + NUM_DRAFTS for scheduled in plan.scheduled) and result.seconds:
             seconds.append(result.seconds)
             gained.append(len(result.sampled_token_ids[0]))
         return update(plan, result)
@@ -142,7 +142,7 @@ def count_lengths(llm: LLM) -> Counter[int]:
 
     def noting() -> SchedulerOutput:
         plan = schedule()
-        lengths.update(share.num_next_drafts for share in plan.scheduled)
+        lengths.update(scheduled.num_next_drafts for scheduled in plan.scheduled)
         return plan
 
     llm.engine.core.scheduler.schedule = noting  # type: ignore[method-assign]

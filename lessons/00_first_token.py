@@ -63,8 +63,8 @@ show(
     LlamaForCausalLM.forward,
     {
         "self.embed_tokens(input_ids)": "each id picks a row of a table: 256 numbers that stand for the token, alone",
-        "x, stream = layer(": "each layer adds what attention finds at positions up to this one, and an MLP",
-        "hidden, _ = self.norm(x, stream)": "one state a position; `own_logits` multiplies it by the output head",
+        "x, residual = layer(": "each layer adds what attention finds at positions up to this one, and an MLP",
+        "hidden, _ = self.norm(x, residual)": "one state a position; `logits` multiplies it by the output head",
     },
     doc=False,
 )
@@ -88,7 +88,7 @@ life_of_a_request()
 
 # %%
 inside = look_inside(watch, templated)
-print(f"states {list(inside.streams.shape)} = [embedding and layers, positions, hidden size]")
+print(f"states {list(inside.residuals.shape)} = [embedding and layers, positions, hidden size]")
 print(f"logits {list(inside.logits[-1].shape)} = [positions, vocabulary]")
 inside.lens()
 
@@ -170,9 +170,11 @@ checked
 # Whatever came of it, the engine below runs: with your piece if it is right, else with its own.
 
 # %%
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 
-with Watch(num_gpu_blocks_override=48, max_model_len=256, pieces=Pieces(make_sampler=sampler_of(checked.piece))) as own:
+with Watch(
+    num_gpu_blocks_override=48, max_model_len=256, overrides=EngineOverrides(make_sampler=sampler_of(checked.piece))
+) as own:
     own.add("A", QUESTION, max_tokens=24)
     own.run()
     print(own.text("A"), "...")

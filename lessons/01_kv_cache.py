@@ -8,7 +8,7 @@
 # *Needs: 00. About 30 minutes.*
 
 # %%
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
 from teachllm_lessons.helpers.lesson_00 import seconds_per_token
@@ -16,7 +16,7 @@ from teachllm_lessons.helpers.lesson_01 import (
     ATTEND,
     MODELS,
     Attending,
-    Recorder,
+    AttentionRecorder,
     StaleQuery,
     attention_picture,
     kv_bytes,
@@ -36,8 +36,10 @@ from teachllm_lessons.watch import Watch
 QUESTION = "What is a KV cache?"
 NO_CACHE = {"enable_kv_cache": False, "enable_chunked_prefill": False, "enable_prefix_caching": False}
 
-every_step = Recorder()  # keeps what the layers' attention is given
-naive = Watch(num_gpu_blocks_override=16, max_model_len=128, pieces=Pieces(attention=every_step), **NO_CACHE)
+every_step = AttentionRecorder()  # keeps what the layers' attention is given
+naive = Watch(
+    num_gpu_blocks_override=16, max_model_len=128, overrides=EngineOverrides(attention=every_step), **NO_CACHE
+)
 naive.add("A", QUESTION, max_tokens=16)
 naive.run()
 work_picture(naive, "A")
@@ -110,7 +112,9 @@ for name in "kvq":
         changes.append(float((after[: len(before)] - before).abs().max()))
     print(f"{name} of the same tokens one step later: largest change in any layer {max(changes):.1e}")
 
-stale = Watch(num_gpu_blocks_override=16, max_model_len=128, pieces=Pieces(attention=StaleQuery(num_layers=6)))
+stale = Watch(
+    num_gpu_blocks_override=16, max_model_len=128, overrides=EngineOverrides(attention=StaleQuery(num_layers=6))
+)
 stale.add("A", QUESTION, max_tokens=16)
 stale.run()
 print(f"\nas it is:              {naive.text('A')}\nwith the query before: {stale.text('A')}")
@@ -214,7 +218,7 @@ LENGTHS = [16, 64, 128, 256, 512]
 ways = {
     "recomputed": NO_CACHE,
     "KV cache": {},
-    "KV cache, attend from above": {"pieces": Pieces(attention=Attending(checked.piece))},
+    "KV cache, attend from above": {"overrides": EngineOverrides(attention=Attending(checked.piece))},
 }
 found = {}
 for name, settings in ways.items():

@@ -9,10 +9,10 @@
 
 # %%
 from teachllm.core.block_pool import BlockPool
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.helpers.lesson_01 import Recorder
+from teachllm_lessons.helpers.lesson_01 import AttentionRecorder
 from teachllm_lessons.helpers.lesson_02 import MYPOOL, add_a_dozen, memory_map, reserved, usage_of
 from teachllm_lessons.picture import bars, lines
 from teachllm_lessons.predict import predict
@@ -84,9 +84,12 @@ show(
 # Twenty-four blocks; A, B and C take six each. Then B ends.
 
 # %%
-recorder = Recorder()  # keeps what attention is given, for a check below
+recorder = AttentionRecorder()  # keeps what attention is given, for a check below
 watch = Watch(
-    max_model_len=256, num_gpu_blocks_override=24, enable_prefix_caching=False, pieces=Pieces(attention=recorder)
+    max_model_len=256,
+    num_gpu_blocks_override=24,
+    enable_prefix_caching=False,
+    overrides=EngineOverrides(attention=recorder),
 )
 words = watch.ids("Explain paged attention, continuous batching, chunked prefill and block tables to me. " * 10)
 for name, max_tokens in (("A", 40), ("B", 2), ("C", 40)):
@@ -205,7 +208,7 @@ broken.reveal()
 # right, else the engine's own).
 
 # %%
-paged = Watch(pieces=Pieces(make_pool=checked.piece), **IN_BLOCKS)
+paged = Watch(overrides=EngineOverrides(make_pool=checked.piece), **IN_BLOCKS)
 add_a_dozen(paged)
 usage = {"slots of 256": usage_of(slots), "blocks of 16": usage_of(paged)}
 for name, steps in usage.items():

@@ -10,7 +10,7 @@
 # %%
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler import Scheduler
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Workload
@@ -50,8 +50,8 @@ print(f"usually {1000 * usual:.0f} ms from one token to the next; {1000 * stall:
 show(
     Scheduler._chunk,
     {
-        "return gap if gap <= self._budget": "without chunking: all of the gap, or wait for a step with enough budget",
-        "min(gap, self._budget": "with it: what is left of the budget",
+        "return num_uncomputed if num_uncomputed <= self._budget": "without chunking: all of the gap, or wait for a step with enough budget",
+        "min(num_uncomputed, self._budget": "with it: what is left of the budget",
         "self.policy.chunk": "a policy may take less of a prompt; a single token, as of a decode, is never asked about",
     },
 )
@@ -93,8 +93,8 @@ bars({"in one piece": 1000 * stall, "in chunks": 1000 * after}, "longest gap bet
 # %%
 yours = None
 
-shares = [s for step in pieces.trace.steps for s in step["scheduled"] if s["request_id"] == "long"]
-prompt_steps = sum(share["phase"] == "prefill" for share in shares)
+scheduled_requests = [s for step in pieces.trace.steps for s in step["scheduled"] if s["request_id"] == "long"]
+prompt_steps = sum(scheduled["phase"] == "prefill" for scheduled in scheduled_requests)
 print(f"the prompt has {pieces.state.requests['long'].arrival['num_prompt_tokens']} tokens")
 predict("Steps for the prompt:", yours, prompt_steps)
 
@@ -126,7 +126,7 @@ checked = check(CHUNK, chunk)
 checked
 
 # %%
-polite = newcomers(Pieces(policy=Cut(checked.piece)))
+polite = newcomers(EngineOverrides(policy=Cut(checked.piece)))
 polite.timeline(last=10)
 
 # %% [markdown]

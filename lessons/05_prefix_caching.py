@@ -121,8 +121,8 @@ print(
     f"the prompt has {len(prompt)} tokens: {len(prompt) // 16} full blocks, and {len(prompt) % 16} tokens behind them"
 )
 watch.add("A2", prompt, max_tokens=4)
-share = watch.step().shares["A2"]
-predict("Prompt tokens to compute:", yours, share["num_tokens"])
+scheduled = watch.step().scheduled["A2"]
+predict("Prompt tokens to compute:", yours, scheduled["num_tokens"])
 
 # %% [markdown]
 # ## Build: the hash
@@ -147,9 +147,9 @@ checked
 # Whatever came of it, the engine below runs: with your piece if it is right, else with its own.
 
 # %%
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 
-with_cache = ask_all(enable_prefix_caching=True, pieces=Pieces(hash_block=checked.piece))
+with_cache = ask_all(enable_prefix_caching=True, overrides=EngineOverrides(hash_block=checked.piece))
 with_cache.timeline()
 
 # %% [markdown]
@@ -179,7 +179,9 @@ broken.reveal()
 # %%
 def prompt_tokens_computed(watch: Watch) -> int:
     steps = (line for line in watch.trace.lines if line["event"] == "step")
-    return sum(share["num_tokens"] for step in steps for share in step["scheduled"] if share["phase"] == "prefill")
+    return sum(
+        scheduled["num_tokens"] for step in steps for scheduled in step["scheduled"] if scheduled["phase"] == "prefill"
+    )
 
 
 computed = {"no prefix cache": prompt_tokens_computed(without), "prefix cache": prompt_tokens_computed(with_cache)}

@@ -10,7 +10,7 @@
 # %%
 from teachllm.core.policy import FirstComeFirstServed, Priority
 from teachllm.core.scheduler import Scheduler
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
 from teachllm_lessons.helpers.lesson_06 import KEY, QUESTIONS, TIGHT, By, overtaken
@@ -105,9 +105,9 @@ watch.pool()
 # %%
 yours = None
 
-while "C" not in (share := watch.step().shares):
+while "C" not in (scheduled := watch.step().scheduled):
     pass
-predict("C's first share after its return, tokens:", yours, share["C"]["num_tokens"])
+predict("C's first share after its return, tokens:", yours, scheduled["C"]["num_tokens"])
 
 # %%
 watch.run()
@@ -124,7 +124,7 @@ print(f"the same words as alone, without preemption: {watch.tokens('C') == alone
 
 # %%
 for policy in (FirstComeFirstServed(), Priority()):
-    number = overtaken(Pieces(policy=policy))
+    number = overtaken(EngineOverrides(policy=policy))
     print(f"{type(policy).__name__:22} {number} of 24 urgent requests begin before the patient one")
 
 # %% [markdown]
@@ -146,9 +146,9 @@ checked
 
 # %%
 waited = {
-    "first come, first served": overtaken(Pieces(policy=FirstComeFirstServed())),
-    "priority": overtaken(Pieces(policy=Priority())),
-    "with patience": overtaken(Pieces(policy=By(checked.piece))),
+    "first come, first served": overtaken(EngineOverrides(policy=FirstComeFirstServed())),
+    "priority": overtaken(EngineOverrides(policy=Priority())),
+    "with patience": overtaken(EngineOverrides(policy=By(checked.piece))),
 }
 bars(waited, "urgent requests served before the patient one that came first")
 
@@ -183,7 +183,7 @@ SIZES = (8, 12, 16, 20)
 
 
 def computed(watch: Watch) -> int:
-    return sum(share["num_tokens"] for step in watch.trace.steps for share in step["scheduled"])
+    return sum(scheduled["num_tokens"] for step in watch.trace.steps for scheduled in step["scheduled"])
 
 
 def cost(caching: bool) -> list[int]:

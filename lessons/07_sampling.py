@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm.sampling.sampler import Sampler
 from teachllm.spec_decode.chi_square import chi_square_test
 from teachllm_lessons.breaking import plant
@@ -103,7 +103,7 @@ show(
 # ## Step: one draw, stage by stage
 #
 # The engine computes the prompt and draws the first token. `Looked` is an engine whose sampler (the project's, passed
-# in through `Pieces`) keeps the logits that it saw, so that we can draw what it did.
+# in through `EngineOverrides`) keeps the logits that it saw, so that we can draw what it did.
 
 # %%
 asked = {"temperature": 1.5, "top_p": 0.9, "seed": 3}
@@ -188,8 +188,8 @@ checked = check(COUNT_NUCLEUS, count_nucleus)
 checked
 
 # %%
-pieces = Pieces(make_sampler=partial(Sampler, nucleus=checked.piece))
-with Watch(num_gpu_blocks_override=96, max_model_len=128, pieces=pieces) as watch:
+overrides = EngineOverrides(make_sampler=partial(Sampler, nucleus=checked.piece))
+with Watch(num_gpu_blocks_override=96, max_model_len=128, overrides=overrides) as watch:
     for temperature, name, p in ((1.5, "top_p", 0.9), (2.2, "top_p", 0.9), (2.2, "min_p", 0.1)):
         left = lesson_07.num_left(first, temperature=temperature, **{name: p})
         print(f"temperature {temperature}, {name} {p}: of the first token's candidates {left} are left")

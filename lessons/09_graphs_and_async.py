@@ -10,7 +10,7 @@
 
 # %%
 from teachllm.engine.engine_core import EngineCore
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
 from teachllm_lessons.helpers.lesson_09 import (
@@ -155,7 +155,7 @@ def in_vain(**params) -> int:
     with Watch(num_gpu_blocks_override=6, max_model_len=64, async_scheduling=True) as watch:
         watch.add("A", "What is a KV cache?", **params)
         watch.run()
-        computed = sum(share["num_tokens"] for step in watch.trace.steps for share in step["scheduled"])
+        computed = sum(scheduled["num_tokens"] for step in watch.trace.steps for scheduled in step["scheduled"])
         needed = len(watch.ids("What is a KV cache?")) + len(watch.tokens("A")) - 1  # the last one is never computed
         return computed - needed
 
@@ -188,7 +188,7 @@ checked = check(TURN, turn)
 checked
 
 # %%
-ahead = pretend(pieces=Pieces(turn=checked.piece), async_scheduling=True)
+ahead = pretend(overrides=EngineOverrides(turn=checked.piece), async_scheduling=True)
 ahead.draw()
 
 # %% [markdown]
@@ -225,7 +225,9 @@ rates = {}
 for name in ("qwen3-0.6b", "qwen3-8b"):
     rates[f"{name}, one by one, plain loop"] = pretend(name, costs=ONE_BY_ONE, async_scheduling=False)
     rates[f"{name}, graphs, plain loop"] = pretend(name, async_scheduling=False)
-    rates[f"{name}, graphs, one ahead"] = pretend(name, pieces=Pieces(turn=checked.piece), async_scheduling=True)
+    rates[f"{name}, graphs, one ahead"] = pretend(
+        name, overrides=EngineOverrides(turn=checked.piece), async_scheduling=True
+    )
 print(f"all say the same number of tokens: {len({rung.tokens for rung in rates.values()}) == 1}")
 bars({name: rung.rate for name, rung in rates.items()}, "output tokens/s, 8 requests, simulated H200")
 

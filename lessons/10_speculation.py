@@ -10,7 +10,7 @@
 # %%
 from functools import partial
 
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm.sampling.sampler import Sampler
 from teachllm.spec_decode.ngram import NgramDrafter
 from teachllm_lessons.breaking import plant
@@ -24,8 +24,8 @@ from teachllm_lessons.helpers.lesson_10 import (
     speculating,
     tokens_a_step,
     verification,
-    where_it_comes_from,
 )
+from teachllm_lessons.helpers.lesson_10_pictures import where_it_comes_from
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
 from teachllm_lessons.results import committed
@@ -231,11 +231,11 @@ TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 
 ways = {"no drafter": None, "look-up (my_drafter)": ("custom", {"drafter": Noted(my_drafter.piece)})}
 ways |= {method: (method, {}) for method in ("draft_model", "eagle", "medusa")}
 ways["medusa, a tree"] = ("medusa", {"speculative_token_tree": TREE})
-pieces = Pieces(make_sampler=partial(Sampler, judge=my_rule.piece))
+overrides = EngineOverrides(make_sampler=partial(Sampler, judge=my_rule.piece))
 
 gained, answers = {}, []
 for name, way in ways.items():
-    engine = Watch(max_model_len=256) if way is None else speculating(way[0], pieces=pieces, **way[1])
+    engine = Watch(max_model_len=256) if way is None else speculating(way[0], overrides=overrides, **way[1])
     with engine as watch:
         for which in ("a question", "said again"):
             watch.add(which, QUESTION if which == "a question" else said_again(watch), 40)

@@ -15,20 +15,17 @@ from teachllm_lessons.exercise import check
 from teachllm_lessons.helpers.lesson_11 import (
     QUANTIZE,
     WHOLE,
-    Together,
     answer,
     documented,
-    draw_grids,
-    draw_speeds,
     kv_blocks,
-    layer_errors,
-    loss,
     nearest_4_bits,
     on_a_gpu,
     rounded,
     size_on_disk,
     tensor_bytes,
 )
+from teachllm_lessons.helpers.lesson_11_losses import layer_errors, loss
+from teachllm_lessons.helpers.lesson_11_pictures import Together, draw_grids, draw_speeds
 from teachllm_lessons.picture import bars, lines
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
@@ -45,7 +42,7 @@ with Watch(num_gpu_blocks_override=24, max_model_len=256) as watch:
     watch.add("A", "How does an engine that serves a language model decide which request it computes next? " * 6, 4)
     watch.run()
     for step in watch.trace.steps:
-        work, num_tokens = step["roofline"], sum(share["num_tokens"] for share in step["scheduled"])
+        work, num_tokens = step["roofline"], sum(scheduled["num_tokens"] for scheduled in step["scheduled"])
         num_bytes, num_flops = work["num_bytes"], work["num_flops"]
         print(
             f"step {step['step']}: {num_tokens:3} tokens, {num_bytes / 1e6:.1f} MB, {num_flops / 1e6:7.1f} MFLOP: "

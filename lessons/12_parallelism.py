@@ -18,16 +18,13 @@ from teachllm_lessons.helpers.lesson_12 import (
     RoundRobin,
     ask,
     bubbles,
-    draw_experts,
-    draw_gains,
-    draw_ranks,
-    draw_split,
     exchanged,
     on_gpus,
     serve,
     shared_experts,
     weight_bytes,
 )
+from teachllm_lessons.helpers.lesson_12_pictures import draw_experts, draw_gains, draw_ranks, draw_split
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
@@ -143,8 +140,8 @@ yours = None
 
 step = next(step for step in two.trace.steps if [s["num_tokens"] for s in step["scheduled"]] == [1, 1, 1, 1])
 counted = sum(num_bytes for _, num_bytes in step["ranks"][0]["sent"].values())
-print("by the shape of the model:", step_bytes(Layout(tensor=2).place(0), 6, 256, 4, num_tokens=4, num_sampled=4))
-print("a pipeline's first stage would send:", step_bytes(Layout(pipeline=2).place(0), 3, 256, 4, 4, 4))
+print("by the shape of the model:", step_bytes(Layout(tensor=2).coords(0), 6, 256, 4, num_tokens=4, num_sampled=4))
+print("a pipeline's first stage would send:", step_bytes(Layout(pipeline=2).coords(0), 3, 256, 4, 4, 4))
 predict("Bytes that a rank sends:", yours, counted, " bytes", within=0.02)
 
 # %% [markdown]

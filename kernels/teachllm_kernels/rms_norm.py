@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.comm.one_shot_all_reduce import Unsummed, sum_over_ranks
+from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce, sum_over_ranks
 from teachllm_kernels.linear.scaled.quantize_rows import GROUP, KEPT, QuantizedRows, empty_rows, store_row
 
 
@@ -115,7 +115,7 @@ def _rms_norm(
 
 
 def rms_norm_triton(
-    y: torch.Tensor | Unsummed, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    y: torch.Tensor | DeferredAllReduce, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `rms_norm_reference` for contiguous y and residual, [num_tokens, size]. One program per row.
 
@@ -127,7 +127,7 @@ def rms_norm_triton(
 
 
 def rms_norm_quantized_triton(
-    y: torch.Tensor | Unsummed,
+    y: torch.Tensor | DeferredAllReduce,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -151,13 +151,13 @@ def rms_norm_quantized_triton(
     return normed, x
 
 
-def _part(y: torch.Tensor | Unsummed) -> torch.Tensor:
+def _part(y: torch.Tensor | DeferredAllReduce) -> torch.Tensor:
     """Return this rank's tensor: all of y, or its part."""
-    return y.part if isinstance(y, Unsummed) else y
+    return y.part if isinstance(y, DeferredAllReduce) else y
 
 
 def _launch(
-    y: torch.Tensor | Unsummed,
+    y: torch.Tensor | DeferredAllReduce,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -167,16 +167,18 @@ def _launch(
     grouped: bool = False,
 ) -> torch.Tensor:
     """Fill `normed`, or its quantized values and scales. Return the norm's input."""
-    mailbox = y.mailbox if isinstance(y, Unsummed) else None
+    symmetric_buffer = y.symmetric_buffer if isinstance(y, DeferredAllReduce) else None
     y = _part(y)
-    assert (y.dim() == 2 and mailbox is None) or residual is not None
-    assert mailbox is None or mailbox.takes(y)
+    assert (y.dim() == 2 and symmetric_buffer is None) or residual is not None
+    assert symmetric_buffer is None or symmetric_buffer.takes(y)
     num_tokens, size = y.shape[-2:]
     x = y if residual is None else torch.empty_like(residual)
     block, num_parts = triton.next_power_of_2(size), y.shape[0] if y.dim() == 3 else 1
     if grouped:
         block = max(block, GROUP)
-    addresses, box, slots, num_box_rows = (None, None, None, 0) if mailbox is None else mailbox.arguments
+    addresses, box, slots, num_box_rows = (
+        (None, None, None, 0) if symmetric_buffer is None else symmetric_buffer.arguments
+    )
     _rms_norm[(num_tokens,)](
         y_ptr=y,
         residual_ptr=residual,
@@ -197,8 +199,8 @@ def _launch(
         HAS_RESIDUAL=residual is not None,
         GROUPED=grouped,
         EVICTION="evict_last" if num_tokens <= KEPT else "",
-        RANK=0 if mailbox is None else mailbox.rank,
-        NUM_RANKS=1 if mailbox is None else mailbox.num_ranks,
+        RANK=0 if symmetric_buffer is None else symmetric_buffer.rank,
+        NUM_RANKS=1 if symmetric_buffer is None else symmetric_buffer.num_ranks,
         num_warps=min(
             max(block // (256 if num_parts == 1 else 128), 1), 16
         ),  # with parts, more warps for more loads at once

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.guard import Ran, TooLong, run_guarded
 from teachllm_lessons.watch import NoProgress, Watch
 
@@ -172,13 +172,13 @@ def own_words(**settings: Any) -> dict[str, list[int]]:
     return known
 
 
-def run_with(pieces: Pieces, **settings: Any) -> Watch:
+def run_with(overrides: EngineOverrides, **settings: Any) -> Watch:
     """An engine with somebody's pieces, after `add_some` and a second round of the same. It is closed.
 
     Raises:
         Wrong: it says other words than with its own pieces, or keeps blocks of requests that have ended.
     """
-    with Watch(pieces=pieces, **(_SETTINGS | settings)) as watch:
+    with Watch(overrides=overrides, **(_SETTINGS | settings)) as watch:
         add_some(watch)
         watch.run()
         first = watch.all_tokens

@@ -110,14 +110,14 @@ def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, 
     ended: set[str] = set()
     labelled: dict[int, int] = {}  # where a row's last word begins
     for column, step in enumerate(shown):
-        for share in step["scheduled"]:
-            name = share["request_id"]
+        for scheduled in step["scheduled"]:
+            name = scheduled["request_id"]
             row, filled = names.index(name), color(names.index(name))
-            is_prompt = share["phase"] == "prefill"
+            is_prompt = scheduled["phase"] == "prefill"
             ax.add_patch(_rectangle(column + 0.04, 0.08 - row, 0.92, 0.84, filled if is_prompt else (*filled, 0.5)))
             if numbers and cell > 0.2:
-                held = f"{share['num_accepted']}/{share['num_draft']}" if "num_draft" in share else None
-                text = held or str(share["num_tokens"])
+                held = f"{scheduled['num_accepted']}/{scheduled['num_draft']}" if "num_draft" in scheduled else None
+                text = held or str(scheduled["num_tokens"])
                 ink = ink_on(filled) if is_prompt else INK
                 ax.text(column + 0.5, 0.5 - row, text, ha="center", va="center", fontsize=7, color=ink)
         for name, (reason, _) in step["waiting"].items():

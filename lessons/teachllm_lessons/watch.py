@@ -15,7 +15,7 @@ from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.engine.llm_engine import Engine
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.drafter import Drafter
@@ -33,7 +33,7 @@ class NoProgress(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepView:
     """What a turn of the loop did, in words: a table in a notebook.
 
     Attributes:
@@ -43,18 +43,22 @@ class Step:
     line: Line | None
 
     @property
-    def shares(self) -> dict[str, dict[str, Any]]:
+    def scheduled(self) -> dict[str, dict[str, Any]]:
         """What each request got, by its name: see `scheduled` in docs/trace.md."""
-        return {} if self.line is None else {share["request_id"]: share for share in self.line["scheduled"]}
+        return {} if self.line is None else {scheduled["request_id"]: scheduled for scheduled in self.line["scheduled"]}
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         if self.line is None:
             return
-        for share in self.line["scheduled"]:
-            end = share["start"] + share["num_tokens"]
-            which = f"token {share['start']}" if end == share["start"] + 1 else f"tokens {share['start']} to {end - 1}"
-            said = "".join(share.get("text", ()))
-            yield share["request_id"], f"{share['phase']}: computes {which}", f"says `{said}`" if said else ""
+        for scheduled in self.line["scheduled"]:
+            end = scheduled["start"] + scheduled["num_tokens"]
+            which = (
+                f"token {scheduled['start']}"
+                if end == scheduled["start"] + 1
+                else f"tokens {scheduled['start']} to {end - 1}"
+            )
+            said = "".join(scheduled.get("text", ()))
+            yield scheduled["request_id"], f"{scheduled['phase']}: computes {which}", f"says `{said}`" if said else ""
         for name, (_, words) in self.line["waiting"].items():
             yield name, "waits", words
         for name, reason in self.line["finished"].items():
@@ -64,7 +68,7 @@ class Step:
     def _head(self) -> str:
         if self.line is None:
             return "no tokens have arrived yet"
-        count, blocks = sum(share["num_tokens"] for share in self.line["scheduled"]), self.line["blocks"]
+        count, blocks = sum(scheduled["num_tokens"] for scheduled in self.line["scheduled"]), self.line["blocks"]
         held = f"{blocks['used']} blocks used, {blocks['cached']} cached, {blocks['free']} free"
         return f"step {self.line['step']}: {count} token{'s' if count > 1 else ''} in one pass; {held}"
 
@@ -80,17 +84,22 @@ class Watch:
     """An engine with its trace. On a CPU, so that everybody sees the same.
 
     Args:
-        pieces, drafter: as of `Engine`.
+        overrides, drafter: as of `Engine`.
         settings: of `EngineConfig`; the books are checked after every step.
     """
 
     def __init__(
-        self, model: str = "teachlm", *, pieces: Pieces = ITS_OWN, drafter: Drafter | None = None, **settings: Any
+        self,
+        model: str = "teachlm",
+        *,
+        overrides: EngineOverrides = NO_OVERRIDES,
+        drafter: Drafter | None = None,
+        **settings: Any,
     ) -> None:
         settings = {"device": "cpu", "check_invariants": True, **settings}
         self._lines: list[str] = []
         config = EngineConfig(model=model, **settings)
-        self.engine = Engine(config, trace_sink=self._lines.append, pieces=pieces, drafter=drafter)
+        self.engine = Engine(config, trace_sink=self._lines.append, overrides=overrides, drafter=drafter)
         self.outputs: dict[str, RequestOutput] = {}
 
     def __enter__(self) -> Watch:
@@ -121,12 +130,12 @@ class Watch:
         assert tokenizer is not None, "the model has no tokenizer: give token ids"
         return tokenizer.apply_chat_template([{"role": "user", "content": question}])
 
-    def step(self) -> Step:
+    def step(self) -> StepView:
         """One turn of the engine's loop."""
         before = len(self._lines)
         self.engine.step()
         lines = [json.loads(line) for line in self._lines[before:]]
-        return Step(next((line for line in lines if line["event"] == "step"), None))
+        return StepView(next((line for line in lines if line["event"] == "step"), None))
 
     def run(self, steps: int | None = None) -> Watch:
         """Steps until nothing is left to do, or so many times.

@@ -35,18 +35,18 @@ def add_drafts(
     plan: SchedulerOutput, requests: Mapping[str, Request], kv: KVCacheManager, budget: int, has_blocks: bool
 ) -> None:
     """Adds to a plan what was proposed for its requests, as far as budget and free blocks go."""
-    for share in plan.scheduled:
-        request = requests[share.request_id]
+    for scheduled in plan.scheduled:
+        request = requests[scheduled.request_id]
         drafts, request.draft_token_ids = request.draft_token_ids, []
-        if not (has_blocks and drafts and share.samples and share.num_tokens == 1):
+        if not (has_blocks and drafts and scheduled.samples and scheduled.num_tokens == 1):
             continue
         # The step yields one token more than its drafts: no draft may lie beyond the last wanted token.
         num_drafts = min(len(drafts), budget, request.max_len - request.num_expected_tokens)
         while (new_blocks := kv.allocate(request, request.num_computed_tokens + num_drafts)) is None:
             num_drafts -= 1
-        share.new_block_ids += new_blocks
-        share.draft_token_ids = drafts[:num_drafts]
-        share.num_tokens += num_drafts
+        scheduled.new_block_ids += new_blocks
+        scheduled.draft_token_ids = drafts[:num_drafts]
+        scheduled.num_tokens += num_drafts
         request.num_computed_tokens += num_drafts
         request.num_in_flight_tokens += num_drafts
         budget -= num_drafts
@@ -61,24 +61,24 @@ def ask_for_drafts(
     has_blocks: bool,
 ) -> None:
     """Says how many drafts to propose after a plan, no further than a drafter's context, and keeps blocks for them."""
-    planned = [requests[share.request_id] for share in plan.scheduled]
+    planned = [requests[scheduled.request_id] for scheduled in plan.scheduled]
     chosen = length.choose(planned, plan.num_tokens)
-    for share, request, (num_drafts, why) in zip(plan.scheduled, planned, chosen, strict=True):
-        share.why = why
+    for scheduled, request, (num_drafts, why) in zip(plan.scheduled, planned, chosen, strict=True):
+        scheduled.why = why
         known = request.num_expected_tokens
         if drafter_len is not None and num_drafts > (most := max(drafter_len - known, 0)):
-            num_drafts, share.why = most, f"beyond the drafter's context of {drafter_len}"
-        if not share.samples:
-            share.num_next_drafts = num_drafts
+            num_drafts, scheduled.why = most, f"beyond the drafter's context of {drafter_len}"
+        if not scheduled.samples:
+            scheduled.num_next_drafts = num_drafts
             continue
         if num_drafts > (most := max(request.max_len - known - 1, 0)):
-            num_drafts, share.why = most, "its end is near"
+            num_drafts, scheduled.why = most, "its end is near"
         if num_drafts and not has_blocks:
-            num_drafts, share.why = 0, "a running request is short of blocks"
+            num_drafts, scheduled.why = 0, "a running request is short of blocks"
         new_blocks: list[int] | None = []
         # A model that drafts writes K and V of all drafts but the last.
         while num_drafts and (new_blocks := kv.allocate(request, known + num_drafts - 1)) is None:
-            num_drafts, share.why = num_drafts - 1, "no more free blocks"
-        share.new_block_ids += new_blocks or []
-        share.num_next_drafts = num_drafts
+            num_drafts, scheduled.why = num_drafts - 1, "no more free blocks"
+        scheduled.new_block_ids += new_blocks or []
+        scheduled.num_next_drafts = num_drafts
         request.draft_token_ids = [-1] * num_drafts  # until the worker tells them

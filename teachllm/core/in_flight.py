@@ -91,12 +91,12 @@ class PlansInFlight:
 def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate]:
     """Gives each request of a plan its sampled tokens and takes back what was assumed and did not come true."""
     updates: list[RequestUpdate] = []
-    for index, share in enumerate(entry.plan.scheduled):
+    for index, scheduled in enumerate(entry.plan.scheduled):
         if entry.is_late(index):
             continue
         request, sampled = entry.requests[index], result.sampled_token_ids[index]
-        num_drafts, new_token_ids = len(share.draft_token_ids), list[int]()
-        if share.samples:
+        num_drafts, new_token_ids = len(scheduled.draft_token_ids), list[int]()
+        if scheduled.samples:
             if not 1 <= len(sampled) <= num_drafts + 1:
                 raise ValueError(f"{request.request_id}: {len(sampled)} tokens came back for {num_drafts} drafts")
             request.num_in_flight_tokens -= num_drafts + 1
@@ -107,10 +107,20 @@ def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate
                     break  # accepted drafts beyond the end
             if result.draft_token_ids is not None and request.num_in_flight_tokens == 0:
                 request.draft_token_ids = result.draft_token_ids[index]
-        num_accepted = min(len(sampled) - 1, len(new_token_ids)) if share.samples else 0
+        num_accepted = min(len(sampled) - 1, len(new_token_ids)) if scheduled.samples else 0
         num_drafted = num_drafts if result.num_drafted is None else result.num_drafted[index]
         logprobs = (result.logprobs[index] or [])[: len(new_token_ids)] or None if result.logprobs else None
         prompt_logprobs = result.prompt_logprobs[index] if result.prompt_logprobs else None
-        drafts, scores = (num_drafted, num_accepted), (logprobs, prompt_logprobs)
-        updates.append(RequestUpdate(request, new_token_ids, *drafts, *scores, share.start, num_drafts))
+        updates.append(
+            RequestUpdate(
+                request,
+                new_token_ids,
+                num_drafted=num_drafted,
+                num_accepted=num_accepted,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                start=scheduled.start,
+                num_planned=num_drafts,
+            )
+        )
     return updates

@@ -26,13 +26,16 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     budget, limit = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     _require(plan.num_tokens <= budget, f"step {plan.step}: {plan.num_tokens} tokens, the budget is {budget}")
     _require(len(plan.scheduled) <= limit, f"step {plan.step}: {len(plan.scheduled)} sequences, the limit is {limit}")
-    names = [share.request_id for share in plan.scheduled]
+    names = [scheduled.request_id for scheduled in plan.scheduled]
     _require(len(names) == len(set(names)), f"step {plan.step} schedules a request twice")
-    for share in plan.scheduled:
-        request = scheduler.requests[share.request_id]
+    for scheduled in plan.scheduled:
+        request = scheduler.requests[scheduled.request_id]
         room = len(request.block_ids) * scheduler.kv.block_size
-        _require(share.num_tokens > len(share.draft_token_ids), f"{share.request_id}: a share without a known token")
-        _require(share.start + share.num_tokens <= room, f"{share.request_id}: tokens without blocks")
+        _require(
+            scheduled.num_tokens > len(scheduled.draft_token_ids),
+            f"{scheduled.request_id}: a share without a known token",
+        )
+        _require(scheduled.start + scheduled.num_tokens <= room, f"{scheduled.request_id}: tokens without blocks")
 
 
 def check(scheduler: Scheduler) -> None:
@@ -84,4 +87,4 @@ def _check_requests(scheduler: Scheduler) -> None:
     for request in running:
         is_running = request.status is RequestStatus.RUNNING and request.wait is None
         _require(is_running, f"{request.request_id} runs and is {request.status.value}")
-        _require(request.gap >= 0, f"{request.request_id} computed more tokens than it may ever know")
+        _require(request.num_uncomputed_tokens >= 0, f"{request.request_id} computed more tokens than it may ever know")

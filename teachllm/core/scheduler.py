@@ -42,7 +42,7 @@ class Scheduler:
         num_blocks: KV blocks in the pool.
         cache_root: digest of what decides all KV, see `prefix_cache.hash_root`.
         policy: overrides `config.scheduling_policy`.
-        pieces: of its `KVCacheManager`, by name.
+        overrides: of its `KVCacheManager`, by name.
         draft_length: how far the worker's drafter is to go; None: there is no drafter.
     """
 
@@ -53,7 +53,7 @@ class Scheduler:
         cache_root: bytes = b"",
         policy: Policy | None = None,
         draft_length: DraftLength | None = None,
-        **pieces: Any,
+        **overrides: Any,
     ) -> None:
         assert config.max_model_len and config.max_num_batched_tokens and config.max_num_seqs, "resolve() it first"
         self.config = config
@@ -65,7 +65,7 @@ class Scheduler:
         self.drafter_len: int | None = None  # tokens of the drafter's context, if that is shorter than the model's
         caching, speculation = bool(config.enable_prefix_caching), config.speculative_config
         recomputes = speculation is not None and speculation.reads_features
-        self.kv = KVCacheManager(num_blocks, config.block_size, caching, cache_root, recomputes, **pieces)
+        self.kv = KVCacheManager(num_blocks, config.block_size, caching, cache_root, recomputes, **overrides)
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []
@@ -129,18 +129,18 @@ class Scheduler:
             plan.dropped, self._dropped = self._dropped, []
             plan.preempted, self._preempted = self._preempted, []
             self.num_steps += 1
-            self.in_flight.push(plan, [self.requests[share.request_id] for share in plan.scheduled])
+            self.in_flight.push(plan, [self.requests[scheduled.request_id] for scheduled in plan.scheduled])
         return plan
 
     def _schedule_running(self, plan: SchedulerOutput) -> None:
         chosen: Chosen = {}
-        decodes = [request for request in self.running if request.gap <= 1]
-        prompts = [request for request in self.running if request.gap > 1]
+        decodes = [request for request in self.running if request.num_uncomputed_tokens <= 1]
+        prompts = [request for request in self.running if request.num_uncomputed_tokens > 1]
         # Decodes first. A pipeline's plans share them out: all in one would leave nothing for the other stages.
         share = -(-len(decodes) // self.config.pipeline_parallel_size)
         ready = list(filter(self._can_compute, decodes))[:share]
         for request in [*ready, *filter(self._can_compute, prompts)]:
-            num_tokens = self._chunk(request, request.gap)
+            num_tokens = self._chunk(request, request.num_uncomputed_tokens)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue  # no budget left for it, or a request before it took its blocks
             new_blocks = self._make_room(request, request.num_computed_tokens + num_tokens, chosen)
@@ -179,10 +179,10 @@ class Scheduler:
             return Wait(WaitReason.SEQUENCE_LIMIT, len(self.running) + 1, self.max_num_seqs)
         hits = self.kv.match(request)
         num_hit_tokens = len(hits) * self.kv.block_size
-        gap = len(request.token_ids) - num_hit_tokens
-        num_tokens = self._chunk(request, gap)
+        num_uncomputed = len(request.token_ids) - num_hit_tokens
+        num_tokens = self._chunk(request, num_uncomputed)
         if num_tokens == 0:
-            return Wait(WaitReason.TOKEN_BUDGET, 1 if self._chunks else gap, self._budget)
+            return Wait(WaitReason.TOKEN_BUDGET, 1 if self._chunks else num_uncomputed, self._budget)
         # What is free while a running request is short of blocks is kept for it.
         available = 0 if self._short_of_blocks else self.kv.pool.num_free_blocks
         missing = self.kv.num_missing_blocks(request, num_hit_tokens + num_tokens, hits)
@@ -199,11 +199,11 @@ class Scheduler:
         self._launch(plan, request, num_tokens, blocks, new=True)
         return None
 
-    def _chunk(self, request: Request, gap: int) -> int:
-        """How many of `gap` tokens to compute now; 0 if the budget does not allow it."""
+    def _chunk(self, request: Request, num_uncomputed: int) -> int:
+        """How many of `num_uncomputed` tokens to compute now; 0 if the budget does not allow it."""
         if not self._chunks:
-            return gap if gap <= self._budget else 0
-        most = min(gap, self._budget, self.config.long_prefill_token_threshold or gap)
+            return num_uncomputed if num_uncomputed <= self._budget else 0
+        most = min(num_uncomputed, self._budget, self.config.long_prefill_token_threshold or num_uncomputed)
         return self.policy.chunk(request, most) if most > 1 else most
 
     def _can_compute(self, request: Request) -> bool:
@@ -218,7 +218,7 @@ class Scheduler:
         """Writes a request's share into the plan and counts its tokens as computed."""
         start = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
-        samples = request.gap == 0
+        samples = request.num_uncomputed_tokens == 0
         request.num_in_flight_tokens += samples
         request.last_step = plan.step
         self.kv.commit_later(request)

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 
 from teachllm.distributed.group import Alone, CollectiveError, Group, ProcessGroup, Traffic
-from teachllm.distributed.layout import Place
+from teachllm.distributed.layout import RankCoords
 from teachllm.distributed.ranks import Ranks
 from teachllm.distributed.rendezvous import Rendezvous
 
@@ -24,7 +24,7 @@ _TIMEOUT_S = 600.0  # a rank may compile, or read a checkpoint, while the others
 
 @contextlib.contextmanager
 def connected(
-    place: Place,
+    coords: RankCoords,
     rendezvous: Rendezvous,
     device: torch.device,
     timeout_s: float = _TIMEOUT_S,
@@ -40,7 +40,7 @@ def connected(
     """
     import torch.distributed as dist
 
-    layout = place.layout
+    layout = coords.layout
     limit = timedelta(seconds=timeout_s)
     try:
         host, port, listener = rendezvous
@@ -53,7 +53,7 @@ def connected(
         dist.init_process_group(
             backend,
             store=store,
-            rank=place.number,
+            rank=coords.number,
             world_size=layout.num_connected,
             timeout=limit,
             device_id=device_id,
@@ -61,7 +61,7 @@ def connected(
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise CollectiveError(
-            f"rank {place.number} did not meet the others at {rendezvous.host}:{rendezvous.port}: {reason}"
+            f"rank {coords.number} did not meet the others at {rendezvous.host}:{rendezvous.port}: {reason}"
         ) from error
     try:
         traffic = Traffic()
@@ -69,10 +69,10 @@ def connected(
         def group(ranks: list[int]) -> Group:
             return ProcessGroup(ranks, timeout_s, traffic) if len(ranks) > 1 else Alone(traffic)
 
-        engine = place.engine_ranks
-        stage = group([engine[rank] for rank in layout.stage(place.stage)])
+        engine = coords.engine_ranks
+        stage = group([engine[rank] for rank in layout.stage(coords.stage)])
         world = stage if layout.pipeline == 1 else group(engine)
-        experts = group(place.expert_ranks) if layout.replicas > 1 else stage
-        yield Ranks(place, stage, world, experts)
+        experts = group(coords.expert_ranks) if layout.replicas > 1 else stage
+        yield Ranks(coords, stage, world, experts)
     finally:
         dist.destroy_process_group()

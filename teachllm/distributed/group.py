@@ -29,8 +29,8 @@ from typing import Any, Protocol
 
 import torch
 
-from teachllm.distributed.peer_memory import Whereabouts, open_mailbox, reaches, whereabouts
-from teachllm_kernels.comm.one_shot_all_reduce import Mailbox, Unsummed
+from teachllm.distributed.peer_memory import Whereabouts, open_symmetric_buffer, reaches, whereabouts
+from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce, SymmetricBuffer
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +101,11 @@ class Group(Protocol):
         """The sum of all ranks' x, of any shape; it may be written over x."""
         ...
 
-    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+    def deferred_all_reduce(self, x: torch.Tensor) -> torch.Tensor | DeferredAllReduce:
         """What stands for the same sum, for a reader that can make it while it reads; where none can, the sum."""
         ...
 
-    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def open_symmetric_buffer(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         """On GPUs that can write to each other's memory: sums of a few rows of this size go through it from now on."""
         ...
 
@@ -153,11 +153,11 @@ class Alone:
         """As `Group`."""
         return x
 
-    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+    def deferred_all_reduce(self, x: torch.Tensor) -> torch.Tensor | DeferredAllReduce:
         """As `Group`."""
         return x
 
-    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def open_symmetric_buffer(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         """As `Group`."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ class ProcessGroup:
         self._ranks, self._timeout_s, self.traffic = list(ranks), timeout_s, traffic
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(ranks)
         self.in_graphs = dist.get_backend() == "nccl"
-        self._mailbox: Mailbox | None = None
+        self._symmetric_buffer: SymmetricBuffer | None = None
         # Made by its own ranks alone: the others need not know of it.
         self._group: Any = dist.new_group(
             self._ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
@@ -211,24 +211,24 @@ class ProcessGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`."""
-        if (unsummed := self._in_mailbox(x)) is not None:
-            return unsummed.sum()
+        if (deferred := self._deferred(x)) is not None:
+            return deferred.sum()
         with self._named("all_reduce", 2 * (self.size - 1) * _num_bytes(x) // self.size):
             self._dist.all_reduce(x, group=self._group)
         return x
 
-    def unsummed(self, x: torch.Tensor) -> torch.Tensor | Unsummed:
+    def deferred_all_reduce(self, x: torch.Tensor) -> torch.Tensor | DeferredAllReduce:
         """As `Group`."""
-        return self._in_mailbox(x) or self.all_reduce(x)
+        return self._deferred(x) or self.all_reduce(x)
 
-    def _in_mailbox(self, x: torch.Tensor) -> Unsummed | None:
-        """Counts a sum that goes through the mailbox; None: it does not."""
-        if self._mailbox is None or not self._mailbox.takes(x):
+    def _deferred(self, x: torch.Tensor) -> DeferredAllReduce | None:
+        """Counts a sum that goes through the symmetric buffer; None: it does not."""
+        if self._symmetric_buffer is None or not self._symmetric_buffer.takes(x):
             return None
         self.traffic.add("all_reduce", (self.size - 1) * _num_bytes(x))
-        return Unsummed(x, self._mailbox)
+        return DeferredAllReduce(x, self._symmetric_buffer)
 
-    def open_mailbox(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def open_symmetric_buffer(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         """As `Group`. All ranks must call it."""
         if device.type != "cuda" or size * dtype.itemsize % 16:
             return
@@ -236,10 +236,12 @@ class ProcessGroup:
         said = self.all_gather(torch.tensor(own, device=device)).tolist()
         all_can = self.all_gather(torch.tensor([reaches(own, [Whereabouts(*each) for each in said])], device=device))
         if all_can.all():
-            with self._named("open_mailbox (disable_custom_all_reduce=True does without)", 0, "open_mailbox"):
-                mailbox = open_mailbox(self._group, self.rank, self.size, size, dtype, device)
+            with self._named(
+                "open_symmetric_buffer (disable_custom_all_reduce=True does without)", 0, "open_symmetric_buffer"
+            ):
+                symmetric_buffer = open_symmetric_buffer(self._group, self.rank, self.size, size, dtype, device)
             self.all_gather(torch.zeros(1, device=device)).tolist()  # nobody sends before all are empty
-            self._mailbox = mailbox
+            self._symmetric_buffer = symmetric_buffer
         else:
             log.info("all sums of ranks go through NCCL: not every GPU can write to the others' memory")
 

@@ -49,10 +49,10 @@ class Layout:
         """That have some of a layer's experts each; 1: they are not spread."""
         return self.replicas * self.tensor if self.spreads_experts else 1
 
-    def place(self, rank: int, replica: int = 0) -> Place:
+    def coords(self, rank: int, replica: int = 0) -> RankCoords:
         """Where a rank of an engine stands."""
         assert 0 <= rank < self.num_ranks and 0 <= replica < self.replicas
-        return Place(self, rank, replica)
+        return RankCoords(self, rank, replica)
 
     def stage(self, stage: int) -> list[int]:
         """The ranks that share a stage's layers."""
@@ -66,7 +66,7 @@ def layout_of(config: EngineConfig) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankCoords:
     """One rank's place in the grid."""
 
     layout: Layout
@@ -126,9 +126,9 @@ class Place:
         return self.rank + self.layout.tensor
 
     @property
-    def speaks(self) -> bool:
+    def is_output_rank(self) -> bool:
         """Whether it is the one that tells what was sampled: all of the last stage know it."""
         return self.is_last_stage and self.tensor_rank == 0
 
 
-ALONE = Layout().place(0)
+ALONE = Layout().coords(0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, Mailbox
+from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, SymmetricBuffer
 
 _MOST_ROWS = 512
 # What may be sent beyond the bytes of a ring: at 450 GB/s a way, as long as NCCL takes to begin.
@@ -48,9 +48,9 @@ def reaches(own: Whereabouts, all_ranks: list[Whereabouts]) -> bool:
     return all(torch.cuda.can_device_access_peer(own.device, other) for other in others)
 
 
-def open_mailbox(
+def open_symmetric_buffer(
     process_group: Any, rank: int, num_ranks: int, size: int, dtype: torch.dtype, device: torch.device
-) -> Mailbox:
+) -> SymmetricBuffer:
     """For sums of rows of `size` numbers. All ranks must call it, and send nothing before all have done so.
 
     Args:
@@ -63,4 +63,4 @@ def open_mailbox(
     box.fill_(-0.0)
     handle = symmetric_memory.rendezvous(box, process_group)
     boxes = [box if each == rank else handle.get_buffer(each, shape, dtype) for each in range(num_ranks)]
-    return Mailbox(rank, boxes, owner=handle)
+    return SymmetricBuffer(rank, boxes, owner=handle)

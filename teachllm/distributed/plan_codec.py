@@ -31,38 +31,38 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _NONE = -1  # in place of a number of entries
 
 
-Told: TypeAlias = tuple[int, list[list[int]]]  # a step, and what each of its requests sampled
+SampledTokens: TypeAlias = tuple[int, list[list[int]]]  # a step, and what each of its requests sampled
 
 
-def encode_plan(plan: SchedulerOutput, told: Sequence[Told] = ()) -> bytes:
+def encode_plan(plan: SchedulerOutput, sampled: Sequence[SampledTokens] = ()) -> bytes:
     """A plan as bytes.
 
     Args:
-        told: what goes with it, see `Worker.execute`.
+        sampled: what goes with it, see `Worker.execute`.
     """
     scheduled = plan.scheduled
     ints = [plan.step, len(scheduled)]
-    ints += [share.start for share in scheduled]
-    ints += [share.num_tokens for share in scheduled]
-    ints += [share.samples for share in scheduled]
-    ints += [share.first_new_block for share in scheduled]
-    ints += [share.num_next_drafts for share in scheduled]
-    _put_lists(ints, [share.draft_token_ids for share in scheduled])
-    _put_lists(ints, [share.new_block_ids for share in scheduled])
-    rest: dict[str, Any] = {"ids": [share.request_id for share in scheduled]}
+    ints += [each.start for each in scheduled]
+    ints += [each.num_tokens for each in scheduled]
+    ints += [each.samples for each in scheduled]
+    ints += [each.first_new_block for each in scheduled]
+    ints += [each.num_next_drafts for each in scheduled]
+    _put_lists(ints, [each.draft_token_ids for each in scheduled])
+    _put_lists(ints, [each.new_block_ids for each in scheduled])
+    rest: dict[str, Any] = {"ids": [each.request_id for each in scheduled]}
     rows: list[Any] = []
-    for index, row in [(index, share.new_row) for index, share in enumerate(scheduled) if share.new_row is not None]:
+    for index, row in [(index, each.new_row) for index, each in enumerate(scheduled) if each.new_row is not None]:
         ints.append(len(row.token_ids))
         ints.extend(row.token_ids)
         words = (list(row.stop_token_ids), row.bad_word_token_ids)
         rows.append(
             [index, row.num_prompt_tokens, row.child_index, row.seed, *words, _plain_params(row.sampling_params)]
         )
-    ints.append(len(told))
-    for step, sampled_token_ids in told:
+    ints.append(len(sampled))
+    for step, sampled_token_ids in sampled:
         ints += step, len(sampled_token_ids)
         _put_lists(ints, sampled_token_ids)
-    whys = [share.why for share in scheduled]
+    whys = [each.why for each in scheduled]
     for name, value in (("rows", rows), ("dropped", plan.dropped), ("preempted", plan.preempted)):
         if value:
             rest[name] = value
@@ -71,7 +71,7 @@ def encode_plan(plan: SchedulerOutput, told: Sequence[Told] = ()) -> bytes:
     return _pack(ints, [], _to_json(rest).encode())
 
 
-def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[Told]]:
+def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[SampledTokens]]:
     """What `encode_plan` was given; of a request's parameters, what was neither list nor tuple is a list."""
     ints, _, text = _unpack(data)
     rest = json.loads(text)
@@ -94,12 +94,12 @@ def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[Told]]:
             tuple(map(tuple, bad_words)),
         )
         at = end
-    told: list[Told] = []
+    sampled: list[SampledTokens] = []
     num_told, at = ints[at], at + 1
     for _ in range(num_told):
         number, length = ints[at : at + 2]
         sampled_token_ids, at = _get_lists(ints, at + 2, length)
-        told.append((number, sampled_token_ids))
+        sampled.append((number, sampled_token_ids))
     whys = rest.get("why") or repeat(None)
     each = (
         rest["ids"],
@@ -115,7 +115,7 @@ def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[Told]]:
     )
     scheduled = list(map(ScheduledRequest, *each))
     plan = SchedulerOutput(step, scheduled, rest.get("dropped", []), rest.get("preempted", []))
-    return plan, told
+    return plan, sampled
 
 
 def encode_output(output: ModelRunnerOutput) -> bytes:

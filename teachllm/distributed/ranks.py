@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from teachllm.distributed import group, layout
 from teachllm.distributed.group import Group
-from teachllm.distributed.layout import Place
-from teachllm.distributed.shards import ALL, Slice, of_kv_heads
+from teachllm.distributed.layout import RankCoords
+from teachllm.distributed.shards import ALL, Shard, of_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,23 +15,23 @@ class Ranks:
     """One rank's view.
 
     Attributes:
-        place: where it stands.
+        coords: where it stands.
         tensor: the ranks that share its stage's layers.
         world: all ranks of the engine.
         experts: the ranks that have its stage's experts, of all replicas that share them.
     """
 
-    place: Place = layout.ALONE
+    coords: RankCoords = layout.ALONE
     tensor: Group = group.ALONE
     world: Group = group.ALONE
     experts: Group = group.ALONE
 
-    def share(self, num_kv_heads: int) -> Share:
+    def shard_spec(self, num_kv_heads: int) -> ShardSpec:
         """This rank's part of each layer of a model with so many KV heads."""
-        rank, size = self.place.tensor_rank, self.place.layout.tensor
+        rank, size = self.coords.tensor_rank, self.coords.layout.tensor
         kv_heads = of_kv_heads(rank, size, num_kv_heads)
-        experts = Slice(self.place.expert_rank, self.place.layout.num_expert_ranks)
-        return Share(Slice(rank, size), kv_heads, self.tensor, experts, self.experts)
+        experts = Shard(self.coords.expert_rank, self.coords.layout.num_expert_ranks)
+        return ShardSpec(Shard(rank, size), kv_heads, self.tensor, experts, self.experts)
 
 
 ALONE = Ranks()
@@ -39,7 +39,7 @@ _NO_OTHERS = group.ALONE
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShardSpec:
     """What is a rank's own of a layer, and the ranks that have the rest.
 
     Attributes:
@@ -50,11 +50,11 @@ class Share:
         expert_group: the ranks that have the others; those of `group`, and of other replicas with tokens of their own.
     """
 
-    part: Slice = ALL
-    kv_heads: Slice = ALL
+    part: Shard = ALL
+    kv_heads: Shard = ALL
     group: Group = group.ALONE
-    experts: Slice = ALL
+    experts: Shard = ALL
     expert_group: Group = _NO_OTHERS
 
 
-WHOLE = Share()
+WHOLE = ShardSpec()

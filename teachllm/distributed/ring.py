@@ -18,7 +18,7 @@ import struct
 import tempfile
 from typing import NamedTuple
 
-from teachllm.distributed.spin_wait import wait_awake
+from teachllm.distributed.spin_wait import spin_until
 
 _HEAD = struct.Struct("=q")  # bytes of the message that are still to come, those of this slot included
 SLOT_BYTES, NUM_SLOTS = 1 << 18, 8  # a step of hundreds of decodes fills a tenth of a slot
@@ -106,11 +106,11 @@ class RingReader:
     """A reader's end.
 
     Args:
-        seconds_awake: for how long it waits for a message before it goes to sleep.
+        spin_seconds: for how long it waits for a message before it goes to sleep.
     """
 
-    def __init__(self, end: RingEnd, seconds_awake: float = 0.0) -> None:
-        self._end, self._seconds_awake = end, seconds_awake
+    def __init__(self, end: RingEnd, spin_seconds: float = 0.0) -> None:
+        self._end, self._spin_seconds = end, spin_seconds
         self._poll = select.poll()
         self._poll.register(end.filled, select.POLLIN)
         self._map = mmap.mmap(end.memory, end.slot_bytes * end.num_slots)
@@ -119,7 +119,7 @@ class RingReader:
     def read(self) -> bytes | None:
         """Waits for the next message; None: the writer has gone."""
         pieces: list[bytes] = []
-        wait_awake(lambda: self._poll.poll(0), self._seconds_awake)
+        spin_until(lambda: self._poll.poll(0), self._spin_seconds)
         while True:
             if not os.read(self._end.filled, 1):
                 return None

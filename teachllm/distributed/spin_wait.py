@@ -17,14 +17,14 @@ from teachllm.config import EngineConfig
 _SECONDS = 0.02  # a step of decodes takes less; during longer ones there is time to wake up
 
 
-def seconds_awake(config: EngineConfig) -> float:
+def spin_seconds(config: EngineConfig) -> float:
     """For how long the processes of an engine's ranks stay awake; 0 where there is no GPU, or too few cores."""
     num_processes = config.data_parallel_size * (config.num_local_ranks + 1)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return _SECONDS if config.device.startswith("cuda") and num_cores >= 2 * num_processes else 0.0
 
 
-def wait_awake(is_ready: Callable[[], object], seconds: float) -> None:
+def spin_until(is_ready: Callable[[], object], seconds: float) -> None:
     """Returns when it is so, or after so many seconds: whoever waits for it then may sleep."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not is_ready():

@@ -38,43 +38,28 @@ class Stage(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, *where: Any, **more: Any) -> torch.Tensor:
         """As the model's. What a stage that is not the last returns has been sent."""
-        place = self._ranks.place
+        coords = self._ranks.coords
 
         def receive() -> torch.Tensor:
             shape = (input_ids.shape[0], self._hidden_size)
             room = torch.empty(shape, dtype=self._dtype, device=input_ids.device)
-            return self._ranks.world.recv(room, place.before)
+            return self._ranks.world.recv(room, coords.before)
 
-        hidden: torch.Tensor = self.model(input_ids, *where, receive=None if place.is_first_stage else receive, **more)
-        if not place.is_last_stage:
-            self._ranks.world.send(hidden, place.behind)
+        hidden: torch.Tensor = self.model(input_ids, *where, receive=None if coords.is_first_stage else receive, **more)
+        if not coords.is_last_stage:
+            self._ranks.world.send(hidden, coords.behind)
         return hidden
 
-    def serve(self) -> None:
-        """As the model's: an empty step hands on nothing."""
-        self.model.serve()
+    def execute_dummy_step(self) -> None:
+        """Run the model's dummy step, which hands no hidden states on."""
+        self.model.execute_dummy_step()
 
     def count_load(self) -> torch.Tensor:
         """As the model's."""
         load: torch.Tensor = self.model.count_load()
         return load
 
-    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's; of the last stage alone."""
-        logits: torch.Tensor = self.model.own_logits(hidden)
-        return logits
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's; of the last stage alone."""
-        logits: torch.Tensor = self.model.compute_logits(hidden)
-        return logits
-
-    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's; of the last stage alone."""
-        logits: torch.Tensor = self.model.own_lm_logits(hidden)
-        return logits
-
-    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's; of the last stage alone."""
-        logits: torch.Tensor = self.model.lm_logits(hidden)
+    def logits(self, hidden: torch.Tensor, **form: bool) -> torch.Tensor:
+        """Return the model's logits; only the last stage has an output head."""
+        logits: torch.Tensor = self.model.logits(hidden, **form)
         return logits

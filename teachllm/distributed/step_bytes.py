@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from math import comb
 
 from teachllm.distributed.group import Counts
-from teachllm.distributed.layout import Place
+from teachllm.distributed.layout import RankCoords
 
 Rows = tuple[int, int]  # that a rank sends to others for their experts, and gets from others for its own
 _BYTES_OF_BEST = 16  # a logit and a token id, float64
@@ -28,7 +28,7 @@ _BYTES_OF_ROUTE = 8  # an expert's id and weight, float32
 
 
 def step_bytes(
-    place: Place,
+    coords: RankCoords,
     num_layers: int,
     hidden_size: int,
     dtype_bytes: int,
@@ -55,18 +55,18 @@ def step_bytes(
         rows: for each of its layers whose experts are spread over replicas.
     """
     counts: Counts = {}
-    size, row = place.layout.tensor, hidden_size * dtype_bytes
+    size, row = coords.layout.tensor, hidden_size * dtype_bytes
     hidden = num_tokens * row
     if rows:
         sent, got = map(sum, zip(*rows, strict=True))
-        ahead = len(rows) * (place.layout.num_expert_ranks - 1) * _BYTES_OF_COUNT
+        ahead = len(rows) * (coords.layout.num_expert_ranks - 1) * _BYTES_OF_COUNT
         counts["all_to_all"] = 4 * len(rows), ahead + sent * (row + top_k * _BYTES_OF_ROUTE) + got * row
     if not num_tokens:
         return counts
     if size > 1:
-        num_sums = 2 * num_layers + place.is_first_stage - len(rows)
+        num_sums = 2 * num_layers + coords.is_first_stage - len(rows)
         counts["all_reduce"] = num_sums, num_sums * (2 * (size - 1) * hidden // size)
-        is_sampling = place.is_last_stage and num_sampled > 0
+        is_sampling = coords.is_last_stage and num_sampled > 0
         if rows or is_sampling:
             told = len(rows) * -(-num_tokens // size) * row  # what came of its part of the tokens
             if is_sampling:
@@ -74,9 +74,9 @@ def step_bytes(
                 told += num_sampled * _BYTES_OF_BEST + num_filtered * row_bytes
             calls = len(rows) + is_sampling * (1 + 2 * (num_filtered > 0))
             counts["all_gather"] = calls, (size - 1) * told
-    if not place.is_last_stage:
+    if not coords.is_last_stage:
         counts["send"] = 1, hidden
-    if not place.is_first_stage:
+    if not coords.is_first_stage:
         counts["recv"] = 1, 0
     return counts
 

@@ -24,7 +24,7 @@ class _Token:
     plan: SchedulerOutput
 
     def result(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput([[0] if share.samples else [] for share in self.plan.scheduled])
+        return ModelRunnerOutput([[0] if scheduled.samples else [] for scheduled in self.plan.scheduled])
 
 
 class _NoExecutor:

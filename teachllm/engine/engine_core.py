@@ -28,10 +28,10 @@ from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.observability.stats import StepCounter, StepStats
 from teachllm.engine.observability.step_roofline import StepRoofline
 from teachllm.engine.observability.step_traffic import StepTraffic
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.roofline import Work
 from teachllm.spec_decode.draft_length import AdaptiveLength, FixedLength, StepCost
-from teachllm.trace.recorder import Recorder, StepTimes
+from teachllm.trace.recorder import Recorder, StepTimestamps
 from teachllm.worker.executor import Executor, PendingOutput
 
 
@@ -49,7 +49,7 @@ class EngineCore:
         drafter: one that reads token ids here; requests wait for theirs, then.
         draft_length: how far a drafter goes, here or in the executor; None: there is none.
         on_close: called when it has been closed.
-        pieces: its scheduler's, and its loop's.
+        overrides: its scheduler's, and its loop's.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class EngineCore:
         drafter: HostDrafting | None = None,
         draft_length: FixedLength | AdaptiveLength | None = None,
         traffic: StepTraffic | None = None,
-        pieces: Pieces = ITS_OWN,
+        overrides: EngineOverrides = NO_OVERRIDES,
     ) -> None:
         self.config = config
         self._drafter, self._draft_length = drafter, draft_length
-        own = pieces.given("policy", "make_pool", "hash_block")
+        own = overrides.given("policy", "make_pool", "hash_block")
         self.scheduler = scheduler or Scheduler(
             config, executor.num_blocks, cache_root, draft_length=draft_length, **own
         )
-        self._turn = pieces.turn or EngineCore.turn
+        self._turn = overrides.turn or EngineCore.turn
         self.executor = executor
         self.recorder = recorder
         self.clock = clock or (time.perf_counter if recorder is None else recorder.clock)
@@ -84,7 +84,7 @@ class EngineCore:
         self._check = config.check_invariants
         # Steps under way while the next is made: one for each further stage, one to run ahead.
         self.num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
-        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes, Work | None]] = deque()
+        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimestamps, Work | None]] = deque()
         if recorder is not None:
             self.scheduler.kv.record_events()
 
@@ -170,7 +170,7 @@ class EngineCore:
         if plan.scheduled:
             try:
                 output = self.executor.sample(self.executor.execute(plan))
-                times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0, 0.0, 0.0)
+                times = StepTimestamps(start, scheduled - start, self.clock() - scheduled, 0.0, 0.0, 0.0)
                 self._pending.append((plan, output, times, self._work(plan)))
                 self.scheduler.kv.commit_all()  # while the device works; the next `schedule` would do it
             except BaseException as error:
@@ -178,7 +178,7 @@ class EngineCore:
                 raise
         return bool(plan.scheduled)
 
-    def serve(self) -> None:
+    def execute_dummy_step(self) -> None:
         """An empty step, which other replicas take: they share experts with this one, which has nothing to compute.
 
         Raises:
@@ -236,9 +236,9 @@ class EngineCore:
 
     def _admit(self, plan: SchedulerOutput, now: float) -> None:
         """Marks those whom a plan names for the first time."""
-        for share in plan.scheduled:
-            if share.new_row is not None:
-                request = self.scheduler.requests[share.request_id]
+        for scheduled in plan.scheduled:
+            if scheduled.new_row is not None:
+                request = self.scheduler.requests[scheduled.request_id]
                 if request.first_scheduled_time is None:
                     request.first_scheduled_time = now
                     if self._counter is not None:

@@ -183,8 +183,8 @@ def _resume(engine: Engine, request: Request, num_computed_tokens: int) -> None:
     first_block = 0
     for start in range(len(hits) * kv.block_size, num_computed_tokens, scheduler.max_num_batched_tokens):
         num_tokens = min(num_computed_tokens - start, scheduler.max_num_batched_tokens)
-        share = ScheduledRequest(request.request_id, start, num_tokens, [], False, first_block, blocks, row)
-        executor.sample(executor.execute(SchedulerOutput(BEFORE, [share]))).result()
+        scheduled = ScheduledRequest(request.request_id, start, num_tokens, [], False, first_block, blocks, row)
+        executor.sample(executor.execute(SchedulerOutput(BEFORE, [scheduled]))).result()
         row, blocks, first_block = None, [], len(request.block_ids)
     request.num_computed_tokens = num_computed_tokens
     request.last_step = BEFORE

@@ -10,7 +10,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan, format_bytes
-from teachllm.distributed.layout import Place, layout_of
+from teachllm.distributed.layout import RankCoords, layout_of
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.make_core import check_ranks
 from teachllm.engine.replicas.replica import replica_devices, share_of_threads
@@ -49,8 +49,8 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
     code = "this project's code" if model.implementation == "teachllm" else "transformers' code, our paged attention"
     drafter, layout = load_drafter_config(resolved, model, device.type), layout_of(resolved)
     check_ranks(resolved, model, drafter)
-    places = [layout.place(rank) for rank in range(layout.num_ranks)]
-    plans = [plan_memory(resolved, model_of_rank(model, place), device, drafter) for place in places]
+    all_coords = [layout.coords(rank) for rank in range(layout.num_ranks)]
+    plans = [plan_memory(resolved, model_of_rank(model, coords), device, drafter) for coords in all_coords]
     plan = min(plans, key=lambda each: each.num_blocks)
     input_len = input_len or min(1024, max(model.max_model_len - (output_len or 128), 1))
     output_len = output_len or min(128, max(model.max_model_len - input_len, 1))
@@ -65,31 +65,33 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
         ("heads", str(model.num_attention_heads), heads),
         ("context", f"{model.max_model_len} tokens", f"vocabulary of {model.vocab_size}"),
         *_in_use(device),
-        *_ranks(model, places, [each.of_blocks(plan.num_blocks) for each in plans], plans.index(plan)),
+        *_ranks(model, all_coords, [each.of_blocks(plan.num_blocks) for each in plans], plans.index(plan)),
         *plan.rows(),
         ("requests at once", str(count), f"of {input_len} tokens in and {output_len} out: {limit}"),
     ]
 
 
-def _ranks(model: ModelConfig, places: Sequence[Place], plans: Sequence[MemoryPlan], tightest: int) -> list[Row]:
+def _ranks(
+    model: ModelConfig, all_coords: Sequence[RankCoords], plans: Sequence[MemoryPlan], tightest: int
+) -> list[Row]:
     """What each of several has."""
-    if len(places) == 1:
+    if len(all_coords) == 1:
         return []
     rows, whole = [], parse(model.raw)
-    for place, plan in zip(places, plans, strict=True):
-        own, layers = of_rank(whole, place), stage_layers(whole, place.layout.pipeline)[place.stage]
+    for coords, plan in zip(all_coords, plans, strict=True):
+        own, layers = of_rank(whole, coords), stage_layers(whole, coords.layout.pipeline)[coords.stage]
         parts = [
             f"layers {layers.start} to {layers.stop - 1}",
-            *(["embedding"] if place.is_first_stage else []),
-            *(["output head"] if place.is_last_stage else []),
+            *(["embedding"] if coords.is_first_stage else []),
+            *(["output head"] if coords.is_last_stage else []),
         ]
         heads = f"{own.num_heads} query and {own.num_kv_heads} KV heads"
         experts = ""
-        if own.moe is not None and place.layout.spreads_experts:
+        if own.moe is not None and coords.layout.spreads_experts:
             experts = f", {own.moe.num_held} of {own.moe.num_experts} experts"
         kv = f"KV {format_bytes(plan.bytes_per_token)} per token, {plan.num_blocks} blocks"
         why = f"weights of {', '.join(parts)}: {heads}{experts}; {kv}"
-        rows.append((f"rank {place.rank}", format_bytes(plan.weights), why))
+        rows.append((f"rank {coords.rank}", format_bytes(plan.weights), why))
     return [*rows, ("what follows", f"rank {tightest}", "which has room for the fewest blocks, and so all have")]
 
 

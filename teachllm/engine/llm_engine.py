@@ -22,7 +22,7 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.engine.input_processor import InputProcessor, Prompt
 from teachllm.engine.observability.stats import StepStats
 from teachllm.engine.output_processor import OutputProcessor
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.engine.text.token_texts import TokenTexts
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.models.model_config import ModelConfig
@@ -85,7 +85,7 @@ class Engine:
         make_executor: replaces the in-process executor; given the resolved configuration and the executor it
             would have used.
         drafter: proposes tokens, with the speculative method "custom"; see `spec_decode/drafter.py`.
-        pieces: parts of your own in place of the engine's; see `engine/overrides.py`.
+        overrides: parts of your own in place of the engine's; see `engine/overrides.py`.
 
     Attributes:
         config: as resolved for the model.
@@ -107,7 +107,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
         drafter: Drafter | None = None,
-        pieces: Pieces = ITS_OWN,
+        overrides: EngineOverrides = NO_OVERRIDES,
     ) -> None:
         sinks = [trace_sink] if callable(trace_sink) else list(trace_sink or ())
         if len(sinks) not in (0, config.data_parallel_size):
@@ -122,7 +122,7 @@ class Engine:
         self.model_config: ModelConfig
         self.tokenizer: Tokenizer | None
         if self.is_elsewhere:
-            there = {"recorder": recorder, "make_executor": make_executor, "drafter": drafter} | pieces.given()
+            there = {"recorder": recorder, "make_executor": make_executor, "drafter": drafter} | overrides.given()
             there.pop("choose_replica", None)  # that is done here
             if given := ", ".join(name for name, each in there.items() if each is not None):
                 raise ValueError(f"{given}: objects of this process, and the core would be elsewhere: set {_HERE}")
@@ -133,7 +133,7 @@ class Engine:
                     f"a core in a process of its own talks over zmq: pip install 'teachllm[serve]', or set {_HERE}"
                 ) from error
 
-            client = CoreClient(config, trace_sinks=sinks, progress=progress, **pieces.given("choose_replica"))
+            client = CoreClient(config, trace_sinks=sinks, progress=progress, **overrides.given("choose_replica"))
             self._core, self.model_config, self.tokenizer = client, client.model_config, client.tokenizer
         else:
             from teachllm.engine.make_core import make_core
@@ -145,7 +145,7 @@ class Engine:
                 progress=progress,
                 make_executor=make_executor,
                 drafter=drafter,
-                pieces=pieces,
+                overrides=overrides,
             )
         self.config = self._core.config
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)

@@ -17,7 +17,7 @@ from teachllm.engine.observability.ceilings import device_name, known_ceilings
 from teachllm.engine.observability.step_roofline import StepRoofline
 from teachllm.engine.observability.step_traffic import StepTraffic
 from teachllm.engine.observability.trace_file import TraceFile
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.engine.text.token_texts import TokenTexts, load_tokenizer
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.models.model_config import ModelConfig, load_model_config
@@ -44,7 +44,7 @@ def make_core(
     make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
     drafter: Drafter | None = None,
     peers: Peers | None = None,
-    pieces: Pieces = ITS_OWN,
+    overrides: EngineOverrides = NO_OVERRIDES,
 ) -> tuple[EngineCore, ModelConfig, Tokenizer | None]:
     """Loads a model and joins it with a scheduler.
 
@@ -62,7 +62,7 @@ def make_core(
     model = load_model_config(config, device.type)
     config = replace(config, device=str(device)).resolve(model.max_model_len)
     _check_drafter(config, drafter)
-    of_runner = pieces.given("attention", "make_sampler")
+    of_runner = overrides.given("attention", "make_sampler")
     is_shared = config.num_ranks > 1 or peers is not None or config.distributed_executor_backend is not None
     if of_runner and (is_shared or device.type != "cpu"):
         raise ValueError(
@@ -74,8 +74,8 @@ def make_core(
     if is_traced:
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
         recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
-    weighty = load_drafter_config(config, model, device.type)
-    check_ranks(config, model, weighty)
+    model_drafter_config = load_drafter_config(config, model, device.type)
+    check_ranks(config, model, model_drafter_config)
     executor: Executor
     record: Callable[[Sequence[int], bool], Prior | None] | None
     try:
@@ -85,9 +85,9 @@ def make_core(
         else:
             runner: ModelRunner | GPUModelRunner
             if device.type == "cuda":
-                runner = GPUModelRunner(config, model, device, progress, weighty)
+                runner = GPUModelRunner(config, model, device, progress, model_drafter_config)
             else:
-                runner = ModelRunner(config, model, device, progress, weighty, **of_runner)
+                runner = ModelRunner(config, model, device, progress, model_drafter_config, **of_runner)
             if isinstance(runner, GPUModelRunner):
                 runner.times_steps = recorder is not None
             elif recorder is not None:
@@ -100,8 +100,9 @@ def make_core(
     try:
         if make_executor is not None:
             executor = make_executor(config, executor)
-        kinds = (model.dtype, model.quantization, model.kv_dtype)
-        root = hash_root(model.path, config.revision, *kinds, config.block_size)
+        root = hash_root(
+            model.path, config.revision, model.dtype, model.quantization, model.kv_dtype, config.block_size
+        )
         roofline: StepRoofline | None = None
         traffic: StepTraffic | None = None
         if recorder is not None:
@@ -115,13 +116,14 @@ def make_core(
             roofline=roofline,
             traffic=traffic,
             on_close=None if file is None else file.close,
-            pieces=pieces,
-            **_speculation(config, model, drafter, weighty, record),
+            overrides=overrides,
+            **_speculation(config, model, drafter, model_drafter_config, record),
         )
-        if weighty is not None and weighty.max_len < model.max_model_len:
-            core.scheduler.drafter_len = weighty.max_len
+        if model_drafter_config is not None and model_drafter_config.max_len < model.max_model_len:
+            core.scheduler.drafter_len = model_drafter_config.max_len
+            drafter_model = model_drafter_config.speculation.model
             warnings.warn(
-                f"the context of speculative model={weighty.speculation.model!r} is {weighty.max_len} tokens of the "
+                f"the context of speculative model={drafter_model!r} is {model_drafter_config.max_len} tokens of the "
                 f"model's {model.max_model_len}: beyond them requests go on without drafts",
                 stacklevel=2,
             )
@@ -164,7 +166,7 @@ def check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig
             "speculative_config out, or share layers by tensor_parallel_size"
         )
     for stage in range(layout.pipeline):
-        model_of_rank(model, layout.place(layout.stage(stage)[0]))
+        model_of_rank(model, layout.coords(layout.stage(stage)[0]))
     if drafter is not None and config.pipeline_parallel_size > 1:
         raise ValueError(
             f"pipeline_parallel_size={config.pipeline_parallel_size}: a drafter with weights reads what other stages "
@@ -176,7 +178,7 @@ def _speculation(
     config: EngineConfig,
     model: ModelConfig,
     drafter: Drafter | None,
-    weighty: DrafterConfig | None,
+    model_drafter_config: DrafterConfig | None,
     record: Callable[[Sequence[int], bool], Prior | None] | None,
 ) -> dict[str, Any]:
     """What a core needs to speculate, by the names of `EngineCore`'s arguments."""
@@ -189,7 +191,7 @@ def _speculation(
         )
     if speculation.method == "ngram" and not config.device.startswith("cuda"):  # a GPU searches its own rows
         drafter = NgramDrafter(speculation.prompt_lookup_max, speculation.prompt_lookup_min)
-    cost = 0.0 if weighty is None else weighty.weight_bytes / model.weight_bytes
+    cost = 0.0 if model_drafter_config is None else model_drafter_config.weight_bytes / model.weight_bytes
     return {
         "drafter": None if drafter is None else HostDrafting(drafter, model.vocab_size),
         "draft_length": make_draft_length(speculation, cost, record),

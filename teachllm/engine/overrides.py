@@ -1,10 +1,10 @@
-"""Pieces: parts of a running engine that may be your own.
+"""EngineOverrides: parts of a running engine that may be your own.
 
     class ShortestFirst(FirstComeFirstServed):
         def key(self, request):
             return (request.num_prompt_tokens, request.arrival_index)
 
-    engine = Engine(EngineConfig(), pieces=Pieces(policy=ShortestFirst()))
+    engine = Engine(EngineConfig(), overrides=EngineOverrides(policy=ShortestFirst()))
 
 Each takes the place of one that the engine would have made itself, with the same methods and the same duties; the
 engine does not look at it, so run with `check_invariants=True` until you trust it. A drafter of your own is an argument
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class EngineOverrides:
     """What is None is the engine's own.
 
     Attributes:
@@ -56,4 +56,4 @@ class Pieces:
         return {name: value for name in wanted if (value := getattr(self, name)) is not None}
 
 
-ITS_OWN = Pieces()
+NO_OVERRIDES = EngineOverrides()

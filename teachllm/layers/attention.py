@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from teachllm.distributed.shards import ALL, Slice
+from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.weak_tensor import borrowed
@@ -52,10 +52,10 @@ class AttentionMetadata:
             a key of the backend's own.
         trees: of each request what its tokens see, where drafts are trees; on a CPU only.
         tree, first_place: what tokens of decodes see, the same for all, as `paged_decode_triton` takes it; on a GPU.
-        wanted: [num_wanted] int32, the tokens whose hidden states the model is to return, each the last one that its
+        logits_indices: [num_logits] int32, the tokens whose hidden states the model returns, each the last one that its
             request computes; None: all tokens.
-        ending: makes the metadata of the wanted tokens as decodes, for the last layer's attention; None: all its tokens
-            attend.
+        last_layer_metadata: makes the metadata with which the last layer's attention computes these tokens alone, as
+            decodes; None: all tokens attend in it.
         outside: runs a call outside the CUDA graph that is being captured, whose memory the call borrows; None: there
             is none.
     """
@@ -77,8 +77,8 @@ class AttentionMetadata:
     trees: Trees = None
     tree: torch.Tensor | None = None
     first_place: int = 0
-    wanted: torch.Tensor | None = None
-    ending: Callable[[], AttentionMetadata] | None = None
+    logits_indices: torch.Tensor | None = None
+    last_layer_metadata: Callable[[], AttentionMetadata] | None = None
     outside: Callable[[Callable[[AttentionMetadata], None]], None] | None = None
 
     @property
@@ -156,14 +156,14 @@ class Attention(nn.Module):
         for name in ("k_scale", "v_scale"):
             self.register_buffer(name, None)
 
-    def checkpoint_tensors(self, num_kv_heads: int, share: Slice = ALL) -> Iterator[tuple[str, Slot]]:
+    def checkpoint_tensors(self, num_kv_heads: int, shard: Shard = ALL) -> Iterator[tuple[str, Slot]]:
         """(name, destination) of every tensor that a checkpoint may hold for this module, and may lack.
 
         Args:
-            num_kv_heads: of this rank, which has the part `share` of them.
+            num_kv_heads: of this rank, which has the part `shard` of them.
         """
         yield from kv_scale_slots(
-            num_kv_heads, share, partial(setattr, self, "k_scale"), partial(setattr, self, "v_scale")
+            num_kv_heads, shard, partial(setattr, self, "k_scale"), partial(setattr, self, "v_scale")
         )
 
     def enable_kv_quantization(self, scales: KVScales) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from teachllm.layers.norm import RMSNorm
 from teachllm_kernels.linear import hopper_gated_linear, hopper_linear, skinny_gemm
-from teachllm_kernels.linear.batch_invariant_gemm import fixed_linear_triton
+from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul
@@ -45,24 +45,24 @@ class DenseWeight(nn.Module):
         if self.packed is not None:
             return packed_linear(x, self.packed, bias)
         if self.is_fixed:
-            return fixed_linear_triton(x, self.weight, bias)
+            return batch_invariant_gemm_triton(x, self.weight, bias)
         kernel = self._kernel(x)
         if kernel == "hopper":
             return hopper_linear.hopper_linear(x, self.weight, bias)
         if kernel == "few rows":
-            return skinny_gemm.few_rows_linear_triton(x, self.weight, bias)
+            return skinny_gemm.skinny_gemm_triton(x, self.weight, bias)
         return linear_reference(x, self.weight, bias)
 
-    def onto(
-        self, stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    def add_to_residual(
+        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.onto`."""
+        """As `Linear.add_to_residual`."""
         kernel = self._kernel(x)
         if kernel == "hopper":
-            return hopper_linear.hopper_linear(x, self.weight, bias, parts=True), stream
+            return hopper_linear.hopper_linear(x, self.weight, bias, parts=True), residual
         if x.is_cuda and kernel == "library" and x.shape[0] >= _ADDS_ITSELF and not self.is_fixed and bias is None:
-            return None, stream.addmm_(x, self.weight.t())
-        return self.product(x, bias), stream
+            return None, residual.addmm_(x, self.weight.t())
+        return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out / 2]."""
@@ -70,7 +70,7 @@ class DenseWeight(nn.Module):
         if kernel == "hopper":
             return hopper_linear.hopper_linear(x, self.weight, bias, gated=True)
         if kernel == "few rows":
-            return skinny_gemm.few_rows_linear_triton(x, self.weight, bias, gated=True)
+            return skinny_gemm.skinny_gemm_triton(x, self.weight, bias, gated=True)
         if bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
             return hopper_gated_linear.hopper_gated_linear(x, self.weight)
         return silu_and_mul(self.product(x, bias))

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from teachllm.distributed.group import ALONE, Group
-from teachllm.distributed.shards import ALL, Cut, Slice
-from teachllm_kernels.linear.batch_invariant_gemm import fixed_linear_triton
+from teachllm.distributed.shards import ALL, Shard, ShardDestination
+from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
 
@@ -36,7 +36,7 @@ class Embedding(nn.Module):
         num_rows: room for so many.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, rows: Slice = ALL, group: Group = ALONE) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, rows: Shard = ALL, group: Group = ALONE) -> None:
         super().__init__()
         self._vocab_size, self._group = vocab_size, group
         self.own, self.num_rows = rows.of_any(vocab_size), rows.width(vocab_size)
@@ -60,12 +60,12 @@ class Embedding(nn.Module):
         return self.weight.data[: self._num_own]
 
     @property
-    def destination(self) -> torch.Tensor | Cut:
+    def destination(self) -> torch.Tensor | ShardDestination:
         """Of the checkpoint's tensor."""
         if self._group.size == 1:
             return self.weight.data
         hidden_size = self.weight.shape[1]
-        return Cut(self.own_weight, (self.own, slice(0, hidden_size)), (self._vocab_size, hidden_size))
+        return ShardDestination(self.own_weight, (self.own, slice(0, hidden_size)), (self._vocab_size, hidden_size))
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, num_rows] of this rank's tokens -> [R, vocab_size], those of all ranks' side by side."""
@@ -73,12 +73,24 @@ class Embedding(nn.Module):
             return logits
         return self._group.all_gather(logits).transpose(0, 1).flatten(1)[:, : self._vocab_size]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] -> [R, num_rows] float32 (float64 stays float64), of its own tokens; of none, -inf."""
+    def logits(self, hidden: torch.Tensor, *, in_float32: bool = True) -> torch.Tensor:
+        """Return the logits of this rank's tokens.
+
+        Args:
+            hidden: [R, hidden_size].
+            in_float32: return float32 (float64 stays float64), and -inf in columns that no token has. False, on a GPU:
+                return the model's dtype, and 0.0 in these columns, which the sampling kernel never reads.
+
+        Returns:
+            [R, num_rows].
+        """
+        return self._float32_logits(hidden) if in_float32 else self._raw_logits(hidden)
+
+    def _float32_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
             logits = packed_linear(hidden, self.packed)
         elif self.is_fixed:
-            logits = fixed_linear_triton(hidden, self.weight)
+            logits = batch_invariant_gemm_triton(hidden, self.weight)
         else:
             logits = linear_reference(hidden, self.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -86,13 +98,9 @@ class Embedding(nn.Module):
             logits[:, self._num_own :] = -torch.inf
         return logits
 
-    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`, on a GPU and in the model's dtype: what samples from them reads that as well.
-
-        Columns of no token are 0.0: the kernel that samples is not shown them.
-        """
+    def _raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.is_fixed:
-            return fixed_linear_triton(hidden, self.weight)
+            return batch_invariant_gemm_triton(hidden, self.weight)
         if hidden.shape[0] == 1:
             return gemv_triton(hidden, self.weight)
         return linear_reference(hidden, self.weight)

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 from teachllm.distributed.group import ALONE, Group
-from teachllm.distributed.shards import ALL, Cut, Slice, cut
+from teachllm.distributed.shards import ALL, Shard, ShardDestination, shard_destination
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.weight import SeveralWeights, Weight
 from teachllm.quantization.execution_weights import weight_of
 from teachllm.quantization.formats.scheme import UNQUANTIZED, QuantizedWeightLoader, Schemes, Slot
 from teachllm.quantization.quantized_weights import merged
-from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
+from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
 
-Destination: TypeAlias = torch.Tensor | Cut | Slot  # of a checkpoint's tensor
+Destination: TypeAlias = torch.Tensor | ShardDestination | Slot  # of a checkpoint's tensor
 Rows: TypeAlias = torch.Tensor | QuantizedRows
-Addend: TypeAlias = torch.Tensor | Unsummed | None  # what `RMSNorm` adds to a stream
+Addend: TypeAlias = torch.Tensor | DeferredAllReduce | None  # what `RMSNorm` adds to a stream
 
 
 class Linear(nn.Module):
@@ -57,8 +57,8 @@ class Linear(nn.Module):
         bias: bool = False,
         schemes: Schemes = UNQUANTIZED,
         is_gated: bool = False,
-        rows: Mapping[str, Slice] | None = None,
-        columns: Slice = ALL,
+        rows: Mapping[str, Shard] | None = None,
+        columns: Shard = ALL,
         group: Group = ALONE,
     ) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Linear(nn.Module):
             self.weight = DenseWeight(torch.empty(size, in_features))
             return
         for name, scheme in by_name.items():
-            shape, cuts = (out_features[name], in_features), self._cut(name)
+            shape, cuts = (out_features[name], in_features), self._shards(name)
             if scheme is None:
                 self._reading[name] = torch.empty(shape)
                 continue
@@ -101,19 +101,19 @@ class Linear(nn.Module):
         y = self.weight.product(x, self._own_bias)
         return self._group.all_reduce(y) if self._sums else y
 
-    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
-        """What `RMSNorm` adds up to stream + x W^T + b, in the form that is the fastest for so many tokens.
+    def add_to_residual(self, residual: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
+        """What `RMSNorm` adds up to residual + x W^T + b, in the form that is the fastest for so many tokens.
 
         Args:
-            stream: [num_tokens, sum of out_features]; may be changed in place.
+            residual: [num_tokens, sum of out_features]; may be changed in place.
 
         Returns:
-            (y, stream), [num_tokens, sum of out_features]. y may be in parts to be added up, [num_parts, num_tokens,
+            (y, residual), [num_tokens, sum of out_features]. y may be in parts to be added up, [num_parts, num_tokens,
             sum of out_features] float32, or at several ranks; or None: added already.
         """
         if not self._sums:
-            return self.weight.onto(stream, x, self.bias)
-        return self._group.unsummed(self.weight.product(x, self._own_bias)), stream
+            return self.weight.add_to_residual(residual, x, self.bias)
+        return self._group.deferred_all_reduce(self.weight.product(x, self._own_bias)), residual
 
     def gated(self, x: Rows) -> torch.Tensor:
         """silu(gate) * up of a layer whose parts are gate and up: [num_tokens, in_features] -> [num_tokens, size]."""
@@ -139,7 +139,7 @@ class Linear(nn.Module):
         """What this rank adds: of a sum one rank does."""
         return None if self._sums and self._group.rank > 0 else self.bias
 
-    def _cut(self, name: str) -> tuple[Slice, Slice]:
+    def _shards(self, name: str) -> tuple[Shard, Shard]:
         return self._rows.get(name, ALL), self._columns
 
     def parts(self) -> Iterator[tuple[str, Destination]]:
@@ -151,12 +151,15 @@ class Linear(nn.Module):
                 for tensor_name, slot in reading.slots.items():
                     yield f"{name}.{tensor_name}", slot
             elif reading is not None:
-                yield f"{name}.weight", cut(reading, *self._cut(name))
+                yield f"{name}.weight", shard_destination(reading, *self._shards(name))
             else:
                 assert isinstance(self.weight, DenseWeight)
-                yield f"{name}.weight", cut(self.weight.weight.data[first : first + rows], *self._cut(name))
+                yield (
+                    f"{name}.weight",
+                    shard_destination(self.weight.weight.data[first : first + rows], *self._shards(name)),
+                )
             if self.bias is not None:
-                yield f"{name}.bias", cut(self.bias.data[first : first + rows], self._cut(name)[0])
+                yield f"{name}.bias", shard_destination(self.bias.data[first : first + rows], self._shards(name)[0])
             first += rows
 
     def finish(self) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
+from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
 from teachllm_kernels.rms_norm import (
     prepare_rms_norm,
@@ -19,12 +19,12 @@ from teachllm_kernels.rms_norm import (
 
 
 class InputQuantization(NamedTuple):
-    """How a layer's input is quantized before it is multiplied.
+    """What a product takes in place of numbers.
 
     Attributes:
-        dtype: int8 or float8_e4m3fn.
-        scale: [1] float32, for all rows; None: each row has its own.
-        grouped: every 128 values of a row have a scale instead.
+        dtype: of codes, int8 or float8_e4m3fn.
+        scale: [1] float32, of all; None: a row has its own.
+        grouped: or each 128 numbers of a row.
     """
 
     dtype: torch.dtype
@@ -47,16 +47,16 @@ class RMSNorm(nn.Module):
         self.prepared: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(
-        self, y: torch.Tensor | Unsummed | None, residual: torch.Tensor | None = None
+        self, y: torch.Tensor | DeferredAllReduce | None, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., size] -> (norm(residual + y), residual + y), both [..., size]; of one alone, where the other is None.
+        """Return (norm(residual + y), residual + y), both [..., size]; of one alone, where the other is None.
 
-        On a GPU y may be in parts that are to be added up first, here or at several ranks, see `Linear.onto`.
+        On a GPU y may be in parts that are added up first, of this rank or of several, see `Linear.add_to_residual`.
         """
         if y is None:
             assert residual is not None
             y, residual = residual, None
-        if isinstance(y, Unsummed) or y.is_cuda:
+        if isinstance(y, DeferredAllReduce) or y.is_cuda:
             return rms_norm_triton(y, residual, self.weight, self.eps)
         if self.prepared is not None:
             return rms_norm_cpu(y, residual, self.prepared)
@@ -64,11 +64,11 @@ class RMSNorm(nn.Module):
 
     def quantized(
         self,
-        y: torch.Tensor | Unsummed | None,
+        y: torch.Tensor | DeferredAllReduce | None,
         residual: torch.Tensor | None,
         input_quantization: InputQuantization | None,
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
-        """Return what `forward` returns, the first quantized; on a GPU. With `input_quantization` None, nothing is."""
+        """As `forward`, with codes in place of the first, on a GPU; None: there are none."""
         if input_quantization is None:
             return self(y, residual)
         if y is None:

@@ -38,8 +38,10 @@ class Weight(Protocol):
         """x W^T + b, [num_tokens, out]."""
         ...
 
-    def onto(self, stream: torch.Tensor, x: Any, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.onto`."""
+    def add_to_residual(
+        self, residual: torch.Tensor, x: Any, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `Linear.add_to_residual`."""
         ...
 
     def gated(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
@@ -77,11 +79,11 @@ class SeveralWeights(nn.Module):
         biases = self._apart(bias)
         return torch.cat([weight.product(x, b) for weight, b in zip(self.weights, biases, strict=True)], dim=-1)
 
-    def onto(
-        self, stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    def add_to_residual(
+        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """As `Weight`."""
-        return self.product(x, bias), stream
+        return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `Weight`."""

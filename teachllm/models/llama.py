@@ -11,31 +11,34 @@ Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
-from teachllm.distributed.ranks import ALONE, WHOLE, Ranks, Share
+from teachllm.distributed.ranks import ALONE, WHOLE, Ranks, ShardSpec
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Addend, Destination, Linear, Rows
 from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.rotary import Rotary
-from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.llama_config import LlamaConfig
+from teachllm.models.llama_fast_paths import (
+    Angles,
+    AuxOut,
+    KVCache,
+    attend_on_gpu,
+    decode_one_row,
+    is_one_decode,
+    last_layer,
+)
 from teachllm.models.moe import SparseMLP
 from teachllm.models.moe_config import MoeConfig
-from teachllm.models.peak_width import peak_width
-from teachllm.models.shape import Shape
 from teachllm.models.sharding import of_rank, stage_layers
 from teachllm.quantization.formats.scheme import UNQUANTIZED, QuantizedWeightLoader, Schemes
-from teachllm_kernels.attention.paged_decode import fused_paged_decode
-from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
-from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
+from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 
-Angles = tuple[torch.Tensor, torch.Tensor]
-Tap = Callable[[torch.Tensor], None]
-KVCache = tuple[torch.Tensor, torch.Tensor]
+__all__ = ["Angles", "AuxOut", "LlamaAttention", "LlamaForCausalLM", "LlamaLayer", "LlamaMLP", "added_up"]
 
 
 class LlamaAttention(nn.Module):
@@ -44,7 +47,7 @@ class LlamaAttention(nn.Module):
     Args:
         input_size: of what is projected, if not the model's hidden size.
         schemes: how its projections are quantized.
-        share: which of the heads `config` counts.
+        shard: which of the heads `config` counts.
     """
 
     def __init__(
@@ -53,18 +56,18 @@ class LlamaAttention(nn.Module):
         window: int | None,
         input_size: int | None = None,
         schemes: Schemes = UNQUANTIZED,
-        share: Share = WHOLE,
+        shard: ShardSpec = WHOLE,
     ) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        rows = {"q_proj": share.part, "k_proj": share.kv_heads, "v_proj": share.kv_heads}
-        self._kv_share = share.kv_heads
+        rows = {"q_proj": shard.part, "k_proj": shard.kv_heads, "v_proj": shard.kv_heads}
+        self._kv_shard = shard.kv_heads
         self.qkv_proj = Linear(input_size or config.hidden_size, parts, config.qkv_bias, schemes, rows=rows)
         out = {"o_proj": config.hidden_size}
-        self.o_proj = Linear(q_size, out, config.o_bias, schemes, columns=share.part, group=share.group)
+        self.o_proj = Linear(q_size, out, config.o_bias, schemes, columns=shard.part, group=shard.group)
         # One weight for all heads of Q and one for those of K, repeated per head so that one call does both.
         heads = (config.num_heads + config.num_kv_heads, config.head_size)
         self.qk_norm = RMSNorm(*heads, eps=config.norm_eps) if config.qk_norm else None
@@ -76,60 +79,28 @@ class LlamaAttention(nn.Module):
         angles: Angles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-        ending: AttentionMetadata | None = None,
+        last_layer_metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, num_heads * head_size]: all but the last projection.
 
-        With `ending` only the wanted tokens attend: [num_wanted, num_heads * head_size].
+        With `last_layer_metadata` only the wanted tokens attend: [num_logits, num_heads * head_size].
         """
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
-        scales = self.attention.settings.kv_scales
-        if metadata.is_fused:
-            y = self._decode(qkv, angles, kv_cache, metadata)
-        elif qkv.is_cuda:
-            weight, eps = self._qk_norm()
-            rope_kv_write_triton(qkv, *angles, weight, eps, *kv_cache, metadata.slot_mapping, scales)
-            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-            if ending is not None and metadata.wanted is not None:
-                q, metadata = q.index_select(0, metadata.wanted), ending
-            y = self.attention(q, k, v, kv_cache, metadata)
-        else:
-            qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-            if self.qk_norm is not None:
-                qk, _ = self.qk_norm(qk)
-            q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
-            write_kv(k, v, kv_cache, metadata, scales)
-            y = self.attention(q, k, v, kv_cache, metadata)
+        if qkv.is_cuda:
+            return attend_on_gpu(self, qkv, angles, kv_cache, metadata, last_layer_metadata).flatten(1)
+        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.qk_norm is not None:
+            qk, _ = self.qk_norm(qk)
+        q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
+        write_kv(k, v, kv_cache, metadata, self.attention.settings.kv_scales)
+        y: torch.Tensor = self.attention(q, k, v, kv_cache, metadata)
         return y.flatten(1)
-
-    def decode_one(
-        self, x: torch.Tensor, norm: RMSNorm, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """x + attention(norm(x)) for one decode on a GPU, [1, hidden_size]."""
-        qkv = self.qkv_proj.one_row(x, norm).unflatten(-1, (-1, self.head_size))
-        return self.o_proj.one_row(self._decode(qkv, angles, kv_cache, metadata).flatten(1), residual=x)
-
-    def _decode(
-        self, qkv: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """Norm, rotation, KV write and attention in one launch, [num_seqs, num_heads, head_size]."""
-        settings = self.attention.settings
-        return fused_paged_decode(
-            *(qkv, *angles, *self._qk_norm(), *kv_cache, metadata.block_tables),
-            plan=metadata.decode_plans[settings.window],
-            scale=settings.scale,
-            window=settings.window,
-            scales=settings.kv_scales,
-        )
-
-    def _qk_norm(self) -> tuple[torch.Tensor | None, float]:
-        return (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
         yield from self.qkv_proj.parts()
         yield from self.o_proj.parts()
-        yield from self.attention.checkpoint_tensors(self.num_kv_heads, self._kv_share)
+        yield from self.attention.checkpoint_tensors(self.num_kv_heads, self._kv_shard)
         if self.qk_norm is not None:
             q_weight, k_weight = self.qk_norm.weight.data.split([self.num_heads, self.num_kv_heads])
             yield "q_norm.weight", q_weight
@@ -139,21 +110,21 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)); the block applies down, onto its stream."""
 
-    def __init__(self, config: LlamaConfig, schemes: Schemes = UNQUANTIZED, share: Share = WHOLE) -> None:
+    def __init__(self, config: LlamaConfig, schemes: Schemes = UNQUANTIZED, shard: ShardSpec = WHOLE) -> None:
         super().__init__()
         size = config.intermediate_size
         parts = {"gate_proj": size, "up_proj": size}
-        rows, out = dict.fromkeys(parts, share.part), {"down_proj": config.hidden_size}
+        rows, out = dict.fromkeys(parts, shard.part), {"down_proj": config.hidden_size}
         self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias, schemes, is_gated=True, rows=rows)
-        self.down_proj = Linear(size, out, config.mlp_bias, schemes, columns=share.part, group=share.group)
+        self.down_proj = Linear(size, out, config.mlp_bias, schemes, columns=shard.part, group=shard.group)
 
     def forward(self, x: Rows) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, intermediate_size]: all but the last projection."""
         return self.gate_up_proj.gated(x)
 
-    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
-        """What `RMSNorm` adds up to stream + MLP of x, as `Linear.onto`."""
-        return self.down_proj.onto(stream, self(x))
+    def add_to_residual(self, residual: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
+        """What `RMSNorm` adds up to residual + MLP of x, as `Linear.add_to_residual`."""
+        return self.down_proj.add_to_residual(residual, self(x))
 
     @property
     def input_quantization(self) -> InputQuantization | None:
@@ -183,67 +154,53 @@ class LlamaLayer(nn.Module):
         config: LlamaConfig,
         window: int | None,
         schemes: Schemes = UNQUANTIZED,
-        share: Share = WHOLE,
+        shard: ShardSpec = WHOLE,
         experts: MoeConfig | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = LlamaAttention(config, window, schemes=schemes.within("self_attn"), share=share)
+        self.self_attn = LlamaAttention(config, window, schemes=schemes.within("self_attn"), shard=shard)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp: LlamaMLP | SparseMLP
         if experts is None:
-            self.mlp, self._mlp_name = LlamaMLP(config, schemes.within("mlp"), share), "mlp"
+            self.mlp, self._mlp_name = LlamaMLP(config, schemes.within("mlp"), shard), "mlp"
         else:
-            self.mlp, self._mlp_name = SparseMLP(config.hidden_size, experts, share), experts.names.block
+            self.mlp, self._mlp_name = SparseMLP(config.hidden_size, experts, shard), experts.names.block
 
     def forward(
         self,
         x: Addend,
-        stream: torch.Tensor | None,
+        residual: torch.Tensor | None,
         angles: Angles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
         is_last: bool = False,
-        tap: Tap | None = None,
+        aux_out: AuxOut | None = None,
     ) -> tuple[Addend, torch.Tensor | None]:
-        """(x, stream), whose sum is the residual stream -> the same after this block.
+        """(x, residual), whose sum is the residual stream -> the same after this block.
 
         Args:
-            x, stream: [num_tokens, hidden_size], not both None; x in any form that `Linear.onto` gives it.
+            x, residual: [num_tokens, hidden_size], not both None; x in any form that `Linear.add_to_residual` gives it.
             is_last: goes on with the wanted tokens alone as soon as K and V of the others are written.
-            tap: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
+            aux_out: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
         """
-        if metadata.is_fused and metadata.slot_mapping.shape[0] == 1 and stream is None and self.fuses_one_row:
-            assert isinstance(x, torch.Tensor)  # what is unsummed has a stream
-            if tap is not None:
-                tap(x)
-            return self._decode_one(x, angles, kv_cache, metadata), None
-        wanted = metadata.wanted if is_last else None
-        ending = metadata.ending() if wanted is not None and metadata.ending is not None else None
-        h, stream = self.input_layernorm.quantized(x, stream, self.self_attn.qkv_proj.input_quantization)
-        if tap is not None:
-            tap(stream)
-        h = self.self_attn(h, angles, kv_cache, metadata, ending)
-        if wanted is not None:
-            h, stream = h if ending is not None else h.index_select(0, wanted), stream.index_select(0, wanted)
-        x, stream = self.self_attn.o_proj.onto(stream, h)
-        h, stream = self.post_attention_layernorm.quantized(x, stream, self.mlp.input_quantization)
-        return self.mlp.onto(stream, h)
+        if is_one_decode(self, residual, metadata):
+            return decode_one_row(self, x, angles, kv_cache, metadata, aux_out), None
+        if is_last and metadata.logits_indices is not None:
+            return last_layer(self, x, residual, angles, kv_cache, metadata, aux_out)
+        h, residual = self.input_layernorm.quantized(x, residual, self.self_attn.qkv_proj.input_quantization)
+        if aux_out is not None:
+            aux_out(residual)
+        h = self.self_attn(h, angles, kv_cache, metadata)
+        x, residual = self.self_attn.o_proj.add_to_residual(residual, h)
+        h, residual = self.post_attention_layernorm.quantized(x, residual, self.mlp.input_quantization)
+        return self.mlp.add_to_residual(residual, h)
 
     @property
     def fuses_one_row(self) -> bool:
         """Whether its products of one row do what is around them, too."""
         layers = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp)
         return all(layer.fuses_one_row for layer in layers)
-
-    def _decode_one(
-        self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """The block for one decode on a GPU, in five kernels."""
-        assert isinstance(self.mlp, LlamaMLP)
-        x = self.self_attn.decode_one(x, self.input_layernorm, angles, kv_cache, metadata)
-        h = self.mlp.gate_up_proj.one_row(x, self.post_attention_layernorm, gated=True)
-        return self.mlp.down_proj.one_row(h, residual=x)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -279,22 +236,22 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: LlamaConfig, max_len: int, schemes: Schemes = UNQUANTIZED, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        place, share = ranks.place, ranks.share(config.num_kv_heads)
-        own, self._indices = of_rank(config, place), stage_layers(config, place.layout.pipeline)[place.stage]
+        coords, shard = ranks.coords, ranks.shard_spec(config.num_kv_heads)
+        own, self._indices = of_rank(config, coords), stage_layers(config, coords.layout.pipeline)[coords.stage]
         self.hidden_size, self._num_all_layers, self._is_tied = own.hidden_size, config.num_layers, config.tied
-        vocabulary = (config.vocab_size, own.hidden_size, share.part, share.group)
-        self.embed_tokens = Embedding(*vocabulary) if place.is_first_stage else None
+        embedding = partial(Embedding, config.vocab_size, own.hidden_size, rows=shard.part, group=shard.group)
+        self.embed_tokens = embedding() if coords.is_first_stage else None
         self.rotary = Rotary(own.rotary, max_len)
         self.experts = config.moe
         self.layers = nn.ModuleList(
-            LlamaLayer(own, window, schemes.within(f"model.layers.{index}"), share, config.experts_of(index))
+            LlamaLayer(own, window, schemes.within(f"model.layers.{index}"), shard, config.experts_of(index))
             for index, window in zip(self._indices, own.windows, strict=True)
         )
-        self.norm = RMSNorm(own.hidden_size, eps=own.norm_eps) if place.is_last_stage else None
+        self.norm = RMSNorm(own.hidden_size, eps=own.norm_eps) if coords.is_last_stage else None
         self.lm_head = None
         self._quantized_head = None
-        if place.is_last_stage:
-            self.lm_head = self.embed_tokens if config.tied and self.embed_tokens else Embedding(*vocabulary)
+        if coords.is_last_stage:
+            self.lm_head = self.embed_tokens if config.tied and self.embed_tokens else embedding()
             head = None if config.tied else schemes("lm_head")
             if head is not None:
                 size, like = (config.vocab_size, own.hidden_size), self.lm_head.weight
@@ -306,7 +263,7 @@ class LlamaForCausalLM(nn.Module):
         positions: torch.Tensor,
         kv_caches: list[KVCache],
         metadata: AttentionMetadata,
-        taps: Mapping[int, Tap] | None = None,
+        aux_hidden_states: Mapping[int, AuxOut] | None = None,
         receive: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """One step: writes K and V of its tokens and returns their hidden states.
@@ -314,50 +271,45 @@ class LlamaForCausalLM(nn.Module):
         Args:
             input_ids, positions: [num_tokens] int64.
             kv_caches: per layer (K, V), each [num_blocks, block_size, num_kv_heads, head_size].
-            taps: what is given the residual stream before some layers, by their index.
+            aux_hidden_states: what is given the residual stream before some layers, by their index.
             receive: waits for what the stage before returned, [num_tokens, hidden_size]; None: this is the first.
 
         Returns:
-            [num_tokens, hidden_size], or [num_wanted, hidden_size] of the tokens that the metadata asks for: the last
+            [num_tokens, hidden_size], or [num_logits, hidden_size] of the tokens that the metadata asks for: the last
             layer computes no more than K and V of the others. Of a stage that is not the last, the residual stream of
             all tokens.
         """
         angles = self.rotary(positions)
         x: Addend
-        stream: torch.Tensor | None
+        residual: torch.Tensor | None
         if receive is not None:
-            x, stream = receive(), None
+            x, residual = receive(), None
         else:
             assert self.embed_tokens is not None
-            x, stream = self.embed_tokens(input_ids), None
-        taps = taps or {}
+            x, residual = self.embed_tokens(input_ids), None
+        aux_hidden_states = aux_hidden_states or {}
         for index, layer, kv_cache in zip(self._indices, self.layers, kv_caches, strict=True):
             is_last = index == self._num_all_layers - 1
-            x, stream = layer(x, stream, angles, kv_cache, metadata, is_last, taps.get(index))
+            x, residual = layer(x, residual, angles, kv_cache, metadata, is_last, aux_hidden_states.get(index))
         if self.norm is None:
-            return added_up(x, stream)
-        hidden, _ = self.norm(x, stream)
+            return added_up(x, residual)
+        hidden, _ = self.norm(x, residual)
         return hidden
 
-    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, own part of the vocabulary] float32."""
-        assert self.lm_head is not None
-        return self.lm_head.logits(hidden)
+    def logits(self, hidden: torch.Tensor, *, sharded: bool = False, in_float32: bool = True) -> torch.Tensor:
+        """Multiply hidden states by the output head.
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
-        assert self.lm_head is not None
-        return self.lm_head.gathered(self.lm_head.logits(hidden))
+        Args:
+            hidden: [num_rows, hidden_size].
+            sharded: return this rank's shard of the vocabulary alone.
+            in_float32: see `Embedding.logits`.
 
-    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `own_logits`, on a GPU and in the model's dtype; columns of no token are nothing."""
+        Returns:
+            [num_rows, vocab_size], or [num_rows, own part of the vocabulary].
+        """
         assert self.lm_head is not None
-        return self.lm_head.lm_logits(hidden)
-
-    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `compute_logits`, on a GPU and in the model's dtype."""
-        assert self.lm_head is not None
-        return self.lm_head.gathered(self.lm_head.lm_logits(hidden))
+        logits = self.lm_head.logits(hidden, in_float32=in_float32)
+        return logits if sharded else self.lm_head.gathered(logits)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor of the checkpoint; a destination may be a slice of a merged one."""
@@ -389,11 +341,11 @@ class LlamaForCausalLM(nn.Module):
             return self.embed_tokens is None and not (self._is_tied and self.lm_head is not None)
         return kind == "norm" and self.norm is None
 
-    def serve(self) -> None:
+    def execute_dummy_step(self) -> None:
         """An empty step: what its experts have to do for replicas that have tokens."""
         for layer in self.layers:
             if isinstance(layer.mlp, SparseMLP):
-                layer.mlp.serve()
+                layer.mlp.execute_dummy_step()
 
     def count_load(self) -> torch.Tensor:
         """[layers with experts, num_experts] int64, of the whole model: from now on it counts the tokens that each of
@@ -413,7 +365,7 @@ class LlamaForCausalLM(nn.Module):
         return layer
 
     def finish(self) -> None:
-        """Dequantize a quantized output head that was loaded."""
+        """Makes plain numbers of a quantized output head that was read."""
         if (
             self._quantized_head is not None and self._quantized_head.is_begun
         ):  # of load_format="dummy" it is random already
@@ -422,33 +374,12 @@ class LlamaForCausalLM(nn.Module):
             self._quantized_head = None
 
 
-def added_up(x: Addend, stream: torch.Tensor | None) -> torch.Tensor:
+def added_up(x: Addend, residual: torch.Tensor | None) -> torch.Tensor:
     """The residual stream of what a layer returns, see `LlamaLayer.forward`."""
-    x = x.sum() if isinstance(x, Unsummed) else x
-    if x is None or stream is None:
-        left = stream if x is None else x
+    x = x.sum() if isinstance(x, DeferredAllReduce) else x
+    if x is None or residual is None:
+        left = residual if x is None else x
         assert left is not None
         return left
-    whole = x.sum(0) if x.dim() > stream.dim() else x
-    return (stream + whole).to(stream.dtype)
-
-
-def shape(raw: dict[str, Any]) -> Shape:
-    """What the engine must know of a config.json of this family. Errors as in `llama_config.parse`."""
-    config = parse(raw)
-    return Shape(
-        context_len=config.rotary.context_len,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        windows=config.windows,
-        tied=config.tied,
-        num_parameters=config.num_parameters,
-        num_active_parameters=config.num_active_parameters,
-        peak_width=peak_width(config),
-        gated_peak_width=peak_width(config, is_gated=not config.mlp_bias and config.intermediate_size % 8 == 0),
-        fixed_peak_width=peak_width(config, is_fixed=True),
-    )
+    whole = x.sum(0) if x.dim() > residual.dim() else x
+    return (residual + whole).to(residual.dtype)

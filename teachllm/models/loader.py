@@ -17,7 +17,7 @@ from torch import nn
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.shards import Cut
+from teachllm.distributed.shards import ShardDestination
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 Wants = Callable[[str], bool]
-PartOf = Callable[[str], Cut | None]
+PartOf = Callable[[str], ShardDestination | None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Old checkpoints carry this table, which is computed here.
 _DERIVED = "rotary_emb.inv_freq"
@@ -177,9 +177,9 @@ def fill(
     is_quantized = any(isinstance(each, Slot) for each in missing.values())
     formats = formats_of(missing)
 
-    def part(stored_name: str) -> Cut | None:
+    def part(stored_name: str) -> ShardDestination | None:
         destination = missing.get(name_of(stored_name) or "")
-        return destination if isinstance(destination, Cut) else None
+        return destination if isinstance(destination, ShardDestination) else None
 
     read = read_pickles if load_format == "pt" else _read_safetensors
     tensors = read(folder, progress, lambda name: name_of(name) is not None, part)
@@ -188,10 +188,10 @@ def fill(
         if name is None:
             continue
         destination = missing.pop(name, None)
-        if isinstance(destination, Cut):
+        if isinstance(destination, ShardDestination):
             if tuple(tensor.shape) == destination.shape:  # it was read in one piece with others
                 tensor = tensor[destination.ranges]
-            destination = destination.place
+            destination = destination.target
         if destination is None:
             if is_quantized and stored_name.endswith(".bias") and not bool(tensor.any()):
                 continue  # GPTQ's tools write one for every layer
@@ -285,7 +285,7 @@ def _read_safetensors(
         progress(total, total)
 
 
-def _ranges(cut: Cut, shape: tuple[int, ...], name: str, file: Path) -> tuple[slice, ...]:
+def _ranges(cut: ShardDestination, shape: tuple[int, ...], name: str, file: Path) -> tuple[slice, ...]:
     """What to read of a tensor.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from teachllm.distributed.layout import Place
+from teachllm.distributed.layout import RankCoords
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
 from teachllm.models.peak_width import peak_width
@@ -14,13 +14,13 @@ from teachllm.models.registry import ModelError
 from teachllm.models.sharding import of_rank
 
 
-def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
+def model_of_rank(model: ModelConfig, coords: RankCoords) -> ModelConfig:
     """Its own layers, heads, widths and bytes.
 
     Raises:
         ModelError: it cannot be shared equally.
     """
-    if place.layout.num_connected == 1:
+    if coords.layout.num_connected == 1:
         return model
     if model.implementation != "teachllm":
         raise ModelError(
@@ -28,14 +28,14 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
             "tensor_parallel_size=1 and pipeline_parallel_size=1; data_parallel_size shares its requests"
         )
     whole = parse(model.raw)
-    own, size = of_rank(whole, place), DTYPE_BYTES[model.dtype]
+    own, size = of_rank(whole, coords), DTYPE_BYTES[model.dtype]
     layers = own.num_active_parameters - own.hidden_size
-    sums = place.layout.tensor > 1  # are not added to the stream on the way
-    is_both_ends = place.is_first_stage and place.is_last_stage
-    ends = (place.is_first_stage + place.is_last_stage) * own.vocab_size * own.hidden_size
+    sums = coords.layout.tensor > 1  # are not added to the stream on the way
+    is_both_ends = coords.is_first_stage and coords.is_last_stage
+    ends = (coords.is_first_stage + coords.is_last_stage) * own.vocab_size * own.hidden_size
     if whole.tied and is_both_ends:
         ends //= 2
-    norm, idle = own.hidden_size * place.is_last_stage, own.num_idle_parameters
+    norm, idle = own.hidden_size * coords.is_last_stage, own.num_idle_parameters
     beside = own.num_beside(model.max_model_len, whole.tied and is_both_ends and model.device_type == "cpu")
     widths: dict[str, Any] = {
         "peak_width": peak_width(own, is_fixed=sums),
@@ -44,9 +44,9 @@ def model_of_rank(model: ModelConfig, place: Place) -> ModelConfig:
     }
     saved_bytes, num_w8a8 = 0, 0
     dequantized: tuple[Dequantized, ...] = ()
-    quantization = None if model.device_type == "cpu" else of_model(model)  # a CPU multiplies dequantized weights
+    quantization = None if model.device_type == "cpu" else of_model(model)  # a CPU multiplies plain numbers
     if quantization is not None:
-        needs = needs_of(model.raw, quantization.schemes, size, place)
+        needs = needs_of(model.raw, quantization.schemes, size, coords)
         saved_bytes, dequantized, num_w8a8 = needs.saved_bytes, needs.dequantized, needs.num_w8a8_parameters
         widths |= needs.widths
     active_bytes = (layers + norm) * size - saved_bytes

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from teachllm.distributed.ranks import WHOLE, Share
-from teachllm.distributed.shards import ALL, cut, spread
+from teachllm.distributed.ranks import WHOLE, ShardSpec
+from teachllm.distributed.shards import ALL, shard_destination, spread
 from teachllm.layers.expert_parallel import AllToAll, SameTokens
 from teachllm.layers.linear import Destination, Linear, Rows
 from teachllm.layers.moe import Experts, route
@@ -29,7 +29,7 @@ class SparseMLP(nn.Module):
 
     Args:
         config: of all experts.
-        share: a rank's.
+        shard: a rank's.
 
     Attributes:
         load: [num_experts] int64, how many of this replica's tokens each expert has got, wherever it is; None: not
@@ -39,17 +39,17 @@ class SparseMLP(nn.Module):
     input_quantization = None
     fuses_one_row = False
 
-    def __init__(self, hidden_size: int, config: MoeConfig, share: Share = WHOLE) -> None:
+    def __init__(self, hidden_size: int, config: MoeConfig, shard: ShardSpec = WHOLE) -> None:
         super().__init__()
         self._config, self._hidden_size = config, hidden_size
         self.gate = Linear(hidden_size, {"gate": config.num_experts})
-        self._width = ALL if share.experts.count > 1 else share.part
-        holders = spread(config.num_experts, share.experts.count)
+        self._width = ALL if shard.experts.count > 1 else shard.part
+        holders = spread(config.num_experts, shard.experts.count)
         width = config.intermediate_size // self._width.count
-        self.experts = Experts(hidden_size, holders[share.experts.index], width)
-        self._exchange: SameTokens | AllToAll = SameTokens(share.group)
-        if share.expert_group.size > share.group.size:
-            self._exchange = AllToAll(share.expert_group, holders, twins=share.group)
+        self.experts = Experts(hidden_size, holders[shard.experts.index], width)
+        self._exchange: SameTokens | AllToAll = SameTokens(shard.group)
+        if shard.expert_group.size > shard.group.size:
+            self._exchange = AllToAll(shard.expert_group, holders, twins=shard.group)
         self.load: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,14 +60,14 @@ class SparseMLP(nn.Module):
             self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
         return self._exchange(self.experts, x, routes)
 
-    def serve(self) -> None:
+    def execute_dummy_step(self) -> None:
         """Takes part in a step of other replicas, without tokens."""
         self(self.experts.gate_up.new_empty((0, self._hidden_size)))
 
-    def onto(self, stream: torch.Tensor, x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is to be added to it, stream), as `Linear.onto`."""
+    def add_to_residual(self, residual: torch.Tensor, x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is to be added to it, residual), as `Linear.add_to_residual`."""
         assert isinstance(x, torch.Tensor)
-        return self(x), stream
+        return self(x), residual
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for what is here."""
@@ -75,9 +75,9 @@ class SparseMLP(nn.Module):
         yield from self.gate.parts()
         for index, expert in enumerate(self.experts.held):
             gate, up, down = self.experts.parts(index)
-            yield f"experts.{expert}.{names.gate}.weight", cut(gate, self._width, ALL)
-            yield f"experts.{expert}.{names.up}.weight", cut(up, self._width, ALL)
-            yield f"experts.{expert}.{names.down}.weight", cut(down, ALL, self._width)
+            yield f"experts.{expert}.{names.gate}.weight", shard_destination(gate, self._width, ALL)
+            yield f"experts.{expert}.{names.up}.weight", shard_destination(up, self._width, ALL)
+            yield f"experts.{expert}.{names.down}.weight", shard_destination(down, ALL, self._width)
 
     def is_elsewhere(self, name: str) -> bool:
         """Whether a tensor, by its name within this module, is of an expert that another rank holds."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from teachllm.distributed.layout import ALONE, Place
+from teachllm.distributed.layout import ALONE, RankCoords
 from teachllm.distributed.ranks import Ranks
 from teachllm.layers.linear import Linear
 from teachllm.models.checkpoint import stored_tensors
@@ -70,16 +70,16 @@ def of_model(model: ModelConfig) -> Quantization | None:
     return quantization_of(model.raw, folder, model.quantized_as_read, names)
 
 
-def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, place: Place = ALONE) -> Needs:
+def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, coords: RankCoords = ALONE) -> Needs:
     """Of one rank's part of a model of our own family.
 
     Args:
         raw: config.json.
     """
-    whole, sums = parse(raw), place.layout.tensor > 1  # which are not added to the stream on the way
-    config = of_rank(whole, place)
+    whole, sums = parse(raw), coords.layout.tensor > 1  # which are not added to the stream on the way
+    config = of_rank(whole, coords)
     with torch.device("meta"):
-        model = LlamaForCausalLM(whole, 1, schemes, Ranks(place))
+        model = LlamaForCausalLM(whole, 1, schemes, Ranks(coords))
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     num_parameters = sum(
         sum(each.out_features.values()) * (each.in_features + (each.bias is not None)) for each in linears

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from teachllm.distributed.shards import Cut
+from teachllm.distributed.shards import ShardDestination
 from teachllm.layers.linear import Destination, Linear
 from teachllm.quantization.formats.scheme import Slot
 
@@ -40,15 +40,17 @@ def fill_parts_randomly(destinations: Iterable[tuple[str, Destination]], seed: i
     Args:
         destinations: by the names of the checkpoint's tensors.
     """
-    for name, place in destinations:  # one at a time: quantized weights that are merged can be freed
+    for name, place in destinations:  # one at a time: codes that are merged need not stay as they were made
         if isinstance(place, Slot):
             part = place.part
             if part is not None and not part.is_read:
                 part.fill_randomly(_seeded(seed, part.name, part.device))
-        elif isinstance(place, Cut):
+        elif isinstance(place, ShardDestination):
             _fill(name, place, seed)
         elif not _fill_with_constant(name, place):
-            _fill(name, Cut(place, tuple(slice(0, size) for size in place.shape), tuple(place.shape)), seed)
+            _fill(
+                name, ShardDestination(place, tuple(slice(0, size) for size in place.shape), tuple(place.shape)), seed
+            )
 
 
 def _seeded(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -67,15 +69,15 @@ def _fill_with_constant(name: str, tensor: torch.Tensor) -> bool:
     return True
 
 
-def _fill(name: str, part: Cut, seed: int) -> None:
-    if _fill_with_constant(name, part.place):
+def _fill(name: str, part: ShardDestination, seed: int) -> None:
+    if _fill_with_constant(name, part.target):
         return
     own, *columns = part.ranges
     at_once = max(_AT_ONCE // math.prod(part.shape[1:]), 1)
     for first in range(own.start // at_once * at_once, own.stop, at_once):
         size = (min(at_once, part.shape[0] - first), *part.shape[1:])
-        generator = _seeded(seed, f"{name} {first}", part.place.device)
-        numbers = torch.randn(size, dtype=part.place.dtype, device=part.place.device, generator=generator)
+        generator = _seeded(seed, f"{name} {first}", part.target.device)
+        numbers = torch.randn(size, dtype=part.target.dtype, device=part.target.device, generator=generator)
         start, stop = max(first, own.start), min(first + at_once, own.stop)
         drawn = numbers[(slice(start - first, stop - first), *columns)]
-        part.place[start - own.start : stop - own.start] = drawn * part.shape[-1] ** -0.5
+        part.target[start - own.start : stop - own.start] = drawn * part.shape[-1] ** -0.5

@@ -13,19 +13,19 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from teachllm.distributed.layout import Place
+from teachllm.distributed.layout import RankCoords
 from teachllm.distributed.shards import spread
 from teachllm.models.llama_config import LlamaConfig
 from teachllm.models.registry import ModelError
 
 
-def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
+def of_rank(config: LlamaConfig, coords: RankCoords) -> LlamaConfig:
     """What one rank has of a model: some heads, a part of the widths and of the vocabulary, its stage's layers.
 
     Raises:
         ModelError: they cannot be shared equally, or there are fewer experts than ranks to spread them over.
     """
-    layout, experts = place.layout, config.moe
+    layout, experts = coords.layout, config.moe
     size, spreads = layout.tensor, layout.spreads_experts
     if experts is not None and experts.num_experts < layout.num_expert_ranks:
         raise ModelError(
@@ -34,12 +34,12 @@ def of_rank(config: LlamaConfig, place: Place) -> LlamaConfig:
         )
     if size > 1:
         _check_shared(config, size, spreads)
-    layers = stage_layers(config, layout.pipeline)[place.stage]
+    layers = stage_layers(config, layout.pipeline)[coords.stage]
     if experts is not None:
         experts = replace(
             experts,
             layers=tuple(experts.layers[i] for i in layers),
-            num_held=len(spread(experts.num_experts, layout.num_expert_ranks)[place.expert_rank]),
+            num_held=len(spread(experts.num_experts, layout.num_expert_ranks)[coords.expert_rank]),
             intermediate_size=experts.intermediate_size // (1 if spreads else size),
         )
     return replace(

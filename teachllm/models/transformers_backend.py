@@ -84,7 +84,7 @@ def _rehearse(model: Any, shape: Shape) -> None:
         # Code that looks at values (experts, some ropes) cannot run without data; `_attention` checks at every call.
         pass
     try:
-        ours.compute_logits(torch.empty(1, shape.hidden_size, device="meta"))
+        ours.logits(torch.empty(1, shape.hidden_size, device="meta"))
     except Exception as error:
         name = type(model).__name__
         raise ModelError(
@@ -159,24 +159,19 @@ class TransformersModel(nn.Module):
             attentions=self.attentions,
         )
         hidden = output.last_hidden_state.squeeze(0)
-        return hidden if metadata is None or metadata.wanted is None else hidden.index_select(0, metadata.wanted)
+        return (
+            hidden
+            if metadata is None or metadata.logits_indices is None
+            else hidden.index_select(0, metadata.logits_indices)
+        )
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32 (float64 stays float64)."""
+    def logits(self, hidden: torch.Tensor, *, sharded: bool = False, in_float32: bool = True) -> torch.Tensor:
+        """Return [num_rows, vocab_size] logits in float32 (float64 stays float64), whatever form is asked for.
+
+        No other rank has a part of the vocabulary.
+        """
         logits = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `compute_logits`: no other rank has a part of them."""
-        return self.compute_logits(hidden)
-
-    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `compute_logits`: no other rank has a part of them."""
-        return self.compute_logits(hidden)
-
-    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `compute_logits`."""
-        return self.compute_logits(hidden)
 
 
 class _Given(nn.Module):

@@ -60,15 +60,15 @@ class GPUGroupedWeight(nn.Module):
             return self._few_rows(x, bias)
         return linear_reference(x, dequantize_triton(self.weight, x.dtype), bias)
 
-    def onto(
-        self, stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    def add_to_residual(
+        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.onto`."""
+        """As `Linear.add_to_residual`."""
         if x.is_cuda and x.shape[0] <= MAX_ROWS:
-            return self._few_rows(self._in_order(x), bias, parts=True), stream
+            return self._few_rows(self._in_order(x), bias, parts=True), residual
         if x.is_cuda and x.shape[0] >= _ADDS_ITSELF and bias is None:
-            return None, stream.addmm_(self._in_order(x), dequantize_triton(self.weight, x.dtype).t())
-        return self.product(x, bias), stream
+            return None, residual.addmm_(self._in_order(x), dequantize_triton(self.weight, x.dtype).t())
+        return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out / 2]."""

@@ -1,4 +1,4 @@
-"""`scaled_weight.py` on a GPU: which 8-bit product is the fastest for how many rows of x.
+"""`scaled_weight.py` on a GPU: whose product of 8-bit codes is the fastest for how many rows of x.
 
     few, or one   Hopper's own kernel up to 256 rows
     one           elsewhere a matrix-vector product that quantizes the row for itself, with norm and residual around it
@@ -57,16 +57,16 @@ class GPUScaledWeight(nn.Module):
         """[num_tokens, in] -> [num_tokens, out]."""
         return self._product(x, bias, gated=False)
 
-    def onto(
-        self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None
+    def add_to_residual(
+        self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.onto`."""
+        """As `Linear.add_to_residual`."""
         if self._on_hopper:
             rows = self._rows(x)
             if rows.values.shape[0] <= MAX_ROWS:
-                return hopper_scaled_linear(rows, self.qweight, self.scales, bias, parts=True), stream
+                return hopper_scaled_linear(rows, self.qweight, self.scales, bias, parts=True), residual
             x = rows
-        return self.product(x, bias), stream
+        return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out / 2]."""
@@ -101,7 +101,7 @@ class GPUScaledWeight(nn.Module):
         return scaled_linear_triton(*what, gated=gated, dtype=self.dtype)
 
     def _rows(self, x: torch.Tensor | QuantizedRows) -> QuantizedRows:
-        """Quantize x."""
+        """x as codes."""
         if isinstance(x, QuantizedRows):
             return x
         return quantize_rows(x, self.qweight.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)

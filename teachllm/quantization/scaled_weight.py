@@ -49,11 +49,11 @@ class CPUScaledWeight(nn.Module):
         y = self._multiply(rows.values.to(self._dtype), None).float() * rows.scales * self.scales
         return (y if bias is None else y + bias).to(x.dtype)
 
-    def onto(
-        self, stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    def add_to_residual(
+        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.onto`."""
-        return self.product(x, bias), stream
+        """As `Linear.add_to_residual`."""
+        return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out / 2]."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from teachllm.distributed.shards import Slice
+from teachllm.distributed.shards import Shard
 from teachllm.quantization.formats.scheme import FLOATS, Slot, Stored
 
 _NAMES = ("{0}_{1}", "attn.{0}_{1}", "qkv_proj.{0}_{1}", "{0}_proj.{0}_{1}", "{0}_proj.output_{1}", "{0}_cache.{1}")
@@ -36,9 +36,9 @@ Keep = Callable[[torch.Tensor], None]
 class ScaleSlot(Slot):
     """Where scales go, of one layer or of each of its KV heads, of which a rank keeps its own; files may lack them."""
 
-    def __init__(self, num_kv_heads: int, share: Slice, keep: Keep) -> None:
+    def __init__(self, num_kv_heads: int, shard: Shard, keep: Keep) -> None:
         self.stored = Stored((1,), FLOATS, is_optional=True)
-        self._num_all, self._share, self._keep = num_kv_heads * share.count, share, keep
+        self._num_all, self._shard, self._keep = num_kv_heads * shard.count, shard, keep
 
     def put(self, tensor: torch.Tensor) -> None:
         """As `Slot`."""
@@ -47,7 +47,7 @@ class ScaleSlot(Slot):
                 f"has shape {list(tensor.shape)}, and a layer has one scale or one for each of {self._num_all} KV heads"
             )
         scales = tensor.float().flatten()
-        self._keep(scales if len(scales) == 1 else scales[self._share.of(len(scales))])
+        self._keep(scales if len(scales) == 1 else scales[self._shard.of(len(scales))])
 
 
 class _Unread(Slot):
@@ -60,11 +60,11 @@ class _Unread(Slot):
         """As `Slot`; takes anything."""
 
 
-def kv_scale_slots(num_kv_heads: int, share: Slice, keep_k: Keep, keep_v: Keep) -> Iterator[tuple[str, Slot]]:
+def kv_scale_slots(num_kv_heads: int, shard: Shard, keep_k: Keep, keep_v: Keep) -> Iterator[tuple[str, Slot]]:
     """Under every name that one layer's attention may have them in a checkpoint.
 
     Args:
-        num_kv_heads: of a rank, which has the part `share` of them.
+        num_kv_heads: of a rank, which has the part `shard` of them.
         keep_k, keep_v: take K's and V's, [1] or [num_kv_heads] float32.
     """
 
@@ -72,9 +72,9 @@ def kv_scale_slots(num_kv_heads: int, share: Slice, keep_k: Keep, keep_v: Keep) 
         keep_k(scale)
         keep_v(scale)
 
-    yield _OF_BOTH, ScaleSlot(num_kv_heads, share, keep_both)
+    yield _OF_BOTH, ScaleSlot(num_kv_heads, shard, keep_both)
     for which, keep in (("k", keep_k), ("v", keep_v)):
-        yield from ((name.format(which, "scale"), ScaleSlot(num_kv_heads, share, keep)) for name in _NAMES)
+        yield from ((name.format(which, "scale"), ScaleSlot(num_kv_heads, shard, keep)) for name in _NAMES)
     unread = [name.format(which, "zero_point") for name in _NAMES for which in "qkv"]
     unread += [name.format("q", "scale") for name in _NAMES]
     yield from ((name, _Unread()) for name in (*unread, *_OF_WEIGHTS))

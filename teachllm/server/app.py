@@ -16,7 +16,7 @@ from teachllm import __version__
 from teachllm.server.http import errors, openapi
 from teachllm.server.http.body import read_request
 from teachllm.server.http.errors import ApiError
-from teachllm.server.http.middleware import Front
+from teachllm.server.http.middleware import AccessMiddleware
 from teachllm.server.http.openapi import body
 from teachllm.server.http.sse import EventStream, encode
 from teachllm.server.openai import response_schemas
@@ -64,8 +64,8 @@ def create_app(service: Service) -> ASGIApp:
     app.include_router(router)
     errors.install(app)
     openapi.install(app, service, _BODIES, has_keys=bool(options.api_keys))
-    front = Front(app, service)
-    return _allow_origins(front, options) if options.allowed_origins else front
+    access = AccessMiddleware(app, service)
+    return _allow_origins(access, options) if options.allowed_origins else access
 
 
 def _add_information(router: APIRouter, service: Service) -> None:

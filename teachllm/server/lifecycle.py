@@ -52,11 +52,11 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         from teachllm.server.openai.tool_parsers import tool_parser
 
         tool_parser(options.tool_call_parser)  # a wrong name is refused now, not by the first request
-    life = _Life(config, options)
+    lifecycle = _ServerLifecycle(config, options)
     with contextlib.closing(_listen(options.host, options.port)) as listener:
-        with asyncio.Runner(loop_factory=life.server.config.get_loop_factory()) as runner:
-            code = runner.run(life.run(listener))
-        if life.is_loading:  # nothing can interrupt that, and ending under it can crash
+        with asyncio.Runner(loop_factory=lifecycle.server.config.get_loop_factory()) as runner:
+            code = runner.run(lifecycle.run(listener))
+        if lifecycle.is_loading:  # nothing can interrupt that, and ending under it can crash
             _leave_at_once(code)
     return code
 
@@ -68,7 +68,7 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-class _Life:
+class _ServerLifecycle:
     """One server from its beginning to its end."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions) -> None:
@@ -114,9 +114,9 @@ class _Life:
                 hub.close()
             self.server.should_exit = True
             await serving
-            if self._service.door is not None:
+            if self._service.client is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(_in_thread(self._service.door.close)), _LAST_WORDS)
+                    await asyncio.wait_for(asyncio.shield(_in_thread(self._service.client.close)), _LAST_WORDS)
 
     async def _load(self) -> bool:
         """Loads the model; False if the server was told to end meanwhile."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from teachllm.server.http.errors import ApiError
 from teachllm.server.metrics import Metrics
 from teachllm.server.options import ServerOptions
-from teachllm.server.start import Door
+from teachllm.server.start import EngineClient
 
 if TYPE_CHECKING:
     from teachllm.engine.text.tokenizer import Tokenizer
@@ -54,14 +54,14 @@ class Service:
         self.num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._door: Door | None = None
+        self._client: EngineClient | None = None
         self._keys = [sha256(key.encode()).digest() for key in options.api_keys]
         self._numbers = count(1)
 
     # -- health --------------------------------------------------------------------------------------------
 
-    def started(self, door: Door) -> None:
-        self._door = door
+    def started(self, client: EngineClient) -> None:
+        self._client = client
         if self.status == "starting":
             self.status = "healthy"
 
@@ -74,20 +74,20 @@ class Service:
         self.status = "dead"
 
     @property
-    def engine(self) -> Door:
+    def engine(self) -> EngineClient:
         """The engine, ready for work.
 
         Raises:
             ApiError: 503, and why.
         """
-        if self._door is None or self.status != "healthy":
+        if self._client is None or self.status != "healthy":
             raise ApiError(503, _WHY.get(self.status, _WHY["starting"]), headers={"retry-after": "1"})
-        return self._door
+        return self._client
 
     @property
-    def door(self) -> Door | None:
+    def client(self) -> EngineClient | None:
         """The engine in whatever state; None before it has been started."""
-        return self._door
+        return self._client
 
     @property
     def tokenizer(self) -> Tokenizer:

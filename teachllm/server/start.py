@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from teachllm.engine.text.tokenizer import Tokenizer
 
 
-class Door(Protocol):
+class EngineClient(Protocol):
     """What the server uses of `AsyncLLM`."""
 
     @property
@@ -39,7 +39,7 @@ def start_engine(
     on_stats: Callable[[StepStats], None],
     on_end: Callable[[Exception | None], None],
     trace_sinks: Sequence[Callable[[str], None]] = (),
-) -> Door:
+) -> EngineClient:
     """Loads the model; takes as long as that takes.
 
     Args:

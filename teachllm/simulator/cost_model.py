@@ -90,7 +90,10 @@ class RooflineCost:
         self._roofline = StepRoofline(model, self._reached)
 
     def device_seconds(self, plan: SchedulerOutput) -> float:
-        decodes = all(share.samples and share.num_tokens == 1 + len(share.draft_token_ids) for share in plan.scheduled)
+        decodes = all(
+            scheduled.samples and scheduled.num_tokens == 1 + len(scheduled.draft_token_ids)
+            for scheduled in plan.scheduled
+        )
         layer = self._costs.decode_layer if decodes else self._costs.prompt_layer
         work = self._roofline.work(plan, num_held=sys.maxsize)
         return work.seconds(self._reached) + self._num_layers * layer

@@ -19,7 +19,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.simulator.cost_model import CostModel
 
 # How schedule, launch and update share the host's time is not measured; scheduling 256 decodes takes about a third.
@@ -47,9 +47,14 @@ class HostScheduler(Scheduler):
     """The engine's scheduler, unchanged but for the time that its work takes on the simulated host."""
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, clock: VirtualClock, cost: CostModel, pieces: Pieces = ITS_OWN
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        clock: VirtualClock,
+        cost: CostModel,
+        overrides: EngineOverrides = NO_OVERRIDES,
     ) -> None:
-        super().__init__(config, num_blocks, **pieces.given("policy", "make_pool", "hash_block"))
+        super().__init__(config, num_blocks, **overrides.given("policy", "make_pool", "hash_block"))
         self._clock, self._cost = clock, cost
 
     def schedule(self) -> SchedulerOutput:
@@ -123,9 +128,13 @@ class _SimulatedOutput:
     def result(self) -> ModelRunnerOutput:
         self.executor.clock.wait_until(self.done)
         ids = [
-            [self.executor.token_id(share.request_id, share.start + share.num_tokens - len(share.draft_token_ids))]
-            if share.samples
+            [
+                self.executor.token_id(
+                    scheduled.request_id, scheduled.start + scheduled.num_tokens - len(scheduled.draft_token_ids)
+                )
+            ]
+            if scheduled.samples
             else []
-            for share in self.plan.scheduled
+            for scheduled in self.plan.scheduled
         ]
         return ModelRunnerOutput(ids, seconds=self.seconds)

@@ -20,7 +20,7 @@ from teachllm.core.request import Request
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.observability.ceilings import known_ceilings
 from teachllm.engine.observability.step_roofline import StepRoofline
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.models.model_config import ModelConfig
 from teachllm.roofline import Ceilings
 from teachllm.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def simulate(
     num_blocks: int | None = None,
     *,
     cost: CostModel | None = None,
-    pieces: Pieces = ITS_OWN,
+    overrides: EngineOverrides = NO_OVERRIDES,
 ) -> Simulation:
     """Runs a workload through the engine on a pretended device.
 
@@ -69,7 +69,7 @@ def simulate(
         num_blocks: KV blocks; None is what the config asks for (`num_gpu_blocks_override`, `kv_cache_memory_bytes`), or
             without that room for all requests that may run at once.
         cost: how long steps take; None is `RooflineCost` with its defaults.
-        pieces: of the scheduler and its loop, see `engine/overrides.py`.
+        overrides: of the scheduler and its loop, see `engine/overrides.py`.
 
     Raises:
         ValueError: settings contradict each other, the ceilings are not known or for another dtype, or a request can
@@ -96,10 +96,10 @@ def simulate(
     )
     recorder = Recorder(lines.append, clock)
     recorder.key = None  # nobody's tokens are in it, and the same run gives the same lines
-    scheduler = HostScheduler(config, executor.num_blocks, clock, cost, pieces)
+    scheduler = HostScheduler(config, executor.num_blocks, clock, cost, overrides)
     roofline = StepRoofline(model, ceilings)
     core = EngineCore(
-        config, executor, recorder=recorder, clock=clock, roofline=roofline, scheduler=scheduler, pieces=pieces
+        config, executor, recorder=recorder, clock=clock, roofline=roofline, scheduler=scheduler, overrides=overrides
     )
     shape = {"path": model.path, "architecture": model.architecture, "dtype": model.dtype}
     machine = {"device": f"{ceilings.device}, simulated", "ceilings": asdict(ceilings)}

@@ -36,16 +36,16 @@ __all__ = ["AdaptiveLength", "FixedLength", "StepCost", "make_draft_length"]
 
 _MEMORY = 0.97  # of a request's last verifications, each counts so much less than the one after it
 _MEMORY_OF_ALL = 0.99
-_STRANGER = (2.0, 0.7)  # how many drafts the others' experience, or at first this guess, counts as
-_DOUBT = 4.0  # drafts that may as well have fallen, beside those that were seen
+_PRIOR_ACCEPTANCE = (2.0, 0.7)  # how many drafts the others' experience, or at first this guess, counts as
+_PRIOR_REJECTIONS = 4.0  # drafts that may as well have fallen, beside those that were seen
 
 _START, _STOP = 1.03, 0.98  # x plain: drafting begins above, and ends below
 _SWITCH = 1.02  # x what is done now: the length changes
 _HORIZON = 64  # steps in which a drafter's catching up must have paid
 _WORTH = 0.5  # of what it costs, a request's next draft must bring
 _ASK_AGAIN = 16  # steps until a request without drafts gets one, to see whether they hold by now
-_FEW = 16  # one of so many requests
-_MOMENT, _SLOW = 0.05, 8.0  # what a step counts for how slow the machine is now, and at most
+_TRIAL_DIVISOR = 16  # one of so many requests
+_SLOWNESS_STEP, _SLOW = 0.05, 8.0  # what a step counts for how slow the machine is now, and at most
 
 
 class FixedLength:
@@ -140,11 +140,11 @@ class AdaptiveLength:
         """As `StepTimes`."""
         return self._times.step_cost()
 
-    def _follows(self, share: ScheduledRequest) -> bool:
-        return share.num_next_drafts > 0 or self._followed.get(share.request_id, -1) >= share.start
+    def _follows(self, scheduled: ScheduledRequest) -> bool:
+        return scheduled.num_next_drafts > 0 or self._followed.get(scheduled.request_id, -1) >= scheduled.start
 
     def _rates(self, requests: Sequence[Request]) -> list[float]:
-        weight, guess = _STRANGER
+        weight, guess = _PRIOR_ACCEPTANCE
         others = weight * (self._num_held + weight * guess) / (self._num_tested + weight)
         return [(request.draft_hits + others) / (request.draft_trials + weight) for request in requests]
 
@@ -157,7 +157,7 @@ class AdaptiveLength:
             return 0.0  # that a drafter catches up with everybody has been weighed before
         if times.is_known(step.num_requests, levels) and not step.is_start:
             usual = times.seconds(step.num_requests, levels, step.num_drafts) + on_prompts
-            self._slowness += _MOMENT * (min(seconds / usual, _SLOW) - self._slowness)
+            self._slowness += _SLOWNESS_STEP * (min(seconds / usual, _SLOW) - self._slowness)
         worth = plain * (1 + self._num_accepted / step.num_requests)
         if levels != self._levels:
             worth /= self._gain
@@ -231,7 +231,7 @@ class AdaptiveLength:
         """Tries something, if anything is worth it and due."""
         num_requests, now, trials = len(requests), self._levels, self._trials
         load = num_requests.bit_length()
-        sure = self._num_tested / (self._num_tested + _DOUBT)
+        sure = self._num_tested / (self._num_tested + _PRIOR_REJECTIONS)
         for levels in sorted(range(1, len(options)), key=lambda levels: -options[levels].gain):
             if self._times.is_known(num_requests, levels):
                 trials.wait(load, levels)
@@ -248,7 +248,7 @@ class AdaptiveLength:
             return
         if trials.is_due(0, 0):
             few = sorted(requests, key=lambda request: request.num_computed_tokens)  # the least to catch up with
-            few = few[: max(num_requests // _FEW, 2)]
+            few = few[: max(num_requests // _TRIAL_DIVISOR, 2)]
             ratio = self._times.seconds(num_requests, 1, len(few)) / self._times.seconds(num_requests, 0, 0)
             request_ids = frozenset([each.request_id for each in few])
             if trials.try_few(request_ids, load, ratio, self._catch_up(few, num_requests)):

@@ -58,16 +58,16 @@ class EagleLayer(nn.Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """embeddings, x: [num_tokens, hidden_size]; x is the feature, for EAGLE already mixed with the embedding."""
-        h, stream = x, x
+        h, residual = x, x
         if self.is_third:
             normed, _ = self.hidden_norm(x)
-            stream = normed if self.norm_before_residual else x
+            residual = normed if self.norm_before_residual else x
             h = torch.cat((self.input_layernorm(embeddings)[0], normed), dim=-1)
         h = self.self_attn(h, angles, kv_cache, metadata)
-        y, stream = self.self_attn.o_proj.onto(stream, h)
-        h, stream = self.post_attention_layernorm(y, stream)
-        y, stream = self.mlp.down_proj.onto(stream, self.mlp(h))
-        return added_up(y, stream)
+        y, residual = self.self_attn.o_proj.add_to_residual(residual, h)
+        h, residual = self.post_attention_layernorm(y, residual)
+        y, residual = self.mlp.down_proj.add_to_residual(residual, self.mlp(h))
+        return added_up(y, residual)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""

@@ -85,16 +85,16 @@ class Step(NamedTuple):
     def of(plan: SchedulerOutput, followed: Mapping[str, int]) -> Step:
         num_tokens = num_drafts = num_asked = deepest = num_behind = 0
         is_decode = True
-        for share in plan.scheduled:
-            drafts = len(share.draft_token_ids)
-            num_tokens += share.num_tokens
+        for scheduled in plan.scheduled:
+            drafts = len(scheduled.draft_token_ids)
+            num_tokens += scheduled.num_tokens
             num_drafts += drafts
-            is_decode &= share.num_tokens == 1 + drafts
-            if share.samples:
-                num_asked += share.num_next_drafts
-                deepest = max(deepest, share.num_next_drafts)
-                if share.num_next_drafts:
-                    num_behind += max(share.start - followed.get(share.request_id, 0), 0)
+            is_decode &= scheduled.num_tokens == 1 + drafts
+            if scheduled.samples:
+                num_asked += scheduled.num_next_drafts
+                deepest = max(deepest, scheduled.num_next_drafts)
+                if scheduled.num_next_drafts:
+                    num_behind += max(scheduled.start - followed.get(scheduled.request_id, 0), 0)
         return Step(len(plan.scheduled), num_tokens, num_drafts, num_asked, deepest, num_behind, is_decode)
 
 

@@ -97,13 +97,13 @@ def figures(lines: Iterable[str | Event]) -> Figures:
     if forked is not None:
         began = forked["time"]
     duration = max((step["end"] for step in steps), default=began) - began
-    num_output = sum(share.get("num_sampled", 0) for step in steps for share in step["scheduled"])
+    num_output = sum(scheduled.get("num_sampled", 0) for step in steps for scheduled in step["scheduled"])
     wasted = _wasted(events, steps, config["block_size"]) if config["enable_kv_cache"] else None
     starts = [(request.first_start, request.num_prompt_tokens) for request in requests]
     admitted = [(start, num_prompt) for start, num_prompt in starts if start is not None]
     budget = config["max_num_batched_tokens"]
     device = [step["roofline"]["seconds"] for step in steps if "roofline" in step]
-    drafted = [share for step in steps for share in step["scheduled"] if _num_drafted(share)]
+    drafted = [scheduled for step in steps for scheduled in step["scheduled"] if _num_drafted(scheduled)]
     return Figures(
         duration=duration,
         num_steps=len(steps),
@@ -117,19 +117,19 @@ def figures(lines: Iterable[str | Event]) -> Figures:
         prefix_hit_rate=sum(start for start, _ in admitted) / sum(n for _, n in admitted) if admitted else 0.0,
         waste=None if wasted is None else _mean(empty / slots for empty, slots in wasted if slots),
         wasted_slots=None if wasted is None else _mean(empty for empty, _ in wasted),
-        budget_used=_mean(sum(share["num_tokens"] for share in step["scheduled"]) / budget for step in steps),
+        budget_used=_mean(sum(scheduled["num_tokens"] for scheduled in step["scheduled"]) / budget for step in steps),
         blocks_used=_mean(step["blocks"]["used"] / header["num_blocks"] for step in steps),
         device_busy=sum(device) / duration if len(device) == len(steps) and duration else None,
         num_drafts=len(drafted),
         num_draft_tokens=sum(map(_num_drafted, drafted)),
-        num_accepted_tokens=sum(share.get("num_accepted", 0) for share in drafted),
+        num_accepted_tokens=sum(scheduled.get("num_accepted", 0) for scheduled in drafted),
     )
 
 
-def _num_drafted(share: Event) -> int:
+def _num_drafted(scheduled: Event) -> int:
     """Drafts of a share that were verified, and by which the drafter stood; of one that came too late, none."""
-    num_draft: int = share.get("num_draft", 0) if share.get("num_sampled") else 0
-    return min(share.get("num_proposed", num_draft), num_draft)
+    num_draft: int = scheduled.get("num_draft", 0) if scheduled.get("num_sampled") else 0
+    return min(scheduled.get("num_proposed", num_draft), num_draft)
 
 
 @dataclass
@@ -154,11 +154,11 @@ def _requests(events: Sequence[Event]) -> list[_Request]:
             for known in event["requests"]:
                 request = by_id[known["request_id"]]
                 request.first_start, request.token_times = known.get("num_cached_tokens"), [*known["token_times"]]
-        for share in event.get("scheduled", ()):
-            request = by_id[share["request_id"]]
+        for scheduled in event.get("scheduled", ()):
+            request = by_id[scheduled["request_id"]]
             if request.first_start is None:
-                request.first_start = share["start"]
-            if share.get("num_sampled", 0):
+                request.first_start = scheduled["start"]
+            if scheduled.get("num_sampled", 0):
                 request.token_times.append(event["end"])
     return found
 
@@ -182,8 +182,8 @@ def _wasted(events: Sequence[Event], steps: Sequence[Event], block_size: int) ->
         if event["event"] != "step":
             continue
         while ahead < len(steps) and steps[ahead]["time"] < event["end"]:
-            for share in steps[ahead]["scheduled"]:
-                computed[share["request_id"]] = num_computed_after(share)
+            for scheduled in steps[ahead]["scheduled"]:
+                computed[scheduled["request_id"]] = num_computed_after(scheduled)
             ahead += 1
         held = ((n * block_size, computed.get(name, 0)) for name, n in table_lens.items())
         empty = sum(max(slots - filled, 0) for slots, filled in held)

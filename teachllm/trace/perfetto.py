@@ -57,8 +57,8 @@ def _step(line: Line, began: float) -> Iterator[Event]:
     yield {"ph": "b", "ts": _us(start), **span, "args": what}
     yield {"ph": "e", "ts": _us(end), **span}
     tokens: Counter[str] = Counter(prefill=0, decode=0)
-    for share in line["scheduled"]:
-        tokens[share["phase"]] += share["num_tokens"]
+    for scheduled in line["scheduled"]:
+        tokens[scheduled["phase"]] += scheduled["num_tokens"]
     requests = {"scheduled": len(line["scheduled"]), "waiting": len(line["waiting"])}
     for name, values in (("KV blocks", line["blocks"]), ("tokens", dict(tokens)), ("requests", requests)):
         yield {"ph": "C", "name": name, "pid": _ENGINE, "tid": _HOST, "ts": _us(end), "args": values}
@@ -112,21 +112,21 @@ class _Requests:
         for name in line["preempted"]:
             if name in self._row:
                 yield self._instant(name, "preempted", start)
-        for share in line["scheduled"]:
-            name = share["request_id"]
+        for scheduled in line["scheduled"]:
+            name = scheduled["request_id"]
             if name not in self._since:
                 continue  # it has ended, and its share came too late
             if name in self._reason:
                 yield from self._waited(name, start)
             begin = max(start, self._since[name])  # running ahead, steps overlap; what is shown of one does not
             names = ("start", "num_tokens", "num_draft", "num_proposed", "num_accepted")
-            args = {"step": line["step"], **{name: share[name] for name in names if name in share}}
-            if "next_draft" in share:
-                num_next, why = share["next_draft"]
+            args = {"step": line["step"], **{name: scheduled[name] for name in names if name in scheduled}}
+            if "next_draft" in scheduled:
+                num_next, why = scheduled["next_draft"]
                 args["next_draft"] = f"{num_next}: {why}"
-            if "text" in share:
-                args["text"] = "".join(share["text"])
-            yield _slice(share["phase"], _REQUESTS, self._row[name], begin, end, args)
+            if "text" in scheduled:
+                args["text"] = "".join(scheduled["text"])
+            yield _slice(scheduled["phase"], _REQUESTS, self._row[name], begin, end, args)
             self._since[name] = end
         for name, reason in line["finished"].items():
             yield from self._end(name, reason, end)

@@ -165,15 +165,15 @@ def _check_step(line: Line) -> None:
     load = line.get("expert_load", [])
     if not isinstance(load, list) or not all(map(_are_counts, load)):
         raise ReplayError(f"'expert_load' is {load!r}, not the tokens of each expert by layer")
-    for share in line["scheduled"]:
-        if not {"request_id", "start", "num_tokens", "phase"} <= share.keys():
+    for scheduled in line["scheduled"]:
+        if not {"request_id", "start", "num_tokens", "phase"} <= scheduled.keys():
             raise ReplayError("a share that does not say whose it is, its start, num_tokens and phase")
-        if share.get("num_sampled", 0) > share["num_tokens"]:
-            raise ReplayError(f"a share of {share['num_tokens']} tokens that yields {share['num_sampled']}")
-        match share.get("next_draft", [0, ""]):
+        if scheduled.get("num_sampled", 0) > scheduled["num_tokens"]:
+            raise ReplayError(f"a share of {scheduled['num_tokens']} tokens that yields {scheduled['num_sampled']}")
+        match scheduled.get("next_draft", [0, ""]):
             case [int(), str()]:
                 continue
-        raise ReplayError(f"'next_draft' of a share is {share['next_draft']!r}, not a number and a reason")
+        raise ReplayError(f"'next_draft' of a share is {scheduled['next_draft']!r}, not a number and a reason")
 
 
 def _check_ranks(line: Line) -> None:

@@ -26,7 +26,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=
 _OF_A_REQUEST = ("request_id", "num_prompt_tokens", "child_index", "seed", "priority", "max_len", "group")
 
 
-class StepTimes(NamedTuple):
+class StepTimestamps(NamedTuple):
     """Seconds on the recorder's clock: when the step was scheduled, how long each part took, when all was known."""
 
     time: float
@@ -78,7 +78,12 @@ class Recorder:
         self.write("error", scheduler, time=self.clock(), message=repr(error))
 
     def step(
-        self, plan: SchedulerOutput, updates: list[RequestUpdate], scheduler: Scheduler, times: StepTimes, **more: Any
+        self,
+        plan: SchedulerOutput,
+        updates: list[RequestUpdate],
+        scheduler: Scheduler,
+        times: StepTimestamps,
+        **more: Any,
     ) -> None:
         """One step, after its update; `more` is what the loop and the worker know."""
         sampled = {update.request.request_id: update for update in updates}
@@ -88,7 +93,9 @@ class Recorder:
             scheduler,
             step=plan.step,
             **times._asdict(),
-            scheduled=[self._share(share, sampled.get(share.request_id)) for share in plan.scheduled],
+            scheduled=[
+                self._scheduled_entry(scheduled, sampled.get(scheduled.request_id)) for scheduled in plan.scheduled
+            ],
             preempted=plan.preempted,
             finished={name: reason.value for name, u in sampled.items() if (reason := u.request.finish_reason)},
             waiting=waiting_of(scheduler),
@@ -96,23 +103,23 @@ class Recorder:
             **more,
         )
 
-    def _share(self, share: ScheduledRequest, update: RequestUpdate | None) -> dict[str, Any]:
-        num_draft, start = len(share.draft_token_ids), share.start
-        if update is not None and share.samples:  # a plan made ahead took all drafts in flight for accepted
+    def _scheduled_entry(self, scheduled: ScheduledRequest, update: RequestUpdate | None) -> dict[str, Any]:
+        num_draft, start = len(scheduled.draft_token_ids), scheduled.start
+        if update is not None and scheduled.samples:  # a plan made ahead took all drafts in flight for accepted
             num_known = len(update.request.token_ids) - len(update.new_token_ids)
-            start = num_known - (share.num_tokens - num_draft)
+            start = num_known - (scheduled.num_tokens - num_draft)
         entry: dict[str, Any] = {
-            "request_id": share.request_id,
+            "request_id": scheduled.request_id,
             "start": start,
-            "num_tokens": share.num_tokens,
-            "phase": "decode" if share.samples and share.num_tokens == 1 + num_draft else "prefill",
+            "num_tokens": scheduled.num_tokens,
+            "phase": "decode" if scheduled.samples and scheduled.num_tokens == 1 + num_draft else "prefill",
         }
         if num_draft:
             entry["num_draft"], entry["num_accepted"] = num_draft, update.num_accepted if update else 0
             if update is not None and update.num_drafted != num_draft:
                 entry["num_proposed"] = update.num_drafted
-        if share.why is not None:
-            entry["next_draft"] = [share.num_next_drafts, share.why]
+        if scheduled.why is not None:
+            entry["next_draft"] = [scheduled.num_next_drafts, scheduled.why]
         if update is not None and update.new_token_ids:
             entry["num_sampled"] = len(update.new_token_ids)
             if self._text is not None:

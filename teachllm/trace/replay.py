@@ -148,10 +148,10 @@ class Replay:
     def _apply_step(self, line: Line) -> None:
         for name in line["preempted"]:
             self._request(name).num_preemptions += 1
-        for share in line["scheduled"]:
-            request = self._request(share["request_id"])
+        for scheduled in line["scheduled"]:
+            request = self._request(scheduled["request_id"])
             if request.arrival["time"] <= line["time"]:  # else it is of one that had the id before, and too late
-                self._apply_share(request, share, line["end"])
+                self._apply_scheduled(request, scheduled, line["end"])
         for name, reason in line["finished"].items():
             self._end(self._request(name), reason, line["end"])
         for name, request in self._live.items():
@@ -166,14 +166,14 @@ class Replay:
                 setattr(request, name, known.get(name))
             self._place(request, line["waiting"].get(known["request_id"]))
 
-    def _apply_share(self, request: RequestState, share: Line, time: float) -> None:
-        request.num_computed_tokens = num_computed_after(share)
+    def _apply_scheduled(self, request: RequestState, scheduled: Line, time: float) -> None:
+        request.num_computed_tokens = num_computed_after(scheduled)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = share["start"]
-        request.output_ids += share.get("token_ids", ())
-        request.output_text += share.get("text", ())
-        request.num_output_tokens += share.get("num_sampled", 0)
-        request.token_times += [time] * share.get("num_sampled", 0)
+            request.num_cached_tokens = scheduled["start"]
+        request.output_ids += scheduled.get("token_ids", ())
+        request.output_text += scheduled.get("text", ())
+        request.num_output_tokens += scheduled.get("num_sampled", 0)
+        request.token_times += [time] * scheduled.get("num_sampled", 0)
 
     def _place(self, request: RequestState, wait: tuple[str, str] | None) -> None:
         if wait is None:
@@ -220,10 +220,10 @@ class Replay:
             raise ReplayError(f"{kind!r} is no block event")
 
 
-def num_computed_after(share: Line) -> int:
+def num_computed_after(scheduled: Line) -> int:
     """Tokens of a request whose KV is in the cache after its share of a step; rejected drafts do not count."""
-    num_rejected: int = share.get("num_draft", 0) - share.get("num_accepted", 0)
-    return share["start"] + share["num_tokens"] - num_rejected
+    num_rejected: int = scheduled.get("num_draft", 0) - scheduled.get("num_accepted", 0)
+    return scheduled["start"] + scheduled["num_tokens"] - num_rejected
 
 
 def state_text(blocks: list[list[Any]], free: list[int], tables: Mapping[str, list[int]]) -> str:

@@ -27,7 +27,7 @@ from torch import nn
 from teachllm.core.memory import KVCacheSpec
 from teachllm.distributed.group import Group, agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.shards import ALL, Slice
+from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.attention import Attention, AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
 from teachllm.models.model_config import ModelConfig
@@ -105,14 +105,18 @@ def calibrate(
     given = [_given(each) if stored == dtype else (None, None) for each in attentions]
     given = _agreed(given, ranks.tensor, device)
     lacks_some = any(scale is None for scales in given for scale in scales)
-    kv_heads = ranks.share(config.num_kv_heads).kv_heads
+    kv_heads = ranks.shard_spec(config.num_kv_heads).kv_heads
     if drafts or agreed_least(ranks.world, not lacks_some, device) == 0:
         ids = calibration_ids(Path(config.path), config.vocab_size, config.max_model_len)
         tokens, seen = _tokens(ids, kv_caches[0][0], device), _Seen()
         tokens[2].backend = seen
         features: dict[int, torch.Tensor] = {}
-        taps = {i: partial(_keep, features, i) for i in drafter.feature_layers} if drafter is not None else {}
-        hidden = model(*tokens[:2], kv_caches, tokens[2], **({"taps": taps} if taps else {}))
+        aux_hidden_states = (
+            {i: partial(_keep, features, i) for i in drafter.feature_layers} if drafter is not None else {}
+        )
+        hidden = model(
+            *tokens[:2], kv_caches, tokens[2], **({"aux_hidden_states": aux_hidden_states} if aux_hidden_states else {})
+        )
         _fill(attentions, given, seen.agreed(ranks.tensor, kv_heads), dtype)
     else:
         _fill(attentions, given, None, dtype)
@@ -202,8 +206,8 @@ def _tokens(ids: list[int], k_cache: torch.Tensor, device: torch.device) -> Flat
     return torch.tensor(ids, device=device), positions, metadata
 
 
-def _keep(features: dict[int, torch.Tensor], layer: int, stream: torch.Tensor) -> None:
-    features[layer] = stream.clone()  # which the layers go on with
+def _keep(features: dict[int, torch.Tensor], layer: int, residual: torch.Tensor) -> None:
+    features[layer] = residual.clone()  # which the layers go on with
 
 
 class _Seen:
@@ -221,7 +225,7 @@ class _Seen:
     def __init__(self) -> None:
         self.largest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def agreed(self, group: Group, kv_heads: Slice) -> torch.Tensor:
+    def agreed(self, group: Group, kv_heads: Shard) -> torch.Tensor:
         """[num_layers, 2 (K and V), num_kv_heads]: the largest of all ranks that have the same heads.
 
         Args:

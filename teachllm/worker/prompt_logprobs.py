@@ -15,7 +15,7 @@ from teachllm.sampling.sampler import Sampler
 from teachllm.worker.gpu.memory_needs import SAMPLED_AT_ONCE
 
 
-class PromptScores:
+class PromptLogprobs:
     """Which rows ask, and what they get.
 
     Args:
@@ -38,15 +38,18 @@ class PromptScores:
         """Forgets the request in `row`."""
         self._asked.pop(row, None)
 
-    def any_due(self, shares: Sequence[ScheduledRequest], rows: Sequence[int]) -> bool:
+    def any_due(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> bool:
         """Whether a step computes positions that predict prompt tokens of a request that asks."""
         if not self._asked:
             return False
-        return any(share.start + 1 < self._asked.get(row, (0, 0))[0] for share, row in zip(shares, rows, strict=True))
+        return any(
+            scheduled.start + 1 < self._asked.get(row, (0, 0))[0]
+            for scheduled, row in zip(scheduled_requests, rows, strict=True)
+        )
 
     def score(
         self,
-        shares: Sequence[ScheduledRequest],
+        scheduled_requests: Sequence[ScheduledRequest],
         rows: Sequence[int],
         starts: Sequence[int],
         hidden: torch.Tensor,
@@ -61,9 +64,9 @@ class PromptScores:
         """
         scored: list[list[TokenLogprobs] | None] = []
         first = 0
-        for share, row, start in zip(shares, rows, starts, strict=True):
+        for scheduled, row, start in zip(scheduled_requests, rows, starts, strict=True):
             num_prompt_tokens, num_top = self._asked.get(row, (0, 0))
-            count = min(start + share.num_tokens, num_prompt_tokens - 1) - start
+            count = min(start + scheduled.num_tokens, num_prompt_tokens - 1) - start
             entries: list[TokenLogprobs] = []
             if count > 0:
                 targets = token_ids[row, start + 1 : start + 1 + count].tolist()
@@ -71,5 +74,5 @@ class PromptScores:
                     logits = self._logits_of(hidden[first + i : first + min(i + SAMPLED_AT_ONCE, count)])
                     entries += self._sampler.prompt_logprobs(logits, targets[i : i + SAMPLED_AT_ONCE], num_top)
             scored.append(entries or None)
-            first += share.num_tokens
+            first += scheduled.num_tokens
         return scored

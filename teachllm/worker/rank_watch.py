@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from teachllm.distributed.group import Counts, Traffic
-from teachllm.distributed.layout import Place
+from teachllm.distributed.layout import RankCoords
 from teachllm.worker.executor import PendingOutput
 from teachllm.worker.gpu.launched_step import PendingStep
 
@@ -23,13 +23,13 @@ class RankWatch:
     """Watches the steps of this process.
 
     Args:
-        place: the rank's own.
+        coords: the rank's own.
         traffic: of all its groups.
         device: that computes.
     """
 
-    def __init__(self, place: Place, traffic: Traffic, device: torch.device) -> None:
-        self._place, self._traffic = place, traffic
+    def __init__(self, coords: RankCoords, traffic: Traffic, device: torch.device) -> None:
+        self._coords, self._traffic = coords, traffic
         self._began = 0.0
         traffic.spans = []
         if device.type == "cuda":
@@ -43,7 +43,7 @@ class RankWatch:
     def end(self, pending: PendingOutput) -> WatchedStep:
         """The step has been computed, or on a GPU launched."""
         end, device = time.perf_counter(), pending if isinstance(pending, PendingStep) else None
-        return WatchedStep(self._place, self._began, end, *self._take(), device)
+        return WatchedStep(self._coords, self._began, end, *self._take(), device)
 
     def _take(self) -> tuple[Counts, list[tuple[str, Any, Any]]]:
         """What was exchanged, from now on nothing."""
@@ -60,14 +60,14 @@ class WatchedStep:
 
     def __init__(
         self,
-        place: Place,
+        coords: RankCoords,
         begin: float,
         end: float,
         sent: Counts,
         spans: list[tuple[str, Any, Any]],
         device: PendingStep | None,
     ) -> None:
-        self._place, self._begin, self._end = place, begin, end
+        self._coords, self._begin, self._end = coords, begin, end
         self._sent, self._spans, self._device = sent, spans, device
 
     def result(self) -> dict[str, Any]:
@@ -76,9 +76,9 @@ class WatchedStep:
         if device is not None:
             seconds, end = device.seconds() or 0.0, time.perf_counter()
             begin = end - seconds
-        told: dict[str, Any] = {"stage": self._place.stage, "begin": begin, "end": end, "sent": self._sent}
-        if self._place.layout.replicas > 1:
-            told["replica"] = self._place.replica
+        told: dict[str, Any] = {"stage": self._coords.stage, "begin": begin, "end": end, "sent": self._sent}
+        if self._coords.layout.replicas > 1:
+            told["replica"] = self._coords.replica
         num_calls = sum(calls for calls, _ in self._sent.values())
         if len(self._spans) == num_calls:  # neither a graph nor a norm has exchanged anything
             told["exchanges"] = []

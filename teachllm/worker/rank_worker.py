@@ -14,15 +14,15 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.distributed.connect import connected
-from teachllm.distributed.layout import Place
-from teachllm.distributed.plan_codec import Told
+from teachllm.distributed.layout import RankCoords
+from teachllm.distributed.plan_codec import SampledTokens
 from teachllm.distributed.ranks import ALONE
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.cpu.model_runner import ModelRunner
-from teachllm.worker.executor import InProcessExecutor, PendingOutput, Ready
+from teachllm.worker.executor import InProcessExecutor, PendingOutput, ReadyOutput
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.rank_watch import RankWatch, WatchedStep
 
@@ -32,7 +32,7 @@ class Worker:
 
     Args:
         config: resolved for the model; `device` is this rank's own.
-        place: where it stands among the ranks.
+        coords: where it stands among the ranks.
         rendezvous: where they meet; None: it is alone.
         progress: called with (bytes loaded, bytes in all) while weights load.
         times_steps: outputs say how long their steps took, on a GPU, and elsewhere what load experts had; and one of
@@ -48,13 +48,13 @@ class Worker:
     def __init__(
         self,
         config: EngineConfig,
-        place: Place,
+        coords: RankCoords,
         rendezvous: Rendezvous | None = None,
         progress: Callable[[int, int], None] | None = None,
         *,
         times_steps: bool = False,
     ) -> None:
-        assert (rendezvous is not None) == (place.layout.num_connected > 1)
+        assert (rendezvous is not None) == (coords.layout.num_connected > 1)
         self._device = device = torch.device(config.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything makes a context on another one
@@ -63,7 +63,7 @@ class Worker:
         self._leaving = contextlib.ExitStack()
         ranks = ALONE
         if rendezvous is not None:
-            ranks = self._leaving.enter_context(connected(place, rendezvous, device))
+            ranks = self._leaving.enter_context(connected(coords, rendezvous, device))
         runner: GPUModelRunner | ModelRunner
         if device.type == "cuda":
             runner = GPUModelRunner(config, model, device, progress, drafter, ranks)
@@ -76,22 +76,22 @@ class Worker:
         self._watch: RankWatch | None = None
         self._watched: WatchedStep | None = None
         if times_steps and rendezvous is not None:
-            self._watch = RankWatch(place, ranks.world.traffic, device)
-        self._speaks, self._learns = place.speaks, not place.is_last_stage
+            self._watch = RankWatch(coords, ranks.world.traffic, device)
+        self._is_output_rank, self._receives_tokens = coords.is_output_rank, not coords.is_last_stage
         self._executor = InProcessExecutor(runner)
         self.num_blocks = self._executor.num_blocks
 
-    def learn(self, told: Sequence[Told]) -> None:
+    def receive_sampled_tokens(self, sampled_tokens: Sequence[SampledTokens]) -> None:
         """What was sampled in earlier steps, and is known since the plan before the one that is next."""
-        if self._learns:
-            for step, sampled_token_ids in told:
-                self._runner.learn(step, sampled_token_ids)
+        if self._receives_tokens:
+            for step, sampled_token_ids in sampled_tokens:
+                self._runner.receive_sampled_tokens(step, sampled_token_ids)
 
     def execute(self, plan: SchedulerOutput) -> PendingOutput | None:
         """Computes a plan, or on a GPU launches that. An empty one is a step that other replicas take.
 
         Returns:
-            What waits for the output, at the rank that speaks; None at any other.
+            What waits for the output, at the output rank; None at any other.
         """
         pending: PendingOutput
         if self._watch is not None:
@@ -100,11 +100,11 @@ class Worker:
             pending = self._executor.sample(self._executor.execute(plan))
         else:
             assert isinstance(self._runner, ModelRunner)
-            self._runner.serve()
-            pending = Ready(ModelRunnerOutput([]))
+            self._runner.execute_dummy_step()
+            pending = ReadyOutput(ModelRunnerOutput([]))
         if self._watch is not None:
             self._watched = self._watch.end(pending)
-        return pending if self._speaks else None
+        return pending if self._is_output_rank else None
 
     def take_watched(self) -> WatchedStep | None:
         """What it did in the step that has been executed, once; None if that failed, or nobody wants to know."""

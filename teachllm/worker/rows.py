@@ -58,7 +58,9 @@ class Rows:
             if row is not None:
                 for each in kept:
                     each.close_row(row)
-        new = [(share.request_id, share.new_row) for share in plan.scheduled if share.new_row is not None]
+        new = [
+            (scheduled.request_id, scheduled.new_row) for scheduled in plan.scheduled if scheduled.new_row is not None
+        ]
         if new:
             opened = [(self.open(request_id, new_row), new_row) for request_id, new_row in new]
             for each in kept:

@@ -11,7 +11,7 @@ import pytest
 from teachllm import LLM
 from teachllm.bench.batch import Batch
 from teachllm.bench.step_profile import Event, group_of, profile_decode, summarize
-from teachllm.roofline import Ceilings, Step, step_work
+from teachllm.roofline import Ceilings, StepShape, step_work
 
 FOLDER = Path(__file__).parent.parent.parent / "kernels" / "teachllm_kernels"
 CEILINGS = Ceilings("test", "float32", 1e9, 1e9, 1e12, 1e12)
@@ -39,7 +39,7 @@ def test_kernels_are_gathered_and_overlap_is_busy_once() -> None:
     [
         ("nvjet_sm90_tst_64x64_64x13_4x1_v_bz_TNT", "matrix products"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matrix products"),
-        ("_few_rows_linear", "matrix products"),
+        ("_skinny_gemm", "matrix products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
         ("_paged_prefill", "attention"),
         ("_pick", "sampling"),
@@ -56,13 +56,13 @@ KERNELS = {
         "_merge_splits",
     ],
     "matrix products": [
-        *("_few_rows_linear", "_fixed_linear", "_gemv", "_hopper_gated_linear", "_hopper_linear"),
+        *("_skinny_gemm", "_batch_invariant_gemm", "_gemv", "_hopper_gated_linear", "_hopper_linear"),
         *("_hopper_packed_linear", "_packed_gemv", "_packed_linear"),
         *("_hopper_scaled_mm", "_scaled_gemv", "_scaled_linear"),
-        "_grouped_linear",
+        "_grouped_gemm",
     ],
     "routing to experts": ["_combine", "_group", "_route"],
-    "exchanges of ranks": ["_one_shot_sum"],
+    "exchanges of ranks": ["_one_shot_all_reduce"],
     "drafts": [
         *("_accept_drafts", "_draft_inputs", "_draft_proposals", "_find_matches", "_following", "_propose"),
         *("_move_kv", "_push_drafts", "_synthetic_drafts"),
@@ -101,7 +101,7 @@ def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
     # Two requests with 5 + 5 + 5 tokens, 4 / 2 of them after the middle: the floors are the step's bytes, divided.
     total = sum(floor.ms for floor in steps.floors.values()) / 1000 * CEILINGS.read_bandwidth
     lens = [9 + 15 - 2, 20 + 15 - 2]
-    assert total == pytest.approx(step_work(llm.engine.model_config, Step([1, 1], lens, 2)).num_bytes)
+    assert total == pytest.approx(step_work(llm.engine.model_config, StepShape([1, 1], lens, 2)).num_bytes)
     llm.engine.close()
 
 

@@ -18,7 +18,7 @@ def make_running(name: str = "a", num_prompt: int = 4) -> Request:
 
 def launch(step: int, request: Request, drafts: list[int], samples: bool = True) -> SchedulerOutput:
     """A plan that computes all its known tokens and these drafts, with the books as the scheduler keeps them."""
-    start, num_tokens = request.num_computed_tokens, request.gap + len(drafts)
+    start, num_tokens = request.num_computed_tokens, request.num_uncomputed_tokens + len(drafts)
     request.num_computed_tokens += num_tokens
     request.num_in_flight_tokens += samples + len(drafts)
     request.last_step = step

@@ -68,11 +68,11 @@ def test_a_stop_at_the_last_possible_token_is_a_stop() -> None:
 
 def test_the_gap_is_known_and_expected_tokens_less_computed_ones() -> None:
     request = make_request()
-    assert request.gap == 3
+    assert request.num_uncomputed_tokens == 3
     request.num_computed_tokens = 3
     request.num_in_flight_tokens = 3  # one sampled, two drafts
     assert request.num_expected_tokens == 6
-    assert request.gap == 3
+    assert request.num_uncomputed_tokens == 3
 
 
 def test_a_row_is_a_copy_of_what_the_worker_needs() -> None:
@@ -92,7 +92,7 @@ def test_a_row_is_a_copy_of_what_the_worker_needs() -> None:
         (Wait(WaitReason.BEHIND_HEAD), "behind the head of the queue"),
         (Wait(WaitReason.TOKEN_BUDGET, 40, 3), "needs 40 tokens of the step's budget, 3 left"),
         (Wait(WaitReason.SEQUENCE_LIMIT, 9, 8), "would be running request 9, the limit is 8"),
-        (Wait(WaitReason.NO_FREE_BLOCKS, 5, 2), "needs 5 blocks, 2 left by running requests"),
+        (Wait(WaitReason.NO_FREE_BLOCKS, 5, 2), "needs 5 blocks, 2 free"),
         (Wait(WaitReason.STATIC_BATCH, 4), "the batch of 4 must drain first"),
         (Wait(WaitReason.PREEMPTED), "preempted: its blocks were taken back"),
     ],

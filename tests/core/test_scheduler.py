@@ -117,7 +117,7 @@ def test_accepted_drafts_are_appended_and_rejected_ones_rolled_back() -> None:
     (changed,) = update(scheduler, plan, a=[11, 9])
     assert (changed.new_token_ids, changed.num_accepted) == ([11, 9], 1)
     assert request.output_token_ids == [7, 11, 9]
-    assert (request.num_computed_tokens, request.num_in_flight_tokens, request.gap) == (6, 0, 1)
+    assert (request.num_computed_tokens, request.num_in_flight_tokens, request.num_uncomputed_tokens) == (6, 0, 1)
     assert request.num_committed_blocks == 1  # tokens 4 to 7 are not all known
     share = schedule(scheduler).scheduled[0]
     assert (share.start, share.num_tokens, share.new_block_ids) == (6, 1, [])
@@ -349,7 +349,7 @@ def test_a_request_waits_for_blocks() -> None:
     add(scheduler, "a", 12)
     add(scheduler, "b", 12)
     schedule(scheduler)
-    assert waits(scheduler) == {"b": "needs 3 blocks, 2 left by running requests"}
+    assert waits(scheduler) == {"b": "needs 3 blocks, 2 free"}
 
 
 def test_a_newcomer_with_priority_waits_while_running_requests_are_short_of_blocks() -> None:
@@ -360,7 +360,7 @@ def test_a_newcomer_with_priority_waits_while_running_requests_are_short_of_bloc
     add(scheduler, "c", 2, priority=-1)
     schedule(scheduler)
     assert waits(scheduler) == {
-        "c": "needs 1 blocks, 0 left by running requests",
+        "c": "needs 1 block, 0 free",
         "b": "preempted: its blocks were taken back",
     }
 

@@ -36,10 +36,10 @@ class ThroughHost:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._group.all_reduce(x.cpu()))
 
-    def unsummed(self, x: torch.Tensor) -> torch.Tensor:
+    def deferred_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self.all_reduce(x)
 
-    def open_mailbox(self, *of_rows: Any) -> None:
+    def open_symmetric_buffer(self, *of_rows: Any) -> None:
         pass
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,11 +64,11 @@ class ThroughHost:
 def through_host(ranks: Ranks) -> Ranks:
     """With groups that take tensors of a GPU."""
     groups = (ranks.tensor, ranks.world, ranks.experts)
-    return Ranks(ranks.place, *(ThroughHost(group) if group.size > 1 else group for group in groups))
+    return Ranks(ranks.coords, *(ThroughHost(group) if group.size > 1 else group for group in groups))
 
 
 def boxes_in(folder: Path, num_ranks: int, num_rows: int, size: int) -> list[torch.Tensor]:
-    """Of a `Mailbox` of each rank, in files that all map; empty where there were none."""
+    """Of a `SymmetricBuffer` of each rank, in files that all map; empty where there were none."""
     shape = (NUM_SLOTS, num_ranks, num_rows, size)
     boxes = []
     for rank in range(num_ranks):
@@ -84,7 +84,7 @@ def _run(work: Callable[[Ranks], T], layout: Layout, number: int, port: int, tim
     torch.set_num_threads(1)
     rendezvous, device = Rendezvous("127.0.0.1", port), torch.device(f"cuda:{number}" if on_gpus else "cpu")
     replica, rank = divmod(number, layout.num_ranks)
-    with connected(layout.place(rank, replica), rendezvous, device, timeout_s=timeout_s) as ranks:
+    with connected(layout.coords(rank, replica), rendezvous, device, timeout_s=timeout_s) as ranks:
         return work(ranks)
 
 

@@ -70,7 +70,7 @@ def numbers_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def load_rank(folder: Path, layout: Layout, rank: int) -> None:
     config = EngineConfig(model=str(folder))
-    load_model(load_model_config(config), config, CPU, ranks=Ranks(layout.place(rank), *[_Named(layout.tensor)] * 2))
+    load_model(load_model_config(config), config, CPU, ranks=Ranks(layout.coords(rank), *[_Named(layout.tensor)] * 2))
 
 
 class _Named:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from teachllm.distributed.layout import Layout
-from teachllm.distributed.shards import Cut, Slice, cut
+from teachllm.distributed.shards import Shard, ShardDestination, shard_destination
 from teachllm.models import random_weights
 from teachllm.models.random_weights import fill_parts_randomly
 from tests.checkpoints import OWN, build_config, make_checkpoint
@@ -55,10 +55,10 @@ def test_a_part_is_drawn_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     whole = torch.empty(24, 12)
     fill_parts_randomly([("weight", whole)], seed=0)
     assert whole.std() == pytest.approx(12**-0.5, rel=0.2) and whole.unique().numel() == whole.numel()
-    for rows, columns in [(Slice(1, 3), Slice()), (Slice(0, 2), Slice(2, 4)), (Slice(), Slice(1, 2))]:
+    for rows, columns in [(Shard(1, 3), Shard()), (Shard(0, 2), Shard(2, 4)), (Shard(), Shard(1, 2))]:
         part = torch.empty(24 // rows.count, 12 // columns.count)
-        fill_parts_randomly([("weight", cut(part, rows, columns))], seed=0)
+        fill_parts_randomly([("weight", shard_destination(part, rows, columns))], seed=0)
         assert torch.equal(part, whole[rows.of(24), columns.of(12)])
     assert max(size[0] for size in drawn) == 5
     empty = torch.empty(0, 12)
-    fill_parts_randomly([("weight", Cut(empty, (slice(24, 24), slice(0, 12)), (24, 12)))], seed=0)
+    fill_parts_randomly([("weight", ShardDestination(empty, (slice(24, 24), slice(0, 12)), (24, 12)))], seed=0)

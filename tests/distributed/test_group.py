@@ -103,7 +103,7 @@ def record_and_replay() -> tuple[list[float], list[float], Counts, list[float]]:
         x.fill_(number)
         found.append(graphs.replay("sum").tolist())
     counts = group.traffic.take()
-    RankWatch(Layout(2).place(0), group.traffic, device).begin()
+    RankWatch(Layout(2).coords(0), group.traffic, device).begin()
     group.all_reduce(x)
     assert graphs.capture("timed", lambda: group.all_reduce(x * 2))
     torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.shards import Cut
+from teachllm.distributed.shards import ShardDestination
 from teachllm.distributed.stages import Stage
 from teachllm.layers.embedding import Embedding
 from teachllm.models.loader import load_model
@@ -32,8 +32,8 @@ LENGTHS = [40, 9, 23]
 class OneRank(Stage):
     """A rank's part as if it were the whole."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().compute_logits(hidden) if self._ranks.place.is_last_stage else hidden
+    def logits(self, hidden: torch.Tensor, **form: bool) -> torch.Tensor:
+        return super().logits(hidden, **form) if self._ranks.coords.is_last_stage else hidden
 
 
 def run(folder: str, layout: Layout, sequences: list[torch.Tensor], **settings: Any) -> list[list[torch.Tensor]]:
@@ -42,7 +42,7 @@ def run(folder: str, layout: Layout, sequences: list[torch.Tensor], **settings: 
     whole = load_model_config(config)
 
     def work(ranks: Ranks) -> list[torch.Tensor]:
-        model, own = load_model(whole, config, CPU, ranks=ranks), model_of_rank(whole, ranks.place)
+        model, own = load_model(whole, config, CPU, ranks=ranks), model_of_rank(whole, ranks.coords)
         part = OneRank(model, ranks, whole.hidden_size, torch.float32)
         return logits_by_schedule(part, own, sequences, random_schedule(LENGTHS, 3), torch.float32, block_size=4)
 
@@ -98,17 +98,17 @@ def test_what_cannot_be_shared_equally_is_refused_with_the_sizes_that_do(tmp_pat
 def test_what_runs_through_transformers_is_not_shared(tmp_path: Path) -> None:
     config = EngineConfig(model=make_checkpoint("gemma2", tmp_path))
     with pytest.raises(ModelError, match="Gemma2ForCausalLM runs through transformers' code, of which no rank"):
-        model_of_rank(load_model_config(config), Layout(2, 1).place(0))
+        model_of_rank(load_model_config(config), Layout(2, 1).coords(0))
 
 
 def test_ranks_hold_together_what_the_whole_holds(tmp_path: Path) -> None:
     config = EngineConfig(model=make_checkpoint("llama2", tmp_path), load_format="dummy")
     whole: ModelConfig = load_model_config(config)
     layout = Layout(2, 3)
-    parts = [model_of_rank(whole, layout.place(rank)) for rank in range(layout.num_ranks)]
+    parts = [model_of_rank(whole, layout.coords(rank)) for rank in range(layout.num_ranks)]
     assert sum(part.num_layers for part in parts) == layout.tensor * whole.num_layers
     assert all(part.num_kv_heads * layout.tensor == whole.num_kv_heads for part in parts)
-    assert model_of_rank(whole, ALONE.place) == replace(whole)
+    assert model_of_rank(whole, ALONE.coords) == replace(whole)
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen3"])  # with a head of its own, and tied
@@ -129,14 +129,14 @@ def test_rows_of_no_token_are_never_the_best() -> None:
     table = torch.randn(9, 16)  # of 8 ranks the fifth has one token, and those behind it none
 
     def work(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
-        share = ranks.share(num_kv_heads=8)
-        embedding = Embedding(9, 16, share.part, share.group)
+        shard = ranks.shard_spec(num_kv_heads=8)
+        embedding = Embedding(9, 16, shard.part, shard.group)
         place = embedding.destination
-        assert isinstance(place, Cut)
-        place.place.copy_(table[place.ranges])
+        assert isinstance(place, ShardDestination)
+        place.target.copy_(table[place.ranges])
         hidden = embedding(torch.arange(9))
         logits = embedding.logits(-100.0 * hidden)  # all are far below the 0 of an empty row
-        return hidden, Columns(9, share.group).argmax(logits)
+        return hidden, Columns(9, shard.group).argmax(logits)
 
     for hidden, best in on_ranks(Layout(tensor=8), work):
         assert torch.equal(hidden, table)
@@ -154,13 +154,13 @@ def test_what_a_rank_lacks_of_spread_experts_is_known_before_it_is_loaded(
     def work(ranks: Ranks) -> tuple[int, ModelConfig]:
         model = load_model(whole, config, CPU, ranks=ranks)
         held = [weight.nbytes for layer in model.layers for weight in layer.mlp.parameters() if weight.dim() == 3]
-        return sum(held), model_of_rank(whole, ranks.place)
+        return sum(held), model_of_rank(whole, ranks.coords)
 
     found = on_ranks(layout, work)
     norm = whole.hidden_size * 4
     for stage in range(layout.pipeline):
         of_stage = found[stage :: layout.num_ranks]
-        with_all = model_of_rank(whole, Layout(1, layout.pipeline).place(stage))
+        with_all = model_of_rank(whole, Layout(1, layout.pipeline).coords(stage))
         in_all = sum(held for held, _ in of_stage)
         for held, own in of_stage:
             assert 0 < held < in_all

@@ -10,7 +10,7 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.peer_memory import Whereabouts, most_rows, reaches
 from teachllm.distributed.ranks import Ranks
 from teachllm.worker.gpu.cuda_graphs import Graphs
-from teachllm_kernels.comm.one_shot_all_reduce import Unsummed
+from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 from tests.distributed.processes import on_processes
 
 SIZE = 256
@@ -37,10 +37,10 @@ def sum_through_memory(ranks: Ranks) -> list[list[float]]:
     group, device = ranks.tensor, torch.device("cuda", ranks.tensor.rank)
     assert isinstance(group, ProcessGroup)
     torch.cuda.set_device(device)
-    group.open_mailbox(SIZE, torch.float32, device)
+    group.open_symmetric_buffer(SIZE, torch.float32, device)
     graphs: Graphs[torch.Tensor] = Graphs(device)
     x, found = torch.zeros(4, SIZE, device=device), []
-    assert isinstance(group.unsummed(x), Unsummed)
+    assert isinstance(group.deferred_all_reduce(x), DeferredAllReduce)
     group.all_reduce(x)  # as everybody has begun
     assert graphs.capture("sum", lambda: group.all_reduce(group.all_reduce(x) + 1))
     for number in range(20):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
-from teachllm.distributed.shards import ALL, Slice
+from teachllm.distributed.shards import ALL, Shard
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import load_model_config
 from teachllm.models.model_of_rank import model_of_rank
@@ -25,7 +25,7 @@ from tests.distributed.test_model_parts import run
 from tests.quantization.formats import FORMATS, write_checkpoint, write_dequantized
 
 SEQUENCES: Any = [torch.arange(5, 45), torch.arange(100, 109), torch.arange(300, 323)]
-PARTS = [ALL, Slice(0, 2), Slice(1, 2), Slice(2, 4), Slice(3, 4)]
+PARTS = [ALL, Shard(0, 2), Shard(1, 2), Shard(2, 4), Shard(3, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def assert_same(found: Any, alone: Any) -> None:
 
 
 @given(st.sampled_from(list(FORMATS)), st.sampled_from(PARTS), st.sampled_from(PARTS), st.sampled_from([1, 2]))
-def test_a_part_dequantizes_to_the_same_values(name: str, rows: Slice, columns: Slice, scale: int) -> None:
+def test_a_part_dequantizes_to_the_same_values(name: str, rows: Shard, columns: Shard, scale: int) -> None:
     shape = (256 * scale, 512 * scale)
     quantized = FORMATS[name].quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     ranges = rows.of(shape[0]), columns.of(shape[1])
@@ -98,7 +98,7 @@ def test_what_quantization_saves_is_counted_at_the_stage_that_has_it(unquantized
     write_checkpoint("fp8", unquantized, tmp_path / "quantized", without="layers.2.")
     config = EngineConfig(model=str(tmp_path / "quantized"), dtype="bfloat16")
     layout, whole = Layout(1, 2), load_model_config(config, "cuda")
-    first, last = (model_of_rank(whole, layout.place(rank)) for rank in range(2))
+    first, last = (model_of_rank(whole, layout.coords(rank)) for rank in range(2))
     assert stage_layers(parse(whole.raw), 2)[1] == range(2, 3)
     assert last.active_bytes == 2 * last.num_active_parameters and last.num_w8a8_parameters == 0
     assert first.active_bytes + last.active_bytes == whole.active_bytes < 2 * whole.num_active_parameters

@@ -14,11 +14,11 @@ MESSAGES = [bytes([index % 251]) * (index * 37 % 500) for index in range(200)]
 
 
 def ring(
-    num_readers: int = 2, slot_bytes: int = 64, num_slots: int = 4, seconds_awake: float = 0.0
+    num_readers: int = 2, slot_bytes: int = 64, num_slots: int = 4, spin_seconds: float = 0.0
 ) -> tuple[RingWriter, list[RingReader]]:
     """Both ends in this process: the readers have copies, as those in other processes do."""
     writer = RingWriter(num_readers, slot_bytes, num_slots)
-    readers = [RingReader(end._replace(**_copies(end)), seconds_awake) for end in writer.ends]
+    readers = [RingReader(end._replace(**_copies(end)), spin_seconds) for end in writer.ends]
     writer.hand_over()
     return writer, readers
 
@@ -27,10 +27,10 @@ def _copies(end: object) -> dict[str, int]:
     return {name: os.dup(getattr(end, name)) for name in ("memory", "filled", "emptied")}
 
 
-@pytest.mark.parametrize("seconds_awake", [0.0, 0.001, 60.0])
-def test_all_readers_get_all_messages_also_those_larger_than_the_ring(seconds_awake: float) -> None:
+@pytest.mark.parametrize("spin_seconds", [0.0, 0.001, 60.0])
+def test_all_readers_get_all_messages_also_those_larger_than_the_ring(spin_seconds: float) -> None:
     before = num_descriptors()
-    writer, readers = ring(seconds_awake=seconds_awake)
+    writer, readers = ring(spin_seconds=spin_seconds)
     found: list[list[bytes]] = [[] for _ in readers]
 
     def read(index: int) -> None:

@@ -31,7 +31,7 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.gpu.launched_step import PendingStep
-from teachllm_kernels.comm.one_shot_all_reduce import Mailbox
+from teachllm_kernels.comm.one_shot_all_reduce import SymmetricBuffer
 from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.processes import boxes_in, on_processes, through_host
 from tests.distributed.threads import on_ranks
@@ -68,7 +68,7 @@ def work(
     of_device = {"device": device, "block_size": 4 if device == "cpu" else 16, "async_scheduling": False}
     config = EngineConfig(model=folder, **of_device, **limits)
     model = load_model_config(config, device)
-    config, layout = config.resolve(model.max_model_len), ranks.place.layout
+    config, layout = config.resolve(model.max_model_len), ranks.coords.layout
     runner = make_runner(config, model, torch.device(device), ranks=ranks)
     scheduler = Scheduler(config, runner.memory.num_blocks, b"")
     draw = random.Random(1)
@@ -93,14 +93,14 @@ def work(
             flying.append((plan, output.result() if isinstance(output, PendingStep) else output))
             if counts_bytes:
                 counted, expected = ranks.world.traffic.take(), predicted(ranks, model, plan, requests[0])
-                assert counted == expected, f"rank {ranks.place.rank} sent {counted}, predicted were {expected}"
+                assert counted == expected, f"rank {ranks.coords.rank} sent {counted}, predicted were {expected}"
         if len(flying) >= layout.pipeline or not plan.scheduled:
             oldest, output = flying.popleft()
             told = torch.tensor([ids[0] if ids else -1 for ids in output.sampled_token_ids])
             ranks.world.broadcast(told, layout.stage(layout.pipeline - 1)[0])
             output.sampled_token_ids = [[i] if i >= 0 else [] for i in told.tolist()]
-            if not ranks.place.is_last_stage:
-                runner.learn(oldest.step, output.sampled_token_ids)
+            if not ranks.coords.is_last_stage:
+                runner.receive_sampled_tokens(oldest.step, output.sampled_token_ids)
             scheduler.update(oldest, output)
     return {request.request_id: list(request.token_ids) for request in requests}
 
@@ -118,7 +118,7 @@ def serve_or_run(ranks: Ranks, folder: str, num_tokens: Sequence[int]) -> list[t
     runner = ModelRunner(config, model, torch.device("cpu"), ranks=ranks)
     moe = runner.model.experts
     holders = spread(moe.num_experts, ranks.experts.size)
-    num_own = num_tokens[ranks.place.replica]
+    num_own = num_tokens[ranks.coords.replica]
     found = []
     for step in range(3):
         chosen: list[torch.Tensor] = []
@@ -133,12 +133,12 @@ def serve_or_run(ranks: Ranks, folder: str, num_tokens: Sequence[int]) -> list[t
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(models_moe, "route", route)
             if num_own:
-                ids = [(7 * step + 3 * i + ranks.place.replica) % VOCAB_SIZE for i in range(num_own)]
+                ids = [(7 * step + 3 * i + ranks.coords.replica) % VOCAB_SIZE for i in range(num_own)]
                 row = NewRow(ids, num_own, SamplingParams(temperature=0.0), 0, 1, frozenset())
                 share = ScheduledRequest(str(step), 0, num_own, [], True, 0, [*range(-(-num_own // 4))], row)
                 runner.sample(runner.execute(SchedulerOutput(step, [share], [str(step - 1)] if step else [])))
             else:
-                runner.serve()
+                runner.execute_dummy_step()
         counted = ranks.world.traffic.take()
         twins, each = ranks.tensor, -(-num_own // ranks.tensor.size)
         rows = []
@@ -147,19 +147,19 @@ def serve_or_run(ranks: Ranks, folder: str, num_tokens: Sequence[int]) -> list[t
             goes = [sum(bool(set(token) & set(held)) for token in dispatched) for held in holders]
             comes = ranks.experts.all_gather(torch.tensor(goes))[:, ranks.experts.rank].tolist()
             rows.append((sum(goes) - goes[ranks.experts.rank], sum(comes) - comes[ranks.experts.rank]))
-        sizes = (model_of_rank(model, ranks.place).num_layers, model.hidden_size, 4, num_own, int(num_own > 0))
-        found.append((counted, step_bytes(ranks.place, *sizes, top_k=moe.top_k, rows=rows)))
+        sizes = (model_of_rank(model, ranks.coords).num_layers, model.hidden_size, 4, num_own, int(num_own > 0))
+        found.append((counted, step_bytes(ranks.coords, *sizes, top_k=moe.top_k, rows=rows)))
     return found
 
 
 def predicted(ranks: Ranks, model: ModelConfig, plan: SchedulerOutput, request: Request) -> Counts:
     """Of a plan for requests that are all like this one."""
-    num_layers = model_of_rank(model, ranks.place).num_layers
+    num_layers = model_of_rank(model, ranks.coords).num_layers
     num_sampled = sum(share.samples for share in plan.scheduled)
     sampled = [num_sampled]
     if request.sampling_params.top_k > 0:
         sampled += [num_sampled, num_told(request.sampling_params.top_k, Columns(model.vocab_size, ranks.tensor))]
-    return step_bytes(ranks.place, num_layers, model.hidden_size, 4, plan.num_tokens, *sampled)
+    return step_bytes(ranks.coords, num_layers, model.hidden_size, 4, plan.num_tokens, *sampled)
 
 
 def generate(folder: str, layout: Layout, params: dict[str, Any]) -> list[dict[str, list[int]]]:
@@ -233,7 +233,9 @@ def through_memory(ranks: Ranks, boxes: Path, **more: Any) -> dict[str, list[int
     with pytest.MonkeyPatch.context() as patch:
         interpret(patch)
         assert isinstance(ranks.tensor, ProcessGroup)
-        ranks.tensor._mailbox = Mailbox(ranks.tensor.rank, boxes_in(boxes, 2, NUM_BOX_ROWS, HIDDEN_SIZE))
+        ranks.tensor._symmetric_buffer = SymmetricBuffer(
+            ranks.tensor.rank, boxes_in(boxes, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
+        )
         return work(ranks, make_runner=InterpretedRunner, **more)
 
 
@@ -257,7 +259,7 @@ def test_interpreted_stages_sample_what_one_alone_does(folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there, memory is shared by `open_mailbox`")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there, memory is shared by `open_symmetric_buffer`")
 def test_interpreted_ranks_that_write_to_each_other_sample_what_one_alone_does(folder: str, tmp_path: Path) -> None:
     params = PARAMS["random"] | FEW_TOKENS
     [expected] = generate(folder, Layout(), params)

@@ -8,23 +8,23 @@ import time
 import pytest
 
 from teachllm.config import EngineConfig
-from teachllm.distributed.spin_wait import seconds_awake, wait_awake
+from teachllm.distributed.spin_wait import spin_seconds, spin_until
 
 
 def test_who_is_awake_asks_until_it_is_so() -> None:
     answers = iter([False, False, True])
-    wait_awake(lambda: next(answers), 60.0)
+    spin_until(lambda: next(answers), 60.0)
     assert list(answers) == []
 
 
 def test_who_is_awake_goes_to_sleep_after_a_while() -> None:
     began = time.monotonic()
-    wait_awake(lambda: False, 0.05)
+    spin_until(lambda: False, 0.05)
     assert 0.05 <= time.monotonic() - began < 5.0
 
 
 def test_who_is_not_to_stay_awake_does_not_even_ask() -> None:
-    wait_awake(lambda: pytest.fail("asked"), 0.0)
+    spin_until(lambda: pytest.fail("asked"), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_only_processes_of_gpus_stay_awake_and_only_if_others_have_cores_too(
 ) -> None:
     config = EngineConfig(model="teachlm", device=device, tensor_parallel_size=2, data_parallel_size=2)  # 6 processes
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)), raising=False)
-    assert (seconds_awake(config) > 0) == is_awake
+    assert (spin_seconds(config) > 0) == is_awake

@@ -48,10 +48,10 @@ class ThreadGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(torch.stack(self._exchanged(x)).sum(0))
 
-    def unsummed(self, x: torch.Tensor) -> torch.Tensor:
+    def deferred_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self.all_reduce(x)
 
-    def open_mailbox(self, *of_rows: Any) -> None:
+    def open_symmetric_buffer(self, *of_rows: Any) -> None:
         pass
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def on_ranks(layout: Layout, work: Callable[[Ranks], T]) -> list[T]:
 
     def run(number: int) -> T:
         replica, rank = divmod(number, layout.num_ranks)
-        place = layout.place(rank, replica)
+        place = layout.coords(rank, replica)
         tensor: Group = ThreadGroup(stages[replica][place.stage], place.tensor_rank)
         among = ThreadGroup(experts[place.stage], place.expert_rank) if layout.replicas > 1 else tensor
         try:

@@ -28,9 +28,9 @@ from teachllm_kernels.attention.paged_decode import fused_paged_decode, paged_de
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
 from teachllm_kernels.attention.prefill_plan import plan_prefill
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
-from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, Mailbox, Unsummed, one_shot_sum
+from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, DeferredAllReduce, SymmetricBuffer, one_shot_all_reduce
 from teachllm_kernels.linear import skinny_gemm
-from teachllm_kernels.linear.batch_invariant_gemm import fixed_linear_triton
+from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.gemv import gemv_triton
 from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.linear.hopper_linear import hopper_linear, hopper_scaled_linear
@@ -45,7 +45,7 @@ from teachllm_kernels.linear.scaled.quantize_rows import empty_rows, quantize_ro
 from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_triton
 from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton
 from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm
-from teachllm_kernels.linear.skinny_gemm import few_rows_linear_triton
+from teachllm_kernels.linear.skinny_gemm import skinny_gemm_triton
 from teachllm_kernels.moe.grouped_gemm import grouped_gated_triton, grouped_onto_triton
 from teachllm_kernels.moe.moe_routing import combine_triton, group_triton, route_triton
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
@@ -116,15 +116,17 @@ def compile_small(dtype: torch.dtype) -> None:
     silu_and_mul_triton(x)
     gemv_triton(x[:1], weight, norm=(x[0], 1e-6), gated=True)
     gemv_triton(x[:1], weight, bias=bias, residual=torch.zeros(1, 32, dtype=dtype))
-    few_rows_linear_triton(x, weight, gated=True)
-    few_rows_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype))
-    fixed_linear_triton(x, weight, bias)
-    fixed_linear_triton(x, torch.zeros(8192, 4096, dtype=dtype))
+    skinny_gemm_triton(x, weight, gated=True)
+    skinny_gemm_triton(x, torch.zeros(8192, 4096, dtype=dtype))
+    batch_invariant_gemm_triton(x, weight, bias)
+    batch_invariant_gemm_triton(x, torch.zeros(8192, 4096, dtype=dtype))
     rms_norm_triton(torch.zeros(8, 2, 4096), x, x[0], 1e-6)
     for num_ranks in (2, 4):
-        mailbox = Mailbox(1, [torch.zeros(NUM_SLOTS, num_ranks, 8, x.shape[1], dtype=dtype)] * num_ranks)
-        rms_norm_triton(Unsummed(x, mailbox), x, x[0], 1e-6)
-        one_shot_sum(x, mailbox)
+        symmetric_buffer = SymmetricBuffer(
+            1, [torch.zeros(NUM_SLOTS, num_ranks, 8, x.shape[1], dtype=dtype)] * num_ranks
+        )
+        rms_norm_triton(DeferredAllReduce(x, symmetric_buffer), x, x[0], 1e-6)
+        one_shot_all_reduce(x, symmetric_buffer)
     cache = torch.zeros(2, 16, 8, 128, dtype=dtype)
     kv_write_triton(cache[0, :2], cache[0, :2], cache, cache, ints(2, dtype=torch.int64))
     qkv, angle = torch.zeros(2, 32, 128, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
@@ -241,8 +243,8 @@ def compile_large_tiles() -> None:
     for module in (skinny_gemm, paged_decode, paged_prefill):
         module.shared_memory = lambda device: SHARED_MEMORY[80]
     x, weight = torch.zeros(2, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
-    few_rows_linear_triton(x, weight, gated=True)
-    few_rows_linear_triton(x, weight)
+    skinny_gemm_triton(x, weight, gated=True)
+    skinny_gemm_triton(x, weight)
     packed_linear.shared_memory = lambda device: SHARED_MEMORY[90]
     with_quantized = pack(torch.zeros(64, 4096, dtype=torch.uint8), torch.zeros(64, 32, dtype=torch.bfloat16), None, 4)
     architectures[:], all_architectures = [90], list(architectures)

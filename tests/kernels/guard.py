@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from teachllm_kernels.attention.kv_move import KVMover
-from teachllm_kernels.comm.one_shot_all_reduce import Mailbox
+from teachllm_kernels.comm.one_shot_all_reduce import SymmetricBuffer
 
 
 class _Bounds:
@@ -48,7 +48,7 @@ def guard(patch: pytest.MonkeyPatch) -> None:
     bounds, builder = _Bounds(), interpreter.InterpreterBuilder
     init, load, store = interpreter.GridExecutor._init_args_hst, builder.create_masked_load, builder.create_masked_store
     by_address: list[torch.Tensor] = []  # what a kernel knows by its address alone
-    init_mover, init_mailbox = KVMover.__init__, Mailbox.__init__
+    init_mover, init_symmetric_buffer = KVMover.__init__, SymmetricBuffer.__init__
 
     def guarded_init(executor: Any, args: Any, kwargs: Any) -> Any:
         found = init(executor, args, kwargs)
@@ -68,12 +68,12 @@ def guard(patch: pytest.MonkeyPatch) -> None:
         init_mover(self, caches)
         by_address[:] = [tensor for cache in caches for tensor in cache]
 
-    def guarded_mailbox(self: Any, rank: int, boxes: Any, owner: object = None) -> None:
-        init_mailbox(self, rank, boxes, owner)
+    def guarded_symmetric_buffer(self: Any, rank: int, boxes: Any, owner: object = None) -> None:
+        init_symmetric_buffer(self, rank, boxes, owner)
         by_address[:] = boxes
 
     patch.setattr(interpreter.GridExecutor, "_init_args_hst", guarded_init)
     patch.setattr(builder, "create_masked_load", guarded_load)
     patch.setattr(builder, "create_masked_store", guarded_store)
     patch.setattr(KVMover, "__init__", guarded_mover)
-    patch.setattr(Mailbox, "__init__", guarded_mailbox)
+    patch.setattr(SymmetricBuffer, "__init__", guarded_symmetric_buffer)

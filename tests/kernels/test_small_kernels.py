@@ -12,7 +12,7 @@ from teachllm_kernels.attention.rope_kv_write import rope_kv_write_reference, ro
 from teachllm_kernels.linear import skinny_gemm
 from teachllm_kernels.linear.gemv import gemv_reference, gemv_triton
 from teachllm_kernels.linear.hopper_linear import hopper_linear
-from teachllm_kernels.linear.skinny_gemm import few_rows_linear_triton
+from teachllm_kernels.linear.skinny_gemm import skinny_gemm_triton
 from teachllm_kernels.rms_norm import rms_norm_reference, rms_norm_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
@@ -150,9 +150,7 @@ def test_gemv(
     st.booleans(),
     st.sampled_from(DTYPES),
 )
-def test_few_rows_linear(
-    num_rows: int, sizes: tuple[int, int], has_bias: bool, gated: bool, dtype: torch.dtype
-) -> None:
+def test_skinny_gemm(num_rows: int, sizes: tuple[int, int], has_bias: bool, gated: bool, dtype: torch.dtype) -> None:
     num_in, num_out = sizes
     if DEVICE.type == "cpu":  # fewer programs, as many splits
         num_out = min(num_out, 130)
@@ -160,9 +158,9 @@ def test_few_rows_linear(
     x, weight = randn(num_rows, num_in, dtype=dtype), randn(rows, num_in, dtype=dtype) * num_in**-0.5
     bias = randn(rows, dtype=dtype) if has_bias else None
     expected = gemv_reference(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
-    first = few_rows_linear_triton(x, weight, bias, gated)
+    first = skinny_gemm_triton(x, weight, bias, gated)
     assert_near(first, expected)
-    assert torch.equal(first, few_rows_linear_triton(x, weight, bias, gated))  # whoever arrives last
+    assert torch.equal(first, skinny_gemm_triton(x, weight, bias, gated))  # whoever arrives last
 
 
 @given(st.integers(1, 40_000), st.integers(1, 40_000))
@@ -175,7 +173,7 @@ def test_columns_are_shared_only_where_arrivals_are_counted(num_in: int, num_out
 def test_launchers_refuse_what_they_would_compute_wrongly() -> None:
     x, weight = torch.zeros(17, 16, device=DEVICE), torch.zeros(32, 16, device=DEVICE)
     with pytest.raises(AssertionError):
-        few_rows_linear_triton(x, weight)
+        skinny_gemm_triton(x, weight)
     with pytest.raises(AssertionError):
         gemv_triton(x[:2], weight)
     with pytest.raises(AssertionError):

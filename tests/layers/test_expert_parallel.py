@@ -57,7 +57,7 @@ def test_every_replica_gets_back_what_all_experts_make_of_its_tokens(
 
     def work(ranks: Ranks) -> torch.Tensor:
         exchange = AllToAll(ranks.experts, holders, twins=ranks.tensor)
-        return exchange(part_of(whole, holders[ranks.place.expert_rank]), *given[ranks.place.replica])
+        return exchange(part_of(whole, holders[ranks.coords.expert_rank]), *given[ranks.coords.replica])
 
     for number, found in enumerate(on_ranks(layout, work)):
         x, routes = given[number // num_twins]
@@ -70,13 +70,13 @@ def test_a_row_goes_once_to_a_rank_and_only_where_it_has_an_expert(whole: Expert
 
     def work(ranks: Ranks) -> list[int]:
         seen: list[int] = []
-        part = part_of(whole, holders[ranks.place.expert_rank])
+        part = part_of(whole, holders[ranks.coords.expert_rank])
 
         def experts(rows: torch.Tensor, of_rows: Routes) -> torch.Tensor:
             seen.extend((x == row).all(1).nonzero().item() for row in rows)
             return part(rows, of_rows)
 
-        own = slice(4 * ranks.place.replica, 4 * ranks.place.replica + 4)
+        own = slice(4 * ranks.coords.replica, 4 * ranks.coords.replica + 4)
         AllToAll(ranks.experts, holders, ranks.tensor)(experts, x[own], Routes(*(each[own] for each in routes)))
         return seen
 
@@ -89,7 +89,7 @@ def test_ranks_with_the_same_tokens_add_up(whole: Experts) -> None:
     holders = spread(NUM_EXPERTS, 2)
 
     def work(ranks: Ranks) -> torch.Tensor:
-        return SameTokens(ranks.tensor)(part_of(whole, holders[ranks.place.expert_rank]), x, routes)
+        return SameTokens(ranks.tensor)(part_of(whole, holders[ranks.coords.expert_rank]), x, routes)
 
     for found in on_ranks(Layout(2, 1, True), work):
         torch.testing.assert_close(found, whole(x, routes), atol=1e-5, rtol=1e-5)

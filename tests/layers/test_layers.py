@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from teachllm.distributed.shards import Slice
+from teachllm.distributed.shards import Shard
 from teachllm.layers import dense_weight
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
 from teachllm.layers.attention_backends.base import AttentionSettings
@@ -162,7 +162,7 @@ def test_of_one_row_ranks_add_bias_and_residual_once(bias: bool) -> None:
     expected = whole.one_row(x, residual=residual)
     parts = []
     for rank in range(2):
-        part, columns = Slice(rank, 2), slice(32 * rank, 32 * rank + 32)
+        part, columns = Shard(rank, 2), slice(32 * rank, 32 * rank + 32)
         layer = Linear(32, {"o_proj": 24}, bias, columns=part, group=OneOfTwo(rank))
         layer.weight.weight.data = whole.weight.weight.data[:, columns].contiguous()
         if bias:

@@ -11,7 +11,7 @@ import pytest
 
 from teachllm.core.block_pool import Block, BlockPool
 from teachllm.core.policy import FirstComeFirstServed
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.exercise import VERDICT_TYPE, Exercise, Wrong, check, run_with
 from teachllm_lessons.guard import TooLong, run_guarded
 from teachllm_lessons.watch import NoProgress, Watch
@@ -100,12 +100,12 @@ class Closed(FirstComeFirstServed):
 
 def test_a_pool_that_loses_blocks_is_found_out() -> None:
     for pool in (Leaky, Greedy):
-        ran = run_guarded(lambda pool=pool: run_with(Pieces(make_pool=pool)), 30)
+        ran = run_guarded(lambda pool=pool: run_with(EngineOverrides(make_pool=pool)), 30)
         assert ran.error is not None and "block" in str(ran.error).lower()
 
 
 def test_a_policy_that_admits_nobody_does_not_hang() -> None:
-    ran = run_guarded(lambda: run_with(Pieces(policy=Closed())), 30)
+    ran = run_guarded(lambda: run_with(EngineOverrides(policy=Closed())), 30)
     assert isinstance(ran.error, NoProgress) and "nothing is computed any more" in str(ran.error)
 
 

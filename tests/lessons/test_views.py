@@ -49,7 +49,7 @@ def test_a_picture_is_the_same_each_time(watch: Watch) -> None:
 
 def test_a_step_is_told_in_words(watch: Watch) -> None:
     step = watch.step()
-    assert set(step.shares) == {"A", "B"}
+    assert set(step.scheduled) == {"A", "B"}
     text = step._repr_markdown_()
     assert "| A | decode: computes token" in text
     assert "| C | waits | would be running request 3, the limit is 2 |" in text

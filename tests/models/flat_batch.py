@@ -66,7 +66,7 @@ def logits_by_schedule(
         )
         input_ids = torch.cat([sequences[request][begin:end] for request, begin, end in spans])
         with torch.inference_mode():
-            logits = model.compute_logits(model(input_ids, positions, kv_caches, metadata))
+            logits = model.logits(model(input_ids, positions, kv_caches, metadata))
         for (request, _, end), rows in zip(spans, logits.split(query_lens), strict=True):
             parts[request].append(rows)
             done[request] = end

@@ -40,7 +40,7 @@ def described(folder: Path, name: str, device_type: str = "cuda", **changes: Any
 def part(model: ModelConfig, layout: Layout, rank: int) -> LlamaForCausalLM:
     """Its weights are sizes only."""
     with torch.device("meta"):
-        return LlamaForCausalLM(parse(model.raw), model.max_model_len, ranks=Ranks(layout.place(rank)))
+        return LlamaForCausalLM(parse(model.raw), model.max_model_len, ranks=Ranks(layout.coords(rank)))
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -53,7 +53,7 @@ def test_a_rank_has_the_bytes_that_were_predicted(name: str, tmp_path: Path) -> 
         for rank in range(layout.num_ranks):
             own = part(model, layout, rank)
             tensors = [*own.parameters(), *own.buffers()]
-            assert model_of_rank(model, layout.place(rank)).weight_bytes == 4 * sum(each.numel() for each in tensors)
+            assert model_of_rank(model, layout.coords(rank)).weight_bytes == 4 * sum(each.numel() for each in tensors)
 
 
 def test_idle_experts_are_counted_where_they_are(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_idle_experts_are_counted_where_they_are(tmp_path: Path) -> None:
             found = sum(
                 each.numel() for name, each in part(model, layout, rank).named_parameters() if "norm" not in name
             )
-            said = model_of_rank(model, layout.place(rank))
+            said = model_of_rank(model, layout.coords(rank))
             assert found <= said.num_parameters < found * 1.01  # norms besides
             assert said.num_active_parameters < said.num_parameters
 
@@ -73,21 +73,21 @@ def test_a_cpu_holds_a_tied_head_twice_where_one_stage_has_both_ends(tmp_path: P
     vocabulary = 512 * 64 * 4
     gpu = replace(model, device_type="cuda")
     for layout, twice in ((Layout(2, 1), vocabulary // 2), (Layout(1, 2), 0)):
-        place = layout.place(0)
+        place = layout.coords(0)
         assert model_of_rank(model, place).weight_bytes - model_of_rank(gpu, place).weight_bytes == twice
 
 
 def test_whole_experts_are_as_wide_on_a_rank_as_on_all(tmp_path: Path) -> None:
     config = parse(described(tmp_path, "qwen3_moe", moe_intermediate_size=4096).raw)
-    whole, cut = (of_rank(config, Layout(2, 1, spreads).place(1)) for spreads in (True, False))
+    whole, cut = (of_rank(config, Layout(2, 1, spreads).coords(1)) for spreads in (True, False))
     assert peak_width(whole) - peak_width(cut) == 3 * 2048  # a token's three experts may all be one rank's
 
 
 def test_an_intermediate_size_that_no_layer_has_need_not_be_shared(tmp_path: Path) -> None:
     all_sparse: dict[str, Any] = {"intermediate_size": 97, "mlp_only_layers": []}
-    of_rank(parse(described(tmp_path, "qwen3_moe", **all_sparse).raw), Layout(2, 1).place(0))
+    of_rank(parse(described(tmp_path, "qwen3_moe", **all_sparse).raw), Layout(2, 1).coords(0))
     with pytest.raises(ModelError, match=r"does not divide the model's intermediate_size \(97\): set tensor"):
-        of_rank(parse(described(tmp_path, "qwen3_moe", intermediate_size=97).raw), Layout(2, 1).place(0))
+        of_rank(parse(described(tmp_path, "qwen3_moe", intermediate_size=97).raw), Layout(2, 1).coords(0))
 
 
 def slowest(config: LlamaConfig, stages: list[range]) -> int:

@@ -130,7 +130,7 @@ def test_products(name: str, num_rows: int) -> None:
     assert_near(weight.product(x, bias), expected + bias.double(), expected + bias.double())
     stream = rows_of(num_rows)[:, :1].expand(-1, NUM_OUT).contiguous()
     total = expected + stream.double()
-    y, kept = weight.onto(stream.clone(), x, None)
+    y, kept = weight.add_to_residual(stream.clone(), x, None)
     parts = 0.0 if y is None else y.double() if y.dim() == 2 else y.double().sum(0)
     assert_near(kept.double() + parts, total, total)
 
@@ -171,6 +171,6 @@ def test_what_a_norm_gives_where_it_quantizes(name: str) -> None:
     assert isinstance(rows, QuantizedRows)
     expected = product(quantized, x)
     assert_near(weight.product(rows, None), expected, expected)
-    y, stream = weight.onto(torch.zeros_like(expected, dtype=DTYPE), rows, None)
+    y, stream = weight.add_to_residual(torch.zeros_like(expected, dtype=DTYPE), rows, None)
     assert_near(y.double() if y.dim() == 2 else y.double().sum(0), expected, expected)
     assert not stream.any()

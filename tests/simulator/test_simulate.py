@@ -12,7 +12,7 @@ from teachllm import EngineConfig, SamplingParams
 from teachllm.core.policy import FirstComeFirstServed
 from teachllm.core.request import Request
 from teachllm.engine.llm_engine import Engine
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm.roofline import Ceilings
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
@@ -213,10 +213,10 @@ def test_a_policy_of_ones_own_can_be_tried() -> None:
     workload = Workload(num_requests=50, prompt_len=(10, 2000), output_len=4)
     model = shape("qwen3-8b")
     usual = run(workload, model, max_num_seqs=4).figures
-    shortest = run(workload, model, max_num_seqs=4, more={"pieces": Pieces(policy=ShortestFirst())}).figures
+    shortest = run(workload, model, max_num_seqs=4, more={"overrides": EngineOverrides(policy=ShortestFirst())}).figures
     assert shortest.ttft.mean < 0.9 * usual.ttft.mean
     with pytest.raises(RuntimeError, match="the policy admits nobody: see its opens_batch"):
-        run(workload, more={"pieces": Pieces(policy=Closed())})
+        run(workload, more={"overrides": EngineOverrides(policy=Closed())})
 
 
 def test_without_a_number_of_blocks_the_settings_decide_or_nobody_wants_for_one() -> None:

@@ -121,7 +121,7 @@ def test_ids_and_positions_that_it_does_not_have_are_never_looked_up() -> None:
             seen.extend((input_ids.tolist(), positions.tolist()))
             return torch.zeros(2, 3)
 
-        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        def logits(self, hidden: torch.Tensor, **form: bool) -> torch.Tensor:
             return torch.ones(2, 5)
 
     class Batch:

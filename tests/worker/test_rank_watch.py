@@ -11,11 +11,11 @@ import torch
 from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.distributed.group import Traffic
 from teachllm.distributed.layout import Layout
-from teachllm.worker.executor import Ready
+from teachllm.worker.executor import ReadyOutput
 from teachllm.worker.gpu.launched_step import PendingStep
 from teachllm.worker.rank_watch import RankWatch
 
-OVER = Ready(ModelRunnerOutput([]))
+OVER = ReadyOutput(ModelRunnerOutput([]))
 
 
 class Event:
@@ -56,7 +56,7 @@ def exchange(traffic: Traffic, operation: str, num_bytes: int, seconds: float = 
 
 def test_on_a_cpu_a_step_is_over_with_its_call_and_waits_are_part_of_exchanges() -> None:
     traffic = Traffic()
-    watch = RankWatch(Layout(2, 2).place(3), traffic, torch.device("cpu"))
+    watch = RankWatch(Layout(2, 2).coords(3), traffic, torch.device("cpu"))
     exchange(traffic, "broadcast", 4)  # before the step
     before = time.perf_counter()
     watch.begin()
@@ -76,7 +76,7 @@ def test_on_a_cpu_a_step_is_over_with_its_call_and_waits_are_part_of_exchanges()
 def test_on_a_gpu_all_is_measured_back_from_when_the_host_learned_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     traffic = Traffic()
-    watch = RankWatch(Layout(2, 1).place(0), traffic, torch.device("cuda"))
+    watch = RankWatch(Layout(2, 1).coords(0), traffic, torch.device("cuda"))
     watch.begin()
     Event.now = 5.0
     exchange(traffic, "all_reduce", 100)
@@ -89,7 +89,7 @@ def test_on_a_gpu_all_is_measured_back_from_when_the_host_learned_of_it(monkeypa
 
 def test_what_a_graph_exchanged_is_counted_and_not_timed() -> None:
     traffic = Traffic()
-    watch = RankWatch(Layout(2, 1, True, 2).place(0, 1), traffic, torch.device("cpu"))
+    watch = RankWatch(Layout(2, 1, True, 2).coords(0, 1), traffic, torch.device("cpu"))
     with traffic.recorded() as recorded:
         exchange(traffic, "all_reduce", 100)
     watch.begin()

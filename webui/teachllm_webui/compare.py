@@ -99,9 +99,9 @@ class Tally:
     def _add(self, line: Line, replay: Replay) -> None:
         self._step = line["step"]
         counts = self._step > self._since
-        for share in line["scheduled"]:
-            if share.get("num_sampled") and share["request_id"] in self._arrived:
-                wait = self._step - max(self._arrived.pop(share["request_id"]), self._since)
+        for scheduled in line["scheduled"]:
+            if scheduled.get("num_sampled") and scheduled["request_id"] in self._arrived:
+                wait = self._step - max(self._arrived.pop(scheduled["request_id"]), self._since)
                 self._waits += [wait] if counts else []
         if not counts:
             return
@@ -110,4 +110,4 @@ class Tally:
             empty = sum(max(len(r.table) * replay.block_size - r.num_computed_tokens, 0) for r in live)
             self._wasted.append(empty / used)
         self._preemptions += len(line["preempted"])
-        self._most_tokens = max(self._most_tokens, sum(share["num_tokens"] for share in line["scheduled"]))
+        self._most_tokens = max(self._most_tokens, sum(scheduled["num_tokens"] for scheduled in line["scheduled"]))

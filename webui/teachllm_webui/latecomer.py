@@ -41,7 +41,7 @@ class Latecomer:
         elif kind in ("abort", "stop") and line["request_id"] not in known:
             line = {"event": "other", "time": line["time"], "block_events": line["block_events"]}
         elif kind == "step":
-            line["scheduled"] = [share for share in line["scheduled"] if share["request_id"] in known]
+            line["scheduled"] = [scheduled for scheduled in line["scheduled"] if scheduled["request_id"] in known]
             line["preempted"] = [name for name in line["preempted"] if name in known]
             for field in ("finished", "waiting"):
                 line[field] = {name: value for name, value in line[field].items() if name in known}

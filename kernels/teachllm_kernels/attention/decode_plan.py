@@ -30,7 +30,7 @@ TILE = 64  # keys; a split is a whole number of tiles, except a sequence's last 
 LOG2_E = 1.4426950408889634  # converts scores to base 2 (as `DecodePlan.lse` is): the hardware computes exp2
 MAX_FUSED = 8  # sequences up to which the portable fused kernel is faster than two kernels
 _SPLITS_OF_ONE = 64  # splits per sequence at most, on average
-_FEW = 8  # so few sequences have splits of nearly the same length in any order
+_MAX_UNSORTED_SEQS = 8  # so few sequences have splits of nearly the same length in any order
 _MULTIPROCESSORS = 128  # of 132: a few are left to other kernels
 _SHORTEST = 16  # keys per tile at least: tensor cores multiply that many at once
 _FIELDS = 8  # per item, see `DecodePlan`
@@ -279,7 +279,7 @@ def plan_decode(
         max_items=max_splits(num_seqs, num_kv_heads, shape),
         window=window if window is not None else 2**31 - 1,
         SEQS=triton.next_power_of_2(num_seqs),
-        SORTED=num_seqs > _FEW,
+        SORTED=num_seqs > _MAX_UNSORTED_SEQS,
         TILE=TILE,
     )
 

@@ -4,7 +4,7 @@ A ring of n GPUs sends the fewest bytes, in 2 (n - 1) steps that wait for each o
 takes 20 ns to send, and a step takes microseconds: so here every rank sends its whole part to all others at once, and
 adds up what arrived. Two GPUs send no more than in a ring.
 
-    rank 0's mailbox   slot 0   from 1 | from 2 | ...        Each sender fills its own place in a slot, without a flag:
+    rank 0's buffer    slot 0   from 1 | from 2 | ...        Each sender fills its own place in a slot, without a flag:
                        slot 1   from 1 | from 2 | ...        a place is empty as long as it holds a -0.0, which is
                        slot 2   from 1 | from 2 | ...        never sent (0.0 is sent instead), and the reader waits.
 
@@ -33,7 +33,7 @@ _SLOTS = tl.constexpr(NUM_SLOTS)
 _WORDS = {2: torch.int16, 4: torch.int32}  # the same bits as integers
 
 
-class Mailbox:
+class SymmetricBuffer:
     """One rank's receive buffer and its addresses of all other ranks' buffers.
 
     Args:
@@ -60,7 +60,7 @@ class Mailbox:
         self._slots = torch.zeros(self.num_rows, dtype=torch.int32, device=own.device)  # the next slot of each row
 
     def takes(self, y: torch.Tensor) -> bool:
-        """Return whether y can be summed through this mailbox."""
+        """Return whether y can be summed through this symmetric buffer."""
         return y.dim() == 2 and len(y) <= self.num_rows and y.shape[1] == self.size and y.dtype == self.dtype
 
     @property
@@ -69,19 +69,19 @@ class Mailbox:
         return self._addresses, self._own, self._slots, self.num_rows
 
 
-class Unsummed(NamedTuple):
+class DeferredAllReduce(NamedTuple):
     """A deferred sum over ranks: the operation that reads it adds the parts up; this rank holds its own part.
 
     Attributes:
-        part: [num_rows, size], which the mailbox takes.
+        part: [num_rows, size], which the symmetric buffer takes.
     """
 
     part: torch.Tensor
-    mailbox: Mailbox
+    symmetric_buffer: SymmetricBuffer
 
     def sum(self) -> torch.Tensor:
         """Return the sum, [num_rows, size]."""
-        return one_shot_sum(self.part, self.mailbox)
+        return one_shot_all_reduce(self.part, self.symmetric_buffer)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def sum_over_ranks(
 
     Args:
         own: [BLOCK] of this rank's part.
-        addresses_ptr, box_ptr, slots_ptr, num_box_rows: from a `Mailbox`.
+        addresses_ptr, box_ptr, slots_ptr, num_box_rows: from a `SymmetricBuffer`.
         row, column, inside: the row, and [BLOCK] its columns and whether they exist.
     """
     WORD: tl.constexpr = box_ptr.dtype.element_ty
@@ -127,7 +127,7 @@ def sum_over_ranks(
 
 
 @triton.jit
-def _one_shot_sum(
+def _one_shot_all_reduce(
     y_ptr, total_ptr, addresses_ptr, box_ptr, slots_ptr,
     num_box_rows, size,
     BLOCK: tl.constexpr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, PDL: tl.constexpr,
@@ -145,29 +145,29 @@ def _one_shot_sum(
     tl.store(total_ptr + at, whole.to(total_ptr.dtype.element_ty), mask=inside)
 
 
-def one_shot_sum(y: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
+def one_shot_all_reduce(y: torch.Tensor, symmetric_buffer: SymmetricBuffer) -> torch.Tensor:
     """Return the sum of all ranks' y. Every rank must call this.
 
     Args:
-        y: [num_rows, size], contiguous, which the mailbox takes.
+        y: [num_rows, size], contiguous, which the symmetric buffer takes.
 
     Returns:
         A tensor of the same shape and dtype, accumulated in float32.
     """
-    assert mailbox.takes(y) and y.is_contiguous()
-    total, block = torch.empty_like(y), triton.next_power_of_2(mailbox.size)
-    addresses, box, slots, num_box_rows = mailbox.arguments
-    _one_shot_sum[(len(y),)](
+    assert symmetric_buffer.takes(y) and y.is_contiguous()
+    total, block = torch.empty_like(y), triton.next_power_of_2(symmetric_buffer.size)
+    addresses, box, slots, num_box_rows = symmetric_buffer.arguments
+    _one_shot_all_reduce[(len(y),)](
         y_ptr=y,
         total_ptr=total,
         addresses_ptr=addresses,
         box_ptr=box,
         slots_ptr=slots,
         num_box_rows=num_box_rows,
-        size=mailbox.size,
+        size=symmetric_buffer.size,
         BLOCK=block,
-        RANK=mailbox.rank,
-        NUM_RANKS=mailbox.num_ranks,
+        RANK=symmetric_buffer.rank,
+        NUM_RANKS=symmetric_buffer.num_ranks,
         num_warps=min(max(block // 256, 1), 16),
         **launch_options(y.device),
     )

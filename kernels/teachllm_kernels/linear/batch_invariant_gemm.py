@@ -15,13 +15,13 @@ import torch
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 from teachllm_kernels.linear.dense_gemm import cost, linear_reference
 
-__all__ = ["cost", "fixed_linear_triton", "linear_reference"]
+__all__ = ["batch_invariant_gemm_triton", "cost", "linear_reference"]
 
 _WIDE = 8192  # columns from which on wide tiles, which read x less often, still keep most multiprocessors busy
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # otherwise one row would get its own kernel
-def _fixed_linear(
+def _batch_invariant_gemm(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     num_rows, num_out,
     NUM_IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -55,7 +55,9 @@ def _fixed_linear(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
 
 
-def fixed_linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def batch_invariant_gemm_triton(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute `linear_reference` for contiguous tensors; accumulate in float32, each row as if it were alone."""
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     if x.data_ptr() % 16:
@@ -63,7 +65,7 @@ def fixed_linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     out = x.new_empty((num_rows, num_out))
     options = _tile(num_out, x.dtype)
     programs = triton.cdiv(num_rows, options["BLOCK_M"]) * triton.cdiv(num_out, options["BLOCK_N"])
-    _fixed_linear[(programs,)](
+    _batch_invariant_gemm[(programs,)](
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=bias,

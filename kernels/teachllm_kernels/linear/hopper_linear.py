@@ -17,7 +17,7 @@ A chain of such products does not wait for arithmetic but for the start of each:
                    scales of rows and columns. Group and block scales are applied per tile, see `hopper_blocks.py`
 
 The definition is `linear_reference`, for quantized operands `scaled_linear_reference`. The kernel is written in Gluon,
-Triton's lower level, where buffers, barriers and copies have names. The portable kernels are `few_rows_linear`, up to
+Triton's lower level, where buffers, barriers and copies have names. The portable kernels are `skinny_gemm`, up to
 16 rows, and `scaled_linear`.
 
 Sources: CUDA C++ Programming Guide, "Asynchronous Data Copies using the Tensor Memory Accelerator" and "Programmatic

@@ -23,12 +23,12 @@ _PARTS_WANTED = 128  # programs for a product in parts: nearly as many as there 
 _ONE_BLOCK = 192  # rows of x that one program can take; more are two blocks of 128
 # Up to this many rows of x: (rows per program, further rows). A narrow weight gets fewer if half of the places would be
 # idle, and instead of more parts, all of which the next norm must read.
-_FEW = ((8, 8, 0), (16, 16, 0), (32, 32, 0))
-_MANY = ((160, 128, 32), (_ONE_BLOCK, 128, 64), (MAX_ROWS, 128, 0))
+_SMALL_SIZES = ((8, 8, 0), (16, 16, 0), (32, 32, 0))
+_LARGE_SIZES = ((160, 128, 32), (_ONE_BLOCK, 128, 64), (MAX_ROWS, 128, 0))
 _GROUPED = 64  # rows per product with group scales, whose sums and scaled sums share the registers
-_SIZES = (*_FEW, (64, 64, 0), (96, 64, 32), (128, 128, 0), *_MANY)
-_SIZES_OF_NARROW = (*_FEW, (64, 64, 0), (128, 64, 0), *_MANY)
-_SIZES_OF_NARROW_PARTS = (*_FEW, (64, 32, 0), (_ONE_BLOCK, 64, 0), (MAX_ROWS, 128, 0))
+_SIZES = (*_SMALL_SIZES, (64, 64, 0), (96, 64, 32), (128, 128, 0), *_LARGE_SIZES)
+_SIZES_OF_NARROW = (*_SMALL_SIZES, (64, 64, 0), (128, 64, 0), *_LARGE_SIZES)
+_SIZES_OF_NARROW_PARTS = (*_SMALL_SIZES, (64, 32, 0), (_ONE_BLOCK, 64, 0), (MAX_ROWS, 128, 0))
 
 
 @dataclass(frozen=True, slots=True)

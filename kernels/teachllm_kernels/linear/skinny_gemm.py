@@ -20,7 +20,7 @@ import torch
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.linear.dense_gemm import cost
 
-__all__ = ["MAX_ROWS", "cost", "few_rows_linear_triton"]
+__all__ = ["MAX_ROWS", "cost", "skinny_gemm_triton"]
 
 MAX_ROWS = 16  # at 32 a library's kernel is as fast, at 64 faster, see benchmarks/NOTES.md
 _BLOCK_N = 64
@@ -28,7 +28,7 @@ _BLOCKS_WANTED = 64  # programs; more programs, with less in flight each, read n
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # it differs from batch to batch
-def _few_rows_linear(
+def _skinny_gemm(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     num_rows, num_out,
     NUM_IN: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -89,7 +89,7 @@ def _few_rows_linear(
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def few_rows_linear_triton(
+def skinny_gemm_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -108,7 +108,7 @@ def few_rows_linear_triton(
     if splits > 1:
         partial = torch.empty((2 * splits, num_rows, num_out), dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
-    _few_rows_linear[(blocks, splits)](
+    _skinny_gemm[(blocks, splits)](
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=bias,

@@ -69,7 +69,7 @@ def _rows_of(groups: Groups) -> list[tuple[int, slice]]:
 
 
 @triton.jit(do_not_specialize=["num_tiles"])  # it differs from batch to batch
-def _grouped_linear(
+def _grouped_gemm(
     x_ptr, weight_ptr, counts_ptr, pairs_ptr, routing_weights_ptr, out_ptr,
     num_tiles, num_out, num_experts,
     NUM_IN: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -153,7 +153,7 @@ def _launch(
     rows_each = _FIXED_ROWS if is_fixed else -(-num_pairs // num_experts)
     tile = _tile(rows_each, gated, x.element_size(), shared_memory(x.device))
     num_tiles = _most_tiles(num_pairs, num_experts, tile["ROWS"])
-    _grouped_linear[(num_tiles * triton.cdiv(num_out, tile["BLOCK_N"]),)](
+    _grouped_gemm[(num_tiles * triton.cdiv(num_out, tile["BLOCK_N"]),)](
         x_ptr=x,
         weight_ptr=weight,
         counts_ptr=groups.counts,

@@ -11,7 +11,8 @@ counts and weighs the logits above a guess. It is fast because it has to look at
        bound as it is
     3. groups whose largest logit is below the bound are skipped. The others are usually a few dozen, which stay in
        the L1 cache; if all groups remain, the search is slower and equally right
-    4. once no more than FEW logits lie between a guess that is too low and one that is too high, they stay in registers
+    4. once no more than CANDIDATES logits lie between a guess that is too low and one that is too high, they stay in
+       registers
 
 Sources: those of `teachllm/sampling/filters.py`, whose `apply_filters` keeps the same tokens except for rounding: it
 compares logits after division by the temperature, which can make neighbouring floats equal, and it adds up
@@ -69,17 +70,18 @@ def group_stats(
 @triton.jit
 def filtered_draw(
     logits_ptr, temperature, top_k, top_p, min_p, seed, child_index, output_index,
-    group_max_ptr, group_mass_ptr, listed_ptr, few_ptr,
+    group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr,
     vocab_size, num_groups,
-    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Return the token id, int64. The pointers are to this row's values.
 
-    `listed_ptr` [num_groups] and `few_ptr` [FEW] point to scratch memory.
+    `listed_ptr` [num_groups] and `candidates_ptr` [CANDIDATES] point to scratch memory.
     """
     threshold, last_tied, num_listed, _ = filtered_cut(
-        logits_ptr, temperature, top_k, top_p, min_p, group_max_ptr, group_mass_ptr, listed_ptr, few_ptr,
-        vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, FEW,
+        logits_ptr, temperature, top_k, top_p, min_p, group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr,
+        vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, CANDIDATES,
     )  # fmt: skip
     return kept_draw(
         logits_ptr, temperature, threshold, last_tied, seed, child_index, output_index,
@@ -90,9 +92,9 @@ def filtered_draw(
 @triton.jit
 def filtered_cut(
     logits_ptr, temperature, top_k, top_p, min_p,
-    group_max_ptr, group_mass_ptr, listed_ptr, few_ptr,
+    group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr,
     vocab_size, num_groups,
-    GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+    GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Return what the filters keep, for `is_kept`.
 
@@ -129,14 +131,14 @@ def filtered_cut(
     if top_k < num_at_least:
         threshold, num_at_least, mass_at_least, num_above, num_kept = _search(
             logits_ptr, listed_ptr, num_listed, vocab_size, threshold, num_at_least, mass_at_least, top, scale,
-            top_k, 0.0, few_ptr, False, GROUP, TILE, FEW,
+            top_k, 0.0, candidates_ptr, False, GROUP, TILE, CANDIDATES,
         )  # fmt: skip
         mass = mass_at_least - (num_at_least - num_kept) * tl.exp2((threshold - top) * scale)
     if top_p < 1.0:
         num_in_top_k = num_kept
         threshold, num_at_least, mass_at_least, num_above, num_kept = _search(
             logits_ptr, listed_ptr, num_listed, vocab_size, threshold, num_at_least, mass_at_least, top, scale,
-            0, top_p * mass, few_ptr, True, GROUP, TILE, FEW,
+            0, top_p * mass, candidates_ptr, True, GROUP, TILE, CANDIDATES,
         )  # fmt: skip
         num_kept = tl.minimum(num_kept, num_in_top_k)
 
@@ -222,8 +224,8 @@ def _nucleus_bound(largest, group_weight, mass, top, top_p, scale, vocab_size, G
 @triton.jit
 def _search(
     logits_ptr, listed_ptr,
-    num_listed, vocab_size, threshold, num_low, mass_low, top, scale, target_count, target_mass, few_ptr,
-    BY_MASS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+    num_listed, vocab_size, threshold, num_low, mass_low, top, scale, target_count, target_mass, candidates_ptr,
+    BY_MASS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Return the largest threshold with enough tokens at or above it, given one with `num_low` tokens and `mass_low`.
 
@@ -234,7 +236,7 @@ def _search(
     low, high = ordered(threshold).to(tl.int64), ordered(top).to(tl.int64) + 1
     num_high, mass_high = 0, 0.0
     is_exact = (mass_low <= target_mass) if BY_MASS else (num_low <= target_count)
-    while (high - low > 1) & (num_low - num_high > FEW) & (not is_exact):
+    while (high - low > 1) & (num_low - num_high > CANDIDATES) & (not is_exact):
         middle = (low + high) >> 1
         num, mass = _weigh(logits_ptr, listed_ptr, num_listed, vocab_size, _float(middle), top, scale, GROUP, TILE)
         is_enough = (mass >= target_mass) if BY_MASS else (num >= target_count)
@@ -244,7 +246,18 @@ def _search(
 
     # Of what lies between `low` and `high`, few enough are left to hold them in registers from here on.
     num_to_read = tl.where((num_low - num_high > 1) & (not is_exact), num_listed, 0)
-    x = _between(logits_ptr, listed_ptr, num_to_read, vocab_size, _float(low), _float(high), few_ptr, GROUP, TILE, FEW)
+    x = _between(
+        logits_ptr,
+        listed_ptr,
+        num_to_read,
+        vocab_size,
+        _float(low),
+        _float(high),
+        candidates_ptr,
+        GROUP,
+        TILE,
+        CANDIDATES,
+    )
     weight = tl.exp2((x - top) * scale)
     num_above, mass_above = num_high, mass_high
     # Two tokens apart are told apart long before the integers between them run out: stop when one is left between.
@@ -276,11 +289,12 @@ def _either(condition, a, b, c, otherwise_a, otherwise_b, otherwise_c):
 
 @triton.jit
 def _between(
-    logits_ptr, listed_ptr, num_listed, vocab_size, low, high, few_ptr,
-    GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+    logits_ptr, listed_ptr, num_listed, vocab_size, low, high, candidates_ptr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Return [FEW] the logits from `low` up to below `high`, via memory at `few_ptr`; minus infinity past the
-    last.
+    """Return [CANDIDATES] the logits from `low` up to below `high`, via memory at `candidates_ptr`.
+
+    Past the last one the values are minus infinity.
     """
     num_found = 0
     for start in range(0, num_listed, TILE):
@@ -288,12 +302,12 @@ def _between(
         x = tl.reshape(x, [TILE * GROUP])
         is_between = (x >= low) & (x < high)
         place = num_found + tl.cumsum(is_between.to(tl.int32), axis=0) - 1
-        is_written = is_between & (place < FEW)  # there are more only if all of them are equal: not needed then
-        tl.store(few_ptr + place, x, mask=is_written)
+        is_written = is_between & (place < CANDIDATES)  # there are more only if all of them are equal: not needed then
+        tl.store(candidates_ptr + place, x, mask=is_written)
         num_found += tl.sum(is_between.to(tl.int32))
     tl.debug_barrier()
-    place = tl.arange(0, FEW)
-    return tl.load(few_ptr + place, mask=place < num_found, other=float("-inf"))
+    place = tl.arange(0, CANDIDATES)
+    return tl.load(candidates_ptr + place, mask=place < num_found, other=float("-inf"))
 
 
 @triton.jit

@@ -37,7 +37,7 @@ _BLOCK = 1024  # tokens that a program of `_scan` takes at a time
 _SCAN_PROGRAMS = 2048  # about as many as a GPU holds at once; more would only leave more candidates for `_pick`
 _GROUP = 64  # see `filtered_draw.py`
 _TILE = 64  # groups taken at a time there
-_FEW = 2048  # candidates that fit in one program's registers
+_CANDIDATES = 2048  # candidates that fit in one program's registers
 _HIGHEST_ID = 0x7FFFFFFF
 _TOKEN_0 = tl.constexpr(_HIGHEST_ID)  # with score 0, see `best_packed`
 _PICK_WARPS = 8  # for rows with filters; more warps are faster for one row and slower for many
@@ -163,11 +163,11 @@ def best_of_chunk(
 def _pick(
     logits_ptr, rows_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
-    best_ptr, group_max_ptr, group_mass_ptr, listed_ptr, few_ptr, out_ptr,
+    best_ptr, group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr, out_ptr,
     vocab_size, num_groups, num_chunks,
     logits_stride, float_stride, int_stride,
     STREAM: tl.constexpr, NUM_CHUNKS_PADDED: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr, FEW: tl.constexpr, FILTERED: tl.constexpr, OF_SOME: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, CANDIDATES: tl.constexpr, FILTERED: tl.constexpr, OF_SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -186,8 +186,8 @@ def _pick(
             token = filtered_draw(
                 logits_ptr + i * logits_stride,
                 heat, k.to(tl.int32), p, least, key, child, tl.load(output_index_ptr + i),
-                group_max_ptr + to, group_mass_ptr + to, listed_ptr + to, few_ptr + i * FEW,
-                vocab_size, num_groups, STREAM, GROUP, NUM_GROUPS_PADDED, TILE, FEW,
+                group_max_ptr + to, group_mass_ptr + to, listed_ptr + to, candidates_ptr + i * CANDIDATES,
+                vocab_size, num_groups, STREAM, GROUP, NUM_GROUPS_PADDED, TILE, CANDIDATES,
             )  # fmt: skip
             tl.store(out_ptr + i, token)
             return
@@ -266,7 +266,8 @@ def sample_triton(
         logits_ptr=logits, rows_ptr=rows,
         temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
         seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
-        best_ptr=best, group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed, few_ptr=few, out_ptr=out,
+        best_ptr=best, group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed,
+        candidates_ptr=few, out_ptr=out,
         vocab_size=vocab_size, num_groups=num_groups, num_chunks=num_chunks,
         logits_stride=logits.stride(0), float_stride=float_stride, int_stride=int_stride,
         STREAM=stream, NUM_CHUNKS_PADDED=triton.next_power_of_2(num_tiles), **filter_sizes(vocab_size),
@@ -285,20 +286,25 @@ def filter_scratch(num_rows: int, vocab_size: int, device: torch.device) -> list
     """Allocate `group_max`, `group_mass`, `listed` and `few` of `filtered_cut`, for all rows."""
     num_groups = triton.cdiv(vocab_size, _GROUP)
     # Separate allocations: each is aligned for any number of rows, so the same compiled kernel takes it.
-    sizes = ((num_groups, torch.float32), (num_groups, torch.float32), (num_groups, torch.int32), (_FEW, torch.float32))
+    sizes = (
+        (num_groups, torch.float32),
+        (num_groups, torch.float32),
+        (num_groups, torch.int32),
+        (_CANDIDATES, torch.float32),
+    )
     return [torch.empty((num_rows, size), dtype=dtype, device=device) for size, dtype in sizes]
 
 
 def filter_sizes(vocab_size: int) -> dict[str, int]:
     """Return the constants of `filtered_cut`."""
     padded = triton.next_power_of_2(triton.cdiv(vocab_size, _GROUP))
-    return {"GROUP": _GROUP, "NUM_GROUPS_PADDED": padded, "TILE": _TILE, "FEW": _FEW}
+    return {"GROUP": _GROUP, "NUM_GROUPS_PADDED": padded, "TILE": _TILE, "CANDIDATES": _CANDIDATES}
 
 
 def workspace_bytes(num_rows: int, vocab_size: int) -> int:
     """Return the most bytes that `sample_triton` allocates for rows with filters, including the result."""
     num_tiles, num_groups = -(-vocab_size // _BLOCK), -(-vocab_size // _GROUP)
-    return num_rows * (8 * num_tiles + 12 * num_groups + 4 * _FEW + 8)
+    return num_rows * (8 * num_tiles + 12 * num_groups + 4 * _CANDIDATES + 8)
 
 
 def cost(num_rows: int, vocab_size: int, dtype_bytes: int = 4) -> tuple[int, int]:

@@ -92,11 +92,11 @@ def _measure(
 def _cut(
     logits_ptr, rows_ptr, draft_rows_ptr, siblings_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
-    group_max_ptr, group_mass_ptr, listed_ptr, few_ptr, cuts_ptr, last_tied_ptr, out_ptr,
+    group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr, cuts_ptr, last_tied_ptr, out_ptr,
     vocab_size, num_groups,
     logits_stride, siblings_stride, float_stride, int_stride,
-    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
-    PDL: tl.constexpr,
+    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -116,8 +116,8 @@ def _cut(
     to = i * num_groups
     threshold, last, num_listed, top = filtered_cut(
         logits_ptr, heat, k.to(tl.int32), p, least,
-        group_max_ptr + to, group_mass_ptr + to, listed_ptr, few_ptr + i * FEW,
-        vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, FEW,
+        group_max_ptr + to, group_mass_ptr + to, listed_ptr, candidates_ptr + i * CANDIDATES,
+        vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, CANDIDATES,
     )  # fmt: skip
     if source >= 0:
         tl.store(cuts_ptr + 3 * i, threshold)
@@ -322,7 +322,7 @@ def rejection_sample_triton(
             logits_ptr=logits, rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
             temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
             seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
-            group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed, few_ptr=few,
+            group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed, candidates_ptr=few,
             cuts_ptr=cuts, last_tied_ptr=last_tied, out_ptr=out,
             vocab_size=vocab_size, num_groups=num_groups,
             logits_stride=logits_stride, siblings_stride=siblings_stride,

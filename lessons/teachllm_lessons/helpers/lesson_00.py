@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm.engine.text.detokenizer import IncrementalDetokenizer
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.layers.attention import AttentionMetadata
@@ -56,14 +56,14 @@ class Inside:
 
     Attributes:
         token_ids: that went in.
-        streams: [1 + num_layers, num_tokens, hidden_size], the sum that travels through the layers: as it is after the
+        residuals: [1 + num_layers, num_tokens, hidden_size], the sum that travels through the layers: after the
             embedding, and after each layer; after the last one normalized.
         logits: [1 + num_layers, num_tokens, vocab_size], what the output head makes of each of them.
     """
 
     tokenizer: Tokenizer
     token_ids: list[int]
-    streams: torch.Tensor
+    residuals: torch.Tensor
     logits: torch.Tensor
 
     def predictions(self) -> list[int]:
@@ -115,17 +115,19 @@ def look_inside(watch: Watch, token_ids: Sequence[int]) -> Inside:
         query_lens=[length],
         kv_lens=[length],
     )
-    streams: dict[int, torch.Tensor] = {}
+    residuals: dict[int, torch.Tensor] = {}
 
-    def tap(layer: int) -> Callable[[torch.Tensor], None]:
-        return lambda stream: streams.__setitem__(layer, stream.clone())
+    def aux_out(layer: int) -> Callable[[torch.Tensor], None]:
+        return lambda residual: residuals.__setitem__(layer, residual.clone())
 
-    hidden = model(ids, torch.arange(length), caches, metadata, taps={n: tap(n) for n in range(config.num_layers)})
-    normed = [model.norm(streams[layer].clone(), None)[0] for layer in range(config.num_layers)]
-    logits = torch.stack([model.compute_logits(each) for each in (*normed, hidden)])
+    hidden = model(
+        ids, torch.arange(length), caches, metadata, aux_hidden_states={n: aux_out(n) for n in range(config.num_layers)}
+    )
+    normed = [model.norm(residuals[layer].clone(), None)[0] for layer in range(config.num_layers)]
+    logits = torch.stack([model.logits(each) for each in (*normed, hidden)])
     tokenizer = watch.engine.tokenizer
     assert tokenizer is not None
-    return Inside(tokenizer, list(token_ids), torch.stack([*streams.values(), hidden]), logits)
+    return Inside(tokenizer, list(token_ids), torch.stack([*residuals.values(), hidden]), logits)
 
 
 def life_of_a_request() -> Picture:
@@ -225,7 +227,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def sampler_of(choose: Choose) -> Callable[..., Sampler]:
-    """What `Pieces.make_sampler` takes: the engine's sampler, with somebody's choice for greedy requests."""
+    """What `EngineOverrides.make_sampler` takes: the engine's sampler, with somebody's choice for greedy requests."""
 
     class Choosing(Sampler):
         def sample(self, logits: torch.Tensor, rows: list[int], *more: Any) -> SamplerOutput:
@@ -277,7 +279,7 @@ def _require_ids(piece: Choose, logits: torch.Tensor, expected: list[int], why: 
 
 
 def live_choose(piece: Choose) -> str:
-    watch = run_with(Pieces(make_sampler=sampler_of(piece)))
+    watch = run_with(EngineOverrides(make_sampler=sampler_of(piece)))
     count = sum(map(len, watch.all_tokens.values()))
     return f"The engine ran with it: each of {2 * count} tokens is the one that its own sampler takes."
 

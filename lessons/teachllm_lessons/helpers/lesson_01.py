@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from teachllm.core.memory import KVCacheSpec
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionSettings, KVCache
 from teachllm.layers.attention_backends.reference import ReferenceBackend
@@ -26,7 +26,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionCall:
     """What one layer's attention was given in one step, and what came of it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Seen:
         return scores.masked_fill(ahead, float("-inf")).softmax(dim=-1)
 
 
-class Recorder(ReferenceBackend):
+class AttentionRecorder(ReferenceBackend):
     """The engine's attention, which keeps what it is given.
 
     Attributes:
@@ -62,7 +62,7 @@ class Recorder(ReferenceBackend):
     """
 
     def __init__(self) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[AttentionCall] = []
 
     def attend(
         self,
@@ -75,7 +75,7 @@ class Recorder(ReferenceBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         found = super().attend(q, k, v, kv_cache, metadata, settings, out)
-        self.seen.append(Seen(q.clone(), k.clone(), v.clone(), found.clone(), settings.scale))
+        self.seen.append(AttentionCall(q.clone(), k.clone(), v.clone(), found.clone(), settings.scale))
         return found
 
 
@@ -119,27 +119,29 @@ def attention_picture(texts: Sequence[str], weights: Mapping[str, torch.Tensor])
 def work_picture(watch: Watch, name: str) -> Picture:
     """Which positions of a request each step computed: for the first time, or once more."""
     steps = [line for line in watch.trace.lines if line["event"] == "step"]
-    shares = [share for step in steps for share in step["scheduled"] if share["request_id"] == name]
-    width = max(share["start"] + share["num_tokens"] for share in shares)
+    scheduled_requests = [
+        scheduled for step in steps for scheduled in step["scheduled"] if scheduled["request_id"] == name
+    ]
+    width = max(scheduled["start"] + scheduled["num_tokens"] for scheduled in scheduled_requests)
     cell = min(0.3, 9 / width)
-    figure, ax = axes(1.2 + cell * width, 1.0 + 0.7 * cell * len(shares))
+    figure, ax = axes(1.2 + cell * width, 1.0 + 0.7 * cell * len(scheduled_requests))
     known = first = again = 0
-    for row, share in enumerate(shares):
-        for position in range(share["start"], share["start"] + share["num_tokens"]):
+    for row, scheduled in enumerate(scheduled_requests):
+        for position in range(scheduled["start"], scheduled["start"] + scheduled["num_tokens"]):
             is_new = position >= known
             first, again = first + is_new, again + (not is_new)
             ax.add_patch(_cell(position, -row, color(0) if is_new else OTHER_BAR))
-        known = share["start"] + share["num_tokens"]
+        known = scheduled["start"] + scheduled["num_tokens"]
     ax.set_xlim(0, width)
-    ax.set_ylim(1 - len(shares), 1)
-    ax.set_yticks([0.5 - row for row in range(0, len(shares), 4)], range(0, len(shares), 4))
+    ax.set_ylim(1 - len(scheduled_requests), 1)
+    ax.set_yticks([0.5 - row for row in range(0, len(scheduled_requests), 4)], range(0, len(scheduled_requests), 4))
     ax.set_ylabel("step")
     ax.set_xlabel("position whose K and V are computed")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     says = f"blue: {first} for the first time; grey: {again} once more"
     ax.set_title(says, fontsize=9, color=INK, loc="left")
-    return Picture(figure, f"positions that {name} computed in {len(shares)} steps: {says}")
+    return Picture(figure, f"positions that {name} computed in {len(scheduled_requests)} steps: {says}")
 
 
 def _cell(x: float, y: float, filled: Any) -> Any:
@@ -172,7 +174,7 @@ def attend_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 
 class Attending(ReferenceBackend):
-    """What `Pieces.attention` takes: K and V of each sequence are read from its blocks for somebody's piece."""
+    """A backend for `EngineOverrides.attention`: it gives a reader's piece each sequence's K and V from its blocks."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
@@ -295,7 +297,7 @@ def _require_close(
 
 
 def live_attend(piece: Attend) -> str:
-    watch = run_with(Pieces(attention=Attending(piece)))
+    watch = run_with(EngineOverrides(attention=Attending(piece)))
     num_layers = watch.engine.model_config.num_layers
     return f"The engine ran with it in all {num_layers} layers, for prompts, chunks and decodes: the same words."
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from teachllm.core.block_pool import Block, BlockPool
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.exercise import Exercise, require, run_with
 from teachllm_lessons.palette import INK, LINE, PALE, color
 from teachllm_lessons.picture import Picture, axes
@@ -55,7 +55,7 @@ def memory_map(lengths: Sequence[int], slot: int, block_size: int) -> Picture:
 
 
 @dataclass(frozen=True)
-class Usage:
+class MemoryUsage:
     """How an engine's KV memory stands after a step.
 
     Attributes:
@@ -71,14 +71,14 @@ class Usage:
         return sum(self.lengths)
 
 
-def usage_of(watch: Watch) -> list[Usage]:
+def usage_of(watch: Watch) -> list[MemoryUsage]:
     """Runs what has been added to its end, and says of each step how the memory stood, until the last one ends."""
     found = []
     while watch.engine.has_unfinished_requests:
         watch.step()
         scheduler = watch.engine.core.scheduler
         lengths = tuple(request.num_computed_tokens for request in scheduler.running)
-        found.append(Usage(lengths, scheduler.kv.num_used_blocks * scheduler.kv.block_size))
+        found.append(MemoryUsage(lengths, scheduler.kv.num_used_blocks * scheduler.kv.block_size))
     return [each for each in found if each.lengths]
 
 
@@ -189,7 +189,7 @@ def _require_refusal(pool: BlockPool, count: int, what: str) -> None:
 
 
 def live_my_pool(piece: MakePool) -> str:
-    watch = run_with(Pieces(make_pool=piece), enable_prefix_caching=True)
+    watch = run_with(EngineOverrides(make_pool=piece), enable_prefix_caching=True)
     taken = sum(
         line["event"] == "step" and any(e[0] == "allocate" for e in line["block_events"]) for line in watch.trace.lines
     )

@@ -12,8 +12,8 @@ from teachllm.config import EngineConfig
 from teachllm.core.policy import FirstComeFirstServed, Key, Policy
 from teachllm.core.request import Request
 from teachllm.engine.observability.ceilings import known_ceilings
-from teachllm.engine.overrides import ITS_OWN, Pieces
-from teachllm.roofline import Ceilings, Step, step_work
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
+from teachllm.roofline import Ceilings, StepShape, step_work
 from teachllm.sampling_params import SamplingParams
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import DEFAULT_DEVICE, Simulation, simulate
@@ -32,9 +32,9 @@ ROOM: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 256, "en
 SHAPE = "qwen3-8b"
 
 
-def serve(scheduling_policy: str = "fcfs", pieces: Pieces = ITS_OWN) -> Watch:
+def serve(scheduling_policy: str = "fcfs", overrides: EngineOverrides = NO_OVERRIDES) -> Watch:
     """The queue in three places, nothing computed yet."""
-    watch = Watch(scheduling_policy=scheduling_policy, pieces=pieces, max_num_seqs=PLACES, **ROOM)
+    watch = Watch(scheduling_policy=scheduling_policy, overrides=overrides, max_num_seqs=PLACES, **ROOM)
     for name, num_tokens in QUEUE.items():
         watch.add(name, f"Who is {name}?", num_tokens)
     return watch
@@ -130,7 +130,7 @@ CROWD = Workload(num_requests=120, rate=40.0, prompt_len=(20, 200), output_len=(
 @lru_cache
 def _crowd(piece: type[Policy]) -> Simulation:
     config = EngineConfig(max_num_seqs=8, enable_prefix_caching=False)
-    return simulate(config, CROWD, model_shape(SHAPE), pieces=Pieces(policy=piece()))
+    return simulate(config, CROWD, model_shape(SHAPE), overrides=EngineOverrides(policy=piece()))
 
 
 def crowd(piece: type[Policy]) -> Simulation:
@@ -145,7 +145,7 @@ def waits(found: Simulation) -> list[float]:
 
 
 def live_batching(piece: type[Policy]) -> str:
-    run_with(Pieces(policy=piece()))
+    run_with(EngineOverrides(policy=piece()))
     usual, found = (crowd(each).figures.ttft.mean for each in (FirstComeFirstServed, piece))
     require(found < 0.8 * usual, f"gains nothing: a first token after {found:.2f} s on average, {usual:.2f} s in order")
     return (
@@ -180,11 +180,11 @@ def seats(lines: Sequence[Line], count: int = PLACES) -> list[list[tuple[str, bo
     found: list[list[tuple[str, bool] | None]] = []
     for step in (line for line in lines if line["event"] == "step"):
         row: list[tuple[str, bool] | None] = [None] * count
-        for share in step["scheduled"]:
-            name = share["request_id"]
+        for scheduled in step["scheduled"]:
+            name = scheduled["request_id"]
             if name not in taken:
                 taken[name] = min(set(range(count)) - set(taken.values()))
-            row[taken[name]] = name, share["phase"] == "prefill"
+            row[taken[name]] = name, scheduled["phase"] == "prefill"
         found.append(row)
         for name in [*step["finished"], *step["preempted"]]:
             taken.pop(name, None)
@@ -249,9 +249,9 @@ def roofline(batches: Sequence[int] = (1, 4, 16, 64, 256, 1024), prompt: int = 2
     ax.text(3, 16, "memory is the limit", fontsize=8, color=INK, ha="right")
     ax.text(4000, roof.gemm_flops / 1e12 * 1.3, "arithmetic is the limit", fontsize=8, color=INK, ha="right")
     ax.set_ylim(1, 2500)
-    decodes = [(f"{n}", Step([1] * n, [256] * n, n)) for n in batches]
+    decodes = [(f"{n}", StepShape([1] * n, [256] * n, n)) for n in batches]
     said = []
-    for name, step in [*decodes, (f"prompt of {prompt:,}", Step([prompt], [prompt], 1))]:
+    for name, step in [*decodes, (f"prompt of {prompt:,}", StepShape([prompt], [prompt], 1))]:
         work = step_work(model, step)
         flops = work.matrix_flops + work.attention_flops
         x, y = flops / work.num_bytes, flops / work.seconds(roof) / 1e12
@@ -308,7 +308,7 @@ def decode_seconds(lines: Iterable[Line]) -> dict[int, float]:
     steps = [line for line in lines if line["event"] == "step"]
     found: dict[int, list[float]] = {}
     for before, step in pairwise(steps):
-        if all(share["phase"] == "decode" for share in [*before["scheduled"], *step["scheduled"]]):
+        if all(scheduled["phase"] == "decode" for scheduled in [*before["scheduled"], *step["scheduled"]]):
             found.setdefault(len(step["scheduled"]), []).append(step["end"] - before["end"])
     return {size: min(found[size]) for size in sorted(found)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from teachllm.core.policy import FirstComeFirstServed
 from teachllm.core.request import Request
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.sampling_params import SamplingParams
 from teachllm_lessons.exercise import Exercise, require, run_with
 from teachllm_lessons.watch import NoProgress, Watch
@@ -74,10 +74,10 @@ def contract_chunk(piece: Chunk) -> int:
     return cases + 1
 
 
-def newcomers(pieces: Pieces = ITS_OWN, **settings: Any) -> Watch:
+def newcomers(overrides: EngineOverrides = NO_OVERRIDES, **settings: Any) -> Watch:
     """A long prompt first, then three short ones, all at once. The engine is closed."""
     with Watch(
-        pieces=pieces, **(ROOM | {"max_num_batched_tokens": BUDGET, "enable_prefix_caching": False} | settings)
+        overrides=overrides, **(ROOM | {"max_num_batched_tokens": BUDGET, "enable_prefix_caching": False} | settings)
     ) as w:
         w.add("long", LONG_TEXT * 20, 8)
         for name, question in TALKERS.items():
@@ -89,15 +89,17 @@ def first_token_steps(watch: Watch) -> dict[str, int]:
     """The step that gave each request its first token."""
     found: dict[str, int] = {}
     for step in watch.trace.steps:
-        for share in step["scheduled"]:
-            if share.get("num_sampled"):
-                found.setdefault(share["request_id"], step["step"])
+        for scheduled in step["scheduled"]:
+            if scheduled.get("num_sampled"):
+                found.setdefault(scheduled["request_id"], step["step"])
     return found
 
 
 def live_chunk(piece: Chunk) -> str:
-    run_with(Pieces(policy=Cut(piece)))
-    before, after = (first_token_steps(newcomers(pieces)) for pieces in (ITS_OWN, Pieces(policy=Cut(piece))))
+    run_with(EngineOverrides(policy=Cut(piece)))
+    before, after = (
+        first_token_steps(newcomers(overrides)) for overrides in (NO_OVERRIDES, EngineOverrides(policy=Cut(piece)))
+    )
     late = [name for name in TALKERS if after[name] > 0]
     require(not late, f"lets {', '.join(late)} wait behind the long prompt, which came first")
     return (

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from teachllm.core.prefix_cache import HashBlock, hash_block
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.exercise import Exercise, Wrong, require, run_with
 from teachllm_lessons.watch import Watch
 
@@ -65,7 +65,7 @@ def _shown(parent: bytes, token_ids: array[int], keys: tuple[str, ...]) -> str:
 
 
 def live_hash_block(piece: HashBlock) -> str:
-    watch = run_with(Pieces(hash_block=piece), enable_prefix_caching=True)
+    watch = run_with(EngineOverrides(hash_block=piece), enable_prefix_caching=True)
     hits = watch.figures.prefix_hit_rate
     require(hits > 0.3, f"finds too little: {hits:.0%} of prompt tokens come from the cache, with the engine's own 59%")
     return f"The engine ran with it: the same words, and {hits:.0%} of all prompt tokens came from the cache."

@@ -8,7 +8,7 @@ from typing import Any
 
 from teachllm.core.policy import FirstComeFirstServed, Key
 from teachllm.core.request import Request
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm.sampling_params import SamplingParams
 from teachllm.trace.replay import Line
 from teachllm_lessons.exercise import Exercise, require, run_with
@@ -103,9 +103,9 @@ def _require_an_order(piece: KeyOf, first: int, first_level: int, second: int, s
     require(is_own, f"gives {both} the same key {found}: no order between them")
 
 
-def overtaken(pieces: Pieces, num_urgent: int = 24) -> int:
+def overtaken(overrides: EngineOverrides, num_urgent: int = 24) -> int:
     """How many of the urgent requests that keep coming begin before one that is not urgent and came first."""
-    with Watch(pieces=pieces, num_gpu_blocks_override=24, max_model_len=64, max_num_seqs=1) as watch:
+    with Watch(overrides=overrides, num_gpu_blocks_override=24, max_model_len=64, max_num_seqs=1) as watch:
         coming = count(1)
         watch.add("patient", "Why?", 2, priority=1)
         for _ in range(3):
@@ -116,18 +116,18 @@ def overtaken(pieces: Pieces, num_urgent: int = 24) -> int:
             for _ in range(before - len(watch.engine.unfinished_ids)):  # as soon as one is done, the next comes
                 if (number := next(coming)) <= num_urgent:
                     watch.add(f"urgent {number}", "Now.", 2, priority=0)
-        order = list(dict.fromkeys(name for step in watch.trace.steps for name in shares_of(step)))
+        order = list(dict.fromkeys(name for step in watch.trace.steps for name in scheduled_in(step)))
         return order.index("patient")
 
 
-def shares_of(step: Line) -> list[str]:
+def scheduled_in(step: Line) -> list[str]:
     """Names of those who compute something in a step."""
-    return [share["request_id"] for share in step["scheduled"]]
+    return [scheduled["request_id"] for scheduled in step["scheduled"]]
 
 
 def live_key(piece: KeyOf) -> str:
-    run_with(Pieces(policy=By(piece)))
-    number = overtaken(Pieces(policy=By(piece)))
+    run_with(EngineOverrides(policy=By(piece)))
+    number = overtaken(EngineOverrides(policy=By(piece)))
     most = PATIENCE + 3
     require(number <= most, f"lets {number} of 24 urgent requests go before a patient one; {most} at most")
     return f"The engine ran with it: the same words, and a patient request was overtaken by {number} of 24 urgent ones."

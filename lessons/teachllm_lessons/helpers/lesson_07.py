@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from teachllm.core.scheduler_output import NewRow
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.sampling.filters import CountNucleus, apply_filters, best_of, count_nucleus, cut_min_p
 from teachllm.sampling.penalties import apply_penalties
 from teachllm.sampling.sampler import Sampler, SamplerOutput
@@ -50,7 +50,7 @@ class Looked:
             made.append(Looking(*given))
             return made[-1]
 
-        self.watch = Watch(pieces=Pieces(make_sampler=make), **settings)
+        self.watch = Watch(overrides=EngineOverrides(make_sampler=make), **settings)
         self._sampler = made[0]
 
     @property
@@ -234,8 +234,8 @@ _REQUESTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _random_words(pieces: Pieces) -> dict[str, list[int]]:
-    with Watch(pieces=pieces, num_gpu_blocks_override=64, max_model_len=128) as watch:
+def _random_words(overrides: EngineOverrides) -> dict[str, list[int]]:
+    with Watch(overrides=overrides, num_gpu_blocks_override=64, max_model_len=128) as watch:
         for name, params in zip("ABCDE", _REQUESTS, strict=True):
             watch.add(name, QUESTION, 16, **params)
         return watch.run().all_tokens
@@ -243,7 +243,7 @@ def _random_words(pieces: Pieces) -> dict[str, list[int]]:
 
 @lru_cache(maxsize=1)
 def _own_random_words() -> dict[str, list[int]]:
-    return _random_words(ITS_OWN)
+    return _random_words(NO_OVERRIDES)
 
 
 def live_count_nucleus(piece: CountNucleus) -> str:
@@ -254,7 +254,7 @@ def live_count_nucleus(piece: CountNucleus) -> str:
         counts.extend(found[top_p < 1.0].flatten().tolist())
         return found
 
-    words = _random_words(Pieces(make_sampler=partial(Sampler, nucleus=noted)))
+    words = _random_words(EngineOverrides(make_sampler=partial(Sampler, nucleus=noted)))
     for name, expected in _own_random_words().items():
         require(
             words[name] == expected,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from teachllm.config import EngineConfig
 from teachllm.engine.engine_core import EngineCore
 from teachllm.engine.observability.ceilings import known_ceilings
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.layers.attention_backends.base import AttentionSettings, KVCache
 from teachllm.layers.attention_backends.reference import ReferenceBackend
 from teachllm.simulator.cost_model import RooflineCost, StepCosts
@@ -137,8 +137,11 @@ _CASES: tuple[tuple[int, tuple[int, ...], list[str]], ...] = (
 
 
 def live_turn(piece: Turn) -> str:
-    run_with(Pieces(turn=piece), async_scheduling=True)
-    plain, ahead = pretend(async_scheduling=False), pretend(pieces=Pieces(turn=piece), async_scheduling=True)
+    run_with(EngineOverrides(turn=piece), async_scheduling=True)
+    plain, ahead = (
+        pretend(async_scheduling=False),
+        pretend(overrides=EngineOverrides(turn=piece), async_scheduling=True),
+    )
     require(
         ahead.tokens == plain.tokens,
         f"loses steps: with the plain loop {plain.tokens} tokens come out of the simulation, with this {ahead.tokens}",
@@ -171,7 +174,7 @@ TURN = Exercise(
 )
 
 
-class _Told:
+class _RecordedCost:
     """A cost model that notes how long the device takes for each step, in order."""
 
     def __init__(self, inner: RooflineCost) -> None:
@@ -258,19 +261,19 @@ def pretend(
     num_requests: int = 8,
     *,
     costs: StepCosts | None = None,
-    pieces: Pieces = ITS_OWN,
+    overrides: EngineOverrides = NO_OVERRIDES,
     **settings: Any,
 ) -> Pretended:
     """So many requests at once, 200 tokens in and 40 out, by the real engine core on a pretended H200."""
     shape = model_shape(model)
     ceilings = known_ceilings(DEFAULT_DEVICE, shape.dtype)
     assert ceilings is not None
-    told = _Told(RooflineCost(shape, ceilings, costs))
+    recorded = _RecordedCost(RooflineCost(shape, ceilings, costs))
     workload = Workload(num_requests=num_requests, prompt_len=200, output_len=40)
-    done = simulate(EngineConfig(**settings), workload, shape, cost=told, pieces=pieces)
+    done = simulate(EngineConfig(**settings), workload, shape, cost=recorded, overrides=overrides)
     steps = [line for line in map(json.loads, done.lines) if line["event"] == "step"]
     device, idle_from = list[tuple[float, float]](), 0.0
-    for step, seconds in zip(steps, told.seconds, strict=True):
+    for step, seconds in zip(steps, recorded.seconds, strict=True):
         begin = max(idle_from, step["time"] + step["schedule"] + step["execute"])
         idle_from = begin + seconds
         device.append((begin, idle_from))
@@ -369,8 +372,8 @@ STOPS_AT = 829  # the ninth token of the answer, " values"
 def ends_and_begins() -> None:
     """Four requests end by a stop token while their next step is under way; B takes their blocks."""
     settings: dict[str, Any] = {"num_gpu_blocks_override": 8, "max_model_len": 128, "enable_prefix_caching": False}
-    pieces = Pieces(attention=LateWrites())
-    with Watch(pieces=pieces, async_scheduling=True, check_invariants=False, **settings) as watch:
+    overrides = EngineOverrides(attention=LateWrites())
+    with Watch(overrides=overrides, async_scheduling=True, check_invariants=False, **settings) as watch:
         for name in ("A1", "A2", "A3", "A4"):
             watch.add(name, "What is a KV cache?", 12, stop_token_ids=[STOPS_AT])
         watch.add("B", LONG, 10)

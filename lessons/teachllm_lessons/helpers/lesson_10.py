@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from teachllm.engine.overrides import ITS_OWN, Pieces
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.sampling.sampler import Sampler
 from teachllm.spec_decode.chi_square import chi_square_test
 from teachllm.spec_decode.drafter import Drafter
@@ -24,13 +24,12 @@ from teachllm_kernels.speculation.rejection_reference import (
     rejection_sample_reference,
 )
 from teachllm_lessons.exercise import Exercise, Wrong, require
-from teachllm_lessons.palette import BAD, GOOD, HIT, INK, LINE, PALE, ink_on
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.helpers.lesson_10_pictures import draw_verification
+from teachllm_lessons.picture import Picture
 from teachllm_lessons.watch import Watch
 
 QUESTION = "What is a KV cache?"
 MODELS = {"draft_model": "teachlm-draft", "eagle": "teachlm-eagle", "medusa": "teachlm-medusa"}
-_USELESS = "of no use"
 _LOOKED_AT = 4  # of the last tokens, the engine looks for so many at most
 _SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_model_len": 256, "check_invariants": False}
 
@@ -51,7 +50,7 @@ class Noted:
 
 
 def speculating(
-    method: str, *, pieces: Pieces = ITS_OWN, drafter: Drafter | None = None, num: int = 4, **more: Any
+    method: str, *, overrides: EngineOverrides = NO_OVERRIDES, drafter: Drafter | None = None, num: int = 4, **more: Any
 ) -> Watch:
     """A watched engine that always drafts `num` tokens, unless told otherwise."""
     config = {"method": method, "num_speculative_tokens": num, "adaptive": False}
@@ -59,7 +58,7 @@ def speculating(
         config["model"] = MODELS[method]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="output means nothing")  # who accepts by coins has been told
-        return Watch(pieces=pieces, drafter=drafter, speculative_config=config | more, **_SETTINGS)
+        return Watch(overrides=overrides, drafter=drafter, speculative_config=config | more, **_SETTINGS)
 
 
 def said_again(watch: Watch) -> list[int]:
@@ -74,15 +73,17 @@ def said_again(watch: Watch) -> list[int]:
     return tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in messages])
 
 
-def _shares(watch: Watch, name: str | None) -> list[dict[str, Any]]:
+def _scheduled(watch: Watch, name: str | None) -> list[dict[str, Any]]:
     """What a request got, step by step; None: all of them."""
-    shares = [share for line in watch.trace.lines if line["event"] == "step" for share in line["scheduled"]]
-    return [share for share in shares if name in (None, share["request_id"])]
+    scheduled_requests = [
+        scheduled for line in watch.trace.lines if line["event"] == "step" for scheduled in line["scheduled"]
+    ]
+    return [scheduled for scheduled in scheduled_requests if name in (None, scheduled["request_id"])]
 
 
 def tokens_a_step(watch: Watch, name: str | None = None) -> float:
     """Of all steps that gave somebody, or the one that is named, tokens after the first one."""
-    decodes = [share["num_sampled"] for share in _shares(watch, name) if share["phase"] == "decode"]
+    decodes = [scheduled["num_sampled"] for scheduled in _scheduled(watch, name) if scheduled["phase"] == "decode"]
     return sum(decodes) / len(decodes)
 
 
@@ -94,82 +95,16 @@ def verification(watch: Watch, noted: Noted, name: str, which: int) -> Picture:
     """
     tokenizer = watch.engine.tokenizer
     assert tokenizer is not None
-    shares = _shares(watch, name)
-    share = [each for each in shares if each.get("num_draft")][which]
-    known, prompt_len = share["start"] + 1, shares[0]["start"] + shares[0]["num_tokens"]
-    drafts = noted.proposed[known][: share["num_draft"]]
+    scheduled_requests = _scheduled(watch, name)
+    scheduled = [each for each in scheduled_requests if each.get("num_draft")][which]
+    known, prompt_len = scheduled["start"] + 1, scheduled_requests[0]["start"] + scheduled_requests[0]["num_tokens"]
+    drafts = noted.proposed[known][: scheduled["num_draft"]]
     newest = watch.tokens(name)[known - prompt_len - 1]
 
     def words(token_ids: Sequence[int]) -> list[str]:
         return [tokenizer.token_text(token_id).replace("\n", r"\n") for token_id in token_ids]
 
-    return draw_verification(words([newest]), words(drafts), words(share["token_ids"]), share["num_accepted"])
-
-
-def draw_verification(newest: list[str], drafts: list[str], tokens: list[str], num_held: int) -> Picture:
-    """The four rows of a step that verifies drafts."""
-    width = 1 + len(drafts)
-    figure, ax = axes(2.0 + 1.35 * (width + 1), 2.3)
-    rows = ("newest token", "drafts", "the model's own", "gained")
-    for row, label in enumerate(rows):
-        ax.text(-0.1, 0.5 - row, label, ha="right", va="center", fontsize=9, color=INK)
-    _cell(ax, 0, 0, newest[0], PALE)
-    for at, word in enumerate(drafts):
-        is_known = at <= num_held
-        filled = GOOD if at < num_held else BAD if at == num_held else PALE
-        _cell(ax, at + 1, 1, word, filled, faint=not is_known or at >= num_held)
-    for at in range(width):
-        word = tokens[at] if at < len(tokens) else _USELESS
-        _cell(ax, at + 1, 2, word, HIT if at == num_held else GOOD if at < num_held else "none", faint=at > num_held)
-    for at, word in enumerate(tokens):
-        _cell(ax, at + 1, 3, word, HIT if at == num_held else GOOD)
-    ax.set_xlim(-1.3, width + 1.05)
-    ax.set_ylim(-3.05, 1.05)
-    ax.axis("off")
-    kind = "bonus" if num_held == len(drafts) else "recovered"
-    says = f"{num_held} of {len(drafts)} drafts accepted; the step gives {len(tokens)} tokens, the last is {kind}"
-    ax.set_title(says, fontsize=9, color=INK, loc="left")
-    return Picture(figure, f"{says}: drafts {drafts}, gained {tokens}")
-
-
-def _cell(ax: Any, x: float, row: int, word: str, filled: str, *, faint: bool = False) -> None:
-    from matplotlib.colors import to_rgb
-    from matplotlib.patches import Rectangle
-
-    is_plain = filled in ("none", PALE)
-    face = filled if is_plain or not faint else "none"
-    edge = LINE if is_plain else filled
-    style = "--" if faint else "-"
-    ax.add_patch(Rectangle((x + 0.04, 0.1 - row), 0.92, 0.8, facecolor=face, edgecolor=edge, linestyle=style))
-    ink = INK if is_plain or faint else ink_on(to_rgb(filled))
-    size, slant = (7, "italic") if word == _USELESS else (9, "normal")
-    ax.text(
-        x + 0.5, 0.5 - row, word.replace("$", r"\$"), ha="center", va="center", fontsize=size, color=ink, style=slant
-    )
-
-
-def where_it_comes_from(p: Sequence[float], q: Sequence[float]) -> Picture:
-    """The proof: each token's share of what comes out, as accepted drafts and as recovered tokens."""
-    figure, ax = axes(8, 3.0)
-    names = [f"token {chr(ord('a') + index)}" for index in range(len(p))]
-    both = [min(a, b) for a, b in zip(p, q, strict=True)]
-    lacking = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-    surplus = [max(b - a, 0.0) for a, b in zip(p, q, strict=True)]
-    ax.bar(names, both, color=GOOD, width=0.6, label="min(p, q): drafted and accepted")
-    ax.bar(names, lacking, bottom=both, color=HIT, width=0.6, label="p - q: drafted too rarely, recovered")
-    rest = [(name, more, below) for name, more, below in zip(names, surplus, both, strict=True) if more]
-    xs, heights, bottoms = zip(*rest, strict=True)
-    says = "q - p: drafted too often, rejected"
-    ax.bar(xs, heights, bottom=bottoms, color="none", edgecolor=BAD, hatch="///", width=0.6, label=says)
-    for index, share in enumerate(p):
-        ax.plot([index - 0.4, index + 0.4], [share, share], color=INK, linewidth=1.5)
-        ax.text(index - 0.43, share, f"p = {share:g}", color=INK, fontsize=8, va="center", ha="right")
-    ax.set_xlim(-0.9, len(p) - 0.4)
-    ax.set_ylabel("probability")
-    ax.legend(frameon=False, labelcolor=INK, fontsize=8)
-    says = f"{sum(both):.0%} of drafts are accepted; rejected {sum(surplus):.0%}, recovered {sum(lacking):.0%}"
-    ax.set_title(says, fontsize=9, color=INK, loc="left")
-    return Picture(figure, f"colours up to the line are p, whatever q is: {says}")
+    return draw_verification(words([newest]), words(drafts), words(scheduled["token_ids"]), scheduled["num_accepted"])
 
 
 # ---- Propose ---------------------------------------------------------------------------------------------------------
@@ -374,8 +309,8 @@ def _short(numbers: Sequence[float]) -> str:
     return "[" + ", ".join(f"{number:.3g}" for number in numbers) + "]"
 
 
-def _judged_words(pieces: Pieces) -> tuple[dict[str, list[int]], float]:
-    with speculating("draft_model", pieces=pieces) as watch:
+def _judged_words(overrides: EngineOverrides) -> tuple[dict[str, list[int]], float]:
+    with speculating("draft_model", overrides=overrides) as watch:
         for number, temperature in enumerate((1.0, 1.8, 2.2)):
             watch.add("ABC"[number], "Why is a token slow?", 20, temperature=temperature, seed=number + 4)
         watch.run()
@@ -385,11 +320,11 @@ def _judged_words(pieces: Pieces) -> tuple[dict[str, list[int]], float]:
 
 @lru_cache(maxsize=1)
 def _own_judged_words() -> dict[str, list[int]]:
-    return _judged_words(ITS_OWN)[0]
+    return _judged_words(NO_OVERRIDES)[0]
 
 
 def live_judge(piece: Judge) -> str:
-    words, share = _judged_words(Pieces(make_sampler=partial(Sampler, judge=piece)))
+    words, share = _judged_words(EngineOverrides(make_sampler=partial(Sampler, judge=piece)))
     for name, expected in _own_judged_words().items():
         require(
             words[name] == expected,

@@ -8,36 +8,31 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 
 from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
 from teachllm.quantization import rounding
-from teachllm.quantization.algorithms import compare
 from teachllm.quantization.algorithms.recipe import Recipe
 from teachllm.quantization.algorithms.write import Made, write_checkpoint
 from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm_lessons.exercise import Exercise, Wrong, require
 from teachllm_lessons.faults import ROOT
-from teachllm_lessons.palette import BAD, BAR, INK, LINE, OTHER_BAR, color
-from teachllm_lessons.picture import Picture, axes, short
+from teachllm_lessons.helpers.lesson_11_losses import loss
 from teachllm_lessons.watch import Watch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # in a notebook tqdm misses a widget, which nobody needs here
     import tqdm.auto  # noqa: F401
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # quantized values, scales, zeros
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, scales, zeros
 Quantize = Callable[[torch.Tensor, int, int], Parts]
 
 WHOLE, ROW = 0, -1  # in place of a group's size
-EVERY = 42  # documents of the held-out text, of which one is scored
 QUESTION = "Explain paged attention to me."
 
 
@@ -48,7 +43,7 @@ def own(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
 
 
 def dequantize(parts: Parts, bits: int) -> torch.Tensor:
-    """Return the dequantized weight, [out, in] float32, as the engine computes it."""
+    """[out, in] float32 that codes stand for, by the engine's own reading."""
     values, scales, zeros = parts
     return GroupedWeight(values, scales.float(), zeros.to(torch.int32), bits).dequantize(torch.float32)
 
@@ -77,7 +72,7 @@ def _home() -> Path:
 
 
 def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
-    """Write a copy of teachlm whose projections are quantized and dequantized again, with any number of bits.
+    """A copy of teachlm of which every projection's numbers went through codes and back: any number of bits.
 
     Args:
         group_size: of inputs that share a scale; `ROW`: all of an output's; `WHOLE`: all of the weight.
@@ -101,7 +96,7 @@ def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
 
 
 def packed(bits: int, group_size: int, quantize: Quantize = own) -> str:
-    """Write a checkpoint of teachlm with quantized weights, 8 or 4 bits each, as compressed-tensors packs them."""
+    """A checkpoint of teachlm with the codes themselves, 8 or 4 bits each, as compressed-tensors packs them."""
     recipe = Recipe("rtn", bits=bits, group_size=group_size, is_symmetric=False)
     made = Made("model.layers")
     for name in filter(is_projection, weights()):
@@ -121,92 +116,6 @@ def answer(model: str = EMBEDDED_MODEL, question: str = QUESTION, max_tokens: in
 
 
 # -- what it costs ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Of answers that no model here was made with.
-
-    Attributes:
-        perplexity: exp of the mean of -log p.
-        divergence: KL from the model that was rounded, nats a token.
-    """
-
-    perplexity: float
-    divergence: float
-
-
-@cache
-def _documents() -> Sequence[Any]:
-    return compare.read(None, EMBEDDED_MODEL)[::EVERY]
-
-
-def _scores(model: str) -> compare.Scores:
-    folder = find_folder(model)
-    return compare.measure(folder, _documents(), compare.Decoding(1, 4, 2), dtype="float32", device="cpu")[0]
-
-
-@cache
-def _unquantized_scores() -> compare.Scores:
-    return _scores(EMBEDDED_MODEL)
-
-
-def loss(model: str = EMBEDDED_MODEL) -> Loss:
-    """Perplexity of a part of the held-out text, and how far the probabilities of all tokens have moved."""
-    unquantized = _unquantized_scores()
-    found = unquantized if model == EMBEDDED_MODEL else _scores(model)
-    return Loss(found.perplexity, mean(compare.divergences(unquantized, found)))
-
-
-@dataclass(frozen=True)
-class LayerErrors:
-    """What a layer's output is off by, as a part of it, in the same grid.
-
-    Attributes:
-        layer: its name.
-        of: by method.
-    """
-
-    layer: str
-    of: dict[str, float]
-
-
-def layer_errors(layer: str = "mlp.down_proj", bits: int = 4, group_size: int = 128) -> LayerErrors:
-    """The first block's layer by three methods, on 16 rows of the calibration text: squared error of the output."""
-    from transformers.utils import logging
-
-    from teachllm.models.checkpoint import stored_tensors
-    from teachllm.quantization.algorithms import blocks
-    from teachllm.quantization.algorithms.awq import best_scales
-    from teachllm.quantization.algorithms.calibrate import InputStatistics
-    from teachllm.quantization.algorithms.clipping import clipped
-    from teachllm.quantization.algorithms.gptq import gptq
-    from teachllm.quantization.algorithms.grid import Grid
-    from teachllm.quantization.algorithms.texts import CALIBRATION_TEXT, calibration_rows, read_tokenizer
-
-    logging.disable_progress_bar()
-    folder, grid = find_folder(EMBEDDED_MODEL), Grid(bits, group_size, is_symmetric=False)
-    model = blocks.load(folder)
-    parts = blocks.blocks_of(model, stored_tensors(folder))
-    hidden = blocks.enter(model, parts, calibration_rows(CALIBRATION_TEXT, read_tokenizer(folder), 16, 256))
-    parts[0].to("cpu", torch.float32)
-    statistics = InputStatistics.of(parts[0], layer, hidden)
-    weight, hessian = parts[0].linears()[layer].weight, statistics.hessian
-
-    def error(found: torch.Tensor) -> float:
-        off = found - weight
-        return float(((off @ hessian) * off).sum() / ((weight @ hessian) * weight).sum())
-
-    scales = best_scales([weight], hessian, statistics.mean_abs, grid)
-    awq = clipped(weight * scales, hessian / torch.outer(scales, scales), grid).dequantize(torch.float32) / scales
-    return LayerErrors(
-        f"{parts[0].name}.{layer}",
-        {
-            "nearest": error(grid.nearest(weight).dequantize(torch.float32)),
-            "AWQ": error(awq),
-            "GPTQ": error(gptq(weight, hessian, grid).dequantize(torch.float32)),
-        },
-    )
 
 
 def documented() -> dict[str, dict[str, float]]:
@@ -267,133 +176,19 @@ def nearest_4_bits() -> Path:
 # -- pictures ------------------------------------------------------------------------------------------------------
 
 
-def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Picture:
-    """Draw some of an output's weights, and the values of the grid, with one scale for ever fewer of them.
-
-    Args:
-        name: of a weight.
-        first, count: its inputs that are drawn, which are the smallest group.
-    """
-    weight = weights()[f"{name}.weight"]
-    row = weight[output : output + 1]
-    part = row[:, first : first + count]
-    ranges = {"the weight": weight.reshape(1, -1), "the output": row, f"these {count}": part}
-    figure, ax = axes(9, 0.7 + 0.72 * len(ranges))
-    said = []
-    for place, (what, group) in enumerate(ranges.items()):
-        _, scales, zeros = own(group, bits, group.shape[1])
-        step, zero = float(scales), int(zeros)
-        levels = [(value - zero) * step for value in range(1 << bits)]
-        ax.plot([levels[0], levels[-1]], [-place, -place], color=LINE, linewidth=1)
-        ax.plot(levels, [-place] * len(levels), "|", color=BAD, markersize=17, markeredgewidth=1.4)
-        ax.plot(part[0].tolist(), [-place] * count, "o", color=color(4), markersize=4, alpha=0.6)
-        used = len({round(min(max(float(x) / step + zero, 0), len(levels) - 1)) for x in part[0]})
-        said.append(f"one scale for {what}: a step of {step:.4f}, and these weights use {used} of {1 << bits} values")
-        text = f"a step is {step:.3f}: {used} of {1 << bits} values"
-        ax.text(levels[-1], 0.26 - place, text, ha="right", fontsize=8, color=INK)
-    ax.set_yticks([-place for place in range(len(ranges))], [f"one scale for\n{what}" for what in ranges])
-    ax.set_ylim(0.7 - len(ranges), 0.7)
-    ax.tick_params(axis="y", length=0)
-    ax.spines["left"].set_visible(False)
-    ax.set_xlabel("value of a weight")
-    ax.set_title(f"dots: {count} weights; lines: what {bits} bits can stand for", fontsize=9, color=INK, loc="left")
-    return Picture(figure, "; ".join(said))
-
-
-def draw_speeds(ways: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Picture:
-    """Draw one request's tokens, and many prompts, per weight dtype."""
-    names = [name for name in ("bf16", "fp8", "int8", "int4") if name in ways]
-    figure, both = axes(9, 2.2, ncols=2, sharey=True)
-    figures = (
-        ("one request: ms a token (less is better)", [ways[name]["single"]["tpot_ms"] for name in names]),
-        ("64 prompts: tokens/s (more is better)", [ways[name]["batch64"]["prefill_tok_s"] for name in names]),
-    )
-    for ax, (label, values) in zip(both, figures, strict=True):
-        drawn = ax.barh(names, values, color=[OTHER_BAR if name == "bf16" else BAR for name in names])
-        ax.bar_label(drawn, [short(value) for value in values], padding=4, color=INK, fontsize=9)
-        ax.set_xlabel(label)
-        ax.margins(x=0.18)
-    both[0].invert_yaxis()
-    told = (f"{label}: {', '.join(map(short, values))}" for label, values in figures)
-    return Picture(figure, f"{', '.join(names)}. {'; '.join(told)}")
-
-
-class Together:
-    """Some engines that answer the same question, stepped together.
-
-    Args:
-        models: {name: model}.
-    """
-
-    def __init__(self, models: Mapping[str, str], question: str = QUESTION, max_tokens: int = 24) -> None:
-        self.watches = {
-            name: Watch(model, num_gpu_blocks_override=24, max_model_len=192, dtype="float32")
-            for name, model in models.items()
-        }
-        for watch in self.watches.values():
-            watch.add("A", question, max_tokens, logprobs=1)
-
-    def step(self, steps: int = 1) -> Together:
-        """Of all of them."""
-        for watch in self.watches.values():
-            watch.run(steps)
-        return self
-
-    def run(self) -> Together:
-        """Until all have answered."""
-        for watch in self.watches.values():
-            watch.run()
-            watch.close()
-        return self
-
-    def said(self) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-        """Of each model: each token that it said, and the probability that it gave it."""
-        for name, watch in self.watches.items():
-            output = watch.outputs["A"].outputs[0]
-            found = []
-            for token_id, entries in zip(output.token_ids, output.logprobs or (), strict=True):
-                entry = entries[token_id]
-                found.append((entry.decoded_token or "", float(torch.tensor(entry.logprob).exp())))
-            yield name, found
-
-    def _repr_markdown_(self) -> str:
-        rows = []
-        for name, said in self.said():
-            tokens = " ".join(f"`{token}` {probability:.0%}" for token, probability in said[-6:])
-            rows.append(f"| {name} | {len(said)} | {tokens} |")
-        return "| model | tokens | the last ones, and how sure it was |\n|---|---|---|\n" + "\n".join(rows)
-
-    def __repr__(self) -> str:
-        return "\n".join(f"{name}: {''.join(token for token, _ in said)}" for name, said in self.said())
-
-    def sure(self) -> Picture:
-        """How sure each model was of each token that it said."""
-        figure, ax = axes(9, 2.6)
-        for index, (name, said) in enumerate(self.said()):
-            ax.plot(
-                [100 * probability for _, probability in said], marker="o", markersize=4, label=name, color=color(index)
-            )
-        ax.set_xlabel("output token")
-        ax.set_ylabel("its probability, %")
-        ax.set_ylim(0, 105)
-        ax.grid(color=LINE, linewidth=0.5)
-        ax.legend(frameon=False, labelcolor=INK, fontsize=9)
-        return Picture(figure, "; ".join(f"{name}: least {min(p for _, p in said):.0%}" for name, said in self.said()))
-
-
 # -- the exercise --------------------------------------------------------------------------------------------------
 
 _SLACK = 1.001  # of a step: float32's own rounding
 
 
 def contract_quantize(piece: Quantize) -> int:
-    """Check quantized values, scales and zeros, from one group of four weights up."""
+    """What codes, scales and zeros have to do, from one group of four weights up."""
     exact = torch.tensor([[-1.0, 0.0, 1.0, 2.0]])
     back = _tried(piece, exact, 2, 4)
     require(
         torch.allclose(back, exact),
-        f"four weights and four quantized values: {_of(exact)} in 2 bits fits exactly (values 0 1 2 3, scale 1, "
-        f"zero 1), and came back as {_of(back)}",
+        f"four weights and four quantized values: {_of(exact)} in 2 bits fits exactly (values 0 1 2 3, scale 1, zero 1), and came "
+        f"back as {_of(back)}",
     )
     cases = 1
 
@@ -412,8 +207,8 @@ def contract_quantize(piece: Quantize) -> int:
         back = _tried(piece, torch.tensor([row]), 4, 4)
         require(
             float(back[0, 0]) == 0.0,
-            f"0.0 in {row} came back as {float(back[0, 0]):.4g}: a quantized value has to stand for it, as pruned and "
-            "padded weights have to be exactly that",
+            f"0.0 in {row} came back as {float(back[0, 0]):.4g}: a quantized value has to stand for it, as it is what pruned "
+            "and padded weights have to be: nothing",
         )
         cases += 1
 
@@ -442,7 +237,7 @@ def contract_quantize(piece: Quantize) -> int:
 
 
 def _tried(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """Return the dequantized weight, if the quantized values have the right form."""
+    """The numbers that come back, if codes have the right form."""
     num_out, num_in = weight.shape
     asked = f"quantize({_of(weight)}, {bits}, {group_size})"
     found = piece(weight.clone() if num_in < 9 else weight, bits, group_size)
@@ -513,8 +308,8 @@ def live_quantize(piece: Quantize) -> str:
     lost = loss(model).divergence
     require(lost < MOST_LOST, f"loses {lost:.4f} nats a token in 4 bits and groups of 32, more than {MOST_LOST}")
     return (
-        f"The engine ran teachlm from packed 4-bit weights in groups of 32: the same words as with its own quantized "
-        f"weights, and {lost:.5f} nats a token lost."
+        f"The engine ran teachlm from packed 4-bit weights in groups of 32: the same words as with its own quantized weights, and "
+        f"{lost:.5f} nats a token lost."
     )
 
 
@@ -525,10 +320,10 @@ QUANTIZE = Exercise(
     live=live_quantize,
     reference=own,
     hints=(
-        "A group has a smallest and a largest weight, and 2^bits quantized values to lay between them. How far apart "
-        "are they then? And 0.0 must be one of them: what does that say of the smallest and the largest?",
+        "A group has a smallest and a largest number, and 2^bits quantized values to lay between them. How far apart are they "
+        "then? And 0.0 must be one of them: what does that say of the smallest and the largest?",
         "Reshape to [out, groups, group_size]. `low = amin(2).clamp(max=0)`, `high = amax(2).clamp(min=0)`, the scale "
-        "is their distance over 2^bits - 1, and never 0. The zero is the quantized 0.0: `-low / scale`, rounded.",
+        "is their distance over 2^bits - 1, and never 0. The zero is the quantized value of 0.0: `-low / scale`, rounded.",
         "`values = (groups / scales[..., None]).round() + zeros[..., None]`, clamped to 0 ... 2^bits - 1, in the shape "
         "[out, in]; return values, scales, zeros. A group of zeros may have any scale above 0.",
     ),
@@ -536,7 +331,7 @@ QUANTIZE = Exercise(
 
 
 def three_packings() -> None:
-    """Write the same quantized weights in three formats."""
+    """The same codes, written as three formats have them."""
     for method in ("gptq", "awq", "autoround"):
         recipe = Recipe(method, group_size=64, is_symmetric=True)
         made = Made("model.layers")

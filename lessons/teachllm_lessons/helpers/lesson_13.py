@@ -68,7 +68,7 @@ def serve(settings: Settings) -> Served:
             watch.add("ABCDEFGH"[index], text, max_tokens=6 + 2 * index)
         watch.run()
         steps = watch.trace.steps
-        computed = sum(share["num_tokens"] for step in steps for share in step["scheduled"])
+        computed = sum(scheduled["num_tokens"] for step in steps for scheduled in step["scheduled"])
         return Served(len(steps), computed, watch.all_tokens, watch)
 
 

@@ -29,8 +29,8 @@ class StepTraffic:
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         layout, whole = layout_of(config), parse(model.raw)
-        self._places = [layout.place(rank) for rank in range(layout.num_ranks)]
-        self._parts = [of_rank(whole, place) for place in self._places]
+        self._all_coords = [layout.coords(rank) for rank in range(layout.num_ranks)]
+        self._parts = [of_rank(whole, coords) for coords in self._all_coords]
         self._is_on_gpu = config.device.startswith("cuda")
         self._dtype_bytes, self._vocab_size = DTYPE_BYTES[model.dtype], whole.vocab_size
         self._spreads = layout.replicas > 1
@@ -43,18 +43,27 @@ class StepTraffic:
             requests: those that have not ended. Of others it is not known whether they have filters.
         """
         num_sampled, filtered = 0, []
-        for share in plan.scheduled:
-            if share.samples:
-                num_rows = 1 + len(share.draft_token_ids)
+        for scheduled in plan.scheduled:
+            if scheduled.samples:
+                num_rows = 1 + len(scheduled.draft_token_ids)
                 num_sampled += num_rows
-                filtered += [self._num_candidates(requests.get(share.request_id))] * num_rows
+                filtered += [self._num_candidates(requests.get(scheduled.request_id))] * num_rows
         filtered = [each for each in filtered if each]
         found = []
-        for place, part in zip(self._places, self._parts, strict=True):
+        for coords, part in zip(self._all_coords, self._parts, strict=True):
             num_told = min(max(filtered, default=0), MOST_CANDIDATES, part.vocab_size)
-            sizes = (part.num_layers, part.hidden_size, self._dtype_bytes, plan.num_tokens)
             num_spread = sum(part.moe.layers) if self._spreads and part.moe is not None else 0
-            counts = step_bytes(place, *sizes, num_sampled, len(filtered), num_told, rows=[(0, 0)] * num_spread)
+            counts = step_bytes(
+                coords,
+                num_layers=part.num_layers,
+                hidden_size=part.hidden_size,
+                dtype_bytes=self._dtype_bytes,
+                num_tokens=plan.num_tokens,
+                num_sampled=num_sampled,
+                num_filtered=len(filtered),
+                num_told=num_told,
+                rows=[(0, 0)] * num_spread,
+            )
             for unknown in ("all_to_all", *(["all_gather"] if self._is_on_gpu else [])):
                 counts.pop(unknown, None)
             found.append(counts)

@@ -55,7 +55,7 @@ class CoreClient:
     Args:
         trace_sinks: one for each process, or none; called in this thread, and in that of `step`.
         progress: as of `Engine`, of all processes together.
-        choose_replica: of `Pieces`.
+        choose_replica: of `EngineOverrides`.
 
     Attributes:
         config, model_config: as the core has resolved and read them.

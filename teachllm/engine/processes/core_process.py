@@ -223,7 +223,7 @@ class CoreProcess:
         if self._core.has_unfinished:
             self._tell([self._update(update) for update in self._core.step()])
         else:
-            self._core.serve()
+            self._core.execute_dummy_step()
             if self._lines:
                 self._tell([])
         self._num_failures = 0

@@ -1,10 +1,10 @@
-"""What each method does with a block: from its linear layers, and their inputs, to quantized weights.
+"""What each method does with a block: from its linear layers, and what goes through it, to their codes.
 
 | method | looks at | then |
 |---|---|---|
-| int8, fp8, rtn | nothing; int8 with SmoothQuant: how large inputs are | round to nearest |
+| int8, fp8, rtn | nothing; int8 with SmoothQuant: how large inputs are | the nearest code |
 | gptq | the inputs of each layer, behind the layers that are rounded already | column by column |
-| awq | the inputs of each layer | scales inputs, clips, rounds to nearest |
+| awq | the inputs of each layer | scales inputs, clips, the nearest code |
 | autoround | what the block puts out | all layers together, by gradients |
 """
 
@@ -20,10 +20,10 @@ from teachllm.models.registry import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.algorithms import autoround, folding
 from teachllm.quantization.algorithms.awq import best_scales
-from teachllm.quantization.algorithms.blocks import Block
+from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.calibrate import InputStatistics
 from teachllm.quantization.algorithms.clipping import clipped
-from teachllm.quantization.algorithms.folding import Group
+from teachllm.quantization.algorithms.folding import LayerGroup
 from teachllm.quantization.algorithms.gptq import gptq
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.algorithms.smoothquant import smoothing_scales
@@ -52,10 +52,10 @@ class Task:
     """
 
     recipe: Recipe
-    block: Block
+    block: DecoderBlock
     stored_dtypes: Mapping[str, torch.dtype]
     done: Callable[[float], None]
-    groups: Sequence[Group] = ()
+    groups: Sequence[LayerGroup] = ()
     hidden: torch.Tensor | None = None
     wanted: torch.Tensor | None = None
 
@@ -63,7 +63,7 @@ class Task:
         """[out, in] float32 of a linear layer."""
         return self.block.linears()[name].weight
 
-    def statistics(self, group: Group) -> InputStatistics:
+    def statistics(self, group: LayerGroup) -> InputStatistics:
         """Of the inputs that a group's layers share.
 
         Raises:
@@ -75,13 +75,13 @@ class Task:
             raise ModelError(OVERFLOW.format(f"{self.block.name}.{group.names[0]}"))
         return found
 
-    def fold(self, group: Group, of_source: torch.Tensor) -> torch.Tensor:
+    def fold(self, group: LayerGroup, of_source: torch.Tensor) -> torch.Tensor:
         """See `folding.fold`."""
         return folding.fold(self.block, group, of_source, self.stored_dtypes[f"{group.source}.weight"])
 
 
 def nearest(task: Task) -> QuantizedWeights:
-    """Round to nearest. compressed-tensors has scales in the model's dtype."""
+    """Each number's nearest code. compressed-tensors has scales in the model's dtype."""
     method, quantized = task.recipe.method, QuantizedWeights()
     names = task.block.linears()
     for name in names:
@@ -95,7 +95,7 @@ def nearest(task: Task) -> QuantizedWeights:
 
 
 def with_smoothquant(task: Task) -> QuantizedWeights:
-    """Round to nearest, after outliers have moved from activations to weights, where a norm can divide them."""
+    """The nearest codes, once outliers have moved from activations to weights, where a norm can divide them."""
     linears = task.block.linears()
     for group in task.groups:
         if group.source is not None and group.source not in linears:
@@ -119,7 +119,7 @@ def with_gptq(task: Task) -> QuantizedWeights:
 
 
 def with_awq(task: Task) -> QuantizedWeights:
-    """Scale first, then quantize: scales of one group may change the weights of another, its source."""
+    """Scales first, then codes: scales of one group may change the weights of another, its source."""
     grid = task.recipe.grid
     hessians: dict[str, torch.Tensor] = {}
     for group in task.groups:
@@ -155,7 +155,7 @@ def method_of(recipe: Recipe) -> Callable[[Task], QuantizedWeights]:
     return {"gptq": with_gptq, "awq": with_awq, "autoround": with_autoround}.get(recipe.method, nearest)
 
 
-def _awq_scales(task: Task, group: Group, statistics: InputStatistics) -> torch.Tensor:
+def _awq_scales(task: Task, group: LayerGroup, statistics: InputStatistics) -> torch.Tensor:
     """Of each output of a group's source."""
     size, num_in = folding.source_size(task.block, group), len(statistics.mean_abs)
     return best_scales(
@@ -168,8 +168,8 @@ def _awq_scales(task: Task, group: Group, statistics: InputStatistics) -> torch.
 
 
 @torch.no_grad()
-def install(block: Block, quantized: Mapping[str, Quantized]) -> None:
-    """Replace a block's weights by their dequantized values."""
+def install(block: DecoderBlock, quantized: Mapping[str, Quantized]) -> None:
+    """Puts numbers of codes in the place of those that they were made of."""
     linears = block.linears()
     for name, each in quantized.items():
         linears[name].weight.copy_(each.dequantize(torch.float32))

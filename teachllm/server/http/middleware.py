@@ -18,7 +18,7 @@ _QUIET_PATHS = {"/health", "/metrics"}  # asked every few seconds by machines
 logger = logging.getLogger("teachllm.requests")
 
 
-class Front:
+class AccessMiddleware:
     """Asks for the API key, names the request, and logs it.
 
     `scope["teachllm"]` holds what the log will say; handlers add to it. `scope["teachllm.send"]` is the server's own

@@ -69,7 +69,7 @@ def install(app: FastAPI, service: Service, requests: list[type[BaseModel]], has
                 for operation in path.values():
                     if "401" in operation["responses"]:
                         operation["security"] = [{"key": []}]
-        if service.door is not None:  # before, the limits of the model are missing
+        if service.client is not None:  # before, the limits of the model are missing
             app.openapi_schema = found
         return found
 
@@ -77,8 +77,8 @@ def install(app: FastAPI, service: Service, requests: list[type[BaseModel]], has
 
 
 def _limits(service: Service) -> dict[str, int]:
-    door = service.door
-    if door is None or door.config.max_model_len is None:
+    client = service.client
+    if client is None or client.config.max_model_len is None:
         return {}
-    limits = {"TokenId": door.vocab_size, "MaxTokens": door.config.max_model_len}
-    return {name: limit - 1 for name, limit in limits.items()} | {"NumLogprobs": door.config.max_logprobs}
+    limits = {"TokenId": client.vocab_size, "MaxTokens": client.config.max_model_len}
+    return {name: limit - 1 for name, limit in limits.items()} | {"NumLogprobs": client.config.max_logprobs}

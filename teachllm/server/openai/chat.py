@@ -18,7 +18,7 @@ from teachllm.server.openai.messages import NamedTool
 from teachllm.server.openai.params import check_length, check_streaming, engine_options, refuse_unbuilt, sampling_params
 from teachllm.server.openai.prompts import chat_prompt
 from teachllm.server.openai.protocol import ChatCompletionRequest
-from teachllm.server.openai.response_context import Layout
+from teachllm.server.openai.response_context import ResponseContext
 from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
 
@@ -56,10 +56,10 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
 
         parser = partial(tool_parser, service.options.tool_call_parser)
         params = replace(params, skip_special_tokens=False)  # some models' marks of a call are such
-    layout = Layout.of(response_id("chatcmpl", http), model, request)
-    answer = ChatAnswer(layout, num_top, parser, request.parallel_tool_calls is not False)
+    context = ResponseContext.of(response_id("chatcmpl", http), model, request)
+    answer = ChatAnswer(context, num_top, parser, request.parallel_tool_calls is not False)
     options = engine_options(request, engine.config.scheduling_policy)
-    generation = Generation(service, layout.id, [Job(token_ids, params)], options)
+    generation = Generation(service, context.id, [Job(token_ids, params)], options)
     return await respond(http, generation, answer, bool(request.stream))
 
 

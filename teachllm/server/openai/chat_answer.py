@@ -13,7 +13,7 @@ from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.server.http.sse import encode, event
 from teachllm.server.openai.generation import usage
 from teachllm.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from teachllm.server.openai.response_context import Layout, Told
+from teachllm.server.openai.response_context import ResponseContext, StreamCursor
 from teachllm.server.openai.tool_text import ToolText
 
 if TYPE_CHECKING:
@@ -32,46 +32,50 @@ class ChatAnswer:
     """
 
     def __init__(
-        self, layout: Layout, num_top: int | None, parser: Callable[[], ToolParser] | None, parallel: bool = True
+        self,
+        context: ResponseContext,
+        num_top: int | None,
+        parser: Callable[[], ToolParser] | None,
+        parallel: bool = True,
     ) -> None:
-        self._layout, self._num_top, self._parser, self._parallel = layout, num_top, parser, parallel
-        self._tells_tokens = num_top is not None or layout.return_token_ids
-        self._is_plain = not self._tells_tokens and parser is None and not layout.continuous_usage
+        self._context, self._num_top, self._parser, self._parallel = context, num_top, parser, parallel
+        self._tells_tokens = num_top is not None or context.return_token_ids
+        self._is_plain = not self._tells_tokens and parser is None and not context.continuous_usage
         self._output: RequestOutput | None = None
-        self._told = [self._nothing_told(index) for index in range(layout.n)]
-        self._tools = [self._tool_text() for _ in range(layout.n)]
+        self._cursors = [self._new_cursor(index) for index in range(context.n)]
+        self._tools = [self._tool_text() for _ in range(context.n)]
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         output = outputs[0]
-        answer = self._layout.head("chat.completion")
+        answer = self._context.head("chat.completion")
         answer["choices"] = [self._choice(completion) for completion in output.outputs]
         answer["usage"] = usage(outputs)
-        if self._layout.wants_prompt_logprobs:
+        if self._context.wants_prompt_logprobs:
             answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
-        if self._layout.return_token_ids:
+        if self._context.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return encode(answer)
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         self._output = output
         pieces = []
-        for told, completion in zip(self._told, output.outputs, strict=True):
-            if told.has_ended:
+        for cursor, completion in zip(self._cursors, output.outputs, strict=True):
+            if cursor.has_ended:
                 continue
-            if not told.has_begun:
-                told.has_begun = True
-                pieces.append(self._first(told.index, output))
+            if not cursor.has_begun:
+                cursor.has_begun = True
+                pieces.append(self._first(cursor.index, output))
             if completion.finish_reason is not None or not self._is_plain:
-                pieces += self._news(told, completion)
-            elif len(completion.text) > told.num_chars:
-                pieces += (told.before, encode(completion.text[told.num_chars :]), told.after)
-                told.num_chars = len(completion.text)
+                pieces += self._news(cursor, completion)
+            elif len(completion.text) > cursor.num_chars:
+                pieces += (cursor.before, encode(completion.text[cursor.num_chars :]), cursor.after)
+                cursor.num_chars = len(completion.text)
         return b"".join(pieces)
 
     def last(self) -> bytes:
-        if not self._layout.include_usage or self._output is None:
+        if not self._context.include_usage or self._output is None:
             return b""
-        return event(encode(self._layout.head(_KIND) | {"choices": [], "usage": usage([self._output])}))
+        return event(encode(self._context.head(_KIND) | {"choices": [], "usage": usage([self._output])}))
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
@@ -82,45 +86,45 @@ class ChatAnswer:
             reason = tools.finish_reason(reason)
         choice = {"index": completion.index, "message": message, "logprobs": self._logprobs(completion, 0)}
         choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
-        if self._layout.return_token_ids:
+        if self._context.return_token_ids:
             choice["token_ids"] = completion.token_ids
         return choice
 
-    def _news(self, told: Told, completion: CompletionOutput) -> list[bytes]:
+    def _news(self, cursor: StreamCursor, completion: CompletionOutput) -> list[bytes]:
         """The chunks that tell what is new."""
-        text, first_token = told.news(completion)
+        text, first_token = cursor.news(completion)
         has_new_tokens = len(completion.token_ids) > first_token
-        told.has_ended, reason = completion.finished, completion.finish_reason
-        tools = self._tools[told.index]
+        cursor.has_ended, reason = completion.finished, completion.finish_reason
+        tools = self._tools[cursor.index]
         if tools is None:
             deltas: list[dict[str, Any]] = [{"content": text}] if text else []
         else:
-            deltas = tools.feed(text, told.has_ended)
+            deltas = tools.feed(text, cursor.has_ended)
             reason = tools.finish_reason(reason)
-        if not deltas and (told.has_ended or (self._tells_tokens and has_new_tokens)):
+        if not deltas and (cursor.has_ended or (self._tells_tokens and has_new_tokens)):
             deltas = [{"content": ""}]
         chunks = []
         for i, delta in enumerate(deltas):
             is_last = i == len(deltas) - 1
-            choice: dict[str, Any] = {"index": told.index, "delta": delta}
+            choice: dict[str, Any] = {"index": cursor.index, "delta": delta}
             choice["logprobs"] = self._logprobs(completion, first_token) if is_last else None
             choice["finish_reason"] = reason if is_last else None
             if choice["finish_reason"] is not None:
                 choice["stop_reason"] = completion.stop_reason
-            if self._layout.return_token_ids:
+            if self._context.return_token_ids:
                 choice["token_ids"] = completion.token_ids[first_token:] if is_last else []
             chunks.append(self._event(choice))
         return chunks
 
     def _first(self, index: int, output: RequestOutput) -> bytes:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
-        more = {"prompt_token_ids": output.prompt_token_ids} if self._layout.return_token_ids else {}
+        more = {"prompt_token_ids": output.prompt_token_ids} if self._context.return_token_ids else {}
         return self._event(choice | {"logprobs": None, "finish_reason": None}, **more)
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
-        chunk = self._layout.head(_KIND) | {"choices": [choice]} | more
-        if self._layout.include_usage:
-            chunk["usage"] = usage([self._output]) if self._layout.continuous_usage and self._output else None
+        chunk = self._context.head(_KIND) | {"choices": [choice]} | more
+        if self._context.include_usage:
+            chunk["usage"] = usage([self._output]) if self._context.continuous_usage and self._output else None
         return event(encode(chunk))
 
     def _logprobs(self, completion: CompletionOutput, first: int) -> dict[str, Any] | None:
@@ -131,8 +135,8 @@ class ChatAnswer:
     def _tool_text(self) -> ToolText | None:
         return None if self._parser is None else ToolText(self._parser(), self._parallel)
 
-    def _nothing_told(self, index: int) -> Told:
+    def _new_cursor(self, index: int) -> StreamCursor:
         choice = {"index": index, "delta": {"content": ""}, "logprobs": None, "finish_reason": None}
         # Inside a JSON string, such as a model's name, its quotes would be escaped.
         before, after = self._event(choice).split(b'"delta":{"content":""', 1)
-        return Told(index, before + b'"delta":{"content":', after)
+        return StreamCursor(index, before + b'"delta":{"content":', after)

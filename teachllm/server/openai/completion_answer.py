@@ -10,13 +10,13 @@ from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.server.http.sse import encode, event
 from teachllm.server.openai.generation import usage
 from teachllm.server.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from teachllm.server.openai.response_context import Layout, Told
+from teachllm.server.openai.response_context import ResponseContext, StreamCursor
 
 _KIND = "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CompletionPrompt:
     """Attributes:
     text: what `echo` repeats.
     """
@@ -37,63 +37,63 @@ class CompletionAnswer:
 
     def __init__(
         self,
-        layout: Layout,
-        prompts: Sequence[Prompt],
+        context: ResponseContext,
+        prompts: Sequence[CompletionPrompt],
         text_of: Callable[[int], str],
         *,
         echo: bool = False,
         wants_logprobs: bool = False,
         is_scoring: bool = False,
     ) -> None:
-        self._layout, self._prompts = layout, prompts
+        self._context, self._prompts = context, prompts
         self._echo, self._wants_logprobs, self._is_scoring = echo, wants_logprobs, is_scoring
-        self._tells_tokens = wants_logprobs or layout.return_token_ids
-        self._is_plain = not self._tells_tokens and not layout.continuous_usage and not is_scoring
+        self._tells_tokens = wants_logprobs or context.return_token_ids
+        self._is_plain = not self._tells_tokens and not context.continuous_usage and not is_scoring
         self._outputs: dict[int, RequestOutput] = {}
-        self._told = [self._nothing_told(index) for index in range(layout.n * len(prompts))]
-        self._logprobs = [CompletionLogprobs(text_of) for _ in self._told]
+        self._cursors = [self._new_cursor(index) for index in range(context.n * len(prompts))]
+        self._logprobs = [CompletionLogprobs(text_of) for _ in self._cursors]
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         choices = []
         for index, output in enumerate(outputs):
-            for told, completion in self._choices(index, output):
-                told.has_ended = True
-                choices.append(self._choice(told, completion, output))
-        return encode(self._layout.head(_KIND) | {"choices": choices, "usage": self._usage(outputs)})
+            for cursor, completion in self._choices(index, output):
+                cursor.has_ended = True
+                choices.append(self._choice(cursor, completion, output))
+        return encode(self._context.head(_KIND) | {"choices": choices, "usage": self._usage(outputs)})
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         self._outputs[index] = output
         pieces = []
-        for told, completion in self._choices(index, output):
-            if told.has_ended:
+        for cursor, completion in self._choices(index, output):
+            if cursor.has_ended:
                 continue
-            has_news = len(completion.text) > told.num_chars
-            if completion.finish_reason is not None or not told.has_begun or not self._is_plain:
-                told.has_ended = completion.finished
+            has_news = len(completion.text) > cursor.num_chars
+            if completion.finish_reason is not None or not cursor.has_begun or not self._is_plain:
+                cursor.has_ended = completion.finished
                 if self._tells_tokens:
-                    has_news |= len(completion.token_ids) > told.num_tokens
-                if told.has_ended or (has_news and self._knows_prompt(output)):
-                    choice = self._choice(told, completion, output)
+                    has_news |= len(completion.token_ids) > cursor.num_tokens
+                if cursor.has_ended or (has_news and self._knows_prompt(output)):
+                    choice = self._choice(cursor, completion, output)
                     pieces.append(self._event({"choices": [choice]}))
             elif has_news:
-                pieces += (told.before, encode(completion.text[told.num_chars :]), told.after)
-                told.num_chars = len(completion.text)
+                pieces += (cursor.before, encode(completion.text[cursor.num_chars :]), cursor.after)
+                cursor.num_chars = len(completion.text)
         return b"".join(pieces)
 
     def last(self) -> bytes:
-        if not self._layout.include_usage:
+        if not self._context.include_usage:
             return b""
-        return event(encode(self._layout.head(_KIND) | {"choices": [], "usage": self._usage_so_far()}))
+        return event(encode(self._context.head(_KIND) | {"choices": [], "usage": self._usage_so_far()}))
 
-    def _choices(self, index: int, output: RequestOutput) -> list[tuple[Told, CompletionOutput]]:
-        first = index * self._layout.n
-        return list(zip(self._told[first : first + self._layout.n], output.outputs, strict=True))
+    def _choices(self, index: int, output: RequestOutput) -> list[tuple[StreamCursor, CompletionOutput]]:
+        first = index * self._context.n
+        return list(zip(self._cursors[first : first + self._context.n], output.outputs, strict=True))
 
-    def _choice(self, told: Told, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+    def _choice(self, cursor: StreamCursor, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         """What is new of one completion: of one that nothing was told of, everything."""
-        is_first, told.has_begun = not told.has_begun, True
-        prompt = self._prompts[told.index // self._layout.n]
-        text, first_token = told.news(completion)
+        is_first, cursor.has_begun = not cursor.has_begun, True
+        prompt = self._prompts[cursor.index // self._context.n]
+        text, first_token = cursor.news(completion)
         token_ids = completion.token_ids[first_token:]
         entries: list[Any] = (completion.logprobs or [])[first_token:]
         if self._is_scoring:
@@ -103,19 +103,19 @@ class CompletionAnswer:
             text, token_ids = prompt.text + text, [*prompt.token_ids, *token_ids]
             scored = output.prompt_logprobs or []
             entries = [*scored, *[None] * (len(prompt.token_ids) - len(scored)), *entries]  # an abort comes at any time
-        choice: dict[str, Any] = {"index": told.index, "text": text, "logprobs": None}
+        choice: dict[str, Any] = {"index": cursor.index, "text": text, "logprobs": None}
         if self._wants_logprobs:
-            choice["logprobs"] = self._logprobs[told.index].of(token_ids, entries)
-        if told.has_ended:
+            choice["logprobs"] = self._logprobs[cursor.index].of(token_ids, entries)
+        if cursor.has_ended:
             reason = "length" if self._is_scoring else completion.finish_reason
             choice |= {"finish_reason": reason, "stop_reason": None if self._is_scoring else completion.stop_reason}
         else:
             choice["finish_reason"] = None
-        if self._layout.return_token_ids:
+        if self._context.return_token_ids:
             choice["token_ids"] = given_ids
             if is_first:
                 choice["prompt_token_ids"] = prompt.token_ids
-        if self._layout.wants_prompt_logprobs:
+        if self._context.wants_prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
         return choice
 
@@ -124,9 +124,9 @@ class CompletionAnswer:
         return not self._echo or len(output.prompt_logprobs or output.prompt_token_ids) == len(output.prompt_token_ids)
 
     def _event(self, content: dict[str, Any]) -> bytes:
-        chunk = self._layout.head(_KIND) | content
-        if self._layout.include_usage:
-            chunk["usage"] = self._usage_so_far() if self._layout.continuous_usage else None
+        chunk = self._context.head(_KIND) | content
+        if self._context.include_usage:
+            chunk["usage"] = self._usage_so_far() if self._context.continuous_usage else None
         return event(encode(chunk))
 
     def _usage_so_far(self) -> dict[str, Any]:
@@ -138,8 +138,8 @@ class CompletionAnswer:
             found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
         return found
 
-    def _nothing_told(self, index: int) -> Told:
+    def _new_cursor(self, index: int) -> StreamCursor:
         chunk = self._event({"choices": [{"index": index, "text": "", "logprobs": None, "finish_reason": None}]})
         # Inside a JSON string, such as a model's name, its quotes would be escaped.
         before, after = chunk.split(b'"text":""', 1)
-        return Told(index, before + b'"text":', after, has_begun=not self._echo and self._is_plain)
+        return StreamCursor(index, before + b'"text":', after, has_begun=not self._echo and self._is_plain)

@@ -11,12 +11,12 @@ from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.server.http.body import read_request
 from teachllm.server.http.errors import ApiError
 from teachllm.server.http.request_ids import response_id
-from teachllm.server.openai.completion_answer import CompletionAnswer, Prompt
+from teachllm.server.openai.completion_answer import CompletionAnswer, CompletionPrompt
 from teachllm.server.openai.generation import Generation, Job, respond
 from teachllm.server.openai.params import check_length, check_streaming, engine_options, refuse_unbuilt, sampling_params
 from teachllm.server.openai.prompts import encode
 from teachllm.server.openai.protocol import CompletionRequest
-from teachllm.server.openai.response_context import Layout
+from teachllm.server.openai.response_context import ResponseContext
 from teachllm.server.service import Service
 
 _DEFAULT_MAX_TOKENS = 16
@@ -50,9 +50,9 @@ async def create_completion(service: Service, http: Request) -> Response:
             prompt_logprobs=_num_prompt_logprobs(request),
         )
         jobs.append(Job(prompt.token_ids, params))
-    layout = Layout.of(response_id("cmpl", http), model, request)
+    context = ResponseContext.of(response_id("cmpl", http), model, request)
     answer = CompletionAnswer(
-        layout,
+        context,
         prompts,
         tokenizer.token_text,
         echo=bool(request.echo),
@@ -60,7 +60,7 @@ async def create_completion(service: Service, http: Request) -> Response:
         is_scoring=asked == 0,
     )
     options = engine_options(request, engine.config.scheduling_policy)
-    generation = Generation(service, layout.id, jobs, options)
+    generation = Generation(service, context.id, jobs, options)
     return await respond(http, generation, answer, bool(request.stream))
 
 
@@ -81,7 +81,7 @@ def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
     return request.prompt_logprobs
 
 
-async def _prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[Prompt]:
+async def _prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[CompletionPrompt]:
     given = request.prompt
     if isinstance(given, str):
         given = [given]
@@ -91,10 +91,10 @@ async def _prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[Pro
     for each in given:
         if isinstance(each, str):
             token_ids = await encode(tokenizer, each, request.add_special_tokens is not False)
-            prompts.append(Prompt(token_ids, each))
+            prompts.append(CompletionPrompt(token_ids, each))
             await asyncio.sleep(0)  # others wait for one prompt, not for a list of them
         else:
             assert isinstance(each, list)
             text = tokenizer.decode(each, skip_special_tokens=False) if request.echo else ""
-            prompts.append(Prompt(each, text))
+            prompts.append(CompletionPrompt(each, text))
     return prompts

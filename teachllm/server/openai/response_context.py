@@ -11,7 +11,7 @@ from teachllm.server.openai.protocol import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ResponseContext:
     """
     Attributes:
         id, created, model: of the answer, and of every chunk of a stream.
@@ -32,7 +32,7 @@ class Layout:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, id: str, model: str, request: Sampling) -> Layout:
+    def of(cls, id: str, model: str, request: Sampling) -> ResponseContext:
         options = request.stream_options
         return cls(
             id=id,
@@ -49,7 +49,7 @@ class Layout:
 
 
 @dataclass(slots=True)
-class Told:
+class StreamCursor:
     """How much of one completion a stream's client knows.
 
     Attributes:

@@ -112,13 +112,13 @@ class InputBatch(Rows):
             drafts: of each scheduled request; None: as the plan has them.
             tree: whose first nodes they are; None: chains.
         """
-        rows = [self._row_of[share.request_id] for share in plan.scheduled]
-        drafts = drafts or [share.draft_token_ids for share in plan.scheduled]
+        rows = [self._row_of[scheduled.request_id] for scheduled in plan.scheduled]
+        drafts = drafts or [scheduled.draft_token_ids for scheduled in plan.scheduled]
         starts = [self._write(*each) for each in zip(rows, plan.scheduled, drafts, strict=True)]
         trees: list[TreeMask | None] | None = None
         if tree is not None and not tree.is_chain:
             trees = [self._tree(tree, start, len(ids)) for start, ids in zip(starts, drafts, strict=True)]
-        return self.flat(rows, starts, [share.num_tokens for share in plan.scheduled], trees=trees)
+        return self.flat(rows, starts, [scheduled.num_tokens for scheduled in plan.scheduled], trees=trees)
 
     @staticmethod
     def _tree(tree: DraftTree, start: int, num_drafts: int) -> TreeMask | None:
@@ -174,13 +174,13 @@ class InputBatch(Rows):
                 positions[end - len(tree.positions) : end] = tree.positions
         return StepInputs(self._tensor(input_ids), self._tensor(positions), metadata, rows, starts, query_ends)
 
-    def _write(self, row: int, share: ScheduledRequest, drafts: Sequence[int]) -> int:
+    def _write(self, row: int, scheduled: ScheduledRequest, drafts: Sequence[int]) -> int:
         """Brings a row up to date with its share of the plan; returns where its computation truly starts."""
-        first, known = share.first_new_block, int(self._num_known[row])
-        self._block_table[row, first : first + len(share.new_block_ids)] = share.new_block_ids
+        first, known = scheduled.first_new_block, int(self._num_known[row])
+        self._block_table[row, first : first + len(scheduled.new_block_ids)] = scheduled.new_block_ids
         self._token_ids[row, known : known + len(drafts)] = drafts
         # The plan may have been made before drafts were rejected; a step always computes a known token first.
-        return min(share.start, known - 1)
+        return min(scheduled.start, known - 1)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -24,7 +24,7 @@ from teachllm.distributed.stages import Stage
 from teachllm.layers.attention_backends.base import AttentionBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.selection import select_backend
-from teachllm.models.llama import Tap
+from teachllm.models.llama import AuxOut
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.model_of_rank import model_of_rank
@@ -45,7 +45,7 @@ from teachllm.worker.kv_cache import (
     plan_memory,
 )
 from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
-from teachllm.worker.prompt_logprobs import PromptScores
+from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.rows import OpenedRow
 from teachllm.worker.spec_decode.drafting import Drafting
 from teachllm_kernels.attention.kv_quantization import as_bytes
@@ -88,7 +88,7 @@ class ModelRunner:
         progress: called with (bytes loaded, bytes in all) while weights load.
         drafter: with weights; None: there is none, or one on the host.
         ranks: that share the model; this runner has the part of one. All are given the same plans.
-        attention, make_sampler: of `Pieces`.
+        attention, make_sampler: of `EngineOverrides`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelRunner:
     ) -> None:
         assert config.max_model_len and config.max_num_seqs
         self._ranks, whole = ranks, model_config
-        model_config = model_of_rank(whole, ranks.place)
+        model_config = model_of_rank(whole, ranks.coords)
         if device.type == "cpu":
             needs = attention_needs(config, model_config)
             attention = attention or select_backend(config.attention_backend, needs, device)
@@ -115,20 +115,25 @@ class ModelRunner:
         self.memory = self.memory.of_blocks(num_blocks)
         self.model: Any = load_model(whole, config, device, progress, ranks)
         self._has_experts = getattr(self.model, "experts", None) is not None
-        if ranks.place.layout.pipeline > 1:
+        if ranks.coords.layout.pipeline > 1:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
-        sizes = config.max_num_seqs, config.max_model_len, config.block_size
-        self._batch = InputBatch(*sizes, device, attention or REFERENCE)
+        self._batch = InputBatch(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            device=device,
+            backend=attention or REFERENCE,
+        )
         self._sampler = make_sampler(config.max_num_seqs, whole.vocab_size, device, ranks.tensor)
-        self._prompt_scores = PromptScores(self.model.own_logits, self._sampler)
+        self._prompt_logprobs = PromptLogprobs(partial(self.model.logits, sharded=True), self._sampler)
         self._device = device
         self._drafting: Drafting | None = None
         self._tree = DraftTree.chain(MAX_SPECULATIVE_TOKENS)
         speculation = config.speculative_config
         self._synthetic_rate = None if speculation is None else speculation.synthetic_rate
         self._moved: KVCache = []  # where drafts of a tree may lie apart
-        self._awaited: dict[int, list[OpenedRow]] = {}  # whose tokens another stage samples, by step
+        self._pending_remote: dict[int, list[OpenedRow]] = {}  # whose tokens another stage samples, by step
         self._load: torch.Tensor | None = None  # of experts, in the step under way
         loaded: ModelDrafter | None = None
         if drafter is not None:
@@ -149,51 +154,54 @@ class ModelRunner:
             self._load = self.model.count_load()
 
     @torch.inference_mode()
-    def serve(self) -> None:
+    def execute_dummy_step(self) -> None:
         """An empty step: this rank's experts are there for replicas that have tokens."""
-        self.model.serve()
+        self.model.execute_dummy_step()
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ExecutedStep:
         """Runs the forward pass of a plan."""
         drafting = self._drafting
-        kept = (self._sampler, self._prompt_scores)
+        kept = (self._sampler, self._prompt_logprobs)
         self._batch.update(plan, kept if drafting is None else (*kept, drafting))
-        drafts: list[Sequence[int]] = [share.draft_token_ids for share in plan.scheduled]
+        drafts: list[Sequence[int]] = [scheduled.draft_token_ids for scheduled in plan.scheduled]
         if drafting is not None:
-            drafts = [drafting.drafts(self._batch.row(share.request_id), share) for share in plan.scheduled]
+            drafts = [drafting.drafts(self._batch.row(scheduled.request_id), scheduled) for scheduled in plan.scheduled]
         inputs = self._batch.prepare(plan, drafts, self._tree)
         features: dict[int, torch.Tensor] = {}
-        taps: dict[int, Tap] = {}
+        aux_hidden_states: dict[int, AuxOut] = {}
         if drafting is not None:
             drafting.begin(inputs)
-            taps = {layer: partial(features.__setitem__, layer) for layer in drafting.drafter.feature_layers}
-        tapped = {"taps": taps} if taps else {}
-        hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, **tapped)
+            aux_hidden_states = {
+                layer: partial(features.__setitem__, layer) for layer in drafting.drafter.feature_layers
+            }
+        extra = {"aux_hidden_states": aux_hidden_states} if aux_hidden_states else {}
+        hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, **extra)
         expert_load = self._taken_load()
 
-        if not self._ranks.place.is_last_stage:
-            self._awaited[plan.step] = self._batch.opened_rows(inputs.rows)
+        if not self._ranks.coords.is_last_stage:
+            self._pending_remote[plan.step] = self._batch.opened_rows(inputs.rows)
             nothing = hidden.new_empty((0, 0))
             return ExecutedStep(plan, inputs, nothing, [], nothing, None, drafts, hidden, features)
-        wanted: list[int] = []  # flat token indices whose logits are sampled from
+        logits_indices: list[int] = []  # flat token indices whose logits are sampled from
         logits_rows: list[int] = []
-        for share, row, end in zip(plan.scheduled, inputs.rows, inputs.query_ends, strict=True):
-            if share.samples:
-                verified = len(share.draft_token_ids) + 1
-                wanted.extend(range(end - verified, end))
+        for scheduled, row, end in zip(plan.scheduled, inputs.rows, inputs.query_ends, strict=True):
+            if scheduled.samples:
+                verified = len(scheduled.draft_token_ids) + 1
+                logits_indices.extend(range(end - verified, end))
                 logits_rows.extend([row] * verified)
-        indices = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        indices = torch.tensor(logits_indices, dtype=torch.int64, device=self._device)
         # A decode-only step samples from every token: nothing to select.
-        chosen = hidden if len(wanted) == hidden.shape[0] else hidden[indices]
+        chosen = hidden if len(logits_indices) == hidden.shape[0] else hidden[indices]
         prompt_logprobs = None
-        if self._prompt_scores.any_due(plan.scheduled, inputs.rows):
-            where = (plan.scheduled, inputs.rows, inputs.starts, hidden, self._batch.token_ids)
-            prompt_logprobs = self._prompt_scores.score(*where)
+        if self._prompt_logprobs.any_due(plan.scheduled, inputs.rows):
+            prompt_logprobs = self._prompt_logprobs.score(
+                plan.scheduled, inputs.rows, starts=inputs.starts, hidden=hidden, token_ids=self._batch.token_ids
+            )
         return ExecutedStep(
             plan=plan,
             inputs=inputs,
-            logits=self.model.own_logits(chosen),
+            logits=self.model.logits(chosen, sharded=True),
             logits_rows=logits_rows,
             lengths=inputs.positions[indices] + 1,
             prompt_logprobs=prompt_logprobs,
@@ -207,16 +215,21 @@ class ModelRunner:
     def sample(self, step: ExecutedStep) -> ModelRunnerOutput:
         """Samples a token at every position that is verified, keeps those up to the first draft that does not hold,
         and has the drafter propose."""
-        shares, rows = step.plan.scheduled, step.inputs.rows
-        if not self._ranks.place.is_last_stage:
-            return ModelRunnerOutput([[] for _ in shares])
+        scheduled_requests, rows = step.plan.scheduled, step.inputs.rows
+        if not self._ranks.coords.is_last_stage:
+            return ModelRunnerOutput([[] for _ in scheduled_requests])
         proposals = histories = None
         if self._drafting is not None:
-            proposals = self._drafting.proposals(step.inputs, step.drafts, [share.samples for share in shares])
-            histories = self._drafting.histories(step.inputs, step.drafts, [share.samples for share in shares])
+            proposals = self._drafting.proposals(
+                step.inputs, step.drafts, [scheduled.samples for scheduled in scheduled_requests]
+            )
+            histories = self._drafting.histories(
+                step.inputs, step.drafts, [scheduled.samples for scheduled in scheduled_requests]
+            )
         known_ids = self._batch.token_ids.to(self._device)
-        where = (step.logits_rows, step.lengths, known_ids, proposals, histories)
-        sampled = self._sampler.sample(step.logits, *where)
+        sampled = self._sampler.sample(
+            step.logits, step.logits_rows, step.lengths, known_ids, proposals=proposals, histories=histories
+        )
         token_ids = sampled.token_ids
         if self._synthetic_rate is not None:
             token_ids = self._synthetic_tokens(token_ids, step)
@@ -226,10 +239,10 @@ class ModelRunner:
         logprobs: list[list[TokenLogprobs] | None] = []
         found = sampled.logprobs
         first = 0
-        for share, drafts in zip(shares, step.drafts, strict=True):
-            end = first + (len(drafts) + 1 if share.samples else 0)
-            path = self._tree.walk(ids[first:end], drafts) if share.samples else []
-            at = [first, *(first + 1 + node for node in path)] if share.samples else []
+        for scheduled, drafts in zip(scheduled_requests, step.drafts, strict=True):
+            end = first + (len(drafts) + 1 if scheduled.samples else 0)
+            path = self._tree.walk(ids[first:end], drafts) if scheduled.samples else []
+            at = [first, *(first + 1 + node for node in path)] if scheduled.samples else []
             paths.append(path)
             kept.append([ids[i] for i in at])
             if found is not None:
@@ -238,7 +251,7 @@ class ModelRunner:
         self._keep(rows, kept, paths)
         next_drafts = None
         if self._drafting is not None:
-            next_drafts = self._drafting.propose(shares, step.inputs, paths, step.hidden, step.features)
+            next_drafts = self._drafting.propose(scheduled_requests, step.inputs, paths, step.hidden, step.features)
         return ModelRunnerOutput(
             kept,
             logprobs or None,
@@ -251,19 +264,19 @@ class ModelRunner:
         """What was counted in this step, in the layers of this stage and of those before it."""
         if self._load is None:
             return None
-        load, place = self._load.clone(), self._ranks.place
+        load, coords = self._load.clone(), self._ranks.coords
         self._load.zero_()
-        if not place.is_first_stage:
-            load += self._ranks.world.recv(torch.empty_like(load), place.before)
-        if not place.is_last_stage:
-            self._ranks.world.send(load, place.behind)
+        if not coords.is_first_stage:
+            load += self._ranks.world.recv(torch.empty_like(load), coords.before)
+        if not coords.is_last_stage:
+            self._ranks.world.send(load, coords.behind)
         return load.tolist()
 
-    def learn(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+    def receive_sampled_tokens(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
         """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
-        for failed in [each for each in self._awaited if each < step]:
-            del self._awaited[failed]
-        for (row, opening), token_ids in zip(self._awaited.pop(step), sampled_token_ids, strict=True):
+        for failed in [each for each in self._pending_remote if each < step]:
+            del self._pending_remote[failed]
+        for (row, opening), token_ids in zip(self._pending_remote.pop(step), sampled_token_ids, strict=True):
             if self._batch.opening(row) == opening:  # or it is another request's by now
                 self._batch.append(row, token_ids)
 
@@ -271,8 +284,8 @@ class ModelRunner:
         """What each position is said to give in a benchmark: the first draft after it, or not, by a seeded coin."""
         assert self._synthetic_rate is not None
         nexts: list[int] = []
-        for share, drafts in zip(step.plan.scheduled, step.drafts, strict=True):
-            for place in range(len(drafts) + share.samples):
+        for scheduled, drafts in zip(step.plan.scheduled, step.drafts, strict=True):
+            for place in range(len(drafts) + scheduled.samples):
                 children = [node for node in self._tree.children[place] if node < len(drafts)]
                 nexts.append(drafts[children[0]] if children else -1)
         rows = torch.tensor(step.logits_rows, dtype=torch.int64)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -22,104 +22,12 @@ import torch.nn.functional as F
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.sampling.transfers import to_device
 from teachllm.spec_decode.tree import DraftTree, TreeTensors
-from teachllm.speculative_config import MAX_NODES
-from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
+from teachllm.worker.gpu.device_step import LONGEST_DECODE, DeviceStep
 from teachllm.worker.rows import Rows
 from teachllm_kernels.speculation.verify_drafts import accept
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
 
-LONGEST_DECODE = 1 + MAX_NODES  # tokens, of which all but one are drafts: what attention takes as one decode
-_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 NUM_STEPS = 4  # whose inputs and outputs are kept on the host: more than are in flight, one under way and one ahead
-
-
-@dataclass(slots=True, frozen=True)
-class DeviceStep:
-    """What the host knows of a step.
-
-    Attributes:
-        rows: the request row of each scheduled request.
-        query_lens: tokens that each computes.
-        starts: index in its sequence of each one's first token.
-        num_decodes: the first so many compute one token, with the drafts after it, and did not start in this step.
-        sampling: positions in `rows` of those that sample.
-        num_drafts: of each of those, how many drafts it verifies; none: nobody does.
-        num_next: of each of them, how many drafts it asks for; none: nobody does.
-        decode_len: tokens of a decode, its newest one and drafts, at most, with padding.
-        most_next: drafts that one asks for, at most, with padding.
-    """
-
-    rows: list[int]
-    query_lens: list[int]
-    starts: list[int]
-    num_decodes: int
-    sampling: list[int]
-    num_drafts: list[int] = field(default_factory=list)
-    num_next: list[int] = field(default_factory=list)
-    decode_len: int = 1
-    most_next: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.query_lens)
-
-    @property
-    def num_logits(self) -> int:
-        """Positions that are sampled from."""
-        return len(self.sampling) + sum(self.num_drafts)
-
-    @property
-    def sampled_rows(self) -> list[int]:
-        """The request row of each position that is sampled from."""
-        rows = [self.rows[i] for i in self.sampling]
-        if not self.num_drafts:
-            return rows
-        return [row for row, count in zip(rows, self.num_drafts, strict=True) for _ in range(1 + count)]
-
-    @property
-    def sampled_places(self) -> list[int]:
-        """Of each such position how many of its request's stand before it in the step."""
-        counts = self.num_drafts or [0] * len(self.sampling)
-        return [place for count in counts for place in range(1 + count)]
-
-    @property
-    def is_decode(self) -> bool:
-        """All are decodes that sample."""
-        return self.num_decodes == len(self.rows) == len(self.sampling)
-
-    @property
-    def speculates(self) -> bool:
-        """Drafts are verified in it, or asked for."""
-        return bool(self.num_drafts or self.num_next)
-
-    def with_drafts_inside(self) -> DeviceStep:
-        """Padded so that it verifies and asks for equally many drafts: the larger of both numbers.
-
-        They differ when a length changes. A step with some padding takes less than a graph more for each pair.
-        """
-        most = max(self.decode_len - 1, self.most_next)
-        return replace(self, decode_len=1 + most, most_next=most)
-
-    def full_graph_shape(self, max_num_seqs: int, max_num_tokens: int) -> tuple[int, int] | None:
-        """(sequences, tokens), with padding, of the graph that holds this whole step; None if there is no such graph.
-
-        Decodes alone: padded to a graph's size. A few short prompts alone: with at least one padding sequence, which
-        owns the tokens that are padding, if there are any.
-        """
-        count = len(self.rows)
-        if self.is_decode:
-            size = padded_size(count, max_num_seqs)
-            num_tokens = size * self.decode_len
-            if num_tokens > max_num_tokens:
-                return None
-            # What some have less than others is padding, and padding needs an owner.
-            return size + (self.decode_len > 1), num_tokens
-        num_seqs = padded_size(count + 1, max_num_seqs + 1)
-        if self.num_decodes or self.num_drafts or num_seqs > _LARGEST_PROMPT_GRAPH:
-            return None
-        if self.num_tokens > min(max_num_tokens, LARGEST_MIXED_GRAPH):
-            return None
-        return num_seqs, padded_size(self.num_tokens, max_num_tokens)
 
 
 @dataclass(slots=True)
@@ -145,7 +53,7 @@ class _Sampled(NamedTuple):
     indices: np.ndarray
 
     def of(self, which: np.ndarray) -> _Sampled:
-        return _Sampled(*(column[which] for column in self))
+        return _Sampled(self.rows[which], self.openings[which], self.indices[which])
 
 
 class DeviceBatch(Rows):
@@ -212,8 +120,8 @@ class DeviceBatch(Rows):
         self._header = np.zeros(sum(sizes), dtype=np.int32)  # on the host
         self._header_fields = np.split(self._header, np.cumsum(sizes)[:-1])
         self._added = _Additions()
-        self._awaited: dict[int, _Sampled] = {}  # by step
-        self._learned: list[tuple[_Sampled, np.ndarray]] = []  # and the tokens
+        self._pending_remote: dict[int, _Sampled] = {}  # by step
+        self._received: list[tuple[_Sampled, np.ndarray]] = []  # and the tokens
         self._sent: deque[torch.Tensor] = deque(maxlen=num_steps)
         # Of each sequence that samples one id; or what `accept` tells.
         self.num_fields = 1 if tree is None else 3 + 2 * len(tree.levels)
@@ -234,23 +142,27 @@ class DeviceBatch(Rows):
 
     def prepare(self, plan: SchedulerOutput) -> DeviceStep:
         """Notes a plan's new tokens and blocks and returns the rest, for `send`."""
-        shares = plan.scheduled
-        rows = [self._row_of[share.request_id] for share in shares]
-        self._note(rows, shares)
-        query_lens = [share.num_tokens for share in shares]
+        scheduled_requests = plan.scheduled
+        rows = [self._row_of[scheduled.request_id] for scheduled in scheduled_requests]
+        self._note(rows, scheduled_requests)
+        query_lens = [scheduled.num_tokens for scheduled in scheduled_requests]
         # A request that starts now may share a block which another one fills in this very step: its one token is no
         # decode, since what is fused for those reads the cache while others still write to it.
         is_decode = [
-            share.num_tokens == 1 + len(share.draft_token_ids) <= LONGEST_DECODE and share.new_row is None
-            for share in shares
+            scheduled.num_tokens == 1 + len(scheduled.draft_token_ids) <= LONGEST_DECODE and scheduled.new_row is None
+            for scheduled in scheduled_requests
         ]
-        num_decodes = is_decode.index(False) if False in is_decode else len(shares)
-        sampling = [i for i, share in enumerate(shares) if share.samples]
-        num_drafts = [len(shares[i].draft_token_ids) for i in sampling]
-        num_next = [shares[i].num_next_drafts for i in sampling]
-        starts = [share.start for share in shares]
+        num_decodes = is_decode.index(False) if False in is_decode else len(scheduled_requests)
+        sampling = [i for i, scheduled in enumerate(scheduled_requests) if scheduled.samples]
+        num_drafts = [len(scheduled_requests[i].draft_token_ids) for i in sampling]
+        num_next = [scheduled_requests[i].num_next_drafts for i in sampling]
+        starts = [scheduled.start for scheduled in scheduled_requests]
         return DeviceStep(
-            *(rows, query_lens, starts, num_decodes, sampling),
+            rows,
+            query_lens,
+            starts,
+            num_decodes,
+            sampling,
             num_drafts=num_drafts if any(num_drafts) else [],
             num_next=num_next if any(num_next) else [],
             decode_len=min(1 + self.padded_drafts(max(num_drafts, default=0)), LONGEST_DECODE),
@@ -261,53 +173,57 @@ class DeviceBatch(Rows):
         """Drafts that a graph is recorded for: few numbers, since each is one more recording of every size of batch."""
         return min(1 << (count - 1).bit_length(), self.max_drafts) if count else 0
 
-    def _note(self, rows: Sequence[int], shares: Sequence[ScheduledRequest]) -> None:
+    def _note(self, rows: Sequence[int], scheduled_requests: Sequence[ScheduledRequest]) -> None:
         """The tokens of requests that start, and all new blocks."""
         table_width, row_width = self.block_tables.shape[1], self.token_ids.shape[1]
         added = self._added = _Additions()
-        started = [(row, share.new_row.token_ids) for row, share in zip(rows, shares, strict=True) if share.new_row]
+        started = [
+            (row, scheduled.new_row.token_ids)
+            for row, scheduled in zip(rows, scheduled_requests, strict=True)
+            if scheduled.new_row
+        ]
         added.prompts = [token_ids for _, token_ids in started]
         added.places = [self._tokens_place + row * row_width for row, _ in started]
         added.places += [self._known_place + row for row, _ in started]
         added.values = [len(token_ids) for token_ids in added.prompts]
         added.lens = added.values + [1] * len(started)
-        for row, share in zip(rows, shares, strict=True):
-            if share.draft_token_ids and share.draft_token_ids[0] >= 0:  # of a drafter on the host
-                count = len(share.draft_token_ids)
-                added.places += [self._tokens_place + row * row_width + share.start + 1, self._real_place + row]
+        for row, scheduled in zip(rows, scheduled_requests, strict=True):
+            if scheduled.draft_token_ids and scheduled.draft_token_ids[0] >= 0:  # of a drafter on the host
+                count = len(scheduled.draft_token_ids)
+                added.places += [self._tokens_place + row * row_width + scheduled.start + 1, self._real_place + row]
                 added.lens += [count, 1]
-                added.values += [*share.draft_token_ids, count]
-            if share.new_block_ids:
-                added.places.append(row * table_width + share.first_new_block)
-                added.lens.append(len(share.new_block_ids))
-                added.values += share.new_block_ids
+                added.values += [*scheduled.draft_token_ids, count]
+            if scheduled.new_block_ids:
+                added.places.append(row * table_width + scheduled.first_new_block)
+                added.lens.append(len(scheduled.new_block_ids))
+                added.values += scheduled.new_block_ids
 
-    def expect(self, number: int, step: DeviceStep) -> None:
-        """A step's tokens will be sampled elsewhere: notes where they belong, for `learn`.
+    def mark_pending_remote(self, number: int, step: DeviceStep) -> None:
+        """A step's tokens will be sampled elsewhere: notes where they belong, for `receive_sampled_tokens`.
 
         Args:
             number: of the step's plan.
         """
         rows = np.asarray(step.rows)
-        self._awaited[number] = _Sampled(rows, self._openings[rows], np.add(step.starts, step.query_lens))
+        self._pending_remote[number] = _Sampled(rows, self._openings[rows], np.add(step.starts, step.query_lens))
 
-    def learn(self, number: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+    def receive_sampled_tokens(self, number: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
         """What was sampled elsewhere in a step, of each request at most one token. They cross with the next plan."""
-        for failed in [each for each in self._awaited if each < number]:
-            del self._awaited[failed]
+        for failed in [each for each in self._pending_remote if each < number]:
+            del self._pending_remote[failed]
         samples = np.fromiter(map(len, sampled_token_ids), dtype=bool, count=len(sampled_token_ids))
         token_ids = np.fromiter(chain.from_iterable(sampled_token_ids), dtype=np.int32)
-        self._learned.append((self._awaited.pop(number).of(samples), token_ids))
+        self._received.append((self._pending_remote.pop(number).of(samples), token_ids))
 
-    def _take_learned(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Where to write what was learned, number by number, and the numbers: tokens, and how many are known then."""
+    def _take_received(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Where to write what was received, number by number, and the numbers: tokens, and how many are known then."""
         places, values = [], []
-        for sampled, token_ids in self._learned:
+        for sampled, token_ids in self._received:
             is_there = self._openings[sampled.rows] == sampled.openings  # or the row is another request's by now
             rows, _, indices = sampled.of(is_there)
             places += [self._tokens_place + rows * self.token_ids.shape[1] + indices, self._known_place + rows]
             values += [token_ids[is_there], indices + 1]
-        self._learned.clear()
+        self._received.clear()
         return places, values
 
     def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
@@ -321,8 +237,8 @@ class DeviceBatch(Rows):
         self._fill_header(step, num_seqs, num_tokens)
         added, header = self._added, self._header
         self._added = _Additions()
-        learned_places, learned = self._take_learned()
-        places = np.concatenate([np.asarray(added.places, np.int64), *learned_places, [self._header_place]])
+        received_places, received = self._take_received()
+        places = np.concatenate([np.asarray(added.places, np.int64), *received_places, [self._header_place]])
         lens = np.ones_like(places)
         lens[: len(added.lens)], lens[-1] = added.lens, len(header)
         ends, count = np.cumsum(lens), len(places)
@@ -330,7 +246,7 @@ class DeviceBatch(Rows):
         array = packed.numpy()  # places [count], ends [count + 1], values
         array[:count], array[count], array[count + 1 : 2 * count + 1] = places, 0, ends
         end = 2 * count + 1
-        runs: list[Sequence[int] | np.ndarray] = [*added.prompts, added.values, *learned, header]
+        runs: list[Sequence[int] | np.ndarray] = [*added.prompts, added.values, *received, header]
         for values in runs:
             start, end = end, end + len(values)
             array[start:end] = values
@@ -434,9 +350,17 @@ class DeviceBatch(Rows):
         """
         assert self.tree is not None
         accept(
-            *(self.sample_first[: num_seqs + 1], self.sample_rows, self.logit_index, sampled),
-            *(self.token_ids, self.num_known, self.num_real, self.tree.parents),
-            *(self.last[:num_seqs], self.last_token[:num_seqs], self.path[:num_seqs]),
+            first=self.sample_first[: num_seqs + 1],
+            rows=self.sample_rows,
+            logit_index=self.logit_index,
+            sampled=sampled,
+            token_ids=self.token_ids,
+            num_known=self.num_known,
+            num_real=self.num_real,
+            parents=self.tree.parents,
+            last=self.last[:num_seqs],
+            last_token=self.last_token[:num_seqs],
+            path=self.path[:num_seqs],
             places=self.places,
             outputs=self._outputs,
             output_row=self.output_row,

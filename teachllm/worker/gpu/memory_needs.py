@@ -27,7 +27,8 @@ from teachllm.spec_decode.load import DrafterConfig
 from teachllm.spec_decode.medusa import MedusaConfig
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
-from teachllm.worker.gpu.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.spec_decode.capture_ahead import VARIANTS, decode_steps
 from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS
@@ -45,7 +46,7 @@ _BYTES_OF_HISTORY = 24
 _KERNELS_A_LAYER = 9
 _BYTES_A_KERNEL = 8 << 10  # of a recording, an assumption: `benchmarks/ledger.py` prints what recordings took
 _CODE = 128 << 20  # kernels that libraries and Triton load, an assumption likewise; the measured one replaces it
-_WORTH_A_WORD = 32 << 20
+_REPORT_THRESHOLD_BYTES = 32 << 20
 
 
 def dtype_bytes(name: str) -> int:
@@ -266,7 +267,7 @@ def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> None:
     off: list[str] = []
     for name in ("weights", "activations"):
         predicted, found = getattr(plan, name), measured[name]
-        if abs(found - predicted) > max(predicted / 20, _WORTH_A_WORD):
+        if abs(found - predicted) > max(predicted / 20, _REPORT_THRESHOLD_BYTES):
             off.append(f"{name} take {format_bytes(found)} instead of {format_bytes(predicted)}")
     if off:
         warnings.warn(f"memory is not as predicted: {', '.join(off)}; the KV cache gets what is left", stacklevel=3)

@@ -1,6 +1,6 @@
 """MultiprocessExecutor: one process per rank. The engine's own computes nothing, it hands out plans.
 
-    execute(plan) ──▶ every rank        result() ◀── the rank that speaks        failed ◀── any rank
+    execute(plan) ──▶ every rank        result() ◀── the output rank             failed ◀── any rank
 
 A plan that fails is a failed step: the engine takes it back, the ranks pass over what was sent behind it until all have
 met again, and go on. A process that ends, or a rank that does not come out of a step in which another has failed, is
@@ -20,13 +20,13 @@ from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.lockstep import Lockstep
-from teachllm.distributed.plan_codec import Told, decode_output, encode_plan
+from teachllm.distributed.plan_codec import SampledTokens, decode_output, encode_plan
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import check_agreement
 from teachllm.worker.processes.answers import Kind
-from teachllm.worker.processes.rank_lines import RankLines, Work
+from teachllm.worker.processes.rank_lines import RankLines, RankWork
 from teachllm.worker.processes.rank_processes import RankProcesses
 from teachllm.worker.processes.worker_process import ORDER, prior_of
 
@@ -97,7 +97,7 @@ class MultiprocessExecutor:
         self._config, self._progress, self._peers = config, progress, peers
         self._layout = layout_of(config)
         self._num_ranks = self._layout.num_ranks
-        self._speaker = next(r for r in range(self._num_ranks) if self._layout.place(r).speaks)
+        self._output_rank = next(r for r in range(self._num_ranks) if self._layout.coords(r).is_output_rank)
         self.max_in_flight = config.pipeline_parallel_size
         self._facts: dict[int, dict[str, Any]] = {}
         self._num_blocks: dict[int, int] = {}
@@ -106,7 +106,7 @@ class MultiprocessExecutor:
         self._watched: dict[int, RemoteStep] = {}  # of which some ranks have not told what they did
         self._results: dict[int, Any] = {}  # of the call under way, by rank
         self._number = 0  # of the last plan or call
-        self._told: list[Told] = []
+        self._sampled_tokens: list[SampledTokens] = []
         self._succeeded: deque[int] = deque(maxlen=_REMEMBERED)  # numbers of steps
         self._longest = 0.0  # seconds that a step has taken
         self._ranks = lines_to_ranks(config)
@@ -131,11 +131,11 @@ class MultiprocessExecutor:
         """
         step = RemoteStep(self, plan.step)
         step.is_told = not plan.scheduled
-        encoded = encode_plan(plan, self._told)
+        encoded = encode_plan(plan, self._sampled_tokens)
         if self._peers is not None:  # only now: others wait in a step that was announced
             self._peers.lockstep.begin()
         self._write(encoded, is_plan=True)
-        self._told.clear()
+        self._sampled_tokens.clear()
         self._steps[self._number] = step
         if self._is_watched:
             self._watched[self._number] = step
@@ -160,13 +160,13 @@ class MultiprocessExecutor:
             self._meet(str(step.verdict))
             raise step.verdict
         if self.max_in_flight > 1 and not step.is_told:  # stages before the last one do not know
-            self._told.append((step.number, step.verdict.sampled_token_ids))
+            self._sampled_tokens.append((step.number, step.verdict.sampled_token_ids))
             step.is_told = True
         return step.verdict
 
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        """As `GPUModelRunner.record_ahead`, at all ranks; what was timed at the one that speaks."""
-        return prior_of(self._call("record_ahead", list(sizes), is_adaptive)[self._speaker])
+        """As `GPUModelRunner.record_ahead`, at all ranks; what was timed at the output rank."""
+        return prior_of(self._call("record_ahead", list(sizes), is_adaptive)[self._output_rank])
 
     def close(self) -> None:
         """Ends the processes, after the step under way, and waits for that."""
@@ -176,7 +176,7 @@ class MultiprocessExecutor:
 
     def _start(self, times_steps: bool) -> None:
         replica, meeting = (0, None) if self._peers is None else self._peers[:2]
-        self._ranks.start(Work(self._config, replica, meeting, times_steps))
+        self._ranks.start(RankWork(self._config, replica, meeting, times_steps))
 
     # -- what is said to them, and what they say -----------------------------------------------------------
 

@@ -31,7 +31,7 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.plan_codec import decode_plan, encode_output
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.distributed.ring import RingEnd, RingReader
-from teachllm.distributed.spin_wait import seconds_awake
+from teachllm.distributed.spin_wait import spin_seconds
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.executor import PendingOutput
 from teachllm.worker.processes.agreement import facts_of
@@ -45,7 +45,7 @@ LENGTH = struct.Struct("=q")  # of what standard input begins with
 ORDER = struct.Struct("=?q")  # how a message of the ring begins: whether it is a plan (else a call), and its number
 
 
-class Start(NamedTuple):
+class WorkerStart(NamedTuple):
     """What a process is told to begin with.
 
     Attributes:
@@ -91,8 +91,8 @@ class WorkerProcess:
             content = message[ORDER.size :]
             result: Any
             if is_plan:
-                plan, told = decode_plan(content)
-                self._worker.learn(told)
+                plan, sampled_tokens = decode_plan(content)
+                self._worker.receive_sampled_tokens(sampled_tokens)
                 result = self._execute(plan)
             else:
                 result = self._answer(*json.loads(content))
@@ -172,10 +172,10 @@ def one_line(error: BaseException) -> str:
 def main() -> None:
     """Loads what standard input says, then works until the ring ends."""
     leave_signals_to_the_parent()
-    start = Start(*json.loads(_read_start()))
+    start = WorkerStart(*json.loads(_read_start()))
     end_with_the_parent()
     config = EngineConfig(**start.config)
-    answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring), seconds_awake(config))
+    answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring), spin_seconds(config))
     with contextlib.suppress(BrokenPipeError):
         worker = _load(start, config, answers)
         if worker is None:
@@ -188,14 +188,14 @@ def main() -> None:
         worker.close()
 
 
-def _load(start: Start, config: EngineConfig, answers: Answers) -> Worker | None:
+def _load(start: WorkerStart, config: EngineConfig, answers: Answers) -> Worker | None:
     """The worker; None: it was refused, or loading failed, and that was said."""
     answers.say(Kind.FACTS, facts_of(config))
     rendezvous = None if start.rendezvous is None else Rendezvous(*start.rendezvous)
     try:
         return Worker(
             config,
-            Layout(*start.layout).place(*start.place),
+            Layout(*start.layout).coords(*start.place),
             rendezvous,
             lambda num_bytes, total: answers.say(Kind.LOADING, [num_bytes, total]),
             times_steps=start.times_steps,

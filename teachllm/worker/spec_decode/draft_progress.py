@@ -45,37 +45,37 @@ class DraftProgress:
         for each in (self._in_step, self._computed, self._blocks, self._num_kept):
             each.pop(row, None)
 
-    def note(self, shares: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
+    def note(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
         """What the drafter has to compute, beside a plan's step, to be in step behind it."""
         behind: list[Behind] = []
-        is_asked = any(share.samples and share.num_next_drafts for share in shares)
-        for share, row in zip(shares, rows, strict=True):
-            self._note_blocks(share, row)
-            end = share.start + share.num_tokens
+        is_asked = any(scheduled.samples and scheduled.num_next_drafts for scheduled in scheduled_requests)
+        for scheduled, row in zip(scheduled_requests, rows, strict=True):
+            self._note_blocks(scheduled, row)
+            end = scheduled.start + scheduled.num_tokens
             # `start` assumes that every draft in flight is accepted. One plan is; the second is slack.
-            bound = max(end - len(share.draft_token_ids) - 2 * self._max_drafts, 0)
+            bound = max(end - len(scheduled.draft_token_ids) - 2 * self._max_drafts, 0)
             if row in self._in_step:
                 if is_asked:
                     self._in_step[row] = bound
                 else:
                     self._computed[row] = self._in_step.pop(row)
-            elif share.num_next_drafts:
+            elif scheduled.num_next_drafts:
                 start = self._computed.pop(row)
                 if end > start:
                     behind.append(Behind(row, start, end - start))
-                if share.samples:
+                if scheduled.samples:
                     self._in_step[row] = max(start, bound)
                 else:
                     self._computed[row] = end
         return behind
 
-    def _note_blocks(self, share: ScheduledRequest, row: int) -> None:
+    def _note_blocks(self, scheduled: ScheduledRequest, row: int) -> None:
         """Blocks that a request gets, or finds, and those of which the drafter has all by now."""
         blocks, size = self._blocks.setdefault(row, []), self._block_size
-        num_found = share.first_new_block if share.new_row is None else share.start // size
-        blocks[share.first_new_block :] = share.new_block_ids
+        num_found = scheduled.first_new_block if scheduled.new_row is None else scheduled.start // size
+        blocks[scheduled.first_new_block :] = scheduled.new_block_ids
         self._drafted_blocks.difference_update(blocks[num_found:])
-        if share.new_row is not None:
+        if scheduled.new_row is not None:
             missing = (index for index, block in enumerate(blocks[:num_found]) if block not in self._drafted_blocks)
             self._num_kept[row] = next(missing, num_found)
             self._computed[row] = self._num_kept[row] * size

@@ -75,12 +75,12 @@ class Drafting:
         self._drafted.pop(row, None)
         self._num_computed.pop(row, None)
 
-    def drafts(self, row: int, share: ScheduledRequest) -> list[int]:
+    def drafts(self, row: int, scheduled: ScheduledRequest) -> list[int]:
         """The drafts that a share of the plan verifies; where the plan knows only their number, ours."""
-        if -1 not in share.draft_token_ids:
-            return share.draft_token_ids
+        if -1 not in scheduled.draft_token_ids:
+            return scheduled.draft_token_ids
         # Where nothing more could be drawn, any id stands in.
-        return [max(token_id, 0) for token_id in self._drafted[row].token_ids[: len(share.draft_token_ids)]]
+        return [max(token_id, 0) for token_id in self._drafted[row].token_ids[: len(scheduled.draft_token_ids)]]
 
     def begin(self, inputs: StepInputs) -> None:
         """The model is about to write K and V, which the drafter does not have yet."""
@@ -149,7 +149,7 @@ class Drafting:
 
     def propose(
         self,
-        shares: Sequence[ScheduledRequest],
+        scheduled_requests: Sequence[ScheduledRequest],
         inputs: StepInputs,
         paths: Sequence[Sequence[int]],
         hidden: torch.Tensor,
@@ -166,25 +166,25 @@ class Drafting:
             For each request as many -1 as it has drafts now.
         """
         followed: list[_Followed] = []
-        is_asked = any(share.samples and share.num_next_drafts for share in shares)
-        for index, (share, row) in enumerate(zip(shares, inputs.rows, strict=True)):
+        is_asked = any(scheduled.samples and scheduled.num_next_drafts for scheduled in scheduled_requests)
+        for index, (scheduled, row) in enumerate(zip(scheduled_requests, inputs.rows, strict=True)):
             self._drafted.pop(row, None)
-            start, end = inputs.starts[index], inputs.starts[index] + share.num_tokens
+            start, end = inputs.starts[index], inputs.starts[index] + scheduled.num_tokens
             goes_on = is_asked and row in self._in_step
             self._in_step.discard(row)
-            if share.samples and (share.num_next_drafts or goes_on):
+            if scheduled.samples and (scheduled.num_next_drafts or goes_on):
                 self._in_step.add(row)
-            if share.samples:
+            if scheduled.samples:
                 end = self._batch.num_known(row) - 1
                 # What the drafter computed from drafts that did not hold is worth nothing.
                 self._num_computed[row] = min(self._num_computed[row], end)
-            if share.num_next_drafts or goes_on or self.drafter.follows_always:
-                first = inputs.query_ends[index] - share.num_tokens
-                places = list(range(first, first + share.num_tokens))
-                if share.samples:  # up to the newest token's, and then those of the drafts that held
-                    newest = inputs.query_ends[index] - len(share.draft_token_ids)
+            if scheduled.num_next_drafts or goes_on or self.drafter.follows_always:
+                first = inputs.query_ends[index] - scheduled.num_tokens
+                places = list(range(first, first + scheduled.num_tokens))
+                if scheduled.samples:  # up to the newest token's, and then those of the drafts that held
+                    newest = inputs.query_ends[index] - len(scheduled.draft_token_ids)
                     places = [*range(first, newest), *(newest + node for node in paths[index])]
-                num_drafts = share.num_next_drafts if share.samples else 0
+                num_drafts = scheduled.num_next_drafts if scheduled.samples else 0
                 followed.append(_Followed(row, start, end, places, num_drafts, self._tree.num_levels(num_drafts)))
         if followed:
             followed.sort(key=lambda each: -each.num_drafts)

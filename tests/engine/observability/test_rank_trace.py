@@ -95,7 +95,7 @@ def test_every_rank_sends_the_bytes_that_were_predicted(traces: tuple[Trace, Tra
         num_tokens = sum(share["num_tokens"] for share in step["scheduled"])
         num_sampled = sum(share.get("num_sampled", 0) for share in step["scheduled"])
         for rank, told in enumerate(step["ranks"]):
-            place = LAYOUT.place(rank)
+            place = LAYOUT.coords(rank)
             sizes = (model_of_rank(model, place).num_layers, model.hidden_size, 4, num_tokens, num_sampled)
             counts = step_bytes(place, *sizes, num_sampled * is_filtered, num_told)
             assert told["sent"] == {operation: list(each) for operation, each in counts.items()}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a Hopper runs
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_plan, "_MULTIPROCESSORS", 2)
-    monkeypatch.setattr(decode_plan, "_FEW", 2)
+    monkeypatch.setattr(decode_plan, "_MAX_UNSORTED_SEQS", 2)
 
 
 KINDS = [

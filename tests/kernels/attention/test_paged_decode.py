@@ -35,7 +35,7 @@ LONGEST = 3000 if ON_GPU else 200
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # an interpreted program costs milliseconds even if it has nothing to do
         monkeypatch.setattr(decode_plan, "_MULTIPROCESSORS", 2)  # so that a few sequences are many
-        monkeypatch.setattr(decode_plan, "_FEW", 2)
+        monkeypatch.setattr(decode_plan, "_MAX_UNSORTED_SEQS", 2)
 
 
 class Batch(NamedTuple):

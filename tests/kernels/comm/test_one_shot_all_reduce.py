@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm_kernels.comm import one_shot_all_reduce as module
-from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, Mailbox, Unsummed, one_shot_sum
+from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, DeferredAllReduce, SymmetricBuffer, one_shot_all_reduce
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -22,15 +22,17 @@ NUM_ROWS, SIZE = 5, 24
 few = settings(max_examples=20)
 
 
-def mailboxes(num_ranks: int, dtype: torch.dtype, num_rows: int = NUM_ROWS, size: int = SIZE) -> list[Mailbox]:
+def symmetric_buffers(
+    num_ranks: int, dtype: torch.dtype, num_rows: int = NUM_ROWS, size: int = SIZE
+) -> list[SymmetricBuffer]:
     """Of ranks that share a device, and so its memory."""
     shape = (NUM_SLOTS, num_ranks, num_rows, size)
     boxes = [torch.full(shape, -0.0, dtype=dtype, device=DEVICE) for _ in range(num_ranks)]
-    return [Mailbox(rank, boxes) for rank in range(num_ranks)]
+    return [SymmetricBuffer(rank, boxes) for rank in range(num_ranks)]
 
 
-def box_of(mailbox: Mailbox) -> torch.Tensor:
-    return mailbox._boxes[mailbox.rank]
+def box_of(symmetric_buffer: SymmetricBuffer) -> torch.Tensor:
+    return symmetric_buffer._boxes[symmetric_buffer.rank]
 
 
 def parts_of(num_ranks: int, num_rows: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -42,16 +44,16 @@ def parts_of(num_ranks: int, num_rows: int, dtype: torch.dtype, seed: int) -> li
     return list(wide.to(DEVICE, dtype))
 
 
-def by_all(boxes: Sequence[Mailbox], parts: Sequence[torch.Tensor], compute: Callable[[int], Any]) -> list[Any]:
-    """What each rank computes of its part, one after the other: what those behind it send is put into its mailbox
+def by_all(boxes: Sequence[SymmetricBuffer], parts: Sequence[torch.Tensor], compute: Callable[[int], Any]) -> list[Any]:
+    """What each rank computes of its part, one after the other: what those behind it send is put into its buffer
     beforehand, and must be what they send themselves when it is their turn. (Side by side on one device one might wait
     for another whose kernel cannot be loaded before the first one ends.)"""
     results = []
-    for rank, mailbox in enumerate(boxes):
+    for rank, symmetric_buffer in enumerate(boxes):
         for row in range(len(parts[0])):
-            slot = int(mailbox._slots[row])
+            slot = int(symmetric_buffer._slots[row])
             for behind in range(rank + 1, len(parts)):
-                box_of(mailbox)[slot, behind, row] = parts[behind][row] + 0.0  # which makes 0.0 of -0.0
+                box_of(symmetric_buffer)[slot, behind, row] = parts[behind][row] + 0.0  # which makes 0.0 of -0.0
             for other in boxes[:rank]:
                 box_of(other)[slot, rank, row] = torch.nan  # what was put there for this one
         results.append(compute(rank))
@@ -70,22 +72,22 @@ def by_all(boxes: Sequence[Mailbox], parts: Sequence[torch.Tensor], compute: Cal
     st.integers(0, 9999),
 )
 def test_all_get_the_same_sum_again_and_again(num_ranks: int, dtype: torch.dtype, counts: list[int], seed: int) -> None:
-    boxes = mailboxes(num_ranks, dtype)
+    boxes = symmetric_buffers(num_ranks, dtype)
     for turn, count in enumerate(counts):
         parts = parts_of(num_ranks, count, dtype, seed + turn)
-        got = by_all(boxes, parts, lambda rank, parts=parts: one_shot_sum(parts[rank], boxes[rank]))
+        got = by_all(boxes, parts, lambda rank, parts=parts: one_shot_all_reduce(parts[rank], boxes[rank]))
         total = torch.zeros(count, SIZE, device=DEVICE)
         for part in parts:
             total = total + part.float()
         for each in got:
             assert torch.equal(each, total.to(dtype))
-    for mailbox in boxes:
+    for symmetric_buffer in boxes:
         for row in range(NUM_ROWS):
             num_sums = sum(count > row for count in counts)
             for slot in range(NUM_SLOTS):
                 is_full = num_sums > 0 and slot == (num_sums - 1) % NUM_SLOTS
-                others = [rank for rank in range(num_ranks) if rank != mailbox.rank]
-                place = box_of(mailbox)[slot, others, row]
+                others = [rank for rank in range(num_ranks) if rank != symmetric_buffer.rank]
+                place = box_of(symmetric_buffer)[slot, others, row]
                 is_empty = (place == 0) & place.signbit()
                 assert not is_empty.any() if is_full else is_empty.all()
 
@@ -93,47 +95,49 @@ def test_all_get_the_same_sum_again_and_again(num_ranks: int, dtype: torch.dtype
 @few
 @given(st.sampled_from(DTYPES), st.integers(1, NUM_ROWS), st.integers(0, 9999))
 def test_a_norm_adds_up_what_ranks_have(dtype: torch.dtype, num_rows: int, seed: int) -> None:
-    boxes, parts = mailboxes(2, dtype), parts_of(2, num_rows, dtype, seed)
+    boxes, parts = symmetric_buffers(2, dtype), parts_of(2, num_rows, dtype, seed)
     residual, weight = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((num_rows, SIZE), (SIZE,)))
-    got = by_all(boxes, parts, lambda rank: rms_norm_triton(Unsummed(parts[rank], boxes[rank]), residual, weight, 1e-6))
+    got = by_all(
+        boxes, parts, lambda rank: rms_norm_triton(DeferredAllReduce(parts[rank], boxes[rank]), residual, weight, 1e-6)
+    )
     expected = rms_norm_triton(torch.stack(parts).float(), residual, weight, 1e-6)
     for each in got:
         assert torch.equal(each[0], expected[0]) and torch.equal(each[1], expected[1])
 
 
 def test_who_is_ahead_has_room_until_the_others_have_read() -> None:
-    _, own = mailboxes(2, torch.float16)
+    _, own = symmetric_buffers(2, torch.float16)
     for turn in range(2 * NUM_SLOTS):
         now, ahead = parts_of(2, 2, torch.float16, turn), parts_of(2, 2, torch.float16, turn + 1)
         for slot, parts in ((turn, now), (turn + 1, ahead)):  # the other rank has sent its part of the next sum, too
             box_of(own)[slot % NUM_SLOTS, 0, :2] = parts[0] + 0.0
-        got = one_shot_sum(now[1], own)
+        got = one_shot_all_reduce(now[1], own)
         assert torch.equal(got, (now[0].float() + now[1].float()).half())
         assert torch.equal(box_of(own)[(turn + 1) % NUM_SLOTS, 0, :2], ahead[0])
 
 
 def test_a_norm_that_quantizes_does_so_too() -> None:
     dtype = torch.float16
-    boxes, parts = mailboxes(2, dtype), parts_of(2, 3, dtype, 0)
+    boxes, parts = symmetric_buffers(2, dtype), parts_of(2, 3, dtype, 0)
     residual, weight = torch.randn(3, SIZE, device=DEVICE).to(dtype), torch.ones(SIZE, device=DEVICE, dtype=dtype)
 
-    def norm(y: torch.Tensor | Unsummed) -> tuple[torch.Tensor, ...]:
+    def norm(y: torch.Tensor | DeferredAllReduce) -> tuple[torch.Tensor, ...]:
         (values, scales), x = rms_norm_quantized_triton(y, residual, weight, 1e-6, torch.int8)
         return values, scales, x
 
     expected = norm(torch.stack(parts).float())
-    for got in by_all(boxes, parts, lambda rank: norm(Unsummed(parts[rank], boxes[rank]))):
+    for got in by_all(boxes, parts, lambda rank: norm(DeferredAllReduce(parts[rank], boxes[rank]))):
         assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
 def test_a_mailbox_takes_rows_of_its_own_kind() -> None:
-    [mailbox, _] = mailboxes(2, torch.float16)
+    [symmetric_buffer, _] = symmetric_buffers(2, torch.float16)
     y = torch.zeros(NUM_ROWS, SIZE, dtype=torch.float16, device=DEVICE)
-    assert mailbox.takes(y) and mailbox.takes(y[:1])
+    assert symmetric_buffer.takes(y) and symmetric_buffer.takes(y[:1])
     for other in (y.float(), y[:, 1:], y[None], torch.cat((y, y))):
-        assert not mailbox.takes(other)
+        assert not symmetric_buffer.takes(other)
     with pytest.raises(AssertionError, match="16 bytes"):
-        mailboxes(2, torch.float16, size=20)
+        symmetric_buffers(2, torch.float16, size=20)
 
 
 def test_cost_counts_what_is_sent() -> None:

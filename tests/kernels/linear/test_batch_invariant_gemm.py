@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm_kernels.linear import batch_invariant_gemm
-from teachllm_kernels.linear.batch_invariant_gemm import fixed_linear_triton, linear_reference
+from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton, linear_reference
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,7 +43,7 @@ def test_it_is_the_product(num_rows: int, size: tuple[int, int], has_bias: bool,
     x, weight = draw(num_rows, *size, dtype)
     bias = torch.randn(size[1], device=DEVICE).to(dtype) if has_bias else None
     expected = linear_reference(x.double(), weight.double(), None if bias is None else bias.double())
-    result = fixed_linear_triton(x, weight, bias)
+    result = batch_invariant_gemm_triton(x, weight, bias)
     assert result.isfinite().all()
     assert (result.double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
 
@@ -55,11 +55,11 @@ def test_a_row_is_the_same_alone_and_anywhere_among_others(
     num_rows: int, size: tuple[int, int], data: st.DataObject, dtype: torch.dtype
 ) -> None:
     x, weight = draw(num_rows, *size, dtype)
-    together = fixed_linear_triton(x, weight)
+    together = batch_invariant_gemm_triton(x, weight)
     first = data.draw(st.integers(0, num_rows - 1))
     end = data.draw(st.integers(first + 1, num_rows))
-    assert torch.equal(fixed_linear_triton(x[first:end], weight), together[first:end])
-    assert torch.equal(fixed_linear_triton(x[first : first + 1], weight), together[first : first + 1])
+    assert torch.equal(batch_invariant_gemm_triton(x[first:end], weight), together[first:end])
+    assert torch.equal(batch_invariant_gemm_triton(x[first : first + 1], weight), together[first : first + 1])
 
 
 @pytest.mark.gpu
@@ -69,4 +69,4 @@ def test_a_librarys_rows_do_depend_on_each_other() -> None:
     together = linear_reference(x, weight)
     alone = torch.cat([linear_reference(x[i : i + 1], weight) for i in range(64)])
     assert not torch.equal(alone, together[:64])
-    assert torch.equal(fixed_linear_triton(x[:1], weight), fixed_linear_triton(x, weight)[:1])
+    assert torch.equal(batch_invariant_gemm_triton(x[:1], weight), batch_invariant_gemm_triton(x, weight)[:1])

@@ -109,7 +109,7 @@ def batches(draw: st.DrawFn) -> dict:
         "seed": draw(st.integers(0, 10**6)),
         "masked": draw(st.booleans()),
         # Small ones, so that a small vocabulary takes every path of a large one.
-        "sizes": draw(st.sampled_from([{}, {"_BLOCK": 128, "_TILE": 2, "_FEW": 16, "_SCAN_PROGRAMS": 5}])),
+        "sizes": draw(st.sampled_from([{}, {"_BLOCK": 128, "_TILE": 2, "_CANDIDATES": 16, "_SCAN_PROGRAMS": 5}])),
     }
 
 

@@ -314,7 +314,7 @@ def test_tokens_equal_the_references_for_every_mixture_of_rows(case: dict) -> No
         if case["is_small"]:
             for module, name, size in (
                 *((rejection, "_BLOCK", 128), (rejection, "_PROGRAMS", 5)),
-                *((random_sample, "_TILE", 2), (random_sample, "_FEW", 16)),
+                *((random_sample, "_TILE", 2), (random_sample, "_CANDIDATES", 16)),
             ):
                 patch.setattr(module, name, size)
         assert sample(batch, table) == expected

@@ -89,7 +89,7 @@ def test_one_pass_predicts_every_token_of_an_answer(watch: Watch) -> None:
     watch.run()
     inside = look_inside(watch, prompt + watch.tokens("C"))
     assert inside.predictions()[len(prompt) - 1 : -1] == watch.tokens("C")
-    assert inside.streams.shape == (7, len(prompt) + 16, 256)
+    assert inside.residuals.shape == (7, len(prompt) + 16, 256)
     assert "predict" in inside.lens().says
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.helpers.lesson_01 import (
     ATTEND,
     MODELS,
-    Recorder,
+    AttentionRecorder,
     StaleQuery,
     attention_picture,
     how_likely_was_the_prompt,
@@ -102,8 +102,10 @@ def test_wrong_ones_are_told_why(piece: object, words: str) -> None:
 
 
 def test_k_and_v_of_a_token_never_change_and_the_naive_engine_computes_them_again() -> None:
-    recorder = Recorder()
-    with Watch(num_gpu_blocks_override=8, max_model_len=64, pieces=Pieces(attention=recorder), **NO_CACHE) as watch:
+    recorder = AttentionRecorder()
+    with Watch(
+        num_gpu_blocks_override=8, max_model_len=64, overrides=EngineOverrides(attention=recorder), **NO_CACHE
+    ) as watch:
         watch.add("A", "What is a KV cache?", 4)
         watch.run()
         assert "17 for the first time; grey: 45 once more" in work_picture(watch, "A").says
@@ -118,7 +120,9 @@ def test_k_and_v_of_a_token_never_change_and_the_naive_engine_computes_them_agai
 
 
 def test_with_an_old_query_the_first_token_comes_twice() -> None:
-    with Watch(num_gpu_blocks_override=8, max_model_len=64, pieces=Pieces(attention=StaleQuery(6))) as watch:
+    with Watch(
+        num_gpu_blocks_override=8, max_model_len=64, overrides=EngineOverrides(attention=StaleQuery(6))
+    ) as watch:
         watch.add("A", "What is a KV cache?", 8)
         watch.run()
         first, second, *_ = watch.tokens("A")

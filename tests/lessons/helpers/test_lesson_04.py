@@ -36,7 +36,7 @@ def test_a_polite_chunk_is_right() -> None:
         (lambda request, most: 0, "then nothing of it is ever computed"),
         (lambda request, most: most / 2, r"is 1\.0: give a number of tokens"),
         (
-            lambda request, most: most if request.gap <= 64 else min(most, 16),
+            lambda request, most: most if request.num_uncomputed_tokens <= 64 else min(most, 16),
             "the last 40 tokens of a prompt of 500 get 40: it is still a long one",
         ),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from teachllm.core.policy import FirstComeFirstServed, Priority
 from teachllm.core.request import Request
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.helpers.lesson_06 import KEY, aged, contract_key, overtaken, three_in_a_tight_pool
 from tests.lessons.wrong_answers import accepted, rejected
 
@@ -38,8 +38,8 @@ def test_others_are_told_why_not(piece: Any, words: str) -> None:
 
 
 def test_by_priority_alone_the_patient_one_is_the_last() -> None:
-    assert overtaken(Pieces(policy=Priority()), num_urgent=12) == 12
-    assert overtaken(Pieces(), num_urgent=12) == 0
+    assert overtaken(EngineOverrides(policy=Priority()), num_urgent=12) == 12
+    assert overtaken(EngineOverrides(), num_urgent=12) == 0
 
 
 def test_who_came_first_is_not_preempted(capsys: pytest.CaptureFixture[str]) -> None:

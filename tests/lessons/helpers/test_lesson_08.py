@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from teachllm.engine.overrides import Pieces
+from teachllm.engine.overrides import EngineOverrides
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.attention import decode_plan
-from teachllm_lessons.helpers.lesson_08 import UPDATE, Probe, draw_tiles, long_answer, rising_scores
+from teachllm_lessons.helpers.lesson_08 import UPDATE, long_answer, rising_scores
+from teachllm_lessons.helpers.lesson_08_pictures import draw_tiles
+from teachllm_lessons.helpers.lesson_08_probe import Probe
 from teachllm_lessons.watch import Watch
 from tests.lessons.wrong_answers import accepted, rejected
 
@@ -105,7 +107,7 @@ def test_without_a_fault_the_answer_is_the_engines_own(capsys: pytest.CaptureFix
 
 def test_the_probe_keeps_what_a_decode_saw_and_counts_bytes() -> None:
     probe = Probe()
-    with Watch(pieces=Pieces(attention=probe), num_gpu_blocks_override=24, max_model_len=128) as watch:
+    with Watch(overrides=EngineOverrides(attention=probe), num_gpu_blocks_override=24, max_model_len=128) as watch:
         watch.add("A", list(range(10, 50)), 3)
         watch.step()
         layers, heads, kv_heads, size = 6, 8, 4, 64

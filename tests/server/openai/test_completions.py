@@ -9,9 +9,9 @@ import pytest
 
 from teachllm import LLM, SamplingParams
 from teachllm.outputs import CompletionOutput, Logprob, RequestOutput
-from teachllm.server.openai.completion_answer import CompletionAnswer, Prompt
+from teachllm.server.openai.completion_answer import CompletionAnswer, CompletionPrompt
 from teachllm.server.openai.protocol import CompletionRequest
-from teachllm.server.openai.response_context import Layout
+from teachllm.server.openai.response_context import ResponseContext
 from tests.server.door import Server, error_of
 
 PATH = "/v1/completions"
@@ -66,11 +66,11 @@ def test_what_ended_before_its_prompt_was_scored_has_nulls_in_place_of_scores() 
     request = CompletionRequest(prompt=[5, 6, 7], echo=True, logprobs=1)
     completion = CompletionOutput(0, logprobs=[], finish_reason="abort")
     output = RequestOutput("a", None, [5, 6, 7], [completion], prompt_logprobs=[None, {6: Logprob(-0.5, 1, "b")}])
-    layout = Layout.of("id", "model", request)
+    context = ResponseContext.of("id", "model", request)
     answer = CompletionAnswer(
-        layout,
+        context,
         [
-            Prompt([5, 6, 7], "abc"),
+            CompletionPrompt([5, 6, 7], "abc"),
         ],
         str,
         echo=True,

@@ -99,7 +99,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     for name, value in cuda.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(attention, "kv_write_cpu", kv_write_triton)
-    patch.setattr(Embedding, "lm_logits", Embedding.logits)
+    patch.setattr(Embedding, "_raw_logits", Embedding._float32_logits)
     patch.setattr(LlamaForCausalLM, "fuses_decodes", False)
     patch.setattr(decode_plan, "_MULTIPROCESSORS", 8)  # a launch is as large as the GPU, its work as small as a test
     patch.setattr(DecodePlan, "fuses", lambda plan, num_seqs: False)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from teachllm import SamplingParams
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
-from teachllm.worker.gpu.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,20 +138,22 @@ def test_new_blocks_go_to_their_rows_and_a_closed_row_is_used_again() -> None:
 def test_what_was_sampled_elsewhere_goes_into_the_rows_of_those_who_still_have_them() -> None:
     batch = make_batch(max_num_seqs=2)
     prompts = launch(batch, share("a", 0, 3, True, [1], prompt=3), share("b", 0, 2, True, [2], prompt=2))
-    batch.expect(0, prompts)
+    batch.mark_pending_remote(0, prompts)
     batch.send(prompts, 2, 5)
     row_a, row_b = prompts.rows
     batch.close("b")  # it has ended, and another has its row
-    batch.expect(1, decode := launch(batch, share("a", 3, 1, False), share("c", 0, 4, True, [3], prompt=4)))
+    batch.mark_pending_remote(
+        1, decode := launch(batch, share("a", 3, 1, False), share("c", 0, 4, True, [3], prompt=4))
+    )
     assert decode.rows == [row_a, row_b]
-    batch.learn(0, [[55], [66]])
+    batch.receive_sampled_tokens(0, [[55], [66]])
     batch.send(decode, 2, 5)
     assert batch.token_ids[:, :6].tolist()[row_a] == [100, 101, 102, 55, 0, 0]
     assert batch.token_ids[:, :6].tolist()[row_b] == [100, 101, 102, 103, 0, 0]
     assert (batch.num_known[row_a], batch.num_known[row_b]) == (4, 4)
-    batch.expect(2, third := launch(batch, share("a", 3, 1, True)))
-    batch.learn(2, [[77]])  # of the step before nothing came: it failed, and was tried again
+    batch.mark_pending_remote(2, third := launch(batch, share("a", 3, 1, True)))
+    batch.receive_sampled_tokens(2, [[77]])  # of the step before nothing came: it failed, and was tried again
     batch.send(third, 1, 1)
     assert batch.token_ids[row_a, 3:6].tolist() == [55, 77, 0]
     with pytest.raises(KeyError):
-        batch.learn(1, [[], [88]])
+        batch.receive_sampled_tokens(1, [[], [88]])

@@ -66,7 +66,7 @@ from teachllm.worker.kv_cache import (
     kv_cache_specs,
     plan_memory,
 )
-from teachllm.worker.prompt_logprobs import PromptScores
+from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
 from teachllm_kernels import _triton, rms_norm, silu_and_mul
 from teachllm_kernels.attention import rope_kv_write
@@ -272,7 +272,7 @@ def test_what_one_of_two_ranks_takes_is_predicted_too(
     name: str, method: str | None, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     config, whole = describe(name, tmp_path, tensor_parallel_size=2, quantization=method, **settings)
-    place, group = Layout(2).place(0), OneOfTwo()
+    place, group = Layout(2).coords(0), OneOfTwo()
     model = model_of_rank(whole, place)
     runner = make_runner(config, whole, ranks=Ranks(place, group, group, group))
     if method is not None:
@@ -346,7 +346,7 @@ def test_scoring_a_prompt_stays_within_the_bound_of_sampling_even_for_one_reques
     vocab_size, num_tokens = 20000, 2 * SAMPLED_AT_ONCE
     config, model_config = EngineConfig(device="cuda", max_num_seqs=1).resolve(300), SimpleNamespace(vocab_size=20000)
     head = torch.randn(vocab_size, 8)
-    scores = PromptScores(lambda hidden: (hidden @ head.T).float(), Sampler(1, vocab_size, torch.device("cpu")))
+    scores = PromptLogprobs(lambda hidden: (hidden @ head.T).float(), Sampler(1, vocab_size, torch.device("cpu")))
     token_ids = torch.zeros(1, 300, dtype=torch.int32)
     row = NewRow([1] * num_tokens, num_tokens, SamplingParams(prompt_logprobs=5), 0, 0, frozenset(), ())
     scores.open_rows([(0, row)])

@@ -37,7 +37,7 @@ from teachllm.worker.processes import multiprocess, worker_process
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.child import start_child
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers, RemoteStep
-from teachllm.worker.processes.rank_lines import Frame, Work
+from teachllm.worker.processes.rank_lines import Frame, RankWork
 from teachllm.worker.processes.rank_processes import RankProcesses, devices_of
 from teachllm.worker.processes.worker_process import prior_of, table_of
 from tests.processes import children, is_gone, num_descriptors, num_rings
@@ -100,7 +100,7 @@ class Scripted:
         self.frames, self.script = deque[Frame](), deque[Frame | BaseException]()
         self.death: str | None = None
 
-    def start(self, work: Work) -> None:
+    def start(self, work: RankWork) -> None:
         self.frames.extend((rank, Kind.READY, 0, b"120") for rank in range(work.config.num_ranks))
 
     def write(self, message: bytes) -> None:
@@ -168,8 +168,8 @@ def test_a_signal_that_is_sent_to_all_processes_ends_no_rank(two: Engine) -> Non
 
 def test_an_engine_that_waits_awake_gives_the_same(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = executor_of(two)._ranks
-    assert isinstance(ranks, RankProcesses) and ranks._seconds_awake == 0
-    monkeypatch.setattr(ranks, "_seconds_awake", 0.002)  # some steps take longer
+    assert isinstance(ranks, RankProcesses) and ranks._spin_seconds == 0
+    monkeypatch.setattr(ranks, "_spin_seconds", 0.002)  # some steps take longer
     for here, there in zip(run(make_engine(), [GREEDY] * 3), run(two, [GREEDY] * 3), strict=True):
         assert tokens(here) == tokens(there)
 
@@ -277,7 +277,7 @@ def test_a_plan_that_cannot_be_told_is_no_step_that_other_replicas_wait_in(monke
 def test_what_was_sampled_elsewhere_must_be_learned() -> None:
     with closing(make_engine(pipeline_parallel_size=2)) as engine:
         executor = executor_of(engine)
-        executor._told.append((99, [[1]]))  # of a step that nobody took
+        executor._sampled_tokens.append((99, [[1]]))  # of a step that nobody took
         with pytest.raises(EngineDeadError, match="the process of rank 0 has ended with exit code 1"):
             executor.execute(_first_plan()).result()
 
@@ -386,7 +386,7 @@ def test_what_a_rank_refuses_is_refused_in_the_words_of_one_process() -> None:
 class _Disagreeing(RankProcesses):
     """Rank 1 is started with other settings."""
 
-    def _config_of(self, rank: int, work: Work, device: str) -> EngineConfig:
+    def _config_of(self, rank: int, work: RankWork, device: str) -> EngineConfig:
         return replace(super()._config_of(rank, work, device), block_size=16 * (1 + rank))
 
 

@@ -20,7 +20,7 @@ from teachllm.server.http.errors import error_body
 from teachllm.server.openai.batches.batch_file import PASSING, output_line, read_lines
 from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
-from teachllm.server.start import Door
+from teachllm.server.start import EngineClient
 
 _NO_LIMIT = 1 << 40  # on the size of a request and of the queue: nobody else is served
 logger = logging.getLogger("teachllm.server")
@@ -56,16 +56,16 @@ class LocalServer:
     """The server without a network.
 
     Args:
-        door: the engine; `close` closes it.
+        client: the engine; `close` closes it.
         has_ended: whether that will answer no more.
     """
 
-    def __init__(self, door: Door, options: ServerOptions, has_ended: Callable[[], bool]) -> None:
-        self._door, self._has_ended = door, has_ended
-        service = Service(door.config.model, options)
-        service.started(door)
+    def __init__(self, client: EngineClient, options: ServerOptions, has_ended: Callable[[], bool]) -> None:
+        self._client, self._has_ended = client, has_ended
+        service = Service(client.config.model, options)
+        service.started(client)
         self._app = create_app(service)
-        self.max_num_seqs = (door.config.max_num_seqs or 1) * door.config.data_parallel_size
+        self.max_num_seqs = (client.config.max_num_seqs or 1) * client.config.data_parallel_size
 
     @classmethod
     def start(
@@ -104,7 +104,7 @@ class LocalServer:
         return cls(llm, given, has_ended)
 
     def close(self) -> None:
-        self._door.close()
+        self._client.close()
 
     async def answer(
         self,
