@@ -20,7 +20,7 @@ from torch import nn
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
-from teachllm.layers.weak_tensor import borrowed
+from teachllm.layers.weak_tensor import weak_tensor
 from teachllm.quantization.formats.scheme import Slot
 from teachllm.quantization.stored_kv_scales import kv_scale_slots
 from teachllm_kernels.attention.decode_plan import DecodePlan
@@ -130,7 +130,7 @@ def paged_attention(
     if metadata.outside is None:
         return metadata.backend.attend(q, k, v, kv_cache, metadata, settings)
     out = q.new_empty(q.shape)
-    inputs, result = (borrowed(q), borrowed(k), borrowed(v)), borrowed(out)
+    inputs, result = (weak_tensor(q), weak_tensor(k), weak_tensor(v)), weak_tensor(out)
 
     def attend(now: AttentionMetadata) -> None:
         now.backend.attend(*inputs, kv_cache, now, settings, result)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 
-def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers at the same place, without keeping them there."""
     storage = tensor.untyped_storage()
     other = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())

@@ -214,9 +214,9 @@ def _shape(folder: Path, raw: dict[str, Any], implementation: str, trust_remote_
     return transformers_backend.shape(folder, trust_remote_code)
 
 
-def _dtype(raw: dict[str, Any], wanted: str, device_type: str) -> str:
-    if wanted != "auto":
-        return wanted
+def _dtype(raw: dict[str, Any], requested: str, device_type: str) -> str:
+    if requested != "auto":
+        return requested
     stored = raw.get("dtype") or raw.get("torch_dtype")
     return str(stored) if device_type != "cpu" and stored in DTYPE_BYTES else "float32"
 

@@ -24,7 +24,7 @@ import torch
 
 from teachllm.distributed.group import Counts, Traffic
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.weak_tensor import borrowed
+from teachllm.layers.weak_tensor import weak_tensor
 
 LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
 _OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
@@ -149,7 +149,7 @@ class Graphs(Generic[T]):
 
 def _borrowed(result: Any) -> Any:
     """A recording's tensor, or None, not kept."""
-    return result if result is None else borrowed(result)
+    return result if result is None else weak_tensor(result)
 
 
 def padded_size(count: int, largest: int) -> int:
