@@ -172,7 +172,9 @@ checked
 # %%
 from teachllm.engine.overrides import EngineOverrides
 
-with Watch(num_gpu_blocks_override=48, max_model_len=256, overrides=EngineOverrides(make_sampler=sampler_of(checked.piece))) as own:
+with Watch(
+    num_gpu_blocks_override=48, max_model_len=256, overrides=EngineOverrides(make_sampler=sampler_of(checked.piece))
+) as own:
     own.add("A", QUESTION, max_tokens=24)
     own.run()
     print(own.text("A"), "...")

@@ -37,7 +37,9 @@ QUESTION = "What is a KV cache?"
 NO_CACHE = {"enable_kv_cache": False, "enable_chunked_prefill": False, "enable_prefix_caching": False}
 
 every_step = Recorder()  # keeps what the layers' attention is given
-naive = Watch(num_gpu_blocks_override=16, max_model_len=128, overrides=EngineOverrides(attention=every_step), **NO_CACHE)
+naive = Watch(
+    num_gpu_blocks_override=16, max_model_len=128, overrides=EngineOverrides(attention=every_step), **NO_CACHE
+)
 naive.add("A", QUESTION, max_tokens=16)
 naive.run()
 work_picture(naive, "A")
@@ -110,7 +112,9 @@ for name in "kvq":
         changes.append(float((after[: len(before)] - before).abs().max()))
     print(f"{name} of the same tokens one step later: largest change in any layer {max(changes):.1e}")
 
-stale = Watch(num_gpu_blocks_override=16, max_model_len=128, overrides=EngineOverrides(attention=StaleQuery(num_layers=6)))
+stale = Watch(
+    num_gpu_blocks_override=16, max_model_len=128, overrides=EngineOverrides(attention=StaleQuery(num_layers=6))
+)
 stale.add("A", QUESTION, max_tokens=16)
 stale.run()
 print(f"\nas it is:              {naive.text('A')}\nwith the query before: {stale.text('A')}")

@@ -86,7 +86,10 @@ show(
 # %%
 recorder = Recorder()  # keeps what attention is given, for a check below
 watch = Watch(
-    max_model_len=256, num_gpu_blocks_override=24, enable_prefix_caching=False, overrides=EngineOverrides(attention=recorder)
+    max_model_len=256,
+    num_gpu_blocks_override=24,
+    enable_prefix_caching=False,
+    overrides=EngineOverrides(attention=recorder),
 )
 words = watch.ids("Explain paged attention, continuous batching, chunked prefill and block tables to me. " * 10)
 for name, max_tokens in (("A", 40), ("B", 2), ("C", 40)):

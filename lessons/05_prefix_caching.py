@@ -179,7 +179,9 @@ broken.reveal()
 # %%
 def prompt_tokens_computed(watch: Watch) -> int:
     steps = (line for line in watch.trace.lines if line["event"] == "step")
-    return sum(scheduled["num_tokens"] for step in steps for scheduled in step["scheduled"] if scheduled["phase"] == "prefill")
+    return sum(
+        scheduled["num_tokens"] for step in steps for scheduled in step["scheduled"] if scheduled["phase"] == "prefill"
+    )
 
 
 computed = {"no prefix cache": prompt_tokens_computed(without), "prefix cache": prompt_tokens_computed(with_cache)}

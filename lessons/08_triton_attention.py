@@ -21,7 +21,10 @@ import triton.language as tl  # noqa: F401 (for what you write)
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.helpers.lesson_08 import UPDATE, Probe, draw_roofline, draw_tiles, run_tile
+from teachllm_lessons.helpers.lesson_08 import UPDATE
+from teachllm_lessons.helpers.lesson_08_kernels import run_tile
+from teachllm_lessons.helpers.lesson_08_pictures import draw_roofline, draw_tiles
+from teachllm_lessons.helpers.lesson_08_probe import Probe
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
 from teachllm_lessons.results import committed
@@ -38,7 +41,10 @@ from teachllm_lessons.watch import Watch
 # %%
 probe = Probe()
 with Watch(
-    overrides=EngineOverrides(attention=probe), num_gpu_blocks_override=96, max_model_len=1536, max_num_batched_tokens=1536
+    overrides=EngineOverrides(attention=probe),
+    num_gpu_blocks_override=96,
+    max_model_len=1536,
+    max_num_batched_tokens=1536,
 ) as watch:
     watch.add("A", "Paged attention reads keys and values through a block table. " * 120, max_tokens=1)
     watch.run()

@@ -225,7 +225,9 @@ rates = {}
 for name in ("qwen3-0.6b", "qwen3-8b"):
     rates[f"{name}, one by one, plain loop"] = pretend(name, costs=ONE_BY_ONE, async_scheduling=False)
     rates[f"{name}, graphs, plain loop"] = pretend(name, async_scheduling=False)
-    rates[f"{name}, graphs, one ahead"] = pretend(name, overrides=EngineOverrides(turn=checked.piece), async_scheduling=True)
+    rates[f"{name}, graphs, one ahead"] = pretend(
+        name, overrides=EngineOverrides(turn=checked.piece), async_scheduling=True
+    )
 print(f"all say the same number of tokens: {len({rung.tokens for rung in rates.values()}) == 1}")
 bars({name: rung.rate for name, rung in rates.items()}, "output tokens/s, 8 requests, simulated H200")
 

@@ -24,8 +24,8 @@ from teachllm_lessons.helpers.lesson_10 import (
     speculating,
     tokens_a_step,
     verification,
-    where_it_comes_from,
 )
+from teachllm_lessons.helpers.lesson_10_pictures import where_it_comes_from
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
 from teachllm_lessons.results import committed

@@ -15,20 +15,17 @@ from teachllm_lessons.exercise import check
 from teachllm_lessons.helpers.lesson_11 import (
     QUANTIZE,
     WHOLE,
-    Together,
     answer,
     documented,
-    draw_grids,
-    draw_speeds,
     kv_blocks,
-    layer_errors,
-    loss,
     nearest_4_bits,
     on_a_gpu,
     rounded,
     size_on_disk,
     tensor_bytes,
 )
+from teachllm_lessons.helpers.lesson_11_losses import layer_errors, loss
+from teachllm_lessons.helpers.lesson_11_pictures import Together, draw_grids, draw_speeds
 from teachllm_lessons.picture import bars, lines
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show

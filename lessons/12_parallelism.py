@@ -18,16 +18,13 @@ from teachllm_lessons.helpers.lesson_12 import (
     RoundRobin,
     ask,
     bubbles,
-    draw_experts,
-    draw_gains,
-    draw_ranks,
-    draw_split,
     exchanged,
     on_gpus,
     serve,
     shared_experts,
     weight_bytes,
 )
+from teachllm_lessons.helpers.lesson_12_pictures import draw_experts, draw_gains, draw_ranks, draw_split
 from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch

@@ -56,7 +56,7 @@ class Inside:
 
     Attributes:
         token_ids: that went in.
-        residuals: [1 + num_layers, num_tokens, hidden_size], the sum that travels through the layers: as it is after the
+        residuals: [1 + num_layers, num_tokens, hidden_size], the sum that travels through the layers: after the
             embedding, and after each layer; after the last one normalized.
         logits: [1 + num_layers, num_tokens, vocab_size], what the output head makes of each of them.
     """

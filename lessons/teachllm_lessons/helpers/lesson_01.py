@@ -174,7 +174,7 @@ def attend_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 
 class Attending(ReferenceBackend):
-    """What `EngineOverrides.attention` takes: K and V of each sequence are read from its blocks for somebody's piece."""
+    """A backend for `EngineOverrides.attention`: it gives a reader's piece each sequence's K and V from its blocks."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from teachllm_lessons.helpers.lesson_11 import QUANTIZE, Parts, documented, loss, on_a_gpu, own, rounded, three_packings
+from teachllm_lessons.helpers.lesson_11 import QUANTIZE, Parts, documented, on_a_gpu, own, rounded, three_packings
+from teachllm_lessons.helpers.lesson_11_losses import loss
 from tests.lessons.wrong_answers import accepted, rejected
 
 

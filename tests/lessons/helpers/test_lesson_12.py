@@ -10,13 +10,13 @@ from teachllm.engine.replicas.data_parallel import least_loaded
 from teachllm_lessons.helpers.lesson_12 import (
     CHOOSE_REPLICA,
     RoundRobin,
-    draw_gains,
     on_gpus,
     one_and_two_ranks,
     serve,
     shared_experts,
     weight_bytes,
 )
+from teachllm_lessons.helpers.lesson_12_pictures import draw_gains
 from tests.lessons.wrong_answers import accepted, rejected
 
 

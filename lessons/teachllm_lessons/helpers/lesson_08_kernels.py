@@ -1,0 +1,240 @@
+"""Lesson 08: a small decode kernel around the reader's inner loop, and the engine's own, as attention backends.
+
+Kernels are interpreted where there is no GPU: set TRITON_INTERPRET=1 before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from teachllm.layers.attention_backends.base import AttentionSettings, KVCache
+from teachllm.layers.attention_backends.reference import ReferenceBackend
+from teachllm_kernels._triton import tl, triton
+from teachllm_kernels.attention.decode_plan import LOG2_E, DecodePlan, plan_decode
+from teachllm_kernels.attention.decode_tile import add_tile
+from teachllm_kernels.attention.paged_decode import paged_decode_triton
+
+if TYPE_CHECKING:
+    from teachllm.layers.attention import AttentionMetadata
+
+
+TILE = 64  # keys, as of most of the engine's kernels
+
+
+_ROWS = 16  # of a tile at least: so many the tensor cores multiply at once
+
+
+Update = Any  # a @triton.jit function: (scores, v, largest, total, acc) -> (largest, total, acc)
+
+
+@triton.jit
+def _decode(
+    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, tables_ptr, tokens_ptr, seq_lens_ptr,
+    scale_log2, table_stride,
+    UPDATE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One sequence and KV head: the query heads that share it are the rows of each product."""
+    seq, kv_head = tl.program_id(0), tl.program_id(1)
+    row, channel, column = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, TILE)
+    at = (tl.load(tokens_ptr + seq) * NUM_KV_HEADS + kv_head) * GROUP * D + row[:, None] * D + channel[None, :]
+    is_row = (row < GROUP)[:, None]
+    queries = tl.load(q_ptr + at, mask=is_row, other=0.0)
+    k_head_ptrs = k_cache_ptr + kv_head * D + channel[:, None]
+    v_head_ptrs = v_cache_ptr + kv_head * D + channel[None, :]
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    for start in range(0, seq_len, TILE):
+        key = start + column
+        is_key = key < seq_len
+        block = tl.load(tables_ptr + seq * table_stride + key // BLOCK_SIZE, mask=is_key, other=0)
+        slot = (block * BLOCK_SIZE + key % BLOCK_SIZE) * (NUM_KV_HEADS * D)
+        k = tl.load(k_head_ptrs + slot[None, :], mask=is_key[None, :], other=0.0)  # [D, TILE]
+        v = tl.load(v_head_ptrs + slot[:, None], mask=is_key[:, None], other=0.0)  # [TILE, D]
+        scores = tl.dot(queries, k, input_precision="ieee") * scale_log2
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        largest, total, acc = UPDATE(scores, v, largest, total, acc)
+    tl.store(out_ptr + at, acc / total[:, None], mask=is_row)
+
+
+@triton.jit
+def _one_tile(
+    scores_ptr, v_ptr, largest_ptr, total_ptr, acc_ptr, new_largest_ptr, new_total_ptr, new_acc_ptr,
+    UPDATE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row, key, channel = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, D)
+    at = row[:, None] * D + channel[None, :]
+    a, b, c = UPDATE(
+        tl.load(scores_ptr + row[:, None] * TILE + key[None, :]),
+        tl.load(v_ptr + key[:, None] * D + channel[None, :]),
+        tl.load(largest_ptr + row),
+        tl.load(total_ptr + row),
+        tl.load(acc_ptr + at),
+    )
+    tl.store(new_largest_ptr + row, a)
+    tl.store(new_total_ptr + row, b)
+    tl.store(new_acc_ptr + at, c)
+
+
+def kernel_device() -> torch.device:
+    """Where kernels run: interpreted on the CPU, or natively on the GPU."""
+    return torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """Run `kernel[grid](**arguments)`. An error inside comes out as it is, not wrapped by the interpreter."""
+    from triton.runtime.errors import InterpreterError
+
+    try:
+        kernel[grid](**arguments)
+    except InterpreterError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, InterpreterError):
+            cause = cause.__cause__
+        raise cause or error from None
+
+
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def run_tile(update: Update, scores: torch.Tensor, v: torch.Tensor, state: State | None = None) -> State:
+    """One tile through an update, on any few rows, keys and channels.
+
+    Args:
+        scores: [rows, keys], base 2, -inf where nobody may look.
+        v: [keys, channels].
+        state: (largest, total, acc) of the tiles before; None: there are none.
+
+    Returns:
+        (largest [rows], total [rows], acc [rows, channels]).
+    """
+    (rows, keys), channels, device = scores.shape, v.shape[1], kernel_device()
+    if state is None:
+        state = torch.full((rows,), -math.inf), torch.zeros(rows), torch.zeros(rows, channels)
+    wide = torch.full((_ROWS, _ROWS), -math.inf)
+    wide[:rows, :keys] = scores
+    wide_v, largest, total, acc = (torch.zeros(shape) for shape in ((_ROWS, _ROWS), _ROWS, _ROWS, (_ROWS, _ROWS)))
+    wide_v[:keys, :channels] = v
+    largest[:rows], total[:rows], acc[:rows, :channels] = state
+    wide, wide_v, largest, total, acc = (each.to(device) for each in (wide, wide_v, largest, total, acc))
+    new_largest, new_total, new_acc = (torch.full_like(each, math.nan) for each in (largest, total, acc))
+    _launch(
+        _one_tile,
+        (1,),
+        scores_ptr=wide,
+        v_ptr=wide_v,
+        largest_ptr=largest,
+        total_ptr=total,
+        acc_ptr=acc,
+        new_largest_ptr=new_largest,
+        new_total_ptr=new_total,
+        new_acc_ptr=new_acc,
+        UPDATE=update,
+        ROWS=_ROWS,
+        TILE=_ROWS,
+        D=_ROWS,
+    )
+    return new_largest.cpu()[:rows], new_total.cpu()[:rows], new_acc.cpu()[:rows, :channels]
+
+
+class KernelAttention(ReferenceBackend):
+    """Decodes by the small kernel of this lesson, around somebody's update; prompts as the engine computes them.
+
+    Attributes:
+        num_tiles: that the kernel has gone through.
+    """
+
+    def __init__(self, update: Update) -> None:
+        self.update = update
+        self.num_tiles = 0
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        settings: AttentionSettings,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        result = super().attend(q, k, v, kv_cache, metadata, settings, out)
+        decodes = [index for index, length in enumerate(metadata.query_lens) if length == 1]
+        if decodes:
+            chosen, device = torch.tensor(decodes), kernel_device()
+            self._decode(
+                [each.to(device).contiguous() for each in (q, *kv_cache)],
+                result,
+                metadata.block_tables[chosen].to(device),
+                metadata.query_start[:-1][chosen],
+                metadata.seq_lens[chosen],
+                settings.scale,
+            )
+        return result
+
+    def _decode(
+        self,
+        inputs: Sequence[torch.Tensor],
+        result: torch.Tensor,
+        tables: torch.Tensor,
+        tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Writes the rows of decodes. `inputs`: q, and K and V of the layer's cache."""
+        q, k_cache, v_cache = inputs
+        _, block_size, num_kv_heads, head_size = k_cache.shape
+        out = torch.zeros_like(q)
+        self.num_tiles += sum(-(-length // TILE) for length in seq_lens.tolist()) * num_kv_heads
+        _launch(
+            _decode,
+            (len(tokens), num_kv_heads),
+            q_ptr=q,
+            k_cache_ptr=k_cache,
+            v_cache_ptr=v_cache,
+            out_ptr=out,
+            tables_ptr=tables,
+            tokens_ptr=tokens.to(q.device),
+            seq_lens_ptr=seq_lens.to(q.device),
+            scale_log2=scale * LOG2_E,
+            table_stride=tables.stride(0),
+            UPDATE=self.update,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=q.shape[1] // num_kv_heads,
+            ROWS=_ROWS,
+            D=head_size,
+            BLOCK_SIZE=block_size,
+            TILE=TILE,
+        )
+        result[tokens.long()] = out.cpu()[tokens.long()]
+
+
+class EngineKernels(KernelAttention):
+    """Decodes by the kernels that serve on a GPU: planned, split, merged."""
+
+    def __init__(self) -> None:
+        super().__init__(add_tile)
+
+    def _decode(
+        self,
+        inputs: Sequence[torch.Tensor],
+        result: torch.Tensor,
+        tables: torch.Tensor,
+        tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+    ) -> None:
+        q, k_cache, v_cache = inputs
+        device, count, num_kv_heads = q.device, len(tokens), k_cache.shape[2]
+        plan = DecodePlan.allocate(count, q.shape[1], num_kv_heads, q.shape[2], device)
+        starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+        plan_decode(plan, seq_lens.to(device), starts, starts[:-1], num_kv_heads)
+        chosen = q[tokens.long().to(device)].contiguous()
+        out = paged_decode_triton(chosen, k_cache, v_cache, tables, starts, plan, scale)
+        result[tokens.long()] = out.cpu()
