@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from teachllm.worker.gpu.device_batch import DeviceStep
-from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
+from teachllm.worker.gpu.device_step import DeviceStep
+from teachllm.worker.gpu.graph_runner import GraphRunner
 
 MAX_NUM_SEQS = 4
 
 
 def make_runner(recorded: set[int]) -> Any:
-    """A runner as far as `_mixed` goes; its model's hidden states are the tokens' own numbers."""
+    """A runner as far as `mixed` goes; its model's hidden states are the tokens' own numbers."""
 
     def model(input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Any, metadata: Any) -> torch.Tensor:
         hidden = torch.arange(len(input_ids))[:, None]
         return hidden if metadata.logits_indices is None else hidden[metadata.logits_indices]
 
-    runner: Any = GPUModelRunner.__new__(GPUModelRunner)
+    runner: Any = GraphRunner.__new__(GraphRunner)
     nothing = SimpleNamespace(send=lambda *_: None, build=lambda *_: None)
     runner._batch = SimpleNamespace(
         **vars(nothing), input_ids=torch.zeros(64), positions=torch.zeros(64), slot_mapping=torch.zeros(64)
@@ -32,9 +32,9 @@ def make_runner(recorded: set[int]) -> Any:
         replay_pieces=lambda key, metadata: torch.arange(key[1])[:, None],
     )
     runner._backend = SimpleNamespace(in_graphs=True, splits_decodes=False)
-    runner._max_num_seqs, runner._eager, runner._kv_caches = MAX_NUM_SEQS, False, []
+    runner._max_num_seqs, runner._eager, runner.kv_caches = MAX_NUM_SEQS, False, []
     runner._drafting = None
-    runner._tokens = lambda *_: None
+    runner.tokens_of = lambda *_: None
     runner._attention = SimpleNamespace(
         metadata=lambda *_, **__: SimpleNamespace(logits_indices=None, last_layer_metadata=None)
     )
@@ -48,5 +48,5 @@ def test_the_wanted_tokens_come_back_at_the_limit_of_sequences_too(query_lens: l
     count = len(query_lens)
     ends = torch.tensor(query_lens).cumsum(0)
     step = DeviceStep(list(range(count)), query_lens, [0] * count, query_lens.count(1), list(range(count)))
-    hidden = make_runner(recorded)._mixed(step, ends - 1)
+    hidden = make_runner(recorded).mixed(step, ends - 1)
     assert hidden.flatten().tolist() == (ends - 1).tolist()

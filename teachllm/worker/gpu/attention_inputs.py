@@ -8,13 +8,13 @@ once for all layers (`decode_plan.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionNeeds
-from teachllm.worker.gpu.device_batch import LONGEST_DECODE, DeviceBatch
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import LONGEST_DECODE
 from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.attention.hopper_decode import fits_hopper_decode
 
@@ -77,9 +77,18 @@ class GPUAttention:
             return
         dtype, group = getattr(torch, needs.dtype), needs.num_heads // needs.num_kv_heads
         on_hopper = fits_hopper_decode(batch.device, dtype, needs.head_size, group, needs.block_size)
-        shape = (batch.num_known.shape[0], needs.num_heads, needs.num_kv_heads, needs.head_size, batch.device)
-        options: dict[str, Any] = {"max_query_len": min(decode_len, LONGEST_DECODE), "on_hopper": on_hopper}
-        self.plans = {window: DecodePlan.allocate(*shape, **options) for window in needs.windows}
+        self.plans = {
+            window: DecodePlan.allocate(
+                max_seqs=batch.num_known.shape[0],
+                num_heads=needs.num_heads,
+                num_kv_heads=needs.num_kv_heads,
+                head_size=needs.head_size,
+                device=batch.device,
+                max_query_len=min(decode_len, LONGEST_DECODE),
+                on_hopper=on_hopper,
+            )
+            for window in needs.windows
+        }
 
     def metadata(self, tokens: FlatBatch, can_fuse: bool = True) -> AttentionMetadata:
         """Where flat tokens read and write; the decodes among them planned.
@@ -119,7 +128,7 @@ class GPUAttention:
 
     def _plan(self, tokens: FlatBatch, is_fused: bool) -> None:
         count = tokens.num_decodes
-        which = (tokens.seq_lens[:count], tokens.query_start[: count + 1], tokens.rows[:count])
+        seq_lens, query_start, rows = tokens.seq_lens[:count], tokens.query_start[: count + 1], tokens.rows[:count]
         for window, plan in self.plans.items():
             seen = None if window is None else window + (tokens.first_place or 0) + tokens.decode_len - 1
-            plan_decode(plan, *which, self._num_kv_heads, seen, is_fused)
+            plan_decode(plan, seq_lens, query_start, rows, self._num_kv_heads, window=seen, fused=is_fused)

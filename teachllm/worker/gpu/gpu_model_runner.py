@@ -1,13 +1,12 @@
-"""ModelRunner for a GPU: as `model_runner.py`, with rows on the device, graphs, and results that come a step late.
+"""GPUModelRunner: as `cpu/model_runner.py`, with rows on the device, graphs, and results that come a step late.
 
-    execute(plan)  header and new blocks to the device; then a graph, or the same kernels one by one
+    execute(plan)  header and new blocks to the device; then a graph, or the same kernels one by one (`GraphRunner`)
     sample(step)   ids stay on the device for the step after this one, and cross to the host through pinned memory, as
                    do the logprobs that were asked for
 
-Neither waits for the device, but for log-probabilities of prompts, where they are asked for, and to record a size of
-batch when it comes for the second time. A batch of decodes, or of a few short prompts, is one graph from row to sampled
-token, a mixed batch runs in pieces; rows that ask for more than temperature and filters (logprobs, penalties,
-constraints) are sampled outside.
+Neither synchronizes with the device, except for prompt logprobs and when a batch size is captured on its second
+occurrence. Rows that ask for more than temperature and filters (logprobs, penalties, constraints) are sampled outside
+of the graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.distributed.group import agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.stages import Stage
-from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
@@ -36,9 +34,11 @@ from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
-from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
-from teachllm.worker.gpu.device_batch import NUM_STEPS, DeviceBatch, DeviceStep
+from teachllm.worker.gpu.cuda_graphs import Graphs
+from teachllm.worker.gpu.device_batch import NUM_STEPS, DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
+from teachllm.worker.gpu.graph_runner import GraphRunner
 from teachllm.worker.gpu.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.gpu.memory_needs import compare, measure_needs, sampling_bytes, ungated_bytes
 from teachllm.worker.kv_cache import (
@@ -53,15 +53,6 @@ from teachllm.worker.kv_cache import (
 )
 from teachllm.worker.kv_scales import calibrate, hold_codes, layers_of
 from teachllm.worker.prompt_logprobs import PromptLogprobs
-from teachllm.worker.spec_decode.capture_ahead import (
-    VARIANTS,
-    as_prior,
-    decode_steps,
-    known_tokens,
-    per_token_behind,
-    seconds_of,
-)
-from teachllm.worker.spec_decode.draft_progress import Behind
 from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
 from teachllm_kernels.attention.kv_move import KVMover
 from teachllm_kernels.compile_ahead import compiling_ahead
@@ -127,23 +118,39 @@ class GPUModelRunner:
                 hold_codes(layers_of(loaded), drafter.specs, device)
         weights = torch.cuda.memory_allocated(device) - allocated
         self._batch = DeviceBatch(
-            *(config.max_num_seqs, config.max_model_len, config.block_size, config.max_num_batched_tokens, device),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            device=device,
             tree=tree,
             num_steps=max(NUM_STEPS, 2 + layout.pipeline),
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
         self._graphs: Graphs[Any] = Graphs(device, ranks.world.traffic)
-        self._graph_mode = "eager"  # of the last step, see `ModelRunnerOutput`
         self._attention = GPUAttention(needs, self._backend, self._batch, 1 + self._batch.max_drafts)
         self._drafting: GPUDrafting | None = None
         if speculation is not None and tree is not None and (loaded is not None or speculation.method == "ngram"):
             own = needs if drafter is None else drafter_needs(drafter, needs)
             attention = GPUAttention(own, self._backend, self._batch, max(1 + self._batch.max_drafts, 2))
-            workers = (self._batch, self._sampler, attention)
-            self._drafting = GPUDrafting(speculation, loaded, tree, model_config, *workers)
+            self._drafting = GPUDrafting(
+                speculation, loaded, tree, model_config, batch=self._batch, sampler=self._sampler, attention=attention
+            )
         rate = None if speculation is None else speculation.synthetic_rate
         self._columns = Columns(whole.vocab_size, ranks.tensor)
         self._sampling = GPUSampling(self._batch, self._sampler, self._drafting, rate, self._columns)
+        self._graph_runner = GraphRunner(
+            model=self.model,
+            graphs=self._graphs,
+            batch=self._batch,
+            attention=self._attention,
+            backend=self._backend,
+            sampling=self._sampling,
+            drafting=self._drafting,
+            is_last_stage=ranks.coords.is_last_stage,
+            max_num_seqs=config.max_num_seqs,
+            is_eager=self._eager,
+        )
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
         memory = self._measured(predicted, config, weights, free, total)
         self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
@@ -190,15 +197,20 @@ class GPUModelRunner:
         self, config: EngineConfig, drafter: DrafterConfig | None, num_blocks: int, draft_caches: KVCache
     ) -> None:
         """KV caches of the model and, into `draft_caches`, of the drafter, in place of those that there were."""
-        self._kv_caches = []  # a block may be as long as the longest sequence
+        self._kv_caches = self._graph_runner.kv_caches = []  # a block may be as long as the longest sequence
         draft_caches.clear()
         self._kv_caches = allocate_kv_cache(self._model_config, num_blocks, config.block_size, self._device)
+        self._graph_runner.kv_caches = self._kv_caches
         if drafter is not None:
             draft_caches += allocate_layers(
                 drafter.specs, drafter.kv_dtype, num_blocks, config.block_size, self._device
             )
         if self._batch.places is not None:
             self._sampling.mover = KVMover([*self._kv_caches, *draft_caches])
+
+    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """As `GraphRunner.record_ahead`."""
+        return self._graph_runner.record_ahead(sizes, is_adaptive, self.memory.num_blocks)
 
     def close(self) -> None:
         """Gives its graphs up, and lets collections look at everything again."""
@@ -236,7 +248,7 @@ class GPUModelRunner:
                 shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
                 if shape is not None and self._backend.in_graphs:
                     batch.send(step, *shape)
-                    self._full_step(*shape, int(step.is_decode), (False, False))
+                    self._graph_runner.full_step(*shape, int(step.is_decode), (False, False))
 
     @torch.inference_mode()
     def _largest_step(self, kv_caches: KVCache, num_sampling_bytes: int) -> tuple[torch.Tensor, ...]:
@@ -250,7 +262,8 @@ class GPUModelRunner:
             self._drafting.largest_step(hidden)
         logits: list[torch.Tensor] = []
         if self._ranks.coords.is_last_stage:
-            logits.append(self.model.own_lm_logits(hidden.index_select(0, batch.logit_index[:-1])))  # none of padding
+            rows = hidden.index_select(0, batch.logit_index[:-1])  # none of padding
+            logits.append(self.model.logits(rows, sharded=True, in_float32=False))
             if not self._columns.are_all:
                 logits.append(self._columns.gathered(logits[0]))
         return hidden, *logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
@@ -271,42 +284,34 @@ class GPUModelRunner:
             is_whole = step.is_decode and variant is not None
             # What a graph leaves behind is gone with the next one: a drafter that reads it must be in the same.
             inside = drafting is not None and is_whole and (step.speculates or drafting.reads_step)
-            step, full = self._graph_shape(step, inside)
+            step, full = self._graph_runner.graph_shape(step, inside)
             if full is not None and (is_whole or drafting is None or not drafting.reads_step):
-                logits = self._full(step, *full, variant, step.most_next if inside else None, behind)
+                logits = self._graph_runner.full(step, *full, variant, step.most_next if inside else None, behind)
                 to_draft = None
                 if drafting is not None and not is_whole:
-                    tokens = self._tokens(step, *full)
+                    tokens = self._graph_runner.tokens_of(step, *full)
                     to_draft = partial(drafting.propose, step, tokens, behind)
                 return self._launched(step, rows, variant, logits, None, to_draft)
         logits_indices = self._batch.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
-        hidden = self._mixed(step, None if scores or reads_all else logits_indices)
+        hidden = self._graph_runner.mixed(step, None if scores or reads_all else logits_indices)
         if not self._ranks.coords.is_last_stage:
             return self._launched(step, rows, variant, None, None, None)
         scores_all, prompt_logprobs = scores or reads_all, None
         if scores:
-            where = (plan.scheduled, step.rows, step.starts, hidden, self._batch.token_ids)
-            prompt_logprobs = self._prompt_logprobs.score(*where)
+            prompt_logprobs = self._prompt_logprobs.score(
+                plan.scheduled, step.rows, starts=step.starts, hidden=hidden, token_ids=self._batch.token_ids
+            )
         logits = None
         if logits_indices is not None:
             chosen = hidden.index_select(0, logits_indices) if scores_all else hidden
-            logits = self.model.own_lm_logits(chosen)
+            logits = self.model.logits(chosen, sharded=True, in_float32=False)
             hidden = hidden if reads_all else chosen
         to_draft = None
         if drafting is not None:
-            tokens = self._tokens(step, *self._mixed_shape(step))
+            tokens = self._graph_runner.tokens_of(step, *self._graph_runner.mixed_shape(step))
             to_draft = partial(drafting.propose, step, tokens, behind, hidden=hidden)
         return self._launched(step, rows, variant, logits, prompt_logprobs, to_draft)
-
-    def _graph_shape(self, step: DeviceStep, drafts_inside: bool) -> tuple[DeviceStep, tuple[int, int] | None]:
-        """A step, padded as the graph that holds it wants it, and that one's shape; None: no graph does."""
-        limits = (self._max_num_seqs, self._batch.input_ids.shape[0])
-        if drafts_inside:
-            padded = step.with_drafts_inside()
-            if (shape := padded.full_graph_shape(*limits)) is not None:
-                return padded, shape
-        return step, step.full_graph_shape(*limits)
 
     def _launched(
         self,
@@ -319,8 +324,17 @@ class GPUModelRunner:
     ) -> LaunchedStep:
         """A step under way."""
         batch = self._batch
-        told = (batch.output, prompt_logprobs, self._graph_mode)
-        return LaunchedStep(step, rows, variant, logits, *told, num_fields=batch.num_fields, to_draft=to_draft)
+        return LaunchedStep(
+            step,
+            rows,
+            variant,
+            logits,
+            output=batch.output,
+            prompt_logprobs=prompt_logprobs,
+            graph_mode=self._graph_runner.graph_mode,
+            num_fields=batch.num_fields,
+            to_draft=to_draft,
+        )
 
     def _sample(self, launched: LaunchedStep) -> PendingStep:
         rows, variant = launched.rows, launched.variant
@@ -337,189 +351,3 @@ class GPUModelRunner:
             launched.to_draft(any_random=variant is None or variant[0])
             launched.to_draft = None
         return pending
-
-    # -- in one graph --------------------------------------------------------------------------------------
-
-    def _full(
-        self,
-        step: DeviceStep,
-        num_seqs: int,
-        num_tokens: int,
-        variant: tuple[bool, bool] | None,
-        num_drafts: int | None,
-        behind: Sequence[Behind],
-    ) -> torch.Tensor | None:
-        """The logits of a step padded to a graph's size; None if it has sampled.
-
-        Args:
-            num_drafts: to propose in it, at most; None: the drafter is not in it.
-            behind: what it has to catch up with, if it is in it.
-        """
-        decode_len = step.decode_len if step.is_decode else 0
-        what = (num_seqs, num_tokens, decode_len, variant, num_drafts)
-        key = ("full", *what)
-        has_graph = self._graphs.has(key)
-        if not has_graph and not self._eager and self._graphs.is_due(key):
-            has_graph = self._record(*what)
-        self._batch.send(step, num_seqs, num_tokens)
-        if num_drafts is not None and self._drafting is not None:
-            self._drafting.catch_up(behind)
-        self._graph_mode = "full" if has_graph else "eager"
-        return self._graphs.replay(key) if has_graph else self._full_step(*what)
-
-    def _record(self, num_seqs: int, num_tokens: int, *what: Any) -> bool:
-        """Records a full graph, by its key; what is captured also runs once before: on padding alone."""
-        self._batch.clear(num_seqs, num_tokens)
-        key = (num_seqs, num_tokens, *what)
-        return self._graphs.capture(("full", *key), lambda: self._full_step(*key))
-
-    @torch.inference_mode()
-    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        """Records the decodes of an engine that speculates, and times them if lengths adapt. See `capture_ahead.py`.
-
-        Args:
-            sizes: as of `AdaptiveLength`.
-
-        Returns:
-            None: nothing was timed.
-        """
-        batch, drafting = self._batch, self._drafting
-        if self._eager or drafting is None:
-            return None
-        recorded: dict[tuple[int, int], tuple[Any, ...]] = {}
-        seconds: dict[tuple[int, int], float] = {}
-        with torch.cuda.device(self._device):
-            steps = decode_steps(batch, is_adaptive)
-            for size, step in steps.items():
-                shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
-                assert shape is not None
-                inside = step.most_next if step.speculates or drafting.reads_step else None
-                for variant in VARIANTS:
-                    key = (*shape, step.decode_len, variant, inside)
-                    if self._record(*key):
-                        recorded[size] = key
-            num_known = known_tokens(batch)
-            if not is_adaptive or not num_known:
-                return None
-            batch.pretend(num_known, self.memory.num_blocks)
-            for size, key in recorded.items():
-                batch.send(steps[size], *key[:2])
-                seconds[size] = seconds_of(partial(self._graphs.replay, ("full", *key)), batch)
-            behind = per_token_behind(drafting)
-            batch.forget()
-        return as_prior(seconds, behind, batch, sizes)
-
-    def _full_step(
-        self,
-        num_seqs: int,
-        num_tokens: int,
-        decode_len: int,
-        variant: tuple[bool, bool] | None,
-        num_drafts: int | None = None,
-    ) -> torch.Tensor | None:
-        """From rows to logits, or to sampled ids and the next drafts: what a full graph holds.
-
-        Args:
-            decode_len: tokens of a decode, at most; 0: all are prompts.
-            num_drafts: as of `_full`.
-        """
-        batch, drafting = self._batch, self._drafting
-        batch.build(num_seqs, num_seqs if decode_len else 0)
-        tokens = FlatBatch.of(batch, num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
-        hidden = self._forward(num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
-        if not self._ranks.coords.is_last_stage:
-            return None
-        if not decode_len:
-            hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
-        logits = self.model.own_lm_logits(hidden)
-        if variant is None:
-            return logits
-        self._sampling.plain(logits, num_seqs, variant, verifies=decode_len > 1)
-        if drafting is not None and num_drafts is not None:
-            drafting.propose_decodes(tokens, num_drafts, variant[0], hidden)
-        return None
-
-    def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
-        """Hidden states of the batch's first tokens, or of the wanted ones."""
-        batch, aux_hidden_states = self._batch, {} if self._drafting is None else self._drafting.aux_hidden_states()
-        extra = {"aux_hidden_states": aux_hidden_states} if aux_hidden_states else {}
-        return self.model(
-            batch.input_ids[:num_tokens], batch.positions[:num_tokens], self._kv_caches, metadata, **extra
-        )
-
-    # -- anything else -------------------------------------------------------------------------------------
-
-    def _mixed(self, step: DeviceStep, logits_indices: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states of any batch, [num_logits, hidden_size]; None: of all tokens and the padding behind them."""
-        batch = self._batch
-        padded_seqs, size = self._mixed_shape(step)
-        is_padded = self._is_padded(step)
-        key = ("mixed", size)
-        in_pieces = is_padded and self._graphs.has(key)
-        if is_padded and not in_pieces and not self._eager and self._graphs.is_due(key):
-            in_pieces = self._capture_mixed(key, size)
-        batch.send(step, padded_seqs, size)
-        batch.build(padded_seqs, step.num_decodes)
-        tokens = self._tokens(step, padded_seqs, size)
-        metadata = self._attention.metadata(tokens, can_fuse=False)
-        self._graph_mode = "piecewise" if in_pieces else "eager"
-        if in_pieces:
-            hidden = self._graphs.replay_pieces(key, metadata)
-        else:
-            if logits_indices is not None and not is_padded and not step.num_drafts:
-                metadata.logits_indices = logits_indices
-                metadata.last_layer_metadata = (
-                    partial(self._last_layer_metadata, logits_indices) if self._backend.splits_decodes else None
-                )
-            hidden = self._forward(size, metadata)
-        return (
-            hidden
-            if logits_indices is None or metadata.logits_indices is not None
-            else hidden.index_select(0, logits_indices)
-        )
-
-    def _is_padded(self, step: DeviceStep) -> bool:
-        """Whether a mixed step is. Without graphs too: the same kernels then give the same bits."""
-        return self._backend.in_graphs and step.num_tokens <= LARGEST_MIXED_GRAPH
-
-    def _mixed_shape(self, step: DeviceStep) -> tuple[int, int]:
-        """(sequences, tokens) of a mixed step, with padding."""
-        num_tokens = step.num_tokens
-        size = padded_size(num_tokens, self._batch.input_ids.shape[0]) if self._is_padded(step) else num_tokens
-        return len(step.rows) + (size > num_tokens), size
-
-    def _capture_mixed(self, key: tuple[str, int], size: int) -> bool:
-        """Records a mixed step of `size` tokens; they are all padding meanwhile. False if that cannot be done."""
-        batch = self._batch
-        batch.slot_mapping[:size].fill_(-1)
-        metadata = self._attention.metadata(FlatBatch.of(batch, 1, size, 0))
-
-        def run(outside: Callable[[AttentionCall], None] | None) -> torch.Tensor:
-            metadata.outside = outside or (lambda call: None)
-            return self._forward(size, metadata)
-
-        return self._graphs.capture_pieces(key, run)
-
-    def _tokens(self, step: DeviceStep, num_seqs: int, size: int) -> FlatBatch:
-        """A mixed step, built."""
-        tokens = FlatBatch.of(self._batch, num_seqs, size, step.num_decodes, step.decode_len)
-        tokens.query_lens = step.query_lens
-        tokens.kv_lens = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
-        if step.num_decodes < num_seqs:
-            tokens.num_decode_tokens = sum(step.query_lens[: step.num_decodes])
-        return tokens
-
-    def _last_layer_metadata(self, logits_indices: torch.Tensor) -> AttentionMetadata:
-        """The wanted tokens as decodes, planned. Behind the attention of all layers but the last one."""
-        batch, count = self._batch, logits_indices.shape[0]
-        positions = batch.positions.index_select(0, logits_indices)
-        tokens = FlatBatch(
-            input_ids=logits_indices,
-            positions=positions,
-            slot_mapping=batch.slot_mapping[:0],
-            seq_lens=positions.int() + 1,
-            query_start=torch.arange(count + 1, dtype=torch.int32, device=self._device),
-            rows=batch.sample_rows[:count],
-            num_decodes=count,
-        )
-        return self._attention.metadata(tokens, can_fuse=False)

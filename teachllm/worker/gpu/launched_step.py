@@ -13,7 +13,7 @@ import torch
 
 from teachllm.core.scheduler_output import ModelRunnerOutput, TokenLogprobs
 from teachllm.sampling.sampler import SamplerOutput
-from teachllm.worker.gpu.device_batch import DeviceStep
+from teachllm.worker.gpu.device_step import DeviceStep
 
 
 @dataclass(slots=True)

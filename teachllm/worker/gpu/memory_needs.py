@@ -27,7 +27,8 @@ from teachllm.spec_decode.load import DrafterConfig
 from teachllm.spec_decode.medusa import MedusaConfig
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
-from teachllm.worker.gpu.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.spec_decode.capture_ahead import VARIANTS, decode_steps
 from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS

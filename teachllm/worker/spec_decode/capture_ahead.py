@@ -17,7 +17,8 @@ import torch
 
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.gpu.cuda_graphs import padded_size
-from teachllm.worker.gpu.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.spec_decode.draft_progress import Behind
 from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
 
@@ -44,9 +45,16 @@ def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int],
         for num_drafts in lengths if num_seqs <= _MOST_DRAFTED_FOR else lengths[:1]:
             drafts = [num_drafts] * num_seqs if num_drafts else []
             lens, starts = [1 + num_drafts] * num_seqs, [num_known - 1] * num_seqs
-            where = (every, lens, starts, num_seqs, every)
             step = DeviceStep(
-                *where, num_drafts=drafts, num_next=drafts, decode_len=1 + num_drafts, most_next=num_drafts
+                rows=every,
+                query_lens=lens,
+                starts=starts,
+                num_decodes=num_seqs,
+                sampling=every,
+                num_drafts=drafts,
+                num_next=drafts,
+                decode_len=1 + num_drafts,
+                most_next=num_drafts,
             )
             if step.full_graph_shape(max_num_seqs, batch.input_ids.shape[0]) is not None:
                 found[num_seqs, num_drafts] = step

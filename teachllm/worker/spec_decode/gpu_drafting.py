@@ -29,7 +29,8 @@ from teachllm.spec_decode.drafter import ModelDrafter
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import SpeculativeConfig
 from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
-from teachllm.worker.gpu.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.spec_decode.draft_progress import Behind, DraftProgress, in_parts
 from teachllm.worker.spec_decode.gpu_draft_batch import Asking, GPUDraftBatch, UndraftedBatch
 from teachllm_kernels.speculation.draft_rows import push
@@ -124,14 +125,18 @@ class GPUDrafting:
         width = self.tree.most_siblings
         found = torch.full((num_logits * (width + 1),), -1, dtype=torch.int32, device=batch.device)
         siblings, draft_rows = found[num_logits:].view(num_logits, width), found[:num_logits]
-        where = (
-            batch.sample_first[: num_seqs + 1],
-            batch.sample_rows,
-            batch.token_ids,
-            batch.num_known,
-            batch.num_real,
+        draft_proposals(
+            first=batch.sample_first[: num_seqs + 1],
+            rows=batch.sample_rows,
+            token_ids=batch.token_ids,
+            num_known=batch.num_known,
+            num_drawn=batch.num_real,
+            children=batch.tree.children,
+            kept=batch.tree.kept,
+            siblings=siblings,
+            draft_rows=draft_rows,
+            num_kept=self._num_inner,
         )
-        draft_proposals(*where, batch.tree.children, batch.tree.kept, siblings, draft_rows, self._num_inner)
         return Proposals(siblings, self.draft_logits, draft_rows)
 
     # -- drafting ------------------------------------------------------------------------------------------
@@ -169,8 +174,7 @@ class GPUDrafting:
         if self.drafter is None:
             self._look_up(rows, num_next, num_drafts)
             return
-        newest = (batch.last[:num_seqs], batch.last_token[:num_seqs])
-        asking = Asking(rows, num_next, num_drafts, any_random, *newest)
+        asking = Asking(rows, num_next, num_drafts, any_random, batch.last[:num_seqs], batch.last_token[:num_seqs])
         self.drafter.propose(GPUDraftBatch(self, asking, step, hidden))
 
     @property
@@ -192,8 +196,17 @@ class GPUDrafting:
             tokens.query_lens = list(counts)
             tokens.kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
             step_inputs(
-                *(every_row, query_start, planned, batch.token_ids, batch.num_known, batch.block_tables),
-                *(batch.block_size, tokens.input_ids, tokens.positions, tokens.slot_mapping, tokens.seq_lens),
+                rows=every_row,
+                query_start=query_start,
+                planned_start=planned,
+                token_ids=batch.token_ids,
+                num_known=batch.num_known,
+                block_tables=batch.block_tables,
+                block_size=batch.block_size,
+                input_ids=tokens.input_ids,
+                positions=tokens.positions,
+                slot_mapping=tokens.slot_mapping,
+                seq_lens=tokens.seq_lens,
                 all_known=True,
             )
             flat = (tokens.input_ids, tokens.positions, self.attention.metadata(tokens))
@@ -217,8 +230,15 @@ class GPUDrafting:
         batch, spec = self._batch, self._speculation
         drafts = torch.zeros((rows.shape[0], num_drafts), dtype=torch.int32, device=batch.device)
         counts = torch.zeros_like(rows)
-        ngrams = (spec.prompt_lookup_max, spec.prompt_lookup_min)
-        prompt_lookup_triton(batch.token_ids, rows, batch.num_known, drafts, counts, *ngrams)
+        prompt_lookup_triton(
+            batch.token_ids,
+            rows,
+            batch.num_known,
+            drafts,
+            counts,
+            max_ngram=spec.prompt_lookup_max,
+            min_ngram=spec.prompt_lookup_min,
+        )
         if spec.rejection_sample_method == "synthetic":  # what is not found is made up, so that all is verified
             index = torch.arange(num_drafts, device=batch.device)
             known = batch.num_known.index_select(0, rows.clamp(min=0)).unsqueeze(1)
@@ -265,8 +285,8 @@ class GPUDrafting:
         drafts = torch.stack(drawn, dim=1).view(num_seqs, -1)
         if what.picked is not None:
             drafts = drafts.index_select(1, what.picked)
-        where = (batch.token_ids, batch.num_known, batch.num_real)
-        push(rows, asking.num_next, drafts, *where, self.tree.levels[level][0])
+        first = self.tree.levels[level][0]
+        push(rows, asking.num_next, drafts, batch.token_ids, batch.num_known, batch.num_real, first)
 
     @property
     def batch(self) -> DeviceBatch:

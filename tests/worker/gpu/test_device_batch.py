@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from teachllm import SamplingParams
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
-from teachllm.worker.gpu.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

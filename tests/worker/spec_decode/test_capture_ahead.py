@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from teachllm.spec_decode.tree import DraftTree
-from teachllm.worker.gpu.device_batch import DeviceBatch, DeviceStep
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.spec_decode.capture_ahead import as_prior, decode_steps, known_tokens
 
 CPU = torch.device("cpu")

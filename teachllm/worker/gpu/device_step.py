@@ -1,0 +1,100 @@
+"""DeviceStep: what the host knows of a step whose tokens are on the device, and which graph can hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from teachllm.speculative_config import MAX_NODES
+from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
+
+LONGEST_DECODE = 1 + MAX_NODES  # tokens, of which all but one are drafts: what attention takes as one decode
+_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceStep:
+    """What the host knows of a step.
+
+    Attributes:
+        rows: the request row of each scheduled request.
+        query_lens: tokens that each computes.
+        starts: index in its sequence of each one's first token.
+        num_decodes: the first so many compute one token, with the drafts after it, and did not start in this step.
+        sampling: positions in `rows` of those that sample.
+        num_drafts: of each of those, how many drafts it verifies; none: nobody does.
+        num_next: of each of them, how many drafts it asks for; none: nobody does.
+        decode_len: tokens of a decode, its newest one and drafts, at most, with padding.
+        most_next: drafts that one asks for, at most, with padding.
+    """
+
+    rows: list[int]
+    query_lens: list[int]
+    starts: list[int]
+    num_decodes: int
+    sampling: list[int]
+    num_drafts: list[int] = field(default_factory=list)
+    num_next: list[int] = field(default_factory=list)
+    decode_len: int = 1
+    most_next: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def num_logits(self) -> int:
+        """Positions that are sampled from."""
+        return len(self.sampling) + sum(self.num_drafts)
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """The request row of each position that is sampled from."""
+        rows = [self.rows[i] for i in self.sampling]
+        if not self.num_drafts:
+            return rows
+        return [row for row, count in zip(rows, self.num_drafts, strict=True) for _ in range(1 + count)]
+
+    @property
+    def sampled_places(self) -> list[int]:
+        """Of each such position how many of its request's stand before it in the step."""
+        counts = self.num_drafts or [0] * len(self.sampling)
+        return [place for count in counts for place in range(1 + count)]
+
+    @property
+    def is_decode(self) -> bool:
+        """All are decodes that sample."""
+        return self.num_decodes == len(self.rows) == len(self.sampling)
+
+    @property
+    def speculates(self) -> bool:
+        """Drafts are verified in it, or asked for."""
+        return bool(self.num_drafts or self.num_next)
+
+    def with_drafts_inside(self) -> DeviceStep:
+        """Padded so that it verifies and asks for equally many drafts: the larger of both numbers.
+
+        They differ when a length changes. A step with some padding takes less than a graph more for each pair.
+        """
+        most = max(self.decode_len - 1, self.most_next)
+        return replace(self, decode_len=1 + most, most_next=most)
+
+    def full_graph_shape(self, max_num_seqs: int, max_num_tokens: int) -> tuple[int, int] | None:
+        """(sequences, tokens), with padding, of the graph that holds this whole step; None if there is no such graph.
+
+        Decodes alone: padded to a graph's size. A few short prompts alone: with at least one padding sequence, which
+        owns the tokens that are padding, if there are any.
+        """
+        count = len(self.rows)
+        if self.is_decode:
+            size = padded_size(count, max_num_seqs)
+            num_tokens = size * self.decode_len
+            if num_tokens > max_num_tokens:
+                return None
+            # What some have less than others is padding, and padding needs an owner.
+            return size + (self.decode_len > 1), num_tokens
+        num_seqs = padded_size(count + 1, max_num_seqs + 1)
+        if self.num_decodes or self.num_drafts or num_seqs > _LARGEST_PROMPT_GRAPH:
+            return None
+        if self.num_tokens > min(max_num_tokens, LARGEST_MIXED_GRAPH):
+            return None
+        return num_seqs, padded_size(self.num_tokens, max_num_tokens)

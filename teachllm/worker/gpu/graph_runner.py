@@ -1,0 +1,269 @@
+"""GraphRunner: one forward pass on a GPU, as one CUDA graph, as recorded pieces, or as the same kernels one by one.
+
+    full     a batch of decodes, or of a few short prompts, is one graph from row to sampled token
+    mixed    any other batch: everything between two attentions is one recorded piece
+
+Whether a graph exists, what it is called and how a batch is padded to it is decided here and nowhere else; `Graphs`
+only captures and replays. A batch size is captured when it comes for the second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.attention_backends.base import AttentionBackend
+from teachllm.spec_decode.step_times import Prior
+from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
+from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.device_step import DeviceStep
+from teachllm.worker.gpu.gpu_sampling import GPUSampling
+from teachllm.worker.kv_cache import KVCache
+from teachllm.worker.spec_decode.capture_ahead import (
+    VARIANTS,
+    as_prior,
+    decode_steps,
+    known_tokens,
+    per_token_behind,
+    seconds_of,
+)
+from teachllm.worker.spec_decode.draft_progress import Behind
+from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
+
+
+class GraphRunner:
+    """Runs the forward pass of a batch that `DeviceBatch` holds, and in a full graph samples and drafts as well.
+
+    Args:
+        is_last_stage: this rank has the output head; another stage returns no logits.
+        max_num_seqs: the most requests per step.
+        is_eager: never capture a graph.
+
+    Attributes:
+        kv_caches: the model's KV caches; set before the first step.
+        graph_mode: how the last step ran, see `ModelRunnerOutput`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        graphs: Graphs[Any],
+        batch: DeviceBatch,
+        attention: GPUAttention,
+        backend: AttentionBackend,
+        sampling: GPUSampling,
+        drafting: GPUDrafting | None,
+        is_last_stage: bool,
+        max_num_seqs: int,
+        is_eager: bool,
+    ) -> None:
+        self.model, self._graphs, self._batch = model, graphs, batch
+        self._attention, self._backend = attention, backend
+        self._sampling, self._drafting = sampling, drafting
+        self._is_last_stage, self._max_num_seqs, self._eager = is_last_stage, max_num_seqs, is_eager
+        self.kv_caches: KVCache = []
+        self.graph_mode = "eager"
+
+    # -- in one graph --------------------------------------------------------------------------------------
+
+    def graph_shape(self, step: DeviceStep, drafts_inside: bool) -> tuple[DeviceStep, tuple[int, int] | None]:
+        """Return the step, padded for the graph that holds it, and that graph's shape; None if no graph does."""
+        limits = (self._max_num_seqs, self._batch.input_ids.shape[0])
+        if drafts_inside:
+            padded = step.with_drafts_inside()
+            if (shape := padded.full_graph_shape(*limits)) is not None:
+                return padded, shape
+        return step, step.full_graph_shape(*limits)
+
+    def full(
+        self,
+        step: DeviceStep,
+        num_seqs: int,
+        num_tokens: int,
+        variant: tuple[bool, bool] | None,
+        num_drafts: int | None,
+        behind: Sequence[Behind],
+    ) -> torch.Tensor | None:
+        """Run a step padded to a graph's size and return its logits; None if it has sampled.
+
+        Args:
+            num_drafts: the most drafts to propose in this graph; None: the drafter runs outside.
+            behind: what a drafter in this graph has to catch up with.
+        """
+        decode_len = step.decode_len if step.is_decode else 0
+        what = (num_seqs, num_tokens, decode_len, variant, num_drafts)
+        key = ("full", *what)
+        has_graph = self._graphs.has(key)
+        if not has_graph and not self._eager and self._graphs.is_due(key):
+            has_graph = self._record(*what)
+        self._batch.send(step, num_seqs, num_tokens)
+        if num_drafts is not None and self._drafting is not None:
+            self._drafting.catch_up(behind)
+        self.graph_mode = "full" if has_graph else "eager"
+        return self._graphs.replay(key) if has_graph else self.full_step(*what)
+
+    def _record(self, num_seqs: int, num_tokens: int, *what: Any) -> bool:
+        """Capture a full graph by its key; it also runs once before, on padding alone."""
+        self._batch.clear(num_seqs, num_tokens)
+        key = (num_seqs, num_tokens, *what)
+        return self._graphs.capture(("full", *key), lambda: self.full_step(*key))
+
+    @torch.inference_mode()
+    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool, num_blocks: int) -> Prior | None:
+        """Capture the decodes of an engine that speculates, and time them if lengths adapt. See `capture_ahead.py`.
+
+        Args:
+            sizes: as of `AdaptiveLength`.
+            num_blocks: KV blocks that the timed rows may use.
+
+        Returns:
+            None if nothing was timed.
+        """
+        batch, drafting = self._batch, self._drafting
+        if self._eager or drafting is None:
+            return None
+        recorded: dict[tuple[int, int], tuple[Any, ...]] = {}
+        seconds: dict[tuple[int, int], float] = {}
+        with torch.cuda.device(self._batch.device):
+            steps = decode_steps(batch, is_adaptive)
+            for size, step in steps.items():
+                shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
+                assert shape is not None
+                inside = step.most_next if step.speculates or drafting.reads_step else None
+                for variant in VARIANTS:
+                    key = (*shape, step.decode_len, variant, inside)
+                    if self._record(*key):
+                        recorded[size] = key
+            num_known = known_tokens(batch)
+            if not is_adaptive or not num_known:
+                return None
+            batch.pretend(num_known, num_blocks)
+            for size, key in recorded.items():
+                batch.send(steps[size], *key[:2])
+                seconds[size] = seconds_of(partial(self._graphs.replay, ("full", *key)), batch)
+            behind = per_token_behind(drafting)
+            batch.forget()
+        return as_prior(seconds, behind, batch, sizes)
+
+    def full_step(
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        decode_len: int,
+        variant: tuple[bool, bool] | None,
+        num_drafts: int | None = None,
+    ) -> torch.Tensor | None:
+        """Run what a full graph holds: from rows to logits, or to sampled ids and the next drafts.
+
+        Args:
+            decode_len: the most tokens per decode; 0: all are prompts.
+            num_drafts: as of `full`.
+        """
+        batch, drafting = self._batch, self._drafting
+        batch.build(num_seqs, num_seqs if decode_len else 0)
+        tokens = FlatBatch.of(batch, num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
+        hidden = self._forward(num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
+        if not self._is_last_stage:
+            return None
+        if not decode_len:
+            hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
+        logits = self.model.logits(hidden, sharded=True, in_float32=False)
+        if variant is None:
+            return logits
+        self._sampling.plain(logits, num_seqs, variant, verifies=decode_len > 1)
+        if drafting is not None and num_drafts is not None:
+            drafting.propose_decodes(tokens, num_drafts, variant[0], hidden)
+        return None
+
+    def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return the hidden states of the batch's first tokens, or of those that `metadata` selects."""
+        batch, aux_hidden_states = self._batch, {} if self._drafting is None else self._drafting.aux_hidden_states()
+        extra = {"aux_hidden_states": aux_hidden_states} if aux_hidden_states else {}
+        return self.model(batch.input_ids[:num_tokens], batch.positions[:num_tokens], self.kv_caches, metadata, **extra)
+
+    # -- anything else -------------------------------------------------------------------------------------
+
+    def mixed(self, step: DeviceStep, logits_indices: torch.Tensor | None) -> torch.Tensor:
+        """Return the hidden states of any batch, [num_logits, hidden_size].
+
+        Args:
+            logits_indices: the flat tokens whose hidden states are returned; None: all, and the padding after them.
+        """
+        batch = self._batch
+        padded_seqs, size = self.mixed_shape(step)
+        is_padded = self._is_padded(step)
+        key = ("mixed", size)
+        in_pieces = is_padded and self._graphs.has(key)
+        if is_padded and not in_pieces and not self._eager and self._graphs.is_due(key):
+            in_pieces = self._capture_mixed(key, size)
+        batch.send(step, padded_seqs, size)
+        batch.build(padded_seqs, step.num_decodes)
+        tokens = self.tokens_of(step, padded_seqs, size)
+        metadata = self._attention.metadata(tokens, can_fuse=False)
+        self.graph_mode = "piecewise" if in_pieces else "eager"
+        if in_pieces:
+            hidden = self._graphs.replay_pieces(key, metadata)
+        else:
+            if logits_indices is not None and not is_padded and not step.num_drafts:
+                metadata.logits_indices = logits_indices
+                metadata.last_layer_metadata = (
+                    partial(self._last_layer_metadata, logits_indices) if self._backend.splits_decodes else None
+                )
+            hidden = self._forward(size, metadata)
+        return (
+            hidden
+            if logits_indices is None or metadata.logits_indices is not None
+            else hidden.index_select(0, logits_indices)
+        )
+
+    def _is_padded(self, step: DeviceStep) -> bool:
+        """Return whether a mixed step is padded; without graphs too, as the same kernels then give the same bits."""
+        return self._backend.in_graphs and step.num_tokens <= LARGEST_MIXED_GRAPH
+
+    def mixed_shape(self, step: DeviceStep) -> tuple[int, int]:
+        """Return (sequences, tokens) of a mixed step, with padding."""
+        num_tokens = step.num_tokens
+        size = padded_size(num_tokens, self._batch.input_ids.shape[0]) if self._is_padded(step) else num_tokens
+        return len(step.rows) + (size > num_tokens), size
+
+    def _capture_mixed(self, key: tuple[str, int], size: int) -> bool:
+        """Capture a mixed step of `size` tokens, all padding meanwhile; return False if that fails."""
+        batch = self._batch
+        batch.slot_mapping[:size].fill_(-1)
+        metadata = self._attention.metadata(FlatBatch.of(batch, 1, size, 0))
+
+        def run(outside: Callable[[AttentionCall], None] | None) -> torch.Tensor:
+            metadata.outside = outside or (lambda call: None)
+            return self._forward(size, metadata)
+
+        return self._graphs.capture_pieces(key, run)
+
+    def tokens_of(self, step: DeviceStep, num_seqs: int, size: int) -> FlatBatch:
+        """Return the flat batch of a mixed step that has been built."""
+        tokens = FlatBatch.of(self._batch, num_seqs, size, step.num_decodes, step.decode_len)
+        tokens.query_lens = step.query_lens
+        tokens.kv_lens = [start + count for start, count in zip(step.starts, step.query_lens, strict=True)]
+        if step.num_decodes < num_seqs:
+            tokens.num_decode_tokens = sum(step.query_lens[: step.num_decodes])
+        return tokens
+
+    def _last_layer_metadata(self, logits_indices: torch.Tensor) -> AttentionMetadata:
+        """Plan the tokens with logits as decodes; called after the attention of all layers but the last one."""
+        batch, count = self._batch, logits_indices.shape[0]
+        positions = batch.positions.index_select(0, logits_indices)
+        tokens = FlatBatch(
+            input_ids=logits_indices,
+            positions=positions,
+            slot_mapping=batch.slot_mapping[:0],
+            seq_lens=positions.int() + 1,
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=self._batch.device),
+            rows=batch.sample_rows[:count],
+            num_decodes=count,
+        )
+        return self._attention.metadata(tokens, can_fuse=False)
