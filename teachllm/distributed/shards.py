@@ -1,4 +1,4 @@
-"""Which part of a tensor is a rank's own.
+"""Shards: which part of a tensor a rank holds.
 
 Tensor parallelism cuts every weight into equal parts along one dimension: of a projection that widens, outputs, so that
 each rank has some heads or some of the MLP's width; of the one that follows, the inputs that these make. Only the
@@ -49,12 +49,12 @@ def spread(size: int, count: int) -> list[range]:
 
 
 class ShardDestination(NamedTuple):
-    """A destination for a part of a checkpoint's tensor.
+    """What one shard of a checkpoint's tensor is read into.
 
     Attributes:
-        target: what the part fills.
-        ranges: the part, for each dimension of the tensor.
-        shape: of the whole tensor.
+        target: the tensor that the shard fills.
+        ranges: the shard, as a range of each dimension of the whole tensor.
+        shape: the shape of the whole tensor.
     """
 
     target: torch.Tensor
@@ -63,11 +63,15 @@ class ShardDestination(NamedTuple):
 
 
 def shard_destination(tensor: torch.Tensor, *shards: Shard) -> torch.Tensor | ShardDestination:
-    """What a part fills, by the slice of each dimension; the whole, where nothing is cut."""
-    if all(each.count == 1 for each in slices):
-        return place
-    shape = tuple(size * each.count for size, each in zip(place.shape, slices, strict=True))
-    return ShardDestination(place, tuple(each.of(size) for size, each in zip(shape, slices, strict=True)), shape)
+    """Return what this rank's shard of a checkpoint's tensor fills, given the shard of each dimension.
+
+    It is `tensor` itself where no dimension is sharded.
+    """
+    if all(each.count == 1 for each in shards):
+        return tensor
+    shape = tuple(size * each.count for size, each in zip(tensor.shape, shards, strict=True))
+    ranges = tuple(each.of(size) for size, each in zip(shape, shards, strict=True))
+    return ShardDestination(tensor, ranges, shape)
 
 
 def of_kv_heads(tensor_rank: int, num_ranks: int, num_kv_heads: int) -> Shard:

@@ -51,7 +51,7 @@ class Stage(nn.Module):
         return hidden
 
     def execute_dummy_step(self) -> None:
-        """As the model's: an empty step hands on nothing."""
+        """Run the model's dummy step, which hands no hidden states on."""
         self.model.execute_dummy_step()
 
     def count_load(self) -> torch.Tensor:
@@ -59,22 +59,7 @@ class Stage(nn.Module):
         load: torch.Tensor = self.model.count_load()
         return load
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's; of the last stage alone."""
-        logits: torch.Tensor = self.model.logits(hidden)
-        return logits
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's; of the last stage alone."""
-        logits: torch.Tensor = self.model.logits(hidden)
-        return logits
-
-    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's; of the last stage alone."""
-        logits: torch.Tensor = self.model.own_lm_logits(hidden)
-        return logits
-
-    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's; of the last stage alone."""
-        logits: torch.Tensor = self.model.lm_logits(hidden)
+    def logits(self, hidden: torch.Tensor, **form: bool) -> torch.Tensor:
+        """Return the model's logits; only the last stage has an output head."""
+        logits: torch.Tensor = self.model.logits(hidden, **form)
         return logits

@@ -52,10 +52,10 @@ class AttentionMetadata:
             a key of the backend's own.
         trees: of each request what its tokens see, where drafts are trees; on a CPU only.
         tree, first_place: what tokens of decodes see, the same for all, as `paged_decode_triton` takes it; on a GPU.
-        logits_indices: [num_logits] int32, the tokens whose hidden states the model is to return, each the last one that its
+        logits_indices: [num_logits] int32, the tokens whose hidden states the model returns, each the last one that its
             request computes; None: all tokens.
-        last_layer_metadata: makes the metadata of the wanted tokens as decodes, for the last layer's attention; None: all its tokens
-            attend.
+        last_layer_metadata: makes the metadata with which the last layer's attention computes these tokens alone, as
+            decodes; None: all tokens attend in it.
         outside: runs a call outside the CUDA graph that is being captured, whose memory the call borrows; None: there
             is none.
     """

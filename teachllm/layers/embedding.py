@@ -73,8 +73,20 @@ class Embedding(nn.Module):
             return logits
         return self._group.all_gather(logits).transpose(0, 1).flatten(1)[:, : self._vocab_size]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] -> [R, num_rows] float32 (float64 stays float64), of its own tokens; of none, -inf."""
+    def logits(self, hidden: torch.Tensor, *, in_float32: bool = True) -> torch.Tensor:
+        """Return the logits of this rank's tokens.
+
+        Args:
+            hidden: [R, hidden_size].
+            in_float32: return float32 (float64 stays float64), and -inf in columns that no token has. False, on a GPU:
+                return the model's dtype, and 0.0 in these columns, which the sampling kernel never reads.
+
+        Returns:
+            [R, num_rows].
+        """
+        return self._float32_logits(hidden) if in_float32 else self._raw_logits(hidden)
+
+    def _float32_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
             logits = packed_linear(hidden, self.packed)
         elif self.is_fixed:
@@ -86,11 +98,7 @@ class Embedding(nn.Module):
             logits[:, self._num_own :] = -torch.inf
         return logits
 
-    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`, on a GPU and in the model's dtype: what samples from them reads that as well.
-
-        Columns of no token are 0.0: the kernel that samples is not shown them.
-        """
+    def _raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.is_fixed:
             return batch_invariant_gemm_triton(hidden, self.weight)
         if hidden.shape[0] == 1:

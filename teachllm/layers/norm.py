@@ -49,9 +49,9 @@ class RMSNorm(nn.Module):
     def forward(
         self, y: torch.Tensor | DeferredAllReduce | None, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., size] -> (norm(residual + y), residual + y), both [..., size]; of one alone, where the other is None.
+        """Return (norm(residual + y), residual + y), both [..., size]; of one alone, where the other is None.
 
-        On a GPU y may be in parts that are to be added up first, here or at several ranks, see `Linear.add_to_residual`.
+        On a GPU y may be in parts that are added up first, of this rank or of several, see `Linear.add_to_residual`.
         """
         if y is None:
             assert residual is not None

@@ -11,7 +11,7 @@ Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,20 +22,23 @@ from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Addend, Destination, Linear, Rows
 from teachllm.layers.norm import RMSNorm, RowCodes
 from teachllm.layers.rotary import Rotary
-from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.llama_config import LlamaConfig
+from teachllm.models.llama_fast_paths import (
+    Angles,
+    AuxOut,
+    KVCache,
+    attend_on_gpu,
+    decode_one_row,
+    is_one_decode,
+    last_layer,
+)
 from teachllm.models.moe import SparseMLP
 from teachllm.models.moe_config import MoeConfig
-from teachllm.models.peak_width import peak_width
-from teachllm.models.shape import Shape
 from teachllm.models.sharding import of_rank, stage_layers
 from teachllm.quantization.formats.scheme import UNQUANTIZED, PartCodes, Schemes
-from teachllm_kernels.attention.paged_decode import fused_paged_decode
-from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 
-Angles = tuple[torch.Tensor, torch.Tensor]
-AuxOut = Callable[[torch.Tensor], None]
-KVCache = tuple[torch.Tensor, torch.Tensor]
+__all__ = ["Angles", "AuxOut", "LlamaAttention", "LlamaForCausalLM", "LlamaLayer", "LlamaMLP", "added_up"]
 
 
 class LlamaAttention(nn.Module):
@@ -83,47 +86,15 @@ class LlamaAttention(nn.Module):
         With `last_layer_metadata` only the wanted tokens attend: [num_logits, num_heads * head_size].
         """
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
-        scales = self.attention.settings.kv_scales
-        if metadata.is_fused:
-            y = self._decode(qkv, angles, kv_cache, metadata)
-        elif qkv.is_cuda:
-            weight, eps = self._qk_norm()
-            rope_kv_write_triton(qkv, *angles, weight, eps, *kv_cache, metadata.slot_mapping, scales)
-            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-            if last_layer_metadata is not None and metadata.logits_indices is not None:
-                q, metadata = q.index_select(0, metadata.logits_indices), last_layer_metadata
-            y = self.attention(q, k, v, kv_cache, metadata)
-        else:
-            qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-            if self.qk_norm is not None:
-                qk, _ = self.qk_norm(qk)
-            q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
-            write_kv(k, v, kv_cache, metadata, scales)
-            y = self.attention(q, k, v, kv_cache, metadata)
+        if qkv.is_cuda:
+            return attend_on_gpu(self, qkv, angles, kv_cache, metadata, last_layer_metadata).flatten(1)
+        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.qk_norm is not None:
+            qk, _ = self.qk_norm(qk)
+        q, k = Rotary.rotate(qk, angles).split([self.num_heads, self.num_kv_heads], dim=1)
+        write_kv(k, v, kv_cache, metadata, self.attention.settings.kv_scales)
+        y: torch.Tensor = self.attention(q, k, v, kv_cache, metadata)
         return y.flatten(1)
-
-    def decode_one(
-        self, x: torch.Tensor, norm: RMSNorm, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """x + attention(norm(x)) for one decode on a GPU, [1, hidden_size]."""
-        qkv = self.qkv_proj.one_row(x, norm).unflatten(-1, (-1, self.head_size))
-        return self.o_proj.one_row(self._decode(qkv, angles, kv_cache, metadata).flatten(1), residual=x)
-
-    def _decode(
-        self, qkv: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """Norm, rotation, KV write and attention in one launch, [num_seqs, num_heads, head_size]."""
-        settings = self.attention.settings
-        return fused_paged_decode(
-            *(qkv, *angles, *self._qk_norm(), *kv_cache, metadata.block_tables),
-            plan=metadata.decode_plans[settings.window],
-            scale=settings.scale,
-            window=settings.window,
-            scales=settings.kv_scales,
-        )
-
-    def _qk_norm(self) -> tuple[torch.Tensor | None, float]:
-        return (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -213,26 +184,14 @@ class LlamaLayer(nn.Module):
             is_last: goes on with the wanted tokens alone as soon as K and V of the others are written.
             aux_out: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
         """
-        if metadata.is_fused and metadata.slot_mapping.shape[0] == 1 and residual is None and self.fuses_one_row:
-            assert isinstance(x, torch.Tensor)  # a deferred sum has a residual
-            if aux_out is not None:
-                aux_out(x)
-            return self._decode_one(x, angles, kv_cache, metadata), None
-        logits_indices = metadata.logits_indices if is_last else None
-        last_layer_metadata = (
-            metadata.last_layer_metadata()
-            if logits_indices is not None and metadata.last_layer_metadata is not None
-            else None
-        )
+        if is_one_decode(self, residual, metadata):
+            return decode_one_row(self, x, angles, kv_cache, metadata, aux_out), None
+        if is_last and metadata.logits_indices is not None:
+            return last_layer(self, x, residual, angles, kv_cache, metadata, aux_out)
         h, residual = self.input_layernorm.quantized(x, residual, self.self_attn.qkv_proj.row_codes)
         if aux_out is not None:
             aux_out(residual)
-        h = self.self_attn(h, angles, kv_cache, metadata, last_layer_metadata)
-        if logits_indices is not None:
-            h, residual = (
-                h if last_layer_metadata is not None else h.index_select(0, logits_indices),
-                residual.index_select(0, logits_indices),
-            )
+        h = self.self_attn(h, angles, kv_cache, metadata)
         x, residual = self.self_attn.o_proj.add_to_residual(residual, h)
         h, residual = self.post_attention_layernorm.quantized(x, residual, self.mlp.row_codes)
         return self.mlp.add_to_residual(residual, h)
@@ -242,15 +201,6 @@ class LlamaLayer(nn.Module):
         """Whether its products of one row do what is around them, too."""
         layers = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp)
         return all(layer.fuses_one_row for layer in layers)
-
-    def _decode_one(
-        self, x: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """The block for one decode on a GPU, in five kernels."""
-        assert isinstance(self.mlp, LlamaMLP)
-        x = self.self_attn.decode_one(x, self.input_layernorm, angles, kv_cache, metadata)
-        h = self.mlp.gate_up_proj.one_row(x, self.post_attention_layernorm, gated=True)
-        return self.mlp.down_proj.one_row(h, residual=x)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor that a checkpoint holds for this module."""
@@ -289,8 +239,8 @@ class LlamaForCausalLM(nn.Module):
         coords, shard = ranks.coords, ranks.shard_spec(config.num_kv_heads)
         own, self._indices = of_rank(config, coords), stage_layers(config, coords.layout.pipeline)[coords.stage]
         self.hidden_size, self._num_all_layers, self._is_tied = own.hidden_size, config.num_layers, config.tied
-        vocabulary = (config.vocab_size, own.hidden_size, shard.part, shard.group)
-        self.embed_tokens = Embedding(*vocabulary) if coords.is_first_stage else None
+        embedding = partial(Embedding, config.vocab_size, own.hidden_size, rows=shard.part, group=shard.group)
+        self.embed_tokens = embedding() if coords.is_first_stage else None
         self.rotary = Rotary(own.rotary, max_len)
         self.experts = config.moe
         self.layers = nn.ModuleList(
@@ -301,7 +251,7 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = None
         self._head_codes = None
         if coords.is_last_stage:
-            self.lm_head = self.embed_tokens if config.tied and self.embed_tokens else Embedding(*vocabulary)
+            self.lm_head = self.embed_tokens if config.tied and self.embed_tokens else embedding()
             head = None if config.tied else schemes("lm_head")
             if head is not None:
                 size, like = (config.vocab_size, own.hidden_size), self.lm_head.weight
@@ -346,25 +296,20 @@ class LlamaForCausalLM(nn.Module):
         hidden, _ = self.norm(x, residual)
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, own part of the vocabulary] float32."""
-        assert self.lm_head is not None
-        return self.lm_head.logits(hidden)
+    def logits(self, hidden: torch.Tensor, *, sharded: bool = False, in_float32: bool = True) -> torch.Tensor:
+        """Multiply hidden states by the output head.
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
-        assert self.lm_head is not None
-        return self.lm_head.gathered(self.lm_head.logits(hidden))
+        Args:
+            hidden: [num_rows, hidden_size].
+            sharded: return this rank's shard of the vocabulary alone.
+            in_float32: see `Embedding.logits`.
 
-    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`, on a GPU and in the model's dtype; columns of no token are nothing."""
+        Returns:
+            [num_rows, vocab_size], or [num_rows, own part of the vocabulary].
+        """
         assert self.lm_head is not None
-        return self.lm_head.lm_logits(hidden)
-
-    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`, on a GPU and in the model's dtype."""
-        assert self.lm_head is not None
-        return self.lm_head.gathered(self.lm_head.lm_logits(hidden))
+        logits = self.lm_head.logits(hidden, in_float32=in_float32)
+        return logits if sharded else self.lm_head.gathered(logits)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
         """(name, destination) of every tensor of the checkpoint; a destination may be a slice of a merged one."""
@@ -436,24 +381,3 @@ def added_up(x: Addend, residual: torch.Tensor | None) -> torch.Tensor:
         return left
     whole = x.sum(0) if x.dim() > residual.dim() else x
     return (residual + whole).to(residual.dtype)
-
-
-def shape(raw: dict[str, Any]) -> Shape:
-    """What the engine must know of a config.json of this family. Errors as in `llama_config.parse`."""
-    config = parse(raw)
-    return Shape(
-        context_len=config.rotary.context_len,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        windows=config.windows,
-        tied=config.tied,
-        num_parameters=config.num_parameters,
-        num_active_parameters=config.num_active_parameters,
-        peak_width=peak_width(config),
-        gated_peak_width=peak_width(config, is_gated=not config.mlp_bias and config.intermediate_size % 8 == 0),
-        fixed_peak_width=peak_width(config, is_fixed=True),
-    )

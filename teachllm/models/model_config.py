@@ -206,9 +206,9 @@ def _implementation(architecture: str, model_impl: str) -> str:
 def _shape(folder: Path, raw: dict[str, Any], implementation: str, trust_remote_code: bool) -> Shape:
     # Imported here: both load torch, and transformers takes seconds.
     if implementation == "teachllm":
-        from teachllm.models import llama
+        from teachllm.models.llama_shape import shape
 
-        return llama.shape(raw)
+        return shape(raw)
     from teachllm.models import transformers_backend
 
     return transformers_backend.shape(folder, trust_remote_code)

@@ -165,22 +165,13 @@ class TransformersModel(nn.Module):
             else hidden.index_select(0, metadata.logits_indices)
         )
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32 (float64 stays float64)."""
+    def logits(self, hidden: torch.Tensor, *, sharded: bool = False, in_float32: bool = True) -> torch.Tensor:
+        """Return [num_rows, vocab_size] logits in float32 (float64 stays float64), whatever form is asked for.
+
+        No other rank has a part of the vocabulary.
+        """
         logits = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`: no other rank has a part of them."""
-        return self.logits(hidden)
-
-    def own_lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`: no other rank has a part of them."""
-        return self.logits(hidden)
-
-    def lm_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`."""
-        return self.logits(hidden)
 
 
 class _Given(nn.Module):

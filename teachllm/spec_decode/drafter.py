@@ -28,7 +28,6 @@ from typing import Any, Protocol
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.embedding import Embedding
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 # input_ids and positions, [num_tokens] int64 each, and where those tokens read and write KV
@@ -143,10 +142,15 @@ class ModelDrafter(Protocol):
 
 
 def logits_of(head: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """[num_rows, hidden_size] -> [num_rows, vocab_size] by a model or an output head: float32, on a GPU its own dtype.
+    """Return the logits of a model or an output head, in float32; on a GPU, in its own dtype.
 
     A drafter's logits need no more: whatever they are, drafts are verified against what they were drawn from.
+
+    Args:
+        hidden: [num_rows, hidden_size].
+
+    Returns:
+        [num_rows, vocab_size].
     """
-    if hidden.is_cuda:
-        return head.lm_logits(hidden)
-    return head.logits(hidden) if isinstance(head, Embedding) else head.logits(hidden)
+    logits: torch.Tensor = head.logits(hidden, in_float32=not hidden.is_cuda)
+    return logits

@@ -118,10 +118,15 @@ class ModelRunner:
         if ranks.coords.layout.pipeline > 1:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
-        sizes = config.max_num_seqs, config.max_model_len, config.block_size
-        self._batch = InputBatch(*sizes, device, attention or REFERENCE)
+        self._batch = InputBatch(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            device=device,
+            backend=attention or REFERENCE,
+        )
         self._sampler = make_sampler(config.max_num_seqs, whole.vocab_size, device, ranks.tensor)
-        self._prompt_logprobs = PromptLogprobs(self.model.logits, self._sampler)
+        self._prompt_logprobs = PromptLogprobs(partial(self.model.logits, sharded=True), self._sampler)
         self._device = device
         self._drafting: Drafting | None = None
         self._tree = DraftTree.chain(MAX_SPECULATIVE_TOKENS)
@@ -190,12 +195,13 @@ class ModelRunner:
         chosen = hidden if len(logits_indices) == hidden.shape[0] else hidden[indices]
         prompt_logprobs = None
         if self._prompt_logprobs.any_due(plan.scheduled, inputs.rows):
-            where = (plan.scheduled, inputs.rows, inputs.starts, hidden, self._batch.token_ids)
-            prompt_logprobs = self._prompt_logprobs.score(*where)
+            prompt_logprobs = self._prompt_logprobs.score(
+                plan.scheduled, inputs.rows, starts=inputs.starts, hidden=hidden, token_ids=self._batch.token_ids
+            )
         return ExecutedStep(
             plan=plan,
             inputs=inputs,
-            logits=self.model.logits(chosen),
+            logits=self.model.logits(chosen, sharded=True),
             logits_rows=logits_rows,
             lengths=inputs.positions[indices] + 1,
             prompt_logprobs=prompt_logprobs,
@@ -221,8 +227,9 @@ class ModelRunner:
                 step.inputs, step.drafts, [scheduled.samples for scheduled in scheduled_requests]
             )
         known_ids = self._batch.token_ids.to(self._device)
-        where = (step.logits_rows, step.lengths, known_ids, proposals, histories)
-        sampled = self._sampler.sample(step.logits, *where)
+        sampled = self._sampler.sample(
+            step.logits, step.logits_rows, step.lengths, known_ids, proposals=proposals, histories=histories
+        )
         token_ids = sampled.token_ids
         if self._synthetic_rate is not None:
             token_ids = self._synthetic_tokens(token_ids, step)
