@@ -111,6 +111,16 @@ def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate
         num_drafted = num_drafts if result.num_drafted is None else result.num_drafted[index]
         logprobs = (result.logprobs[index] or [])[: len(new_token_ids)] or None if result.logprobs else None
         prompt_logprobs = result.prompt_logprobs[index] if result.prompt_logprobs else None
-        drafts, scores = (num_drafted, num_accepted), (logprobs, prompt_logprobs)
-        updates.append(RequestUpdate(request, new_token_ids, *drafts, *scores, scheduled.start, num_drafts))
+        updates.append(
+            RequestUpdate(
+                request,
+                new_token_ids,
+                num_drafted=num_drafted,
+                num_accepted=num_accepted,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                start=scheduled.start,
+                num_planned=num_drafts,
+            )
+        )
     return updates

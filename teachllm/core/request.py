@@ -43,7 +43,7 @@ class WaitReason(Enum):
     BEHIND_HEAD = "behind the head of the queue"
     TOKEN_BUDGET = "needs {needed} tokens of the step's budget, {available} left"
     SEQUENCE_LIMIT = "would be running request {needed}, the limit is {available}"
-    NO_FREE_BLOCKS = "needs {needed} blocks, {available} free"
+    NO_FREE_BLOCKS = "needs {needed} block{plural}, {available} free"
     STATIC_BATCH = "the batch of {needed} must drain first"
     PREEMPTED = "preempted: its blocks were taken back"
 
@@ -57,7 +57,8 @@ class Wait:
     available: int = 0
 
     def __str__(self) -> str:
-        return self.reason.value.format(needed=self.needed, available=self.available)
+        plural = "" if self.needed == 1 else "s"
+        return self.reason.value.format(needed=self.needed, available=self.available, plural=plural)
 
 
 @dataclass(eq=False, slots=True)
@@ -139,7 +140,7 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens it knows, or will, and has not computed: what the scheduler hands out."""
+        """Tokens still to compute, of those it knows and those in flight: what the scheduler hands out."""
         return len(self.token_ids) + self.num_in_flight_tokens - self.num_computed_tokens
 
     @property

@@ -100,8 +100,9 @@ def make_core(
     try:
         if make_executor is not None:
             executor = make_executor(config, executor)
-        kinds = (model.dtype, model.quantization, model.kv_dtype)
-        root = hash_root(model.path, config.revision, *kinds, config.block_size)
+        root = hash_root(
+            model.path, config.revision, model.dtype, model.quantization, model.kv_dtype, config.block_size
+        )
         roofline: StepRoofline | None = None
         traffic: StepTraffic | None = None
         if recorder is not None:
@@ -120,8 +121,9 @@ def make_core(
         )
         if model_drafter_config is not None and model_drafter_config.max_len < model.max_model_len:
             core.scheduler.drafter_len = model_drafter_config.max_len
+            drafter_model = model_drafter_config.speculation.model
             warnings.warn(
-                f"the context of speculative model={model_drafter_config.speculation.model!r} is {model_drafter_config.max_len} tokens of the "
+                f"the context of speculative model={drafter_model!r} is {model_drafter_config.max_len} tokens of the "
                 f"model's {model.max_model_len}: beyond them requests go on without drafts",
                 stacklevel=2,
             )

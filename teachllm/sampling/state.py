@@ -178,8 +178,18 @@ class SamplingState:
         """As `draw`, where tokens were proposed."""
         every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
         return rejection_sample_triton(
-            *(logits, rows, every.temperature, every.top_k, every.top_p, every.min_p, every.seed, every.child_index),
-            *(output_index, proposals.draft_logits, proposals.draft_rows, proposals.siblings),
+            logits,
+            rows,
+            temperature=every.temperature,
+            top_k=every.top_k,
+            top_p=every.top_p,
+            min_p=every.min_p,
+            seed=every.seed,
+            child_index=every.child_index,
+            output_index=output_index,
+            draft_logits=proposals.draft_logits,
+            draft_rows=proposals.draft_rows,
+            siblings=proposals.siblings,
             any_filtered=any_filtered,
         )
 

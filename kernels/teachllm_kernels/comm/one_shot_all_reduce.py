@@ -4,7 +4,7 @@ A ring of n GPUs sends the fewest bytes, in 2 (n - 1) steps that wait for each o
 takes 20 ns to send, and a step takes microseconds: so here every rank sends its whole part to all others at once, and
 adds up what arrived. Two GPUs send no more than in a ring.
 
-    rank 0's symmetric buffer   slot 0   from 1 | from 2 | ...        Each sender fills its own place in a slot, without a flag:
+    rank 0's buffer    slot 0   from 1 | from 2 | ...        Each sender fills its own place in a slot, without a flag:
                        slot 1   from 1 | from 2 | ...        a place is empty as long as it holds a -0.0, which is
                        slot 2   from 1 | from 2 | ...        never sent (0.0 is sent instead), and the reader waits.
 

@@ -11,7 +11,8 @@ counts and weighs the logits above a guess. It is fast because it has to look at
        bound as it is
     3. groups whose largest logit is below the bound are skipped. The others are usually a few dozen, which stay in
        the L1 cache; if all groups remain, the search is slower and equally right
-    4. once no more than CANDIDATES logits lie between a guess that is too low and one that is too high, they stay in registers
+    4. once no more than CANDIDATES logits lie between a guess that is too low and one that is too high, they stay in
+       registers
 
 Sources: those of `teachllm/sampling/filters.py`, whose `apply_filters` keeps the same tokens except for rounding: it
 compares logits after division by the temperature, which can make neighbouring floats equal, and it adds up
@@ -71,7 +72,8 @@ def filtered_draw(
     logits_ptr, temperature, top_k, top_p, min_p, seed, child_index, output_index,
     group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr,
     vocab_size, num_groups,
-    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Return the token id, int64. The pointers are to this row's values.
 
@@ -290,8 +292,9 @@ def _between(
     logits_ptr, listed_ptr, num_listed, vocab_size, low, high, candidates_ptr,
     GROUP: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Return [CANDIDATES] the logits from `low` up to below `high`, via memory at `candidates_ptr`; minus infinity past the
-    last.
+    """Return [CANDIDATES] the logits from `low` up to below `high`, via memory at `candidates_ptr`.
+
+    Past the last one the values are minus infinity.
     """
     num_found = 0
     for start in range(0, num_listed, TILE):

@@ -95,8 +95,8 @@ def _cut(
     group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr, cuts_ptr, last_tied_ptr, out_ptr,
     vocab_size, num_groups,
     logits_stride, siblings_stride, float_stride, int_stride,
-    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
-    PDL: tl.constexpr,
+    STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()

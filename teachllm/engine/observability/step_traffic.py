@@ -52,9 +52,18 @@ class StepTraffic:
         found = []
         for coords, part in zip(self._all_coords, self._parts, strict=True):
             num_told = min(max(filtered, default=0), MOST_CANDIDATES, part.vocab_size)
-            sizes = (part.num_layers, part.hidden_size, self._dtype_bytes, plan.num_tokens)
             num_spread = sum(part.moe.layers) if self._spreads and part.moe is not None else 0
-            counts = step_bytes(coords, *sizes, num_sampled, len(filtered), num_told, rows=[(0, 0)] * num_spread)
+            counts = step_bytes(
+                coords,
+                num_layers=part.num_layers,
+                hidden_size=part.hidden_size,
+                dtype_bytes=self._dtype_bytes,
+                num_tokens=plan.num_tokens,
+                num_sampled=num_sampled,
+                num_filtered=len(filtered),
+                num_told=num_told,
+                rows=[(0, 0)] * num_spread,
+            )
             for unknown in ("all_to_all", *(["all_gather"] if self._is_on_gpu else [])):
                 counts.pop(unknown, None)
             found.append(counts)

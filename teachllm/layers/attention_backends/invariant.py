@@ -46,8 +46,16 @@ class InvariantBackend:
     ) -> torch.Tensor:
         assert metadata.rows is not None
         return paged_prefill_triton(
-            *(q, *kv_cache, metadata.block_tables, metadata.rows, metadata.query_start, metadata.seq_lens),
-            *(settings.scale, settings.window, settings.soft_cap, out),
+            q,
+            *kv_cache,
+            block_tables=metadata.block_tables,
+            rows=metadata.rows,
+            query_start=metadata.query_start,
+            seq_lens=metadata.seq_lens,
+            scale=settings.scale,
+            window=settings.window,
+            soft_cap=settings.soft_cap,
+            out=out,
             is_fixed=True,
             scales=settings.kv_scales,
         )

@@ -40,8 +40,16 @@ class ReferenceBackend:
         kind = (q.shape[1], num_kv_heads, settings.window)
         plan = metadata.plans.get(kind)
         if plan is None:
-            lens = (metadata.query_lens, metadata.kv_lens, block_size)
-            plan = plan_attention(metadata.block_tables, *lens, *kind, trees=metadata.trees)
+            plan = plan_attention(
+                metadata.block_tables,
+                metadata.query_lens,
+                metadata.kv_lens,
+                block_size,
+                num_heads=q.shape[1],
+                num_kv_heads=num_kv_heads,
+                window=settings.window,
+                trees=metadata.trees,
+            )
             metadata.plans[kind] = plan
         result = attend(q, k_cache, v_cache, plan, settings.scale, settings.soft_cap, settings.kv_scales)
         return result if out is None else out.copy_(result)

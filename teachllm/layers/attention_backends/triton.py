@@ -61,13 +61,22 @@ def attend_decodes(
     """The decodes at the head of a batch, if there are any, into the head of `out`."""
     count = metadata.num_decodes
     if count:
-        starts, plan = metadata.query_start[: count + 1], metadata.decode_plans[settings.window]
-        where = (*kv_cache, metadata.block_tables, starts, plan)
-        scale, window, soft_cap = settings.scale, settings.window, settings.soft_cap
         tokens = slice(0, metadata.first_prompt_token)
-        what = (metadata.decode_len, metadata.tree, metadata.first_place)
-        scales = settings.kv_scales
-        paged_decode_triton(q[tokens], *where, scale, window, soft_cap, *what, out=out[tokens], scales=scales)
+        paged_decode_triton(
+            q[tokens],
+            *kv_cache,
+            block_tables=metadata.block_tables,
+            query_start=metadata.query_start[: count + 1],
+            plan=metadata.decode_plans[settings.window],
+            scale=settings.scale,
+            window=settings.window,
+            soft_cap=settings.soft_cap,
+            max_query_len=metadata.decode_len,
+            tree=metadata.tree,
+            first_place=metadata.first_place,
+            out=out[tokens],
+            scales=settings.kv_scales,
+        )
 
 
 def attend_prompts(
@@ -100,8 +109,19 @@ def attend_prompts(
     if plan is not None and soft_cap is None:
         hopper_prefill(q, *kv_cache, metadata.block_tables, plan, scale, window, out, settings.kv_scales)
         return
-    where = (*kv_cache, metadata.block_tables, rows, query_start, seq_lens)
-    paged_prefill_triton(q, *where, scale, window, soft_cap, out, scales=settings.kv_scales)
+    paged_prefill_triton(
+        q,
+        *kv_cache,
+        block_tables=metadata.block_tables,
+        rows=rows,
+        query_start=query_start,
+        seq_lens=seq_lens,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        out=out,
+        scales=settings.kv_scales,
+    )
 
 
 def _plan(

@@ -117,9 +117,19 @@ def compare(
         scores, tokens_per_s = measure(folder, documents, decoding or Decoding(), **settings)
         original = original or scores
         _, error = mean_and_error(differences(original, scores), scores.answers)
-        losses = error, *mean_and_error(divergences(original, scores), scores.answers)
+        divergence, divergence_error = mean_and_error(divergences(original, scores), scores.answers)
         num_bytes = sum(file.stat().st_size for file in {each.file for each in stored_tensors(folder).values()})
-        found.append(Compared(name, num_bytes, scores.perplexity, *losses, tokens_per_s))
+        found.append(
+            Compared(
+                name=name,
+                num_bytes=num_bytes,
+                perplexity=scores.perplexity,
+                standard_error=error,
+                kl_divergence=divergence,
+                kl_standard_error=divergence_error,
+                tokens_per_s=tokens_per_s,
+            )
+        )
     return found
 
 

@@ -88,8 +88,15 @@ class GPUSampling:
             theirs = proposals
             if proposals is not None:
                 theirs = replace(proposals, siblings=proposals.siblings[some], draft_rows=proposals.draft_rows[some])
-            what = (self._columns.gathered(logits[some]).float(), rows[some], lengths[some], batch.token_ids, theirs)
-            outputs.append(self._sampler.sample(*what, batch.histories(some, places) if verifies else None))
+            output = self._sampler.sample(
+                self._columns.gathered(logits[some]).float(),
+                rows[some],
+                lengths[some],
+                batch.token_ids,
+                proposals=theirs,
+                histories=batch.histories(some, places) if verifies else None,
+            )
+            outputs.append(output)
         self._take(torch.cat([output.token_ids for output in outputs]), num_seqs)
         return outputs
 
@@ -105,8 +112,15 @@ class GPUSampling:
             return
         first = batch.sample_first[: num_seqs + 1]
         if self._synthetic_rate is not None:
-            where = (first, batch.sample_rows, sampled, batch.token_ids, batch.num_known)
-            synthetic_verdict(*where, batch.tree.children, self._synthetic_rate)
+            synthetic_verdict(
+                first=first,
+                rows=batch.sample_rows,
+                sampled=sampled,
+                token_ids=batch.token_ids,
+                num_known=batch.num_known,
+                children=batch.tree.children,
+                rate=self._synthetic_rate,
+            )
         batch.accept(sampled, num_seqs)
         if self.mover is not None:
             self.mover.move(batch.path[:num_seqs], first, batch.sample_rows, batch.num_known, batch.block_tables)

@@ -100,8 +100,16 @@ class GPUDraftBatch:
         tokens = drafting.flat(self._rows, drafting.starts(num_tokens)[: count + 1], num_tokens * count)
         tokens.num_decodes, tokens.decode_len = count, num_tokens
         draft_inputs(
-            *(self._rows, self._asking.num_next, batch.token_ids, batch.num_known, batch.block_tables),
-            *(batch.block_size, tokens.input_ids, tokens.positions, tokens.slot_mapping, tokens.seq_lens),
+            rows=self._rows,
+            num_drafts=self._asking.num_next,
+            token_ids=batch.token_ids,
+            num_known=batch.num_known,
+            block_tables=batch.block_tables,
+            block_size=batch.block_size,
+            input_ids=tokens.input_ids,
+            positions=tokens.positions,
+            slot_mapping=tokens.slot_mapping,
+            seq_lens=tokens.seq_lens,
             num_tokens=num_tokens,
             offset=offset,
             id_shift=id_shift,

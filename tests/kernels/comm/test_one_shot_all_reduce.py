@@ -45,7 +45,7 @@ def parts_of(num_ranks: int, num_rows: int, dtype: torch.dtype, seed: int) -> li
 
 
 def by_all(boxes: Sequence[SymmetricBuffer], parts: Sequence[torch.Tensor], compute: Callable[[int], Any]) -> list[Any]:
-    """What each rank computes of its part, one after the other: what those behind it send is put into its symmetric buffer
+    """What each rank computes of its part, one after the other: what those behind it send is put into its buffer
     beforehand, and must be what they send themselves when it is their turn. (Side by side on one device one might wait
     for another whose kernel cannot be loaded before the first one ends.)"""
     results = []
