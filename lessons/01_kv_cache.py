@@ -16,7 +16,7 @@ from teachllm_lessons.helpers.lesson_01 import (
     ATTEND,
     MODELS,
     Attending,
-    Recorder,
+    AttentionRecorder,
     StaleQuery,
     attention_picture,
     kv_bytes,
@@ -36,7 +36,7 @@ from teachllm_lessons.watch import Watch
 QUESTION = "What is a KV cache?"
 NO_CACHE = {"enable_kv_cache": False, "enable_chunked_prefill": False, "enable_prefix_caching": False}
 
-every_step = Recorder()  # keeps what the layers' attention is given
+every_step = AttentionRecorder()  # keeps what the layers' attention is given
 naive = Watch(
     num_gpu_blocks_override=16, max_model_len=128, overrides=EngineOverrides(attention=every_step), **NO_CACHE
 )

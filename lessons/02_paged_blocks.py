@@ -12,7 +12,7 @@ from teachllm.core.block_pool import BlockPool
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.helpers.lesson_01 import Recorder
+from teachllm_lessons.helpers.lesson_01 import AttentionRecorder
 from teachllm_lessons.helpers.lesson_02 import MYPOOL, add_a_dozen, memory_map, reserved, usage_of
 from teachllm_lessons.picture import bars, lines
 from teachllm_lessons.predict import predict
@@ -84,7 +84,7 @@ show(
 # Twenty-four blocks; A, B and C take six each. Then B ends.
 
 # %%
-recorder = Recorder()  # keeps what attention is given, for a check below
+recorder = AttentionRecorder()  # keeps what attention is given, for a check below
 watch = Watch(
     max_model_len=256,
     num_gpu_blocks_override=24,

@@ -52,7 +52,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepShape:
     """Who computes how much in one step.
 
     Attributes:
@@ -103,7 +103,7 @@ class Work:
         return matrix_flops / ceilings.gemm_flops + self.attention_flops / ceilings.attention_flops
 
 
-def step_work(model: ModelConfig, step: Step) -> Work:
+def step_work(model: ModelConfig, step: StepShape) -> Work:
     """Bytes and FLOPs of one step."""
     body, head = model.num_active_parameters, model.vocab_size * model.hidden_size
     num_tokens = sum(step.query_lens)
@@ -124,7 +124,7 @@ def step_work(model: ModelConfig, step: Step) -> Work:
     return Work(num_bytes, round(matrix_flops), round(attention_flops), round(code_flops))
 
 
-def _keys_read(step: Step, window: int | None) -> int:
+def _keys_read(step: StepShape, window: int | None) -> int:
     """Keys of earlier steps that a layer reads; a shared prefix once."""
     if window is None:
         return sum(step.kv_lens) - sum(step.query_lens) - (len(step.kv_lens) - 1) * step.num_shared
@@ -132,7 +132,7 @@ def _keys_read(step: Step, window: int | None) -> int:
     return sum(min(old, window - 1) for old in olds)  # of a shared prefix, the window may have left nothing
 
 
-def _pairs_of(step: Step, window: int | None) -> int:
+def _pairs_of(step: StepShape, window: int | None) -> int:
     """(query, key) pairs of a step: the tokens of a sequence see kv_len - query_len + 1, ..., kv_len keys, or less."""
     lens = zip(step.query_lens, step.kv_lens, strict=True)
     if window is None:

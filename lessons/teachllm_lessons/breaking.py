@@ -27,7 +27,7 @@ _SECONDS = 120.0  # for a question
 
 
 @dataclass(frozen=True)
-class Said:
+class MarkdownText:
     """A few words, as Markdown in a notebook."""
 
     text: str
@@ -46,7 +46,7 @@ class Broken:
         self.fault = fault
         self._process: BrokenProcess | None = None
 
-    def symptom(self, scenario: str) -> Said:
+    def symptom(self, scenario: str) -> MarkdownText:
         """What a scenario prints with the fault, beside what it prints without.
 
         Args:
@@ -57,30 +57,32 @@ class Broken:
             run_scenario(scenario)
         _, broken = self._asked("scenario", scenario)
         here, there = whole.getvalue().rstrip(), broken.rstrip()
-        return Said(f"The engine as it is:\n\n```\n{here}\n```\n\nWith the fault:\n\n```\n{there}\n```\n")
+        return MarkdownText(f"The engine as it is:\n\n```\n{here}\n```\n\nWith the fault:\n\n```\n{there}\n```\n")
 
-    def guess(self, path: str, function: str | None = None) -> Said:
+    def guess(self, path: str, function: str | None = None) -> MarkdownText:
         """Whether the fault is in that file, or in that function of it."""
         ends = "/" + path.removeprefix("./").lstrip("/")
         if not any(f"/{each}".endswith(ends) for each in _files()):
-            return Said(f"? There is no `{path}` here.")
+            return MarkdownText(f"? There is no `{path}` here.")
         if not f"/{self.fault.path}".endswith(ends):
-            return Said(f"✗ Not in `{path}`: nothing is changed there.")
+            return MarkdownText(f"✗ Not in `{path}`: nothing is changed there.")
         place = self._function()
         asked = None if function is None else function.removesuffix("()").rpartition(".")[2]
         if asked in (None, place):
-            return Said(f"✓ It is in `{self.fault.path}`" + (f", in `{place}`." if asked else ". Which function?"))
+            return MarkdownText(
+                f"✓ It is in `{self.fault.path}`" + (f", in `{place}`." if asked else ". Which function?")
+            )
         if f"def {asked}(" not in (ROOT / self.fault.path).read_text(encoding="utf-8"):
-            return Said(f"? The file is right. There is no `{function}` in it.")
-        return Said(f"The file is right. `{asked}` is as it should be.")
+            return MarkdownText(f"? The file is right. There is no `{function}` in it.")
+        return MarkdownText(f"The file is right. `{asked}` is as it should be.")
 
-    def reveal(self) -> Said:
+    def reveal(self) -> MarkdownText:
         """The changed lines, and the words of the test that notices."""
         code, printed = self._asked("test", self.fault.test)
         before, after = self.fault.before.strip("\n").splitlines(), self.fault.after.strip("\n").splitlines()
         diff = [line for line in difflib.ndiff(before, after) if not line.startswith("?")]
         found = f"fails: `{last_words(printed)}`" if code == 1 else "passes: it should have failed, please report it"
-        return Said(
+        return MarkdownText(
             f"`{self.fault.path}`, in `{self._function()}`:\n\n```diff\n" + "\n".join(diff) + "\n```\n\n"
             f"{self.fault.happens} `{self.fault.test}` {found}"
         )

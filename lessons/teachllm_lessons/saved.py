@@ -12,7 +12,7 @@ from teachllm_lessons.exercise import VERDICT_TYPE
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ExerciseVerdict:
     """Of one piece.
 
     Attributes:
@@ -25,7 +25,7 @@ class Verdict:
     says: str
 
 
-def verdicts(path: Path) -> list[Verdict]:
+def verdicts(path: Path) -> list[ExerciseVerdict]:
     """Runs a saved notebook; it stays as it is.
 
     Raises:
@@ -50,9 +50,9 @@ def verdicts(path: Path) -> list[Verdict]:
     return found
 
 
-def _told(notebook: Any) -> Iterator[Verdict]:
+def _told(notebook: Any) -> Iterator[ExerciseVerdict]:
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             told = output.get("data", {}).get(VERDICT_TYPE)
             if told is not None:
-                yield Verdict(told["exercise"], told["verdict"], told["says"])
+                yield ExerciseVerdict(told["exercise"], told["verdict"], told["says"])

@@ -33,7 +33,7 @@ class NoProgress(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepView:
     """What a turn of the loop did, in words: a table in a notebook.
 
     Attributes:
@@ -130,12 +130,12 @@ class Watch:
         assert tokenizer is not None, "the model has no tokenizer: give token ids"
         return tokenizer.apply_chat_template([{"role": "user", "content": question}])
 
-    def step(self) -> Step:
+    def step(self) -> StepView:
         """One turn of the engine's loop."""
         before = len(self._lines)
         self.engine.step()
         lines = [json.loads(line) for line in self._lines[before:]]
-        return Step(next((line for line in lines if line["event"] == "step"), None))
+        return StepView(next((line for line in lines if line["event"] == "step"), None))
 
     def run(self, steps: int | None = None) -> Watch:
         """Steps until nothing is left to do, or so many times.

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from teachllm.bench.batch import Batch
-from teachllm.roofline import Ceilings, Step, step_work
+from teachllm.roofline import Ceilings, StepShape, step_work
 
 if TYPE_CHECKING:
     from teachllm.models.model_config import ModelConfig
 
 
-def floor_seconds(model: ModelConfig, steps: Iterable[Step], ceilings: Ceilings) -> float:
+def floor_seconds(model: ModelConfig, steps: Iterable[StepShape], ceilings: Ceilings) -> float:
     """The least time for these steps, one after the other."""
     return sum(step_work(model, step).seconds(ceilings) for step in steps)
 
 
-def schedule(batch: Batch, token_budget: int, max_num_seqs: int) -> list[Step]:
+def schedule(batch: Batch, token_budget: int, max_num_seqs: int) -> list[StepShape]:
     """The steps of a batch whose KV fits: everyone past its prompt gets a token, prompts share what is left.
 
     Args:
@@ -27,7 +27,7 @@ def schedule(batch: Batch, token_budget: int, max_num_seqs: int) -> list[Step]:
     computed = [batch.num_shared] * len(prompt_lens)
     running: list[int] = []
     num_admitted = 0
-    steps: list[Step] = []
+    steps: list[StepShape] = []
     while running or num_admitted < len(prompt_lens):
         shares = {i: 1 for i in running if computed[i] >= prompt_lens[i]}
         left = token_budget - len(shares)
@@ -43,7 +43,7 @@ def schedule(batch: Batch, token_budget: int, max_num_seqs: int) -> list[Step]:
         for i, num_tokens in shares.items():
             computed[i] += num_tokens
         num_sampled = sum(computed[i] >= prompt_lens[i] for i in shares)
-        steps.append(Step(list(shares.values()), [computed[i] for i in shares], num_sampled, batch.num_shared))
+        steps.append(StepShape(list(shares.values()), [computed[i] for i in shares], num_sampled, batch.num_shared))
         # The last token is sampled, and never computed.
         running = [i for i in running if computed[i] < prompt_lens[i] + batch.output_lens[i] - 1]
     return steps

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, check_length
-from teachllm.roofline import Ceilings, Step, Work, step_work
+from teachllm.roofline import Ceilings, StepShape, Work, step_work
 from teachllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def profile_decode(
     if trace_path is not None:
         profiler.export_chrome_trace(str(trace_path))
     rows, busy_ms = summarize(_events(profiler, on_gpu), num_steps + 1)
-    step = Step([1] * len(lens), [length - num_steps // 2 for length in lens], len(lens))
+    step = StepShape([1] * len(lens), [length - num_steps // 2 for length in lens], len(lens))
     floors = _floors(step_work(engine.model_config, step), step, llm, ceilings)
     times_ms = [1000 * seconds / num_steps for seconds in (wall_s, host_s, unprofiled_s)]
     return StepProfile(num_steps, times_ms[0], busy_ms, rows, floors, *times_ms[1:])
@@ -251,10 +251,10 @@ def _events(profiler: Any, on_gpu: bool) -> list[Event]:
     return [Event(e.name, e.time_range.start, e.time_range.end) for e in found]
 
 
-def _floors(work: Work, step: Step, llm: LLM, ceilings: Ceilings) -> dict[str, Floor]:
+def _floors(work: Work, step: StepShape, llm: LLM, ceilings: Ceilings) -> dict[str, Floor]:
     """The floor of a step, divided between weights and KV."""
     model = llm.engine.model_config
-    weights = step_work(model, Step([0] * len(step.query_lens), [0] * len(step.kv_lens), step.num_sampled))
+    weights = step_work(model, StepShape([0] * len(step.query_lens), [0] * len(step.kv_lens), step.num_sampled))
     parts = {
         "matrix products": Work(weights.num_bytes, work.matrix_flops, 0, work.code_flops),
         "attention": Work(work.num_bytes - weights.num_bytes, 0, work.attention_flops),

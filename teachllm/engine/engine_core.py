@@ -31,7 +31,7 @@ from teachllm.engine.observability.step_traffic import StepTraffic
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.roofline import Work
 from teachllm.spec_decode.draft_length import AdaptiveLength, FixedLength, StepCost
-from teachllm.trace.recorder import Recorder, StepTimes
+from teachllm.trace.recorder import Recorder, StepTimestamps
 from teachllm.worker.executor import Executor, PendingOutput
 
 
@@ -84,7 +84,7 @@ class EngineCore:
         self._check = config.check_invariants
         # Steps under way while the next is made: one for each further stage, one to run ahead.
         self.num_ahead = executor.max_in_flight - 1 + bool(config.async_scheduling)
-        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimes, Work | None]] = deque()
+        self._pending: deque[tuple[SchedulerOutput, PendingOutput, StepTimestamps, Work | None]] = deque()
         if recorder is not None:
             self.scheduler.kv.record_events()
 
@@ -170,7 +170,7 @@ class EngineCore:
         if plan.scheduled:
             try:
                 output = self.executor.sample(self.executor.execute(plan))
-                times = StepTimes(start, scheduled - start, self.clock() - scheduled, 0.0, 0.0, 0.0)
+                times = StepTimestamps(start, scheduled - start, self.clock() - scheduled, 0.0, 0.0, 0.0)
                 self._pending.append((plan, output, times, self._work(plan)))
                 self.scheduler.kv.commit_all()  # while the device works; the next `schedule` would do it
             except BaseException as error:

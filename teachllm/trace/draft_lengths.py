@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
-class DraftLength:
+class DraftLengthCount:
     """One length with one reason.
 
     Attributes:
@@ -27,7 +27,7 @@ class DraftLength:
     why: str
 
 
-def draft_lengths(steps: Iterable[Line]) -> list[DraftLength]:
+def draft_lengths(steps: Iterable[Line]) -> list[DraftLengthCount]:
     """The most frequent first. Shares that gave no token are left out: nothing is drafted within a prompt."""
     found: dict[tuple[int, tuple[str, ...]], list[list[str]]] = defaultdict(list)
     for scheduled in (scheduled for step in steps for scheduled in step["scheduled"]):
@@ -35,7 +35,7 @@ def draft_lengths(steps: Iterable[Line]) -> list[DraftLength]:
             length, why = scheduled["next_draft"]
             parts = _NUMBER.split(why)  # words and numbers in turn
             found[length, tuple(parts[::2])].append(parts[1::2])
-    lengths = [DraftLength(length, len(values), _why(words, values)) for (length, words), values in found.items()]
+    lengths = [DraftLengthCount(length, len(values), _why(words, values)) for (length, words), values in found.items()]
     return sorted(lengths, key=lambda each: -each.count)
 
 

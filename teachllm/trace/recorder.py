@@ -26,7 +26,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=
 _OF_A_REQUEST = ("request_id", "num_prompt_tokens", "child_index", "seed", "priority", "max_len", "group")
 
 
-class StepTimes(NamedTuple):
+class StepTimestamps(NamedTuple):
     """Seconds on the recorder's clock: when the step was scheduled, how long each part took, when all was known."""
 
     time: float
@@ -78,7 +78,12 @@ class Recorder:
         self.write("error", scheduler, time=self.clock(), message=repr(error))
 
     def step(
-        self, plan: SchedulerOutput, updates: list[RequestUpdate], scheduler: Scheduler, times: StepTimes, **more: Any
+        self,
+        plan: SchedulerOutput,
+        updates: list[RequestUpdate],
+        scheduler: Scheduler,
+        times: StepTimestamps,
+        **more: Any,
     ) -> None:
         """One step, after its update; `more` is what the loop and the worker know."""
         sampled = {update.request.request_id: update for update in updates}

@@ -101,7 +101,7 @@ def _what_a_gpu_lacks(device: torch.device) -> str | None:
     return None
 
 
-class Ready:
+class ReadyOutput:
     """An output that is already there."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
@@ -125,7 +125,7 @@ class InProcessExecutor:
 
     def sample(self, handle: Any) -> PendingOutput:
         output = self._open().sample(handle)
-        return Ready(output) if isinstance(output, ModelRunnerOutput) else output
+        return ReadyOutput(output) if isinstance(output, ModelRunnerOutput) else output
 
     def close(self) -> None:
         if isinstance(self._runner, GPUModelRunner):

@@ -22,7 +22,7 @@ from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.cpu.model_runner import ModelRunner
-from teachllm.worker.executor import InProcessExecutor, PendingOutput, Ready
+from teachllm.worker.executor import InProcessExecutor, PendingOutput, ReadyOutput
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.rank_watch import RankWatch, WatchedStep
 
@@ -101,7 +101,7 @@ class Worker:
         else:
             assert isinstance(self._runner, ModelRunner)
             self._runner.execute_dummy_step()
-            pending = Ready(ModelRunnerOutput([]))
+            pending = ReadyOutput(ModelRunnerOutput([]))
         if self._watch is not None:
             self._watched = self._watch.end(pending)
         return pending if self._is_output_rank else None

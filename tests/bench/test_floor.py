@@ -15,7 +15,7 @@ from teachllm.bench.batch import Batch, run_batch
 from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.bench.workloads import WORKLOADS
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.roofline import Ceilings, Step, Work, step_work
+from teachllm.roofline import Ceilings, StepShape, Work, step_work
 from teachllm_kernels.attention import paged_attention
 from teachllm_kernels.linear import dense_gemm
 from tests.bench.h200_script import h200
@@ -44,18 +44,21 @@ def model(tmp_path: Path):
 
 def weights_read(model: ModelConfig) -> int:
     """Bytes that a step reads before its first token."""
-    return step_work(model, Step([], [], num_sampled=1)).num_bytes
+    return step_work(model, StepShape([], [], num_sampled=1)).num_bytes
 
 
 def test_a_token_writes_k_and_v_of_every_layer(model) -> None:
     for name, num_bytes in (("qwen3-0.6b", 114_688), ("qwen3-8b", 147_456)):
-        assert step_work(model(name), Step([1], [1], num_sampled=1)).num_bytes - weights_read(model(name)) == num_bytes
+        assert (
+            step_work(model(name), StepShape([1], [1], num_sampled=1)).num_bytes - weights_read(model(name))
+            == num_bytes
+        )
 
 
 def test_decode_at_batch_1_reads_every_weight_but_the_looked_up_embedding(model) -> None:
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
     assert weights_read(model("qwen3-8b")) == 2 * (36 * layer + 4096 + 151936 * 4096) == 15_136_811_008
-    work = step_work(model("qwen3-8b"), Step([1], [1], num_sampled=1))
+    work = step_work(model("qwen3-8b"), StepShape([1], [1], num_sampled=1))
     assert work.num_bytes == 15_136_811_008 + 147_456
     assert work.seconds(H200) == pytest.approx(3.62e-3, abs=0.005e-3)
     small = model("qwen3-0.6b")
@@ -68,7 +71,7 @@ def test_products_of_codes_take_half_as_long(tmp_path: Path, quantization: str |
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     found = load_model_config(EngineConfig(model=str(tmp_path), **settings), "cuda")
     ceilings = Ceilings("", "", read_bandwidth=1e30, copy_bandwidth=1.0, gemm_flops=1.0, attention_flops=1e30)
-    work = step_work(found, Step([40], [40], num_sampled=40))
+    work = step_work(found, StepShape([40], [40], num_sampled=40))
     assert work.matrix_flops == 2 * 40 * (found.num_active_parameters + 500 * 64)
     codes = 2 * 40 * 3 * DENSE_PROJECTIONS
     assert work.seconds(ceilings) == pytest.approx(work.matrix_flops - (1 - counts) * codes)
@@ -105,7 +108,7 @@ def test_through_transformers_a_key_that_is_absent_means_what_it_means_there(
     found = describe(tmp_path, GPT2 | key)
     assert (found.tied, found.num_active_parameters) == (tied, GPT2_BODY)
     assert found.num_parameters == GPT2_BODY + (5000 * (1 if tied else 2) + 128) * 64
-    work = step_work(found, Step([1], [1], num_sampled=1))
+    work = step_work(found, StepShape([1], [1], num_sampled=1))
     assert work.num_bytes == 2 * (GPT2_BODY + 5000 * 64 + 2 * 2 * 64)  # positions are looked up by rows too
     assert work.matrix_flops == 2 * (GPT2_BODY + 5000 * 64)
 
@@ -115,7 +118,7 @@ def test_of_a_mixture_of_experts_a_step_reads_and_computes_no_more_than_one_toke
     found = describe(tmp_path, QWEN3_MOE)
     assert found.num_parameters == body + 3 * 6 * EXPERT + 2 * 500 * 64
     for num_tokens in (1, 40):
-        work = step_work(found, Step([1] * num_tokens, [1] * num_tokens, num_tokens))
+        work = step_work(found, StepShape([1] * num_tokens, [1] * num_tokens, num_tokens))
         assert work.num_bytes == 2 * (body + 500 * 64) + num_tokens * 3 * 2 * 2 * 16 * 2
         assert work.matrix_flops == 2 * num_tokens * (body + 500 * 64)
 
@@ -126,7 +129,7 @@ def test_one_expert_counts_where_a_config_has_its_own_word_for_how_many_a_token_
 
 
 def test_a_step_that_samples_nothing_leaves_the_head_alone(model) -> None:
-    samples, chunk = (step_work(model("qwen3-8b"), Step([64], [64], num_sampled=n)) for n in (1, 0))
+    samples, chunk = (step_work(model("qwen3-8b"), StepShape([64], [64], num_sampled=n)) for n in (1, 0))
     assert samples.num_bytes - chunk.num_bytes == 2 * 151936 * 4096
     layer = (weights_read(model("qwen3-8b")) // 2 - 151936 * 4096) / 36
     assert samples.matrix_flops - chunk.matrix_flops == pytest.approx(2 * (151936 * 4096 + layer), rel=1e-6)
@@ -134,7 +137,7 @@ def test_a_step_that_samples_nothing_leaves_the_head_alone(model) -> None:
 
 def test_of_the_last_layer_only_sampled_tokens_are_computed(model) -> None:
     whole = model("qwen3-8b")
-    most, one = (step_work(whole, Step([64], [64], num_sampled=n)) for n in (64, 1))
+    most, one = (step_work(whole, StepShape([64], [64], num_sampled=n)) for n in (64, 1))
     head = 2 * 151936 * 4096
     assert (one.matrix_flops - head) / (most.matrix_flops - 64 * head) == pytest.approx((35 + 1 / 64) / 36, rel=1e-6)
     assert one.attention_flops / most.attention_flops == pytest.approx((35 + 1 / 64) / 36, rel=1e-6)
@@ -143,7 +146,7 @@ def test_of_the_last_layer_only_sampled_tokens_are_computed(model) -> None:
 
 def test_flops_are_those_of_the_kernels(model) -> None:
     small, query_lens, kv_lens = model("qwen3-0.6b"), [1, 7, 100], [300, 7, 228]
-    work = step_work(small, Step(query_lens, kv_lens, num_sampled=108))  # one of each token
+    work = step_work(small, StepShape(query_lens, kv_lens, num_sampled=108))  # one of each token
     attention = paged_attention.cost(query_lens, kv_lens, 16, 8, 128)[1]
     assert work.attention_flops == 28 * attention
     products = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]  # qkv, o, gate and up, down
@@ -154,7 +157,7 @@ def test_flops_are_those_of_the_kernels(model) -> None:
 def test_keys_that_lie_before_the_window_cost_nothing(model) -> None:
     whole = model("qwen3-0.6b")
     windowed = replace(whole, windows=(16,) * 14 + (None,) * 14)
-    step = Step([3, 20], [50, 20], num_sampled=23)
+    step = StepShape([3, 20], [50, 20], num_sampled=23)
     seen = [min(position + 1, 16) for kv, n in ((50, 3), (20, 20)) for position in range(kv - n, kv)]
     everything = [position + 1 for kv, n in ((50, 3), (20, 20)) for position in range(kv - n, kv)]
     assert step_work(windowed, step).attention_flops == 14 * 4 * 16 * 128 * (sum(seen) + sum(everything))
@@ -164,7 +167,7 @@ def test_keys_that_lie_before_the_window_cost_nothing(model) -> None:
 
 def test_a_shared_prefix_is_read_once(model) -> None:
     small = model("qwen3-0.6b")
-    apart, together = (step_work(small, Step([1] * 64, [4200] * 64, 64, num_shared=n)) for n in (0, 4096))
+    apart, together = (step_work(small, StepShape([1] * 64, [4200] * 64, 64, num_shared=n)) for n in (0, 4096))
     assert apart.num_bytes - together.num_bytes == 63 * 4096 * 114_688
     assert apart.attention_flops == together.attention_flops
 
@@ -172,7 +175,7 @@ def test_a_shared_prefix_is_read_once(model) -> None:
 def test_no_more_is_read_than_the_blocks_in_use_hold(model) -> None:
     small = model("qwen3-0.6b")
     apart, shared, roomy = (
-        step_work(small, Step([1] * 64, [4200] * 64, 64, num_held=n)) for n in (None, 5000, 300_000)
+        step_work(small, StepShape([1] * 64, [4200] * 64, 64, num_held=n)) for n in (None, 5000, 300_000)
     )
     assert apart == roomy
     assert apart.num_bytes - shared.num_bytes == (64 * 4199 - 5000) * 114_688

@@ -11,7 +11,7 @@ import pytest
 from teachllm import LLM
 from teachllm.bench.batch import Batch
 from teachllm.bench.step_profile import Event, group_of, profile_decode, summarize
-from teachllm.roofline import Ceilings, Step, step_work
+from teachllm.roofline import Ceilings, StepShape, step_work
 
 FOLDER = Path(__file__).parent.parent.parent / "kernels" / "teachllm_kernels"
 CEILINGS = Ceilings("test", "float32", 1e9, 1e9, 1e12, 1e12)
@@ -101,7 +101,7 @@ def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
     # Two requests with 5 + 5 + 5 tokens, 4 / 2 of them after the middle: the floors are the step's bytes, divided.
     total = sum(floor.ms for floor in steps.floors.values()) / 1000 * CEILINGS.read_bandwidth
     lens = [9 + 15 - 2, 20 + 15 - 2]
-    assert total == pytest.approx(step_work(llm.engine.model_config, Step([1, 1], lens, 2)).num_bytes)
+    assert total == pytest.approx(step_work(llm.engine.model_config, StepShape([1, 1], lens, 2)).num_bytes)
     llm.engine.close()
 
 

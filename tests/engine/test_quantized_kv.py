@@ -20,7 +20,7 @@ from teachllm.core.memory import format_bytes
 from teachllm.layers.attention_backends import triton
 from teachllm.models.registry import ModelError
 from teachllm.quantization.stored_kv_scales import dtype_of_codes
-from teachllm.roofline import Step, step_work
+from teachllm.roofline import StepShape, step_work
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Workload
@@ -130,7 +130,7 @@ def test_a_token_takes_a_byte_for_each_number_and_the_table_says_so(kv_cache_dty
 
 def test_the_roofline_and_the_simulator_count_a_byte_for_each_number() -> None:
     plain = model_shape("qwen3-8b")
-    step = Step([1] * 8, [16_448] * 8, num_sampled=8)
+    step = StepShape([1] * 8, [16_448] * 8, num_sampled=8)
     per_key = 2 * plain.num_layers * plain.num_kv_heads * plain.head_size
     most, least = (step_work(replace(plain, kv_cache_dtype=each), step).num_bytes for each in ("auto", "fp8"))
     assert most - least == 8 * 16_448 * per_key

@@ -12,10 +12,10 @@ from teachllm.core.request import FinishReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.sampling_params import SamplingParams
-from teachllm.trace.recorder import Recorder, StepTimes, block_event
+from teachllm.trace.recorder import Recorder, StepTimestamps, block_event
 from tests.core.helpers import EOS, add, make_request, make_scheduler, schedule
 
-TIMES = StepTimes(time=2.0, schedule=0.1, execute=0.2, wait=0.1, update=0.3, end=2.7)
+TIMES = StepTimestamps(time=2.0, schedule=0.1, execute=0.2, wait=0.1, update=0.3, end=2.7)
 
 
 def make_recorder(text: bool = True) -> tuple[Recorder, list[str]]:

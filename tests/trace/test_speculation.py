@@ -11,7 +11,7 @@ import pytest
 from teachllm import EngineConfig, SamplingParams
 from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.engine.engine_core import describe
-from teachllm.trace.draft_lengths import DraftLength, draft_lengths
+from teachllm.trace.draft_lengths import DraftLengthCount, draft_lengths
 from teachllm.trace.figures import figures
 from teachllm.trace.perfetto import to_perfetto
 from teachllm.trace.reader import Trace, parse_trace
@@ -128,9 +128,9 @@ def test_lengths_are_put_together_by_reason_and_their_numbers_become_ranges() ->
     steps = [{"scheduled": [{"next_draft": [length, why], "num_sampled": 1}]} for length, why in told]
     steps += [{"scheduled": [{"next_draft": [4, "within a prompt"]}, {"num_sampled": 1}]}]
     assert draft_lengths(steps) == [
-        DraftLength(4, 3, "1.95 to 2.44 x plain at acceptance 0.90 to 1.00"),
-        DraftLength(2, 1, "1.44 x plain at acceptance 0.70"),
-        DraftLength(0, 1, "its end is near"),
+        DraftLengthCount(4, 3, "1.95 to 2.44 x plain at acceptance 0.90 to 1.00"),
+        DraftLengthCount(2, 1, "1.44 x plain at acceptance 0.70"),
+        DraftLengthCount(0, 1, "its end is near"),
     ]
 
 

@@ -11,11 +11,11 @@ import torch
 from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.distributed.group import Traffic
 from teachllm.distributed.layout import Layout
-from teachllm.worker.executor import Ready
+from teachllm.worker.executor import ReadyOutput
 from teachllm.worker.gpu.launched_step import PendingStep
 from teachllm.worker.rank_watch import RankWatch
 
-OVER = Ready(ModelRunnerOutput([]))
+OVER = ReadyOutput(ModelRunnerOutput([]))
 
 
 class Event:

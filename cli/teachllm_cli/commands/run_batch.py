@@ -30,7 +30,7 @@ from teachllm_cli.terminal import loading_bar, notes
 
 if TYPE_CHECKING:
     from teachllm.server.openai.batches.batch import Totals
-    from teachllm.server.openai.batches.batch_file import Plan
+    from teachllm.server.openai.batches.batch_file import BatchPlan
 
 
 @engine_command
@@ -94,7 +94,9 @@ def run_batch(
                 _say(plan, totals, time.perf_counter() - began)
 
 
-def _answer(server: Any, source: BinaryIO, plan: Plan, output: BinaryIO, max_concurrency: int, totals: Totals) -> None:
+def _answer(
+    server: Any, source: BinaryIO, plan: BatchPlan, output: BinaryIO, max_concurrency: int, totals: Totals
+) -> None:
     num_known = plan.num_lines - len(plan.offsets)
 
     def write(line: bytes) -> None:
@@ -114,7 +116,7 @@ def _answer(server: Any, source: BinaryIO, plan: Plan, output: BinaryIO, max_con
         )
 
 
-def _say(plan: Plan, totals: Totals, seconds: float) -> None:
+def _say(plan: BatchPlan, totals: Totals, seconds: float) -> None:
     """What has become of the lines, in one line on stderr."""
     num_refused = totals.num_refused + len(plan.refusals)
     num_left = len(plan.offsets) - totals.num_answered - totals.num_refused

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """One answer as it streams in. Times are seconds from the question; None is what nobody has told."""
 
     text: str = ""
@@ -70,7 +70,7 @@ class Answerer(Protocol):
     def count_tokens(self, messages: list[Message]) -> int:
         """Tokens of a prompt. Asked only where there is a `max_model_len`."""
 
-    def stream(self, messages: list[Message]) -> Generator[Answer, None, None]:
+    def stream(self, messages: list[Message]) -> Generator[StreamedAnswer, None, None]:
         """One answer, whenever it has grown. Closing the generator ends the request.
 
         Raises:
@@ -108,8 +108,8 @@ class EngineAnswerer:
         assert tokenizer is not None  # chat has no flag to skip it
         return len(tokenizer.apply_chat_template(messages))
 
-    def stream(self, messages: list[Message]) -> Generator[Answer, None, None]:
-        answer = Answer()
+    def stream(self, messages: list[Message]) -> Generator[StreamedAnswer, None, None]:
+        answer = StreamedAnswer()
         self._llm.speculation()  # what was before it is not this answer's
         stream = self._llm.stream_chat(messages, self._params)
         with contextlib.closing(stream):
@@ -155,7 +155,7 @@ class ServerAnswerer:
         count = self._client.count_tokens(messages)
         return 0 if count is None else count.num_tokens
 
-    def stream(self, messages: list[Message]) -> Generator[Answer, None, None]:
+    def stream(self, messages: list[Message]) -> Generator[StreamedAnswer, None, None]:
         try:
             yield from self._stream({"messages": messages, **self._fields})
         except TooLongError:
@@ -165,8 +165,8 @@ class ServerAnswerer:
                 raise
             yield from self._stream({"messages": messages, **self._fields, "max_tokens": None})
 
-    def _stream(self, body: Mapping[str, Any]) -> Generator[Answer, None, None]:
-        answer = Answer()
+    def _stream(self, body: Mapping[str, Any]) -> Generator[StreamedAnswer, None, None]:
+        answer = StreamedAnswer()
         for chunk in self._client.stream("/v1/chat/completions", body):
             has_text = False
             for choice in chunk.get("choices") or ():
@@ -180,7 +180,7 @@ class ServerAnswerer:
         yield answer
 
 
-def _read_usage(answer: Answer, usage: Mapping[str, Any] | None) -> None:
+def _read_usage(answer: StreamedAnswer, usage: Mapping[str, Any] | None) -> None:
     if usage:
         answer.num_prompt_tokens, answer.num_output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
         answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from teachllm_cli.conversation.answerers import Answer, Answerer
+from teachllm_cli.conversation.answerers import Answerer, StreamedAnswer
 from teachllm_cli.conversation.history import Conversation, Message, Turn
 from teachllm_cli.conversation.openai_client import TooLongError
 from teachllm_cli.terminal import write_model_text
@@ -89,7 +89,7 @@ class ChatSession:
             self._note(f"{name} is no command: /help lists them.")
         return True
 
-    def _answer(self, question: str) -> tuple[Answer, int]:
+    def _answer(self, question: str) -> tuple[StreamedAnswer, int]:
         """The answer, and how many of the oldest turns it had to do without: so where nobody can count tokens."""
         num_left_out, turns = 0, self.conversation.turns
         while True:
@@ -101,8 +101,8 @@ class ChatSession:
                     raise
                 num_left_out += 1
 
-    def _stream(self, messages: list[Message]) -> Answer:
-        answer, shown, start = Answer(), 0, time.perf_counter()
+    def _stream(self, messages: list[Message]) -> StreamedAnswer:
+        answer, shown, start = StreamedAnswer(), 0, time.perf_counter()
         stream = self.answerer.stream(messages)
         with self._stop_flag() as stopped, contextlib.closing(stream):
             try:

@@ -26,7 +26,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionCall:
     """What one layer's attention was given in one step, and what came of it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Seen:
         return scores.masked_fill(ahead, float("-inf")).softmax(dim=-1)
 
 
-class Recorder(ReferenceBackend):
+class AttentionRecorder(ReferenceBackend):
     """The engine's attention, which keeps what it is given.
 
     Attributes:
@@ -62,7 +62,7 @@ class Recorder(ReferenceBackend):
     """
 
     def __init__(self) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[AttentionCall] = []
 
     def attend(
         self,
@@ -75,7 +75,7 @@ class Recorder(ReferenceBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         found = super().attend(q, k, v, kv_cache, metadata, settings, out)
-        self.seen.append(Seen(q.clone(), k.clone(), v.clone(), found.clone(), settings.scale))
+        self.seen.append(AttentionCall(q.clone(), k.clone(), v.clone(), found.clone(), settings.scale))
         return found
 
 

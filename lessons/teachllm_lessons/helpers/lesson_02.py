@@ -55,7 +55,7 @@ def memory_map(lengths: Sequence[int], slot: int, block_size: int) -> Picture:
 
 
 @dataclass(frozen=True)
-class Usage:
+class MemoryUsage:
     """How an engine's KV memory stands after a step.
 
     Attributes:
@@ -71,14 +71,14 @@ class Usage:
         return sum(self.lengths)
 
 
-def usage_of(watch: Watch) -> list[Usage]:
+def usage_of(watch: Watch) -> list[MemoryUsage]:
     """Runs what has been added to its end, and says of each step how the memory stood, until the last one ends."""
     found = []
     while watch.engine.has_unfinished_requests:
         watch.step()
         scheduler = watch.engine.core.scheduler
         lengths = tuple(request.num_computed_tokens for request in scheduler.running)
-        found.append(Usage(lengths, scheduler.kv.num_used_blocks * scheduler.kv.block_size))
+        found.append(MemoryUsage(lengths, scheduler.kv.num_used_blocks * scheduler.kv.block_size))
     return [each for each in found if each.lengths]
 
 

@@ -13,7 +13,7 @@ from teachllm.core.policy import FirstComeFirstServed, Key, Policy
 from teachllm.core.request import Request
 from teachllm.engine.observability.ceilings import known_ceilings
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
-from teachllm.roofline import Ceilings, Step, step_work
+from teachllm.roofline import Ceilings, StepShape, step_work
 from teachllm.sampling_params import SamplingParams
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import DEFAULT_DEVICE, Simulation, simulate
@@ -249,9 +249,9 @@ def roofline(batches: Sequence[int] = (1, 4, 16, 64, 256, 1024), prompt: int = 2
     ax.text(3, 16, "memory is the limit", fontsize=8, color=INK, ha="right")
     ax.text(4000, roof.gemm_flops / 1e12 * 1.3, "arithmetic is the limit", fontsize=8, color=INK, ha="right")
     ax.set_ylim(1, 2500)
-    decodes = [(f"{n}", Step([1] * n, [256] * n, n)) for n in batches]
+    decodes = [(f"{n}", StepShape([1] * n, [256] * n, n)) for n in batches]
     said = []
-    for name, step in [*decodes, (f"prompt of {prompt:,}", Step([prompt], [prompt], 1))]:
+    for name, step in [*decodes, (f"prompt of {prompt:,}", StepShape([prompt], [prompt], 1))]:
         work = step_work(model, step)
         flops = work.matrix_flops + work.attention_flops
         x, y = flops / work.num_bytes, flops / work.seconds(roof) / 1e12

@@ -6,7 +6,7 @@ from typing import Any
 
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.models.model_config import ModelConfig
-from teachllm.roofline import Ceilings, Step, Work, step_work
+from teachllm.roofline import Ceilings, StepShape, Work, step_work
 
 
 class StepRoofline:
@@ -21,12 +21,12 @@ class StepRoofline:
         self._model = model
 
     def work(self, plan: SchedulerOutput, num_held: int) -> Work:
-        """What a plan cannot do without; `num_held` as in `Step`."""
+        """What a plan cannot do without; `num_held` as in `StepShape`."""
         scheduled_requests = plan.scheduled
         query_lens = [scheduled.num_tokens for scheduled in scheduled_requests]
         kv_lens = [scheduled.start + scheduled.num_tokens for scheduled in scheduled_requests]
         num_sampled = sum(1 + len(scheduled.draft_token_ids) for scheduled in scheduled_requests if scheduled.samples)
-        return step_work(self._model, Step(query_lens, kv_lens, num_sampled, num_held=num_held))
+        return step_work(self._model, StepShape(query_lens, kv_lens, num_sampled, num_held=num_held))
 
     def verdict(self, work: Work, seconds: float) -> dict[str, Any]:
         """For the trace: bytes and FLOPs of a step, the seconds that it took, its floor, its bound (`Work.bound`)."""

@@ -50,7 +50,7 @@ def _compile_template(source: str) -> jinja2.Template:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(loopcontrols):
+    class GenerationTag(loopcontrols):
         """Beside break and continue: `{% generation %}`, which marks answers for training, means nothing here."""
 
         tags = loopcontrols.tags | {"generation"}
@@ -67,7 +67,7 @@ def _compile_template(source: str) -> jinja2.Template:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation])
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag])
     environment.filters["tojson"] = tojson  # Jinja's own escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

@@ -30,7 +30,7 @@ Hook = Callable[[torch.Tensor], None]
 
 
 @dataclass
-class Block:
+class DecoderBlock:
     """One of a model's.
 
     Attributes:
@@ -115,7 +115,7 @@ def without_numbers(folder: Path) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
-def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[Block]:
+def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[DecoderBlock]:
     """A model's blocks.
 
     Args:
@@ -133,7 +133,7 @@ def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[Block]:
     if not lists:
         raise ModelError(f"{name} cannot be quantized: it has no list of its {num_layers} blocks")
     path, modules = lists[0]
-    blocks = [Block(f"{path}.{index}", module) for index, module in enumerate(modules)]
+    blocks = [DecoderBlock(f"{path}.{index}", module) for index, module in enumerate(modules)]
     for block in blocks:
         for inner, module in block.module.named_modules():
             large = [key for key, each in module.named_parameters(recurse=False) if each.dim() > 1]
@@ -153,7 +153,7 @@ def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[Block]:
 
 
 @torch.no_grad()
-def enter(model: Any, blocks: list[Block], rows: torch.Tensor) -> torch.Tensor:
+def enter(model: Any, blocks: list[DecoderBlock], rows: torch.Tensor) -> torch.Tensor:
     """What the first block gets, [num_rows, seq_len, hidden_size] float32; and what each is called with besides.
 
     No block runs: each is replaced by one that notes its arguments. What else there is becomes float32, too: positions
@@ -164,7 +164,7 @@ def enter(model: Any, blocks: list[Block], rows: torch.Tensor) -> torch.Tensor:
     """
     arrived: list[torch.Tensor] = []
 
-    def note(block: Block) -> Callable[..., torch.Tensor]:
+    def note(block: DecoderBlock) -> Callable[..., torch.Tensor]:
         def forward(hidden: torch.Tensor, *positional: Any, **others: Any) -> torch.Tensor:
             if positional:
                 raise ModelError(f"{type(model).__name__} cannot be quantized: its blocks are called by position")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm.quantization.algorithms.blocks import Block
+from teachllm.quantization.algorithms.blocks import DecoderBlock
 
 
 @dataclass
@@ -26,7 +26,7 @@ class InputStatistics:
     max_abs: torch.Tensor
 
     @classmethod
-    def of(cls, block: Block, name: str, hidden: torch.Tensor) -> InputStatistics:
+    def of(cls, block: DecoderBlock, name: str, hidden: torch.Tensor) -> InputStatistics:
         """Of a linear layer, while hidden states [rows, seq_len, hidden_size] go through its block."""
         size = block.linears()[name].in_features
         num_tokens = 0

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from teachllm.quantization.algorithms.blocks import Block
+from teachllm.quantization.algorithms.blocks import DecoderBlock
 
 _LINEAR_SOURCES = {"o_proj": "v_proj", "down_proj": "up_proj"}
 _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Linear layers of a block that are given the same input.
 
     Attributes:
@@ -53,7 +53,7 @@ class Group:
         return heads.repeat_interleave(num_in // of_source.numel(), dim=0).flatten()
 
 
-def groups_of(block: Block, hidden: torch.Tensor) -> list[Group]:
+def groups_of(block: DecoderBlock, hidden: torch.Tensor) -> list[LayerGroup]:
     """A block's linear layers, and who can divide their inputs: each is tried out.
 
     Args:
@@ -66,12 +66,12 @@ def groups_of(block: Block, hidden: torch.Tensor) -> list[Group]:
                 found.append(candidate)
                 break
         else:
-            found.append(Group(group.names))
+            found.append(LayerGroup(group.names))
     return found
 
 
 @torch.no_grad()
-def fold(block: Block, group: Group, scales: torch.Tensor, stored_dtype: torch.dtype) -> torch.Tensor:
+def fold(block: DecoderBlock, group: LayerGroup, scales: torch.Tensor, stored_dtype: torch.dtype) -> torch.Tensor:
     """Divides the inputs of a group at their source, and multiplies the weights with as much.
 
     Args:
@@ -99,7 +99,7 @@ def fold(block: Block, group: Group, scales: torch.Tensor, stored_dtype: torch.d
     return of_inputs
 
 
-def source_size(block: Block, group: Group) -> int:
+def source_size(block: DecoderBlock, group: LayerGroup) -> int:
     """Outputs of a group's source, each of which may have a scale."""
     assert group.source is not None
     weight = block.module.get_submodule(group.source).weight
@@ -108,7 +108,7 @@ def source_size(block: Block, group: Group) -> int:
 
 
 @torch.no_grad()
-def sharing(block: Block, hidden: torch.Tensor) -> list[Group]:
+def sharing(block: DecoderBlock, hidden: torch.Tensor) -> list[LayerGroup]:
     """A block's linear layers by the tensor that they were given, in the order in which they run.
 
     The source is the norm that made the tensor; whether it can be folded into is not known.
@@ -143,12 +143,12 @@ def sharing(block: Block, hidden: torch.Tensor) -> list[Group]:
         for handle in handles:
             handle.remove()
     return [
-        Group(tuple(names), next((norm for output, norm in norms if output is tensor), None))
+        LayerGroup(tuple(names), next((norm for output, norm in norms if output is tensor), None))
         for tensor, names in inputs
     ]
 
 
-def _candidates(block: Block, group: Group) -> list[Group]:
+def _candidates(block: DecoderBlock, group: LayerGroup) -> list[LayerGroup]:
     """Ways in which a group might be folded."""
     if group.source is not None:
         return [group]
@@ -158,14 +158,14 @@ def _candidates(block: Block, group: Group) -> list[Group]:
     if len(group.names) > 1 or source not in layers:
         return []
     if layers[source].out_features == layers[group.names[0]].in_features:
-        return [Group(group.names, source)]
+        return [LayerGroup(group.names, source)]
     head_size = getattr(block.module.get_submodule(parent), "head_dim", None)
-    return [Group(group.names, source, head_size)] if head_size else []
+    return [LayerGroup(group.names, source, head_size)] if head_size else []
 
 
-def _keeps_output(block: Block, group: Group, hidden: torch.Tensor) -> bool:
+def _keeps_output(block: DecoderBlock, group: LayerGroup, hidden: torch.Tensor) -> bool:
     """Whether a copy of the block, folded by random scales, computes the same."""
-    folded = Block(block.name, copy.deepcopy(block.module), block.others)
+    folded = DecoderBlock(block.name, copy.deepcopy(block.module), block.others)
     generator = torch.Generator().manual_seed(0)
     scales = (torch.rand(source_size(block, group), generator=generator) + 0.5).to(hidden.device)
     fold(folded, group, scales, torch.float32)

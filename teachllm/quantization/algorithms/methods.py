@@ -20,10 +20,10 @@ from teachllm.models.registry import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.algorithms import autoround, folding
 from teachllm.quantization.algorithms.awq import best_scales
-from teachllm.quantization.algorithms.blocks import Block
+from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.calibrate import InputStatistics
 from teachllm.quantization.algorithms.clipping import clipped
-from teachllm.quantization.algorithms.folding import Group
+from teachllm.quantization.algorithms.folding import LayerGroup
 from teachllm.quantization.algorithms.gptq import gptq
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.algorithms.smoothquant import smoothing_scales
@@ -52,10 +52,10 @@ class Task:
     """
 
     recipe: Recipe
-    block: Block
+    block: DecoderBlock
     stored_dtypes: Mapping[str, torch.dtype]
     done: Callable[[float], None]
-    groups: Sequence[Group] = ()
+    groups: Sequence[LayerGroup] = ()
     hidden: torch.Tensor | None = None
     wanted: torch.Tensor | None = None
 
@@ -63,7 +63,7 @@ class Task:
         """[out, in] float32 of a linear layer."""
         return self.block.linears()[name].weight
 
-    def statistics(self, group: Group) -> InputStatistics:
+    def statistics(self, group: LayerGroup) -> InputStatistics:
         """Of the inputs that a group's layers share.
 
         Raises:
@@ -75,7 +75,7 @@ class Task:
             raise ModelError(OVERFLOW.format(f"{self.block.name}.{group.names[0]}"))
         return found
 
-    def fold(self, group: Group, of_source: torch.Tensor) -> torch.Tensor:
+    def fold(self, group: LayerGroup, of_source: torch.Tensor) -> torch.Tensor:
         """See `folding.fold`."""
         return folding.fold(self.block, group, of_source, self.stored_dtypes[f"{group.source}.weight"])
 
@@ -155,7 +155,7 @@ def method_of(recipe: Recipe) -> Callable[[Task], Codes]:
     return {"gptq": with_gptq, "awq": with_awq, "autoround": with_autoround}.get(recipe.method, nearest)
 
 
-def _awq_scales(task: Task, group: Group, statistics: InputStatistics) -> torch.Tensor:
+def _awq_scales(task: Task, group: LayerGroup, statistics: InputStatistics) -> torch.Tensor:
     """Of each output of a group's source."""
     size, num_in = folding.source_size(task.block, group), len(statistics.mean_abs)
     return best_scales(
@@ -168,7 +168,7 @@ def _awq_scales(task: Task, group: Group, statistics: InputStatistics) -> torch.
 
 
 @torch.no_grad()
-def install(block: Block, codes: Mapping[str, Quantized]) -> None:
+def install(block: DecoderBlock, codes: Mapping[str, Quantized]) -> None:
     """Puts numbers of codes in the place of those that they were made of."""
     linears = block.linears()
     for name, each in codes.items():

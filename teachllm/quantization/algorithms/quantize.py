@@ -16,7 +16,7 @@ import torch
 from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
 from teachllm.models.registry import DENSE, OWN, ModelError, architecture_of
 from teachllm.quantization.algorithms import blocks, folding, methods, write
-from teachllm.quantization.algorithms.blocks import Block
+from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.recipe import Recipe
 from teachllm.quantization.algorithms.texts import calibration_rows, read_tokenizer
 from teachllm.quantization.algorithms.write import Made
@@ -155,13 +155,13 @@ class _Text:
         return codes
 
 
-def _check_finite(block: Block) -> None:
+def _check_finite(block: DecoderBlock) -> None:
     for name, tensor in block.module.named_parameters():
         if not bool(tensor.isfinite().all()):
             raise ModelError(f"{block.name}.{name} holds infinities or NaN: the checkpoint is broken, get it anew")
 
 
-def _groups(block: Block, row: torch.Tensor, with_sources: bool) -> list[folding.Group]:
+def _groups(block: DecoderBlock, row: torch.Tensor, with_sources: bool) -> list[folding.LayerGroup]:
     """Raises ModelError: some linear layers do not run for every text."""
     groups = folding.groups_of(block, row) if with_sources else folding.sharing(block, row)
     idle = block.linears().keys() - {name for group in groups for name in group.names}

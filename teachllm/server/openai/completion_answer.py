@@ -16,7 +16,7 @@ _KIND = "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CompletionPrompt:
     """Attributes:
     text: what `echo` repeats.
     """
@@ -38,7 +38,7 @@ class CompletionAnswer:
     def __init__(
         self,
         context: ResponseContext,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[CompletionPrompt],
         text_of: Callable[[int], str],
         *,
         echo: bool = False,

@@ -11,7 +11,7 @@ from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.server.http.body import read_request
 from teachllm.server.http.errors import ApiError
 from teachllm.server.http.request_ids import response_id
-from teachllm.server.openai.completion_answer import CompletionAnswer, Prompt
+from teachllm.server.openai.completion_answer import CompletionAnswer, CompletionPrompt
 from teachllm.server.openai.generation import Generation, Job, respond
 from teachllm.server.openai.params import check_length, check_streaming, engine_options, refuse_unbuilt, sampling_params
 from teachllm.server.openai.prompts import encode
@@ -81,7 +81,7 @@ def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
     return request.prompt_logprobs
 
 
-async def _prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[Prompt]:
+async def _prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[CompletionPrompt]:
     given = request.prompt
     if isinstance(given, str):
         given = [given]
@@ -91,10 +91,10 @@ async def _prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[Pro
     for each in given:
         if isinstance(each, str):
             token_ids = await encode(tokenizer, each, request.add_special_tokens is not False)
-            prompts.append(Prompt(token_ids, each))
+            prompts.append(CompletionPrompt(token_ids, each))
             await asyncio.sleep(0)  # others wait for one prompt, not for a list of them
         else:
             assert isinstance(each, list)
             text = tokenizer.decode(each, skip_special_tokens=False) if request.echo else ""
-            prompts.append(Prompt(each, text))
+            prompts.append(CompletionPrompt(each, text))
     return prompts

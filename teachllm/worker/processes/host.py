@@ -22,18 +22,18 @@ from teachllm.worker.processes.agreement import versions
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.host_messages import (
     Begin,
-    Died,
     End,
     FromHost,
     Hello,
+    HostDied,
+    HostRefused,
     Order,
-    Refused,
     Said,
     ToHost,
     decode_to_host,
     encode,
 )
-from teachllm.worker.processes.host_socket import SECRET, Watch, connect, frames_of
+from teachllm.worker.processes.host_socket import SECRET, ConnectionMonitor, connect, frames_of
 from teachllm.worker.processes.rank_processes import RankProcesses
 
 _SECONDS_TO_JOIN = 600.0  # for the engine to listen, and for all other machines to join
@@ -66,7 +66,7 @@ def join(
             case Begin() as begin:
                 joined(begin.ranks)
                 _work(line, begin, first_gpu)
-            case Refused(why):
+            case HostRefused(why):
                 raise ValueError(f"the engine at {address} refuses this machine: {why}")
             case End(_, death) if death is not None:
                 raise EngineDeadError(death)
@@ -87,7 +87,7 @@ def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
         raise
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        line.say(Died("the worker was interrupted" if interrupted else str(error) or type(error).__name__))
+        line.say(HostDied("the worker was interrupted" if interrupted else str(error) or type(error).__name__))
         ranks.kill()
         raise
     finally:
@@ -131,7 +131,9 @@ class _Line:
         except BaseException:
             self._context.term()
             raise
-        self._watch = Watch(self.socket, lambda _: self._end(f"the engine at {address} has gone"), self._refused)
+        self._watch = ConnectionMonitor(
+            self.socket, lambda _: self._end(f"the engine at {address} has gone"), self._refused
+        )
 
     def when_lost(self, end: Callable[[str], None]) -> None:
         """From now on `end` is called with the reason, in another thread, when the connection has ended."""

@@ -20,18 +20,18 @@ from teachllm.worker.processes.agreement import check_agreement, ranks_text, ver
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.host_messages import (
     Begin,
-    Died,
     End,
     Hello,
-    Refused,
+    HostDied,
+    HostRefused,
     Said,
     ToHost,
     decode_from_host,
     encode,
 )
 from teachllm.worker.processes.host_plan import HostPlan
-from teachllm.worker.processes.host_socket import Watch, frames_of, listen
-from teachllm.worker.processes.rank_lines import Work
+from teachllm.worker.processes.host_socket import ConnectionMonitor, frames_of, listen
+from teachllm.worker.processes.rank_lines import RankWork
 from teachllm.worker.processes.rank_processes import RankProcesses
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class HostLines:
         self._waker.setblocking(False)
         for source in (self.router, self.local, self.sentinel, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
-        self._watch = Watch(self.router, self._lost, self._refused)
+        self._watch = ConnectionMonitor(self.router, self._lost, self._refused)
 
     @property
     def missing(self) -> list[list[int]]:
@@ -112,7 +112,7 @@ class HostLines:
             self._woken.recv(4096)
         return bool(ready)
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: RankWork) -> None:
         """When all have joined.
 
         Raises:
@@ -182,14 +182,14 @@ class HostLines:
         try:
             said = decode_from_host(b"".join(frame.bytes for frame in frames))
         except msgspec.DecodeError:
-            self._send(identity, Refused("nobody here understands it: install the same teachllm everywhere"))
+            self._send(identity, HostRefused("nobody here understands it: install the same teachllm everywhere"))
             return
         match said:
             case Hello() if host is None:
                 try:
                     ranks = self._ranks_for(said)
                 except ValueError as error:
-                    self._send(identity, Refused(str(error)))
+                    self._send(identity, HostRefused(str(error)))
                     return
                 self._hosts[identity] = _Host(identity, int(frames[0].get(zmq.SRCFD)), said.name, ranks)
             case Said() if host is not None:
@@ -198,7 +198,7 @@ class HostLines:
                     why, *rest = json.loads(content)
                     content = json.dumps([f"{host.name}: {why}", *rest]).encode()
                 self.local.frames.append((said.rank, kind, said.number, content))
-            case Died() if host is not None:
+            case HostDied() if host is not None:
                 self.end(f"on {host.name} {said.why}")
 
     def _ranks_for(self, hello: Hello) -> list[int]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import msgspec
 
-from teachllm.worker.processes.rank_lines import Work
+from teachllm.worker.processes.rank_lines import RankWork
 
 
-class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class HostMessage(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """One of the below; its name goes with it."""
 
 
-class Hello(Message, frozen=True):
+class Hello(HostMessage, frozen=True):
     """Of a machine called `name`, with these versions, which takes the place that it names, or else any."""
 
     name: str
@@ -28,7 +28,7 @@ class Hello(Message, frozen=True):
     place: int | None = None
 
 
-class Said(Message, frozen=True):
+class Said(HostMessage, frozen=True):
     """A frame, see `answers.py`."""
 
     rank: int
@@ -37,40 +37,40 @@ class Said(Message, frozen=True):
     content: bytes
 
 
-class Died(Message, frozen=True):
+class HostDied(HostMessage, frozen=True, tag="Died"):
     """All ranks of this machine have ended, and why."""
 
     why: str
 
 
-class Begin(Message, frozen=True):
+class Begin(HostMessage, frozen=True):
     """Start these ranks."""
 
     ranks: list[int]
-    work: Work
+    work: RankWork
 
 
-class Refused(Message, frozen=True):
+class HostRefused(HostMessage, frozen=True, tag="Refused"):
     """There is nothing to do here for whoever said hello."""
 
     why: str
 
 
-class Order(Message, frozen=True):
+class Order(HostMessage, frozen=True):
     """To be passed on to all ranks."""
 
     content: bytes
 
 
-class End(Message, frozen=True):
+class End(HostMessage, frozen=True):
     """End the ranks, after their step or at once; with a reason, if this is not the end that a user wanted."""
 
     at_once: bool
     death: str | None = None
 
 
-ToHost = Begin | Refused | Order | End
-FromHost = Hello | Said | Died
+ToHost = Begin | HostRefused | Order | End
+FromHost = Hello | Said | HostDied
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode

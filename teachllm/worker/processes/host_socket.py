@@ -92,7 +92,7 @@ def frames_of(message: bytes) -> list[bytes]:
     return [message[first : first + _FRAME_BYTES] for first in range(0, max(len(message), 1), _FRAME_BYTES)]
 
 
-class Watch:
+class ConnectionMonitor:
     """A thread that tells what becomes of a socket's connections, until `stop`; `join` waits for that.
 
     Args:

@@ -26,7 +26,7 @@ from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import check_agreement
 from teachllm.worker.processes.answers import Kind
-from teachllm.worker.processes.rank_lines import RankLines, Work
+from teachllm.worker.processes.rank_lines import RankLines, RankWork
 from teachllm.worker.processes.rank_processes import RankProcesses
 from teachllm.worker.processes.worker_process import ORDER, prior_of
 
@@ -176,7 +176,7 @@ class MultiprocessExecutor:
 
     def _start(self, times_steps: bool) -> None:
         replica, meeting = (0, None) if self._peers is None else self._peers[:2]
-        self._ranks.start(Work(self._config, replica, meeting, times_steps))
+        self._ranks.start(RankWork(self._config, replica, meeting, times_steps))
 
     # -- what is said to them, and what they say -----------------------------------------------------------
 

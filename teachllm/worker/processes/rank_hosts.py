@@ -21,7 +21,7 @@ from teachllm.worker.processes.host_lines import HostLines
 from teachllm.worker.processes.host_messages import Order
 from teachllm.worker.processes.host_plan import HostPlan
 from teachllm.worker.processes.host_socket import port_of
-from teachllm.worker.processes.rank_lines import Work, whole
+from teachllm.worker.processes.rank_lines import RankWork, whole
 from teachllm.worker.processes.rank_processes import devices_of
 
 _SECONDS_TO_JOIN = 600.0  # somebody may have to type a command on each machine
@@ -49,7 +49,7 @@ class RankHosts:
         """As `RankLines`."""
         return self._hosts.death
 
-    def start(self, work: Work) -> None:
+    def start(self, work: RankWork) -> None:
         """As `RankLines`; waits until all machines have joined.
 
         Raises:

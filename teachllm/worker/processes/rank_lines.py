@@ -23,7 +23,7 @@ Frame: TypeAlias = tuple[int, Kind, int, bytes]  # a rank, and what it says, see
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What ranks are started for.
 
     Attributes:
@@ -54,7 +54,7 @@ class RankLines(Protocol):
     def death(self) -> str | None:
         """Why all have ended, if they have."""
 
-    def start(self, work: Work) -> None:
+    def start(self, work: RankWork) -> None:
         """Starts the ranks.
 
         Raises:

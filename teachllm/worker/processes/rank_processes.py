@@ -31,8 +31,8 @@ from teachllm.distributed.spin_wait import spin_seconds, spin_until
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.answers import Listener
 from teachllm.worker.processes.child import how_it_ended, start_child, uninterrupted
-from teachllm.worker.processes.rank_lines import Frame, Work, whole
-from teachllm.worker.processes.worker_process import LENGTH, Start
+from teachllm.worker.processes.rank_lines import Frame, RankWork, whole
+from teachllm.worker.processes.worker_process import LENGTH, WorkerStart
 
 _SECONDS_TO_END = 4.0
 _SECONDS_TO_DIE = 5.0  # from a closed pipe to the end of its process
@@ -66,7 +66,7 @@ class RankProcesses:
         """By rank."""
         return self._lines.processes
 
-    def start(self, work: Work) -> None:
+    def start(self, work: RankWork) -> None:
         """As `RankLines`; each gets a device of its own, or a share of PyTorch's threads."""
         self._spin_seconds = spin_seconds(work.config)
         with contextlib.ExitStack() as stack:
@@ -78,10 +78,10 @@ class RankProcesses:
                 self._start(rank, self._config_of(rank, work, device), replace(work, rendezvous=there), num_threads)
         self._lines.ring.hand_over()
 
-    def _config_of(self, rank: int, work: Work, device: str) -> EngineConfig:
+    def _config_of(self, rank: int, work: RankWork, device: str) -> EngineConfig:
         return replace(work.config, device=device)
 
-    def _start(self, rank: int, config: EngineConfig, work: Work, num_threads: int) -> None:
+    def _start(self, rank: int, config: EngineConfig, work: RankWork, num_threads: int) -> None:
         lines, meeting = self._lines, work.rendezvous
         listener = None if meeting is None else meeting.listener
         end = lines.ring.ends[self.ranks.index(rank)]
@@ -99,7 +99,7 @@ class RankProcesses:
             os.close(answers_end)
         place = (rank, work.replica)
         layout = astuple(layout_of(config))
-        start = Start(asdict(config), layout, place, meeting, tuple(end), answers_end, work.times_steps)
+        start = WorkerStart(asdict(config), layout, place, meeting, tuple(end), answers_end, work.times_steps)
         data = json.dumps(start).encode()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
@@ -240,7 +240,7 @@ def devices_of(config: EngineConfig, count: int) -> list[str]:
     return [f"cuda:{first + rank}" for rank in range(count)]
 
 
-def _meeting(work: Work, stack: contextlib.ExitStack) -> Rendezvous | None:
+def _meeting(work: RankWork, stack: contextlib.ExitStack) -> Rendezvous | None:
     """Where the ranks meet, and the socket for it, which `stack` closes here; None: there is one."""
     if work.rendezvous is not None:
         if work.rendezvous.listener is not None:

@@ -45,7 +45,7 @@ LENGTH = struct.Struct("=q")  # of what standard input begins with
 ORDER = struct.Struct("=?q")  # how a message of the ring begins: whether it is a plan (else a call), and its number
 
 
-class Start(NamedTuple):
+class WorkerStart(NamedTuple):
     """What a process is told to begin with.
 
     Attributes:
@@ -172,7 +172,7 @@ def one_line(error: BaseException) -> str:
 def main() -> None:
     """Loads what standard input says, then works until the ring ends."""
     leave_signals_to_the_parent()
-    start = Start(*json.loads(_read_start()))
+    start = WorkerStart(*json.loads(_read_start()))
     end_with_the_parent()
     config = EngineConfig(**start.config)
     answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring), spin_seconds(config))
@@ -188,7 +188,7 @@ def main() -> None:
         worker.close()
 
 
-def _load(start: Start, config: EngineConfig, answers: Answers) -> Worker | None:
+def _load(start: WorkerStart, config: EngineConfig, answers: Answers) -> Worker | None:
     """The worker; None: it was refused, or loading failed, and that was said."""
     answers.say(Kind.FACTS, facts_of(config))
     rendezvous = None if start.rendezvous is None else Rendezvous(*start.rendezvous)

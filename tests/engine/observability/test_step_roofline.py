@@ -15,7 +15,7 @@ from teachllm import EngineConfig, SamplingParams
 from teachllm.engine.llm_engine import Engine
 from teachllm.engine.observability import ceilings as known
 from teachllm.engine.observability.ceilings import device_name, known_ceilings, remember
-from teachllm.roofline import Ceilings, Step, Work, step_work
+from teachllm.roofline import Ceilings, StepShape, Work, step_work
 from teachllm.trace.recorder import Recorder
 from tests.bench.h200_script import h200
 from tests.worker.doors import drain, make_engine, random_ids
@@ -69,7 +69,7 @@ def test_every_step_of_a_trace_carries_its_work_and_its_bound(async_scheduling: 
         lens = [share["num_tokens"] for share in shares]
         ends = [share["start"] + share["num_tokens"] for share in shares]
         sampled = sum(end >= {"a": 40, "b": 30}[share["request_id"]] for end, share in zip(ends, shares, strict=True))
-        work = step_work(engine.model_config, Step(lens, ends, sampled))
+        work = step_work(engine.model_config, StepShape(lens, ends, sampled))
         assert (found["num_bytes"], found["num_flops"]) == (work.num_bytes, work.matrix_flops + work.attention_flops)
         assert found["floor"] == work.seconds(HERE)
         assert found["seconds"] == step["execute"] > 0
@@ -90,7 +90,7 @@ def test_a_prefix_that_requests_share_is_counted_as_often_as_it_can_be_held() ->
     num_held = (4 + 3) * 16  # four shared blocks, and one of each
     ends = [share["start"] + 1 for share in decode["scheduled"]]
     assert sum(ends) - 3 > num_held
-    work = step_work(engine.model_config, Step([1] * 3, ends, 3, num_held=num_held))
+    work = step_work(engine.model_config, StepShape([1] * 3, ends, 3, num_held=num_held))
     assert decode["roofline"]["num_bytes"] == work.num_bytes
 
 

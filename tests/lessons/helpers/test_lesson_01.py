@@ -9,7 +9,7 @@ from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.helpers.lesson_01 import (
     ATTEND,
     MODELS,
-    Recorder,
+    AttentionRecorder,
     StaleQuery,
     attention_picture,
     how_likely_was_the_prompt,
@@ -102,7 +102,7 @@ def test_wrong_ones_are_told_why(piece: object, words: str) -> None:
 
 
 def test_k_and_v_of_a_token_never_change_and_the_naive_engine_computes_them_again() -> None:
-    recorder = Recorder()
+    recorder = AttentionRecorder()
     with Watch(
         num_gpu_blocks_override=8, max_model_len=64, overrides=EngineOverrides(attention=recorder), **NO_CACHE
     ) as watch:

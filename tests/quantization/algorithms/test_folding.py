@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.registry import ModelError
 from teachllm.quantization.algorithms import blocks, folding
-from teachllm.quantization.algorithms.blocks import Block
+from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.calibrate import InputStatistics
-from teachllm.quantization.algorithms.folding import Group
+from teachllm.quantization.algorithms.folding import LayerGroup
 from tests.checkpoints import make_checkpoint
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
-def first_block(family: str, folder: Path) -> tuple[Block, torch.Tensor]:
+def first_block(family: str, folder: Path) -> tuple[DecoderBlock, torch.Tensor]:
     """Of a tiny random checkpoint, and what it gets of a text."""
     path = Path(make_checkpoint(family, folder))
     model = blocks.load(path)
@@ -31,7 +31,7 @@ def first_block(family: str, folder: Path) -> tuple[Block, torch.Tensor]:
     return parts[0], blocks.enter(model, parts, rows)
 
 
-def groups_of(family: str, folder: Path) -> dict[tuple[str, ...], Group]:
+def groups_of(family: str, folder: Path) -> dict[tuple[str, ...], LayerGroup]:
     block, hidden = first_block(family, folder)
     return {group.names: group for group in folding.groups_of(block, hidden[:1])}
 
@@ -82,7 +82,7 @@ def test_blocks_whose_norms_come_behind_have_nothing_to_fold_into(tmp_path: Path
 
 
 def test_heads_that_share_one_of_v_share_its_scales() -> None:
-    group = Group(("o_proj",), "v_proj", head_size=2)
+    group = LayerGroup(("o_proj",), "v_proj", head_size=2)
     of_source = torch.tensor([1.0, 2.0, 3.0, 4.0])  # two heads, each for three of the input
     spread = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 3.0, 4.0])
     assert torch.equal(group.spread(of_source, 12), spread)

@@ -12,7 +12,7 @@ import pytest
 
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.server.openai.batches.batch import LocalServer, Totals
-from teachllm.server.openai.batches.batch_file import Plan, make_plan, take_up
+from teachllm.server.openai.batches.batch_file import BatchPlan, make_plan, take_up
 from teachllm.server.options import ServerOptions
 from tests.server.conftest import Stats
 from tests.server.door import PATIENCE, FakeDoor, Server
@@ -29,7 +29,7 @@ def source_of(*lines: str | bytes) -> io.BytesIO:
     return io.BytesIO(b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in lines))
 
 
-def refusals(plan: Plan) -> list[dict[str, Any]]:
+def refusals(plan: BatchPlan) -> list[dict[str, Any]]:
     return [json.loads(text) for text in plan.refusals]
 
 

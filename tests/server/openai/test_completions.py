@@ -9,7 +9,7 @@ import pytest
 
 from teachllm import LLM, SamplingParams
 from teachllm.outputs import CompletionOutput, Logprob, RequestOutput
-from teachllm.server.openai.completion_answer import CompletionAnswer, Prompt
+from teachllm.server.openai.completion_answer import CompletionAnswer, CompletionPrompt
 from teachllm.server.openai.protocol import CompletionRequest
 from teachllm.server.openai.response_context import ResponseContext
 from tests.server.door import Server, error_of
@@ -70,7 +70,7 @@ def test_what_ended_before_its_prompt_was_scored_has_nulls_in_place_of_scores() 
     answer = CompletionAnswer(
         context,
         [
-            Prompt([5, 6, 7], "abc"),
+            CompletionPrompt([5, 6, 7], "abc"),
         ],
         str,
         echo=True,

@@ -27,11 +27,11 @@ from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import versions
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.host import _Line, join
-from teachllm.worker.processes.host_messages import Begin, Hello, Order, Refused, Said, decode_to_host
+from teachllm.worker.processes.host_messages import Begin, Hello, HostRefused, Order, Said, decode_to_host
 from teachllm.worker.processes.host_plan import HostPlan, plan_of
 from teachllm.worker.processes.host_socket import connect, listen, port_of
 from teachllm.worker.processes.rank_hosts import RankHosts
-from teachllm.worker.processes.rank_lines import Work
+from teachllm.worker.processes.rank_lines import RankWork
 from tests.processes import num_descriptors
 from tests.programs import environment_with
 from tests.waiting import wait_for
@@ -75,7 +75,7 @@ def plan(machines: list[Any], start: Callable[[str], Any], *others: Callable[[st
     return HostPlan([], elsewhere, "127.0.0.1", 0, "sesame", invite, "run it at {address}")
 
 
-WORK = Work(EngineConfig(device="cpu", tensor_parallel_size=2, nnodes=2))
+WORK = RankWork(EngineConfig(device="cpu", tensor_parallel_size=2, nnodes=2))
 _SILENT = """
 import sys, time, zmq
 from teachllm.worker.processes.host_messages import Hello, encode
@@ -183,7 +183,7 @@ def test_too_few_gpus_here_are_found_before_anybody_is_waited_for() -> None:
     machines = list[Joining]()
     refused = pytest.raises(ValueError, match=r"^.* need 1 GPUs from cuda:64 on ")
     with closing(RankHosts(replace(plan(machines, Joining), here=[0]))) as hosts, refused:
-        hosts.start(Work(config))
+        hosts.start(RankWork(config))
     assert not machines
 
 
@@ -323,7 +323,7 @@ def test_who_speaks_another_language_is_refused_and_nobody_else_notices(monkeypa
         with connect(context, lines[0], "sesame") as line:
             line.send(b"what?")
             wait_for(lambda: hosts.receive(0.1) or line.poll(0))
-            assert decode_to_host(line.recv()) == Refused(
+            assert decode_to_host(line.recv()) == HostRefused(
                 "nobody here understands it: install the same teachllm everywhere"
             )
 

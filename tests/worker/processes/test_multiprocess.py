@@ -37,7 +37,7 @@ from teachllm.worker.processes import multiprocess, worker_process
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.child import start_child
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers, RemoteStep
-from teachllm.worker.processes.rank_lines import Frame, Work
+from teachllm.worker.processes.rank_lines import Frame, RankWork
 from teachllm.worker.processes.rank_processes import RankProcesses, devices_of
 from teachllm.worker.processes.worker_process import prior_of, table_of
 from tests.processes import children, is_gone, num_descriptors, num_rings
@@ -100,7 +100,7 @@ class Scripted:
         self.frames, self.script = deque[Frame](), deque[Frame | BaseException]()
         self.death: str | None = None
 
-    def start(self, work: Work) -> None:
+    def start(self, work: RankWork) -> None:
         self.frames.extend((rank, Kind.READY, 0, b"120") for rank in range(work.config.num_ranks))
 
     def write(self, message: bytes) -> None:
@@ -386,7 +386,7 @@ def test_what_a_rank_refuses_is_refused_in_the_words_of_one_process() -> None:
 class _Disagreeing(RankProcesses):
     """Rank 1 is started with other settings."""
 
-    def _config_of(self, rank: int, work: Work, device: str) -> EngineConfig:
+    def _config_of(self, rank: int, work: RankWork, device: str) -> EngineConfig:
         return replace(super()._config_of(rank, work, device), block_size=16 * (1 + rank))
 
 

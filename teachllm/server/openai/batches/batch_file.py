@@ -27,7 +27,7 @@ PASSING = (429, 500, 503)  # the same line may be answered another time
 _BEGINNING = b'{"id":"batch_req_'  # of every line that is written here
 
 
-class Line(msgspec.Struct):
+class BatchLine(msgspec.Struct):
     """A line of input, checked by `make_plan` alone."""
 
     custom_id: Any = None
@@ -52,7 +52,7 @@ class _Answered(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """What an input asks for.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan:
         return len(self.offsets) + len(self.refusals) + self.num_before
 
 
-def make_plan(source: BinaryIO, answered: Set[str] = frozenset()) -> Plan:
+def make_plan(source: BinaryIO, answered: Set[str] = frozenset()) -> BatchPlan:
     """Reads an input to its end, and looks at every line.
 
     Args:
@@ -91,7 +91,7 @@ def make_plan(source: BinaryIO, answered: Set[str] = frozenset()) -> Plan:
                 if custom_id not in answered:
                     offsets.append(offset)
         offset += len(text)
-    return Plan(offsets, refusals, num_before)
+    return BatchPlan(offsets, refusals, num_before)
 
 
 def take_up(path: Path) -> set[str]:
@@ -149,7 +149,7 @@ def _check(text: bytes, number: int, seen: set[str]) -> str:
         seen: custom ids of the lines before; this one's is added.
     """
     try:
-        line = msgspec.json.decode(text, type=Line)
+        line = msgspec.json.decode(text, type=BatchLine)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _RefusedError(None, f"line {number} is no JSON object: {error}") from None
     name = line.custom_id
@@ -182,8 +182,8 @@ def output_line(custom_id: str | None, response: dict[str, Any] | None, error: d
     return msgspec.json.encode(line) + b"\n"
 
 
-def read_lines(source: BinaryIO, offsets: list[int]) -> Iterator[Line]:
+def read_lines(source: BinaryIO, offsets: list[int]) -> Iterator[BatchLine]:
     """Those of a plan, one at a time."""
     for offset in offsets:
         source.seek(offset)
-        yield msgspec.json.decode(source.readline(), type=Line)
+        yield msgspec.json.decode(source.readline(), type=BatchLine)
