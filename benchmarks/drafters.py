@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks"), str(ROOT / "training")]
 
-from cases import held_out_cases, test_cases  # noqa: E402
+from dialogues.cases import held_out_cases, test_cases  # noqa: E402
 from h200 import give_back, provenance, script_parser  # noqa: E402
 
 from teachllm import LLM, SamplingParams  # noqa: E402

@@ -1,7 +1,8 @@
 """What a quantized model takes on a GPU, before anything of it is read: weights, and activations at their widest.
 
     weights       codes and scales in place of numbers
-    8-bit rows    what a product is given is there as codes, too, and as it does not add to the stream, its result
+    8-bit rows    what a product is given is there as codes, too, and as it does not add to the residual, its
+                  result
     weight only   a product of many rows makes numbers of the codes first, of one projection at a time, and then is like
                   any other
 
@@ -76,7 +77,7 @@ def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, coords: Ra
     Args:
         raw: config.json.
     """
-    whole, sums = parse(raw), coords.layout.tensor > 1  # which are not added to the stream on the way
+    whole, sums = parse(raw), coords.layout.tensor > 1  # which are not added to the residual on the way
     config = of_rank(whole, coords)
     with torch.device("meta"):
         model = LlamaForCausalLM(whole, 1, schemes, Ranks(coords))
