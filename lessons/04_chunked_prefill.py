@@ -44,13 +44,13 @@ print(f"usually {1000 * usual:.0f} ms from one token to the next; {1000 * stall:
 #
 # The scheduler knows no "prefill" and no "decode". A request has tokens that it *knows* and tokens that it has
 # *computed*, and each step hands out a budget of tokens so that the second number catches up with the first. A chunk is
-# nothing but a budget that is smaller than the gap.
+# nothing but a budget that is smaller than the number of tokens still to compute.
 
 # %%
 show(
     Scheduler._chunk,
     {
-        "return num_uncomputed if num_uncomputed <= self._budget": "without chunking: all of the gap, or wait for a step with enough budget",
+        "return num_uncomputed if num_uncomputed <= self._budget": "without chunking: all tokens still to compute, or wait for a step with enough budget",
         "min(num_uncomputed, self._budget": "with it: what is left of the budget",
         "self.policy.chunk": "a policy may take less of a prompt; a single token, as of a decode, is never asked about",
     },

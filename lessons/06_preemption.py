@@ -71,7 +71,7 @@ show(
 
 # %% [markdown]
 # No K or V is copied anywhere. The request keeps its *tokens*, and later computes their K and V again, prompt and
-# answer in one pass. To the scheduler's one rule this is nothing new: a gap that grew.
+# answer in one pass. To the scheduler's one rule this is nothing new: more tokens to compute.
 #
 # > **Myth: PagedAttention swaps pages to disk, as an operating system does.** It is a map from logical to physical
 # > blocks. vLLM's first version could also copy blocks to the host's memory ("swapping"); its second one, and this

@@ -5,7 +5,7 @@
 # decode step reads every weight of the model, and computes one token of each request with it. The next step reads them
 # all again. If somebody guessed the next few tokens, one reading would do for all of them.
 #
-# *Needs: 07 (sampling), 04 (a request's gap of tokens). About 30 minutes.*
+# *Needs: 07 (sampling), 04 (the tokens a request still has to compute). About 30 minutes.*
 
 # %%
 from functools import partial

@@ -49,7 +49,8 @@ class EngineConfig:
 
     KV cache:
         enable_kv_cache: False recomputes the whole sequence at every step, to see what the cache saves.
-        block_size: tokens per block. `max_model_len` gives the contiguous, preallocated cache of old.
+        block_size: tokens per block. `max_model_len` gives the contiguous, preallocated cache of pre-paging
+            engines.
         gpu_memory_utilization: the share of the free memory that the engine may use.
         kv_cache_memory_bytes: KV cache size of each rank; None derives it from `gpu_memory_utilization` (on a CPU: what
             `max_num_seqs` sequences may need, but no more than 1 GiB or one sequence).
@@ -64,7 +65,8 @@ class EngineConfig:
         max_num_batched_tokens: the token budget of a step; None is 2048, on a GPU `max_num_seqs` more than 16384, so
             that a prompt of that length stays whole beside the decodes.
         max_num_seqs: requests running at once.
-        scheduling_policy: "fcfs", "priority" (lower first), or "static" (nobody joins before all have finished).
+        scheduling_policy: "fcfs", "priority" (lower first), or "static" (no request joins until the whole
+            batch has finished).
         enable_chunked_prefill: a prompt may be computed over several steps.
         long_prefill_token_threshold: the most prompt tokens one request gets in a step; 0 is no limit.
         async_scheduling: schedule the next step before the last one's tokens are known; None does so on a GPU.

@@ -14,7 +14,17 @@ from tests.test_import_rules import MODULES
 OLD_NAMES: dict[str, set[str]] = {
     "": {
         *("awake", "seconds_awake", "borrowed", "one_shot_sum", "few_rows_linear", "fixed_linear", "grouped_linear"),
-        *("making", "prompt_scores", "weighty", "hold_codes", "codes", "Codes", "taps", "speaks", "_awaited"),
+        *(
+            "making",
+            "prompt_scores",
+            "weighty",
+            "enable_kv_quantization",
+            "codes",
+            "Codes",
+            "taps",
+            "speaks",
+            "_awaited",
+        ),
         *("own_logits", "compute_logits", "own_lm_logits", "lm_logits", "Pieces", "ITS_OWN", "Door", "Front", "_Life"),
         *("Told", "Place", "Share", "Slice", "Unsummed", "Mailbox"),
         *("_STRANGER", "_DOUBT", "_FEW", "_MOMENT", "_WORTH_A_WORD"),
@@ -50,7 +60,9 @@ def names_of(module: str, path: Path) -> Iterator[tuple[str, str]]:
             elif isinstance(child, ast.AnnAssign | ast.Assign) and not isinstance(node, ast.FunctionDef):
                 targets = child.targets if isinstance(child, ast.Assign) else [child.target]
                 for target in targets:
-                    yield from ((each.id, f"{inside}.{each.id}") for each in ast.walk(target) if isinstance(each, ast.Name))
+                    yield from (
+                        (each.id, f"{inside}.{each.id}") for each in ast.walk(target) if isinstance(each, ast.Name)
+                    )
             yield from visit(child, below)
 
     yield from visit(ast.parse(path.read_text(encoding="utf-8")), module)

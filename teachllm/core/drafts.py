@@ -1,4 +1,4 @@
-"""Speculation as the scheduler sees it (lesson 10): a gap with guesses at its end.
+"""Speculation as the scheduler sees it (lesson 10): the tokens still to compute end in guesses.
 
 A step that samples may carry drafts, proposals for the tokens after the newest one. They are computed with it, and
 those that hold come back as tokens: one step, several tokens. What does not hold is rolled back by `settle`.

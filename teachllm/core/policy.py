@@ -24,7 +24,7 @@ class Policy(Protocol):
         """Whether waiting requests may join now, asked once at the start of a step."""
 
     def chunk(self, request: Request, num_tokens: int) -> int:
-        """How many to compute now, of as many tokens of a gap as budget and settings allow; 0 passes it over."""
+        """Return how many of the `num_tokens` that budget and settings allow to compute now; 0 passes it over."""
 
 
 class FirstComeFirstServed:
@@ -48,7 +48,7 @@ class Priority(FirstComeFirstServed):
 
 
 class Static(FirstComeFirstServed):
-    """Static batching, to see what it wastes: nobody joins until everybody has finished."""
+    """Static batching, to see what it wastes: no request joins until the whole batch has finished."""
 
     def opens_batch(self, num_running: int) -> bool:
         return num_running == 0

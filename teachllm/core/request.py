@@ -1,7 +1,7 @@
 """A request: the tokens it knows, the tokens it has computed, and where it stands.
 
 The scheduler's one rule is about two numbers. `token_ids` are known (prompt and outputs); the KV of the first
-`num_computed_tokens` of them is in the cache. A step computes some of the gap. While plans are in flight
+`num_computed_tokens` of them is in the cache. A step computes some of the others. While plans are in flight
 (asynchronous scheduling, pipeline stages) both run ahead of what the host has seen:
 
     token_ids              | 0 ........ prompt ........ | ... outputs ... |              known on the host

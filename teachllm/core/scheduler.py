@@ -1,9 +1,9 @@
 """The scheduler (lessons 03, 04 and 06): who computes which tokens in the next step. One rule does everything.
 
 A request has tokens it knows and tokens it has computed; each step hands out a token budget so that computed
-catches up with known. A prompt is a large gap, a decode a gap of one, chunked prefill a budget smaller than the
-gap, a prefix hit a gap that starts smaller, a preemption a gap that grew again, and speculation a gap with
-guesses at its end. There is no prefill phase and no decode phase: both share one batch.
+catches up with known. A prompt has many tokens still to compute, a decode has one. Chunked prefill is a budget smaller
+than their number, a prefix hit starts with fewer, a preemption makes them more again, and speculation appends guesses.
+There is no prefill phase and no decode phase: both share one batch.
 
 The budget is handed out in this order, so that no running decode ever waits for a prompt:
 
@@ -200,7 +200,7 @@ class Scheduler:
         return None
 
     def _chunk(self, request: Request, num_uncomputed: int) -> int:
-        """How many of `num_uncomputed` tokens to compute now; 0 if the budget does not allow it."""
+        """Return how many of `num_uncomputed` tokens to compute now; 0 if the budget does not allow it."""
         if not self._chunks:
             return num_uncomputed if num_uncomputed <= self._budget else 0
         most = min(num_uncomputed, self._budget, self.config.long_prefill_token_threshold or num_uncomputed)

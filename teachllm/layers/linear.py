@@ -29,7 +29,7 @@ from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
 
 Destination: TypeAlias = torch.Tensor | ShardDestination | Slot  # of a checkpoint's tensor
 Rows: TypeAlias = torch.Tensor | QuantizedRows
-Addend: TypeAlias = torch.Tensor | DeferredAllReduce | None  # what `RMSNorm` adds to a stream
+Addend: TypeAlias = torch.Tensor | DeferredAllReduce | None  # what `RMSNorm` adds to the residual
 
 
 class Linear(nn.Module):

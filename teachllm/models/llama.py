@@ -42,7 +42,7 @@ __all__ = ["Angles", "AuxOut", "LlamaAttention", "LlamaForCausalLM", "LlamaLayer
 
 
 class LlamaAttention(nn.Module):
-    """Project, turn by position, attend over the cache; the block projects back, onto its stream.
+    """Project, rotate by position, attend over the cache; the block projects back and adds to the residual.
 
     Args:
         input_size: of what is projected, if not the model's hidden size.
@@ -83,7 +83,7 @@ class LlamaAttention(nn.Module):
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, num_heads * head_size]: all but the last projection.
 
-        With `last_layer_metadata` only the wanted tokens attend: [num_logits, num_heads * head_size].
+        With `last_layer_metadata` only the tokens with logits attend: [num_logits, num_heads * head_size].
         """
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
         if qkv.is_cuda:
@@ -108,7 +108,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)); the block applies down, onto its stream."""
+    """SwiGLU: down(silu(gate(x)) * up(x)); the block applies down and adds to the residual."""
 
     def __init__(self, config: LlamaConfig, schemes: Schemes = UNQUANTIZED, shard: ShardSpec = WHOLE) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class LlamaLayer(nn.Module):
 
         Args:
             x, residual: [num_tokens, hidden_size], not both None; x in any form that `Linear.add_to_residual` gives it.
-            is_last: goes on with the wanted tokens alone as soon as K and V of the others are written.
+            is_last: continue with the tokens that have logits alone as soon as K and V of the others are written.
             aux_out: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
         """
         if is_one_decode(self, residual, metadata):

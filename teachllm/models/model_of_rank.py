@@ -30,7 +30,7 @@ def model_of_rank(model: ModelConfig, coords: RankCoords) -> ModelConfig:
     whole = parse(model.raw)
     own, size = of_rank(whole, coords), DTYPE_BYTES[model.dtype]
     layers = own.num_active_parameters - own.hidden_size
-    sums = coords.layout.tensor > 1  # are not added to the stream on the way
+    sums = coords.layout.tensor > 1  # are not added to the residual on the way
     is_both_ends = coords.is_first_stage and coords.is_last_stage
     ends = (coords.is_first_stage + coords.is_last_stage) * own.vocab_size * own.hidden_size
     if whole.tied and is_both_ends:

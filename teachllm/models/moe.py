@@ -111,7 +111,7 @@ def unstacked(
 
 
 def peak_width(config: MoeConfig, hidden_size: int) -> int:
-    """Numbers that a token keeps alive beside the stream and what is given to it, as `peak_width.peak_width`.
+    """Numbers that a token keeps alive beside the residual and what is given to it, as `peak_width.peak_width`.
 
     Of each of its experts the activations and then the result, or the results and their sum; and, in numbers of 16
     bits, the expert's id, its weight and the pair's place.

@@ -11,7 +11,7 @@ def peak_width(config: LlamaConfig, is_gated: bool = False, is_fixed: bool = Fal
 
     Alive all the way are cosine, sine, the residual stream and what the last norm made of it. Beside them either QKV
     and what attention makes of it, or gate, up and their product; of these the product alone if it `is_gated` before it
-    is written. A projection with a bias, one that `is_fixed`, and experts do not add to the stream themselves: what a
+    is written. A projection with a bias, one that `is_fixed`, and experts do not add to the residual themselves: what a
     block was given stays beside the sum, and so does what attention gave; at its end the MLP's result, too.
     """
     heads_size = config.num_heads * config.head_size

@@ -1,8 +1,9 @@
 """What a quantized model takes on a GPU, before anything of it is read: weights, and activations at their widest.
 
-    weights       quantized values and scales in place of float weights
-    8-bit rows    a product's input exists quantized, too, and as it does not add to the stream, its result
-    weight only   a product of many rows dequantizes the weight first, one projection at a time, and then is like
+    weights       codes and scales in place of numbers
+    8-bit rows    what a product is given is there as codes, too, and as it does not add to the residual, its
+                  result
+    weight only   a product of many rows makes numbers of the codes first, of one projection at a time, and then is like
                   any other
 
 Counted as the code allocates: a test holds it against that.
@@ -32,11 +33,11 @@ from teachllm.quantization.quantized_weights import Activations
 
 
 class Dequantized(NamedTuple):
-    """The memory that a step needs while one kind of projection is dequantized.
+    """What is there while numbers are made of the codes of one kind of projection.
 
     Attributes:
-        size: weights of the largest one.
-        width: values per token that are alive beside them.
+        size: numbers of the largest one.
+        width: numbers that a token keeps alive beside them.
         gated_width: the same where the product gates its result before it is written.
     """
 
@@ -49,10 +50,10 @@ class Needs(NamedTuple):
     """Of a model on a GPU.
 
     Attributes:
-        saved_bytes: by which its projections are smaller than unquantized ones.
-        widths: peak widths that differ from those of an unquantized model, by their names in `Shape`.
+        saved_bytes: by which its projections are smaller than plain numbers.
+        widths: peak widths that are not those of plain numbers, by their names in `Shape`.
         dequantized: of steps of many tokens.
-        num_w8a8_parameters: parameters of products whose weight and input are both in 8 bits.
+        num_w8a8_parameters: parameters whose products are of codes on both sides.
     """
 
     saved_bytes: int
@@ -62,7 +63,7 @@ class Needs(NamedTuple):
 
 
 def of_model(model: ModelConfig) -> Quantization | None:
-    """Return how the layers of a described model are quantized; None: not at all."""
+    """What the layers of a model that was described are; None: plain numbers."""
     if model.quantization is None:
         return None
     folder, is_known = Path(model.path), model.load_format not in ("dummy", "pt")
@@ -76,7 +77,7 @@ def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, coords: Ra
     Args:
         raw: config.json.
     """
-    whole, sums = parse(raw), coords.layout.tensor > 1  # which are not added to the stream on the way
+    whole, sums = parse(raw), coords.layout.tensor > 1  # which are not added to the residual on the way
     config = of_rank(whole, coords)
     with torch.device("meta"):
         model = LlamaForCausalLM(whole, 1, schemes, Ranks(coords))
@@ -110,7 +111,7 @@ def _dequantized(config: LlamaConfig, linears: Sequence[Linear], sums: bool) -> 
 
 
 def quantizes_rows(part: QuantizedWeightLoader) -> bool:
-    """Return whether the input is quantized as well."""
+    """Whether x becomes codes as well."""
     scheme = part.scheme
     if isinstance(scheme, OnTheFly):
         scheme = scheme.of_size(part.in_features)
@@ -120,7 +121,7 @@ def quantizes_rows(part: QuantizedWeightLoader) -> bool:
 def _width_with_quantized_inputs(config: LlamaConfig) -> int:
     """As `llama.peak_width`. A block keeps what it was given, result of a product and stream, until it has ended."""
     hidden, heads_size = config.hidden_size, config.num_heads * config.head_size
-    attention = 7 * hidden // 2 + max(_attended(config), 3 * heads_size // 2 + hidden)  # 8-bit values are half as large
+    attention = 7 * hidden // 2 + max(_attended(config), 3 * heads_size // 2 + hidden)  # codes are half a number
     return 2 * config.head_size + max(attention, 11 * hidden // 2 + 3 * config.intermediate_size // 2)
 
 

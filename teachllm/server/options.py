@@ -24,7 +24,7 @@ class ServerOptions:
         allowed_origins, ...: CORS, off without origins.
         trace_endpoint: GET /trace.
         dev_endpoints: POST /reset_prefix_cache.
-        root_path: where a proxy has put this server.
+        root_path: URL prefix when behind a reverse proxy (ASGI `root_path`).
     """
 
     host: str = LOOPBACK

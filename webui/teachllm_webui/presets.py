@@ -84,7 +84,7 @@ PRESETS = (
     Preset(
         name="batching",
         title="Static versus continuous batching",
-        look_at="Left, nobody joins before the whole batch has finished, so short requests leave empty rows behind; "
+        look_at="Left, no request joins until the whole batch has finished, so short requests leave empty rows behind; "
         "right, the next one takes a row as soon as it is free.",
         requests=tuple(_ask(question, (8, 60, 14, 26)[i % 4]) for i, question in enumerate(QUESTIONS)),
         settings={"max_num_seqs": 4, "max_model_len": 128, "num_gpu_blocks_override": 32},

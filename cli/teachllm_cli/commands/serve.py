@@ -56,7 +56,9 @@ def serve(
         float,
         typer.Option(help="Seconds that open requests get when the server is told to end.", rich_help_panel=_HTTP),
     ] = 30.0,
-    root_path: Annotated[str, typer.Option(help="Where a proxy has put this server.", rich_help_panel=_HTTP)] = "",
+    root_path: Annotated[
+        str, typer.Option(help="URL prefix when behind a reverse proxy (ASGI `root_path`).", rich_help_panel=_HTTP)
+    ] = "",
     ssl_keyfile: Annotated[str | None, typer.Option(help="TLS: the key.", rich_help_panel=_HTTP)] = None,
     ssl_certfile: Annotated[str | None, typer.Option(help="TLS: the certificate.", rich_help_panel=_HTTP)] = None,
     uvicorn_log_level: Annotated[

@@ -1,4 +1,4 @@
-"""Who computes attention: one small interface (`base.py`), a file for each way, and how one is chosen.
+"""The attention implementations: one small interface (`base.py`), a file for each way, and how one is chosen.
 
 reference   PyTorch on a CPU: plans rectangles once a step, computes them as batches of matrices
 triton      this project's kernels: split decode for requests with one token, tiles for the others
