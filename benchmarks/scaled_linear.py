@@ -278,9 +278,8 @@ def summarize(found: list[dict[str, Any]], num_rows: int) -> None:
 
 def measure(ceilings: Ceilings, all_rows: Sequence[int], kinds: Sequence[str]) -> list[dict[str, Any]]:
     """One entry for each product, number of rows, and way; prints them as they come."""
-    print(
-        f"{ceilings.device}: reads {ceilings.read_bandwidth / 1e12:.2f} TB/s, 8-bit products {E4M3_FLOPS / 1e12:.0f} TFLOP/s"
-    )
+    bandwidth, flops = ceilings.read_bandwidth / 1e12, E4M3_FLOPS / 1e12
+    print(f"{ceilings.device}: reads {bandwidth:.2f} TB/s, 8-bit products {flops:.0f} TFLOP/s")
     found: list[dict[str, Any]] = []
     for num_rows in all_rows:
         found += measure_products(ceilings, num_rows, kinds)

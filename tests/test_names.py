@@ -14,17 +14,7 @@ from tests.test_import_rules import MODULES
 OLD_NAMES: dict[str, set[str]] = {
     "": {
         *("awake", "seconds_awake", "borrowed", "one_shot_sum", "few_rows_linear", "fixed_linear", "grouped_linear"),
-        *(
-            "making",
-            "prompt_scores",
-            "weighty",
-            "enable_kv_quantization",
-            "codes",
-            "Codes",
-            "taps",
-            "speaks",
-            "_awaited",
-        ),
+        *("making", "prompt_scores", "weighty", "hold_codes", "codes", "Codes", "taps", "speaks", "_awaited"),
         *("own_logits", "compute_logits", "own_lm_logits", "lm_logits", "Pieces", "ITS_OWN", "Door", "Front", "_Life"),
         *("Told", "Place", "Share", "Slice", "Unsummed", "Mailbox"),
         *("_STRANGER", "_DOUBT", "_FEW", "_MOMENT", "_WORTH_A_WORD"),

@@ -187,8 +187,8 @@ def contract_quantize(piece: Quantize) -> int:
     back = _tried(piece, exact, 2, 4)
     require(
         torch.allclose(back, exact),
-        f"four weights and four quantized values: {_of(exact)} in 2 bits fits exactly (values 0 1 2 3, scale 1, zero 1), and came "
-        f"back as {_of(back)}",
+        f"four weights and four quantized values: {_of(exact)} in 2 bits fits exactly (values 0 1 2 3, scale 1, zero "
+        f"1), and came back as {_of(back)}",
     )
     cases = 1
 
@@ -207,8 +207,8 @@ def contract_quantize(piece: Quantize) -> int:
         back = _tried(piece, torch.tensor([row]), 4, 4)
         require(
             float(back[0, 0]) == 0.0,
-            f"0.0 in {row} came back as {float(back[0, 0]):.4g}: a quantized value has to stand for it, as it is what pruned "
-            "and padded weights have to be: nothing",
+            f"0.0 in {row} came back as {float(back[0, 0]):.4g}: one quantized value has to be exactly 0, since "
+            "pruned and padded weights are 0",
         )
         cases += 1
 
@@ -308,8 +308,8 @@ def live_quantize(piece: Quantize) -> str:
     lost = loss(model).divergence
     require(lost < MOST_LOST, f"loses {lost:.4f} nats a token in 4 bits and groups of 32, more than {MOST_LOST}")
     return (
-        f"The engine ran teachlm from packed 4-bit weights in groups of 32: the same words as with its own quantized weights, and "
-        f"{lost:.5f} nats a token lost."
+        f"The engine ran teachlm from packed 4-bit weights in groups of 32: the same words as with its own quantized "
+        f"weights, and {lost:.5f} nats per token lost."
     )
 
 
@@ -320,10 +320,11 @@ QUANTIZE = Exercise(
     live=live_quantize,
     reference=own,
     hints=(
-        "A group has a smallest and a largest number, and 2^bits quantized values to lay between them. How far apart are they "
-        "then? And 0.0 must be one of them: what does that say of the smallest and the largest?",
+        "A group has a smallest and a largest number, and 2^bits quantized values to lay between them. How far apart "
+        "are they then? And 0.0 must be one of them: what does that say of the smallest and the largest?",
         "Reshape to [out, groups, group_size]. `low = amin(2).clamp(max=0)`, `high = amax(2).clamp(min=0)`, the scale "
-        "is their distance over 2^bits - 1, and never 0. The zero is the quantized value of 0.0: `-low / scale`, rounded.",
+        "is their distance over 2^bits - 1, and never 0. The zero is the quantized value of 0.0: `-low / scale`, "
+        "rounded.",
         "`values = (groups / scales[..., None]).round() + zeros[..., None]`, clamped to 0 ... 2^bits - 1, in the shape "
         "[out, in]; return values, scales, zeros. A group of zeros may have any scale above 0.",
     ),
