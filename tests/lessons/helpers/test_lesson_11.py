@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from teachllm_lessons.helpers.lesson_11 import QUANTIZE, Parts, documented, loss, on_a_gpu, own, rounded, three_packings
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 def laid(groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> Parts:
@@ -68,7 +69,7 @@ def as_a_matrix(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tenso
 
 
 def test_the_engines_own_is_right() -> None:
-    assert "the same words as with its own codes" in accepted(QUANTIZE).message
+    keeps_contract(QUANTIZE, "the same words as with its own codes")
 
 
 def test_another_right_one_is_accepted() -> None:
@@ -91,6 +92,7 @@ def test_wrong_ones_are_told_why(piece: object, words: str) -> None:
     rejected(QUANTIZE, piece, words)
 
 
+@only_thorough
 def test_the_same_codes_are_read_from_three_formats(capsys: pytest.CaptureFixture[str]) -> None:
     three_packings()
     lines = capsys.readouterr().out.splitlines()
@@ -98,6 +100,7 @@ def test_the_same_codes_are_read_from_three_formats(capsys: pytest.CaptureFixtur
     assert len({line.split(maxsplit=1)[1] for line in lines}) == 1
 
 
+@only_thorough
 def test_two_bits_are_useless_in_one_group_and_hardly_lossy_in_small_ones() -> None:
     assert loss(rounded(2, 0)).perplexity > 4096  # guessing
     assert loss(rounded(2, 16)).perplexity < 1.5
