@@ -49,10 +49,8 @@ def names_of(module: str, path: Path) -> Iterator[tuple[str, str]]:
                 yield child.attr, f"{inside}: {ast.unparse(child)}"
             elif isinstance(child, ast.AnnAssign | ast.Assign) and not isinstance(node, ast.FunctionDef):
                 targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-                for target in targets:
-                    yield from (
-                        (each.id, f"{inside}.{each.id}") for each in ast.walk(target) if isinstance(each, ast.Name)
-                    )
+                names = (each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+                yield from ((name.id, f"{inside}.{name.id}") for name in names)
             yield from visit(child, below)
 
     yield from visit(ast.parse(path.read_text(encoding="utf-8")), module)

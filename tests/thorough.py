@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 THOROUGH = os.environ.get("TEACHLLM_THOROUGH") == "1"
+
+only_thorough = pytest.mark.skipif(not THOROUGH, reason="runs in make test-thorough")
 
 
 def times(usual: int, thorough: int) -> int:

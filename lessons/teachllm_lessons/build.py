@@ -1,14 +1,19 @@
-"""Makes the notebooks of lessons from their sources: `NN_name.py`, in jupytext's percent format, to `NN_name.ipynb`.
+"""Make the notebooks of lessons from their sources: `NN_name.py`, in jupytext's percent format, to `NN_name.ipynb`.
 
-    python -m teachllm_lessons.build            # all that are not up to date
-    python -m teachllm_lessons.build 05 08      # these
+    python -m teachllm_lessons.build                    # all that are not up to date
+    python -m teachllm_lessons.build 05 08              # these
+    python -m teachllm_lessons.build --keep-outputs     # execute and stamp; leave the notebooks as they are
 
-A notebook is run from top to bottom in a kernel of its own, and kept with its outputs. A cell that fails ends it.
+A notebook is executed from top to bottom in a kernel of its own, and kept with its outputs. A cell that fails ends it.
+`stamps.json` holds a hash of what each notebook was made from when it was last executed without an error, so that a
+test can tell which ones have to be executed again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import sys
 import time
@@ -19,6 +24,7 @@ from typing import Any
 from teachllm_lessons.faults import ROOT
 
 FOLDER = ROOT / "lessons"
+STAMPS = FOLDER / "stamps.json"
 WINGS = [str(ROOT), *(str(ROOT / wing) for wing in ("kernels", "cli", "webui", "lessons"))]
 SECONDS = 300  # for a cell, on a machine that has other things to do
 
@@ -47,11 +53,33 @@ def inputs(notebook: Any) -> list[tuple[str, str]]:
     return [(cell.cell_type, cell.source.rstrip()) for cell in notebook.cells]
 
 
+def stamp(source: Path) -> str:
+    """Return the SHA-256 of a lesson's source and of its own helper modules."""
+    helpers = FOLDER / "teachllm_lessons" / "helpers"
+    hashed = hashlib.sha256()
+    for path in (source, *sorted(helpers.glob(f"lesson_{source.name[:2]}*.py"))):
+        hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return hashed.hexdigest()
+
+
+def stamps() -> dict[str, str]:
+    """Return the stamp that each notebook had when it was last executed, by name."""
+    return json.loads(STAMPS.read_text(encoding="utf-8")) if STAMPS.exists() else {}
+
+
+def write_stamp(source: Path) -> None:
+    """Note that a notebook has been executed as it is now."""
+    known = dict(sorted((stamps() | {source.stem: stamp(source)}).items()))
+    STAMPS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
 def is_up_to_date(source: Path) -> bool:
     import nbformat
 
     made = source.with_suffix(".ipynb")
-    return made.exists() and inputs(nbformat.read(made, as_version=4)) == inputs(read(source))
+    if not made.exists() or inputs(nbformat.read(made, as_version=4)) != inputs(read(source)):
+        return False
+    return stamps().get(source.stem) == stamp(source)
 
 
 def execute(notebook: Any, folder: Path) -> float:
@@ -77,6 +105,7 @@ def execute(notebook: Any, folder: Path) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("lessons", nargs="*", help="numbers; without any, those that are not up to date")
+    parser.add_argument("--keep-outputs", action="store_true", help="execute and stamp; write no notebook")
     options = parser.parse_args(arguments)
     import nbformat
 
@@ -85,9 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         notebook = read(source)
         seconds = execute(notebook, FOLDER)
-        for cell in notebook.cells:
-            cell.metadata.pop("execution", None)  # times, which would differ each time
-        nbformat.write(notebook, source.with_suffix(".ipynb"))
+        if not options.keep_outputs:
+            for cell in notebook.cells:
+                cell.metadata.pop("execution", None)  # times, which would differ each time
+            nbformat.write(notebook, source.with_suffix(".ipynb"))
+        write_stamp(source)
         print(f"{source.stem}: {len(notebook.cells)} cells, {seconds:.0f} s")
     return 0
 

@@ -10,7 +10,9 @@ import pytest
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.broken_process import BrokenProcess
 from teachllm_lessons.mutants import copy_to
+from tests.thorough import only_thorough
 
+FAULT = "half a character is shown"
 SCENARIOS = {  # those that notebooks name and do not run
     "half a character is shown": "lesson_00:a_stream",
     "a table gets a block more than it needs": "lesson_02:blocks_of_prompts",
@@ -20,12 +22,28 @@ SCENARIOS = {  # those that notebooks name and do not run
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_shows_the_fault(name: str) -> None:
-    said = plant(name).symptom(f"teachllm_lessons.helpers.{SCENARIOS[name]}").text
+def assert_shown(said: str) -> None:
+    """Fail unless what a scenario prints with a fault is another thing than what it prints without."""
     whole, broken = said.split("With the fault:")
     assert whole.count("```") == broken.count("```") == 2
     assert whole.split("```")[1].strip() != broken.split("```")[1].strip() != ""
+
+
+def test_a_process_shows_the_fault_then_tells_what_the_test_that_notices_says_and_then_it_may_end() -> None:
+    broken = plant(FAULT)
+    assert_shown(broken.symptom(f"teachllm_lessons.helpers.{SCENARIOS[FAULT]}").text)
+    said = broken.reveal().text
+    assert "- " in said and "+ " in said and "text.rstrip(" in said
+    assert "::test_an_unfinished_character_is_shown_only_when_nothing_more_comes" in said
+    assert "fails: `AssertionError: assert" in said
+    assert broken._asked("scenario", "os:nobody")[1].startswith("AttributeError: module 'os' has no attribute")
+    assert broken._asked("scenario", "os:abort") == (-signal.SIGABRT, "it ended without a word")
+
+
+@only_thorough
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != FAULT])
+def test_a_scenario_shows_the_fault(name: str) -> None:
+    assert_shown(plant(name).symptom(f"teachllm_lessons.helpers.{SCENARIOS[name]}").text)
 
 
 def test_a_guess_is_judged_file_by_file_and_function_by_function() -> None:
@@ -36,19 +54,12 @@ def test_a_guess_is_judged_file_by_file_and_function_by_function() -> None:
     assert broken.guess("scheduler.py", "_make_room").text.startswith("✓ It is in `teachllm/core/scheduler.py`, in")
 
 
-def test_what_is_revealed_is_the_line_and_the_words_of_the_test_that_notices() -> None:
-    said = plant("the first to arrive gives way").reveal().text
-    assert "- " in said and "+ " in said and "min(self.running, key=self.policy.key)" in said
-    assert "::test_the_last_to_arrive_is_preempted" in said and "fails: `AssertionError: assert ['a'] == ['b']`" in said
-
-
+@only_thorough
 def test_a_process_that_ends_or_never_answers_is_followed_by_another_one(tmp_path: Path) -> None:
     copy_to(tmp_path)
-    for scenario, code in (("os:abort", -signal.SIGABRT), ("signal:pause", -signal.SIGKILL)):
-        process = BrokenProcess(tmp_path)
-        assert process.ask("scenario", scenario, 2.0) == (code, "it ended without a word")
-        assert not process.is_there
+    process = BrokenProcess(tmp_path)
+    assert process.ask("scenario", "signal:pause", 2.0) == (-signal.SIGKILL, "it ended without a word")
+    assert not process.is_there
     broken = plant("the first to arrive gives way")
     assert broken._asked("scenario", "os:abort")[0] == -signal.SIGABRT
     assert broken._asked("scenario", "os:getpid") == (0, "")
-    assert broken._asked("scenario", "os:nobody")[1].startswith("AttributeError: module 'os' has no attribute")

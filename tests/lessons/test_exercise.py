@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ from teachllm.core.block_pool import Block, BlockPool
 from teachllm.core.policy import FirstComeFirstServed
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.exercise import VERDICT_TYPE, Exercise, Wrong, check, run_with
-from teachllm_lessons.guard import TooLong, run_guarded
+from teachllm_lessons.guard import TooLong, _Alarm, run_guarded
 from teachllm_lessons.watch import NoProgress, Watch
+from tests.waiting import HANG_SECONDS
 
 
 def double(contract: Any = lambda piece: int(piece(2) == 4), live: Any = lambda piece: "It ran.") -> Exercise:
@@ -47,7 +47,8 @@ def unwritten(x: int) -> int:
     ],
 )
 def test_it_is_told_what_its_code_did_and_gets_the_engines_own(piece: Any, words: str) -> None:
-    checked = check(double(), piece, seconds=1.0)
+    never_ends = piece in (for_ever, for_ever_and_catches_all)
+    checked = check(double(), piece, seconds=1.0 if never_ends else HANG_SECONDS)
     assert not checked.is_right and words in checked.message
     assert checked.piece(3) == 6
     assert "`DOUBLE.hint(1)` may help" in checked.message
@@ -69,10 +70,17 @@ def test_a_contract_says_what_is_wrong_and_so_does_the_engine() -> None:
 
 
 def test_an_alarm_that_comes_too_late_rings_nowhere() -> None:
-    for _ in range(20):
-        run_guarded(lambda: time.sleep(0.009), 0.01)
-    assert isinstance(run_guarded(lambda: for_ever(0), 0.05).error, TooLong)
-    time.sleep(0.05)
+    alarm = _Alarm(HANG_SECONDS)
+    with alarm:
+        pass
+    alarm._ring()  # the timer had fired just before it was to be cancelled
+    assert not alarm._has_rung
+
+
+def test_an_alarm_that_comes_at_the_last_moment_is_not_left_for_what_follows() -> None:
+    alarm = _Alarm(HANG_SECONDS)
+    with pytest.raises(TooLong), alarm:
+        alarm._ring()
 
 
 def test_ctrl_c_is_the_readers_own() -> None:
@@ -100,12 +108,12 @@ class Closed(FirstComeFirstServed):
 
 def test_a_pool_that_loses_blocks_is_found_out() -> None:
     for pool in (Leaky, Greedy):
-        ran = run_guarded(lambda pool=pool: run_with(EngineOverrides(make_pool=pool)), 30)
+        ran = run_guarded(lambda pool=pool: run_with(EngineOverrides(make_pool=pool)), HANG_SECONDS)
         assert ran.error is not None and "block" in str(ran.error).lower()
 
 
 def test_a_policy_that_admits_nobody_does_not_hang() -> None:
-    ran = run_guarded(lambda: run_with(EngineOverrides(policy=Closed())), 30)
+    ran = run_guarded(lambda: run_with(EngineOverrides(policy=Closed())), HANG_SECONDS)
     assert isinstance(ran.error, NoProgress) and "nothing is computed any more" in str(ran.error)
 
 

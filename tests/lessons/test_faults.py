@@ -10,6 +10,7 @@ import pytest
 
 from teachllm_lessons import mutants
 from teachllm_lessons.faults import FAULTS, ROOT, Fault
+from tests.thorough import THOROUGH
 
 
 def test_there_are_some_for_every_concept_with_names_of_their_own() -> None:
@@ -39,12 +40,14 @@ def test_a_fault_whose_place_has_gone_is_named(tmp_path: Path) -> None:
         gone.planted()
 
 
-def test_one_that_is_found_and_one_that_is_not(tmp_path: Path) -> None:
+def test_one_that_is_found_and_one_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutants.copy_to(tmp_path)
-    found = next(fault for fault in FAULTS if fault.name == "a hash without its parent")
+    found = next(fault for fault in FAULTS if fault.name == "a static batch lets requests join")
     outcome = mutants.try_fault(tmp_path, found)
     assert outcome.is_good and "assert" in outcome.message
-    harmless = Fault(**{**vars(found), "after": "    content = b'' + parent + token_ids\n"})
+    harmless = Fault(**{**vars(found), "after": "        return not num_running\n"})
+    if not THOROUGH:
+        monkeypatch.setattr(mutants, "run_test", lambda folder, test: (0, "1 passed"))
     outcome = mutants.try_fault(tmp_path, harmless)
     assert not outcome.is_found and outcome.is_clean and not outcome.is_good
     assert (tmp_path / found.path).read_text() == (ROOT / found.path).read_text()

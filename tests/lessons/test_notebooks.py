@@ -1,6 +1,7 @@
 """The notebooks: each is what its source says, short, without an error, and quotes no code of the package.
 
-They are run from top to bottom as well, by nbmake: see `make test`.
+`make test` executes two of them as well, and `make test-thorough` all; of the others a stamp says what they were when
+they were last executed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from teachllm_lessons.build import FOLDER, inputs, read, sources
+from teachllm_lessons.build import FOLDER, inputs, read, sources, stamp, stamps
 from teachllm_lessons.exercise import VERDICT_TYPE
 from teachllm_lessons.faults import ROOT
 
@@ -32,6 +33,12 @@ of_each = pytest.mark.parametrize("source", sources(), ids=lambda source: source
 def test_it_is_what_its_source_says(source: Path) -> None:
     again = "python -m teachllm_lessons.build"
     assert inputs(made(source)) == inputs(read(source)), f"{source.name} has been changed: run {again}"
+
+
+@of_each
+def test_it_has_been_executed_as_it_is_now(source: Path) -> None:
+    again = f"python -m teachllm_lessons.build {source.name[:2]}"
+    assert stamps().get(source.stem) == stamp(source), f"its source or helpers have changed: run {again}"
 
 
 @of_each
@@ -95,4 +102,5 @@ def test_a_copy_would_be_noticed(package_runs: set[tuple[str, ...]]) -> None:
 
 
 def test_every_source_has_a_notebook_and_every_notebook_a_source() -> None:
-    assert {source.stem for source in sources()} == {path.stem for path in FOLDER.glob("*.ipynb")}
+    notebooks = {path.stem for path in FOLDER.glob("*.ipynb")}
+    assert {source.stem for source in sources()} == notebooks == stamps().keys()

@@ -14,11 +14,14 @@ from teachllm.config import EngineConfig
 from teachllm.layers import moe
 from teachllm.layers.moe import Experts, route
 from teachllm.models import model_config
+from teachllm.models.llama import LlamaForCausalLM
+from teachllm.models.llama_config import parse
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.registry import ModelError
 from tests.checkpoints import build_model, make_checkpoint
 from tests.models.flat_batch import logits_by_schedule
+from tests.thorough import THOROUGH
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen3_moe", "mixtral"]
@@ -175,12 +178,19 @@ def test_quantized_experts_are_refused_before_a_weight_is_read(
     assert architecture in message and "takes no quantized weights" in message and "unquantized checkpoint" in message
 
 
+def on_meta(folder: Path) -> LlamaForCausalLM:
+    """Return the model of a folder with weights that are sizes only."""
+    description = load_model_config(EngineConfig(model=str(folder), load_format="dummy"))
+    with torch.device("meta"):
+        return LlamaForCausalLM(parse(description.raw), description.max_model_len)
+
+
 def test_an_absent_key_means_what_it_means_to_the_family(tmp_path: Path) -> None:
     absent = dict.fromkeys(MOE_KEYS, ...)
-    _, qwen = load(config_only(tmp_path, "Qwen3MoeForCausalLM", **absent), load_format="dummy")
+    qwen = on_meta(config_only(tmp_path, "Qwen3MoeForCausalLM", **absent))
     assert qwen.experts.num_experts == 128 and qwen.experts.top_k == 8 and not qwen.experts.renormalizes
     assert qwen.layers[0].mlp.experts.gate_up.shape == (128, 2 * 768, 64)
-    _, mixtral = load(config_only(tmp_path, "MixtralForCausalLM", **absent), load_format="dummy")
+    mixtral = on_meta(config_only(tmp_path, "MixtralForCausalLM", **absent))
     assert mixtral.experts.num_experts == 8 and mixtral.experts.top_k == 2 and mixtral.experts.renormalizes
     assert mixtral.layers[0].mlp.experts.down.shape == (8, 64, 96)
     assert mixtral.norm.eps == 1e-5 and qwen.norm.eps == 1e-6
@@ -198,17 +208,17 @@ def test_some_layers_have_experts_and_the_others_one_mlp(
     changes: dict, layers: tuple[bool, ...], tmp_path: Path
 ) -> None:
     folder = config_only(tmp_path, "Qwen3MoeForCausalLM", num_hidden_layers=4, **changes)
-    _, model = load(folder, load_format="dummy")
+    model = on_meta(folder)
     assert tuple(hasattr(layer.mlp, "experts") for layer in model.layers) == model.experts.layers == layers
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES if THOROUGH else FAMILIES[:1])
 def test_a_gpus_kernels_give_the_logits_that_a_cpu_gives(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     description, model = load(make_checkpoint(name, tmp_path))
-    sequences = [torch.randint(512, (length,), generator=torch.Generator().manual_seed(0)) for length in (19, 6)]
-    steps = [[(0, 17)], [(0, 1), (1, 5)], [(0, 1), (1, 1)]]
+    sequences = [torch.randint(512, (length,), generator=torch.Generator().manual_seed(0)) for length in (6, 1)]
+    steps = [[(0, 5)], [(0, 1), (1, 1)]] if THOROUGH else [[(0, 5), (1, 1)]]
     expected = logits_by_schedule(model, description, sequences, steps, torch.float32, 16)
     called = []
     for operation in ("route", "group", "combine", "grouped_gated", "grouped_onto"):
@@ -244,22 +254,22 @@ def part_of(whole: Experts, held: range, columns: slice) -> Experts:
     return part
 
 
-@pytest.mark.parametrize("is_cuda", [False, True], ids=["a CPU's way", "a GPU's way"])
+BY_EXPERTS = [(range(0, 2), slice(0, 24)), (range(2, 6), slice(0, 24))]
+BY_WIDTH = [(range(0, 6), slice(0, 16)), (range(0, 6), slice(16, 24))]
+
+
 @pytest.mark.parametrize(
-    "shares",
-    [
-        [(range(0, 2), slice(0, 24)), (range(2, 5), slice(0, 24)), (range(5, 6), slice(0, 24))],
-        [(range(0, 6), slice(0, 16)), (range(0, 6), slice(16, 24))],
-    ],
-    ids=["experts", "width"],
+    ("shares", "on_gpu"),
+    [(BY_EXPERTS, False), (BY_WIDTH, False), (BY_EXPERTS, True), *([(BY_WIDTH, True)] if THOROUGH else [])],
+    ids=["experts", "width", "experts on a GPU", *(["width on a GPU"] if THOROUGH else [])],
 )
 def test_holders_of_parts_add_up_to_the_whole(
-    whole: Experts, shares: list[tuple[range, slice]], is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+    whole: Experts, shares: list[tuple[range, slice]], on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(7, 32)
     routes = route(torch.randn(7, 6), 3, True)
     expected = whole(x, routes)
-    if is_cuda:
+    if on_gpu:
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # its kernels, interpreted
         assert torch.allclose(whole(x, routes), expected, atol=1e-5)
     assert torch.allclose(sum(part_of(whole, *share)(x, routes) for share in shares), expected, atol=1e-5)

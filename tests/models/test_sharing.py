@@ -22,6 +22,7 @@ from teachllm.models.peak_width import peak_width
 from teachllm.models.registry import ModelError
 from teachllm.models.sharding import of_rank, stage_layers
 from tests.checkpoints import OWN, build_config
+from tests.thorough import THOROUGH
 
 LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(2, 1, spreads_experts=True)]
 
@@ -43,7 +44,7 @@ def part(model: ModelConfig, layout: Layout, rank: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(parse(model.raw), model.max_model_len, ranks=Ranks(layout.coords(rank)))
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", OWN if THOROUGH else ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_a_rank_has_the_bytes_that_were_predicted(name: str, tmp_path: Path) -> None:
     model = described(tmp_path, name)
     for layout in LAYOUTS:

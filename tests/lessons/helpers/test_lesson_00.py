@@ -11,7 +11,8 @@ from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm_lessons.faults import ROOT
 from teachllm_lessons.helpers.lesson_00 import CHOOSE, a_stream, life_of_a_request, look_inside, streamed
 from teachllm_lessons.watch import Watch
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 def of_all_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -47,7 +48,7 @@ def with_a_column(logits: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_engines_own_is_right() -> None:
-    assert "each of 92 tokens" in accepted(CHOOSE).message
+    keeps_contract(CHOOSE, "each of 92 tokens")
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_the_next_token_is_what_the_last_position_predicts(watch: Watch) -> None
         assert watch.tokens(name) == look_inside(watch, watch.ids(question)).predictions()[-1:]
 
 
+@only_thorough
 def test_one_pass_predicts_every_token_of_an_answer(watch: Watch) -> None:
     prompt = watch.ids("What is a KV cache?")
     watch.add("C", prompt, max_tokens=16)

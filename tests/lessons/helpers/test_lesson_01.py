@@ -17,7 +17,8 @@ from teachllm_lessons.helpers.lesson_01 import (
     work_picture,
 )
 from teachllm_lessons.watch import Watch
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 NO_CACHE = {"enable_kv_cache": False, "enable_chunked_prefill": False, "enable_prefix_caching": False}
 
@@ -81,7 +82,7 @@ def flattened(*given: object) -> torch.Tensor:
 
 
 def test_the_engines_own_is_right() -> None:
-    assert "in all 6 layers" in accepted(ATTEND).message
+    keeps_contract(ATTEND, "in all 6 layers")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,7 @@ def test_wrong_ones_are_told_why(piece: object, words: str) -> None:
     rejected(ATTEND, piece, words)
 
 
+@only_thorough
 def test_k_and_v_of_a_token_never_change_and_the_naive_engine_computes_them_again() -> None:
     recorder = AttentionRecorder()
     with Watch(
@@ -134,6 +136,7 @@ def test_bytes_are_those_of_the_paper() -> None:
     assert 4 * kv_bytes(*MODELS["Llama 3.1 8B"]) == kv_bytes(*MODELS["Llama 2 7B"])
 
 
+@only_thorough
 def test_how_a_prompt_is_cut_does_not_change_how_likely_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     how_likely_was_the_prompt()
     said = [line[10:] for line in capsys.readouterr().out.splitlines()]

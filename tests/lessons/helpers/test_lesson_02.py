@@ -10,7 +10,8 @@ import pytest
 from teachllm.core.block_pool import Block, BlockPool
 from teachllm_lessons.helpers.lesson_02 import MYPOOL, add_a_dozen, memory_map, reserved, short_and_long, usage_of
 from teachllm_lessons.watch import Watch
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 class Plain(BlockPool):
@@ -93,7 +94,7 @@ class GivesIds(Plain):
 
 
 def test_the_engines_own_is_right() -> None:
-    assert "steps took blocks, all came back" in accepted(MYPOOL).message
+    keeps_contract(MYPOOL, "steps took blocks, all came back")
 
 
 def test_what_the_last_hint_says_is_right() -> None:
@@ -124,6 +125,7 @@ def test_waste_is_what_one_counts_by_hand() -> None:
     assert says == "slots of 2048: 1,600 of 6,144 used, 74.0% wasted; blocks of 16: 1,600 of 1,632 used, 2.0% wasted"
 
 
+@only_thorough
 def test_more_run_at_once_in_blocks_than_in_slots() -> None:
     at_once, words = [], []
     for size, count in ((256, 4), (16, 64)):
@@ -138,6 +140,7 @@ def test_more_run_at_once_in_blocks_than_in_slots() -> None:
     assert at_once == [4, 12] and words[0] == words[1]
 
 
+@only_thorough
 def test_without_a_fault_both_answers_are_about_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
     short_and_long()
     short, long = capsys.readouterr().out.splitlines()

@@ -22,7 +22,8 @@ from teachllm_lessons.helpers.lesson_03 import (
     two_ways,
     waits,
 )
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 class Closed(ShortestFirst):
@@ -74,7 +75,7 @@ class ANumber(ShortestFirst):
 
 
 def test_the_shortest_first_is_right() -> None:
-    assert "the same words" in accepted(BATCHING).message
+    keeps_contract(BATCHING, "the same words")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_others_are_told_why_not(piece: object, words: str) -> None:
     rejected(BATCHING, piece, words)
 
 
+@only_thorough
 def test_a_static_batch_is_longer_and_has_more_empty_places(capsys: pytest.CaptureFixture[str]) -> None:
     two_ways()
     static, continuous = capsys.readouterr().out.splitlines()
@@ -103,6 +105,7 @@ def test_a_static_batch_is_longer_and_has_more_empty_places(capsys: pytest.Captu
     assert continuous.startswith("fcfs   13 steps,  7 empty places") and "D in 2, E in 3, F in 7" in continuous
 
 
+@only_thorough
 def test_places_are_taken_by_one_at_a_time_and_handed_on() -> None:
     with serve() as watch:
         watch.run()
@@ -112,6 +115,7 @@ def test_places_are_taken_by_one_at_a_time_and_handed_on() -> None:
     assert places({"one": watch}).says == "one: 13 steps, 7 of 39 places empty"
 
 
+@only_thorough
 def test_a_batch_costs_little_until_the_knee_and_agrees_with_what_was_measured() -> None:
     assert simulated_step(64) < 1.1 * simulated_step(1)
     assert simulated_step(512) > 1.8 * simulated_step(256)
@@ -120,6 +124,7 @@ def test_a_batch_costs_little_until_the_knee_and_agrees_with_what_was_measured()
     assert simulated_step(64, 1024) == pytest.approx(measured[64], rel=0.1)
 
 
+@only_thorough
 def test_shortest_first_lowers_the_mean_wait_and_raises_the_longest() -> None:
     shortest, in_order = (waits(crowd(policy)) for policy in (ShortestFirst, FirstComeFirstServed))
     assert sum(shortest) < 0.8 * sum(in_order)

@@ -16,11 +16,12 @@ from teachllm_lessons.helpers.lesson_04 import (
     talk,
     who_waits,
 )
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 def test_a_polite_chunk_is_right() -> None:
-    assert "A, B and C have their first tokens in step 0, where they had to wait" in accepted(CHUNK).message
+    keeps_contract(CHUNK, "A, B and C have their first tokens in step 0, where they had to wait")
     assert contract_chunk(polite) > 10
 
 
@@ -45,6 +46,7 @@ def test_others_are_told_why_not(piece: Any, words: str) -> None:
     rejected(CHUNK, piece, words)
 
 
+@only_thorough
 def test_in_chunks_no_step_is_as_large_as_the_whole_prompt() -> None:
     whole, pieces = talk(enable_chunked_prefill=False, max_num_batched_tokens=512), talk(max_num_batched_tokens=64)
     largest = [
@@ -54,6 +56,7 @@ def test_in_chunks_no_step_is_as_large_as_the_whole_prompt() -> None:
     assert whole.all_tokens == pieces.all_tokens
 
 
+@only_thorough
 def test_the_engines_own_policy_lets_short_prompts_wait() -> None:
     assert all(first_token_steps(newcomers())[name] > 2 for name in TALKERS)
 

@@ -10,7 +10,8 @@ from teachllm.core.policy import FirstComeFirstServed, Priority
 from teachllm.core.request import Request
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.helpers.lesson_06 import KEY, aged, contract_key, overtaken, three_in_a_tight_pool
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 def restless(request: Request) -> tuple[int, ...]:
@@ -18,7 +19,7 @@ def restless(request: Request) -> tuple[int, ...]:
 
 
 def test_a_key_with_patience_is_right() -> None:
-    assert "a patient request was overtaken by 7 of 24 urgent ones" in accepted(KEY).message
+    keeps_contract(KEY, "a patient request was overtaken by 7 of 24 urgent ones")
     assert contract_key(aged) > 200
 
 
@@ -37,11 +38,13 @@ def test_others_are_told_why_not(piece: Any, words: str) -> None:
     rejected(KEY, piece, words)
 
 
+@only_thorough
 def test_by_priority_alone_the_patient_one_is_the_last() -> None:
     assert overtaken(EngineOverrides(policy=Priority()), num_urgent=12) == 12
     assert overtaken(EngineOverrides(), num_urgent=12) == 0
 
 
+@only_thorough
 def test_who_came_first_is_not_preempted(capsys: pytest.CaptureFixture[str]) -> None:
     three_in_a_tight_pool()
     told = capsys.readouterr().out.splitlines()

@@ -10,7 +10,8 @@ import torch
 from teachllm.spec_decode.chi_square import chi_square_test
 from teachllm_lessons.helpers import lesson_07
 from teachllm_lessons.helpers.lesson_07 import COUNT_NUCLEUS, QUESTION, Looked, another_word
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 def without_the_one_that_fills_it(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -42,8 +43,7 @@ def a_mask(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_engines_own_is_right() -> None:
-    checked = accepted(COUNT_NUCLEUS)
-    assert re.search(r"the same words in 5 random requests, and from 1 to \d{3} tokens in a nucleus", checked.message)
+    keeps_contract(COUNT_NUCLEUS, r"the same words in 5 random requests, and from 1 to \d{3} tokens in a nucleus")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,7 @@ def test_wrong_ones_are_told_why(piece: object, words: str) -> None:
     rejected(COUNT_NUCLEUS, piece, words)
 
 
+@only_thorough
 def test_without_a_fault_a_penalty_makes_the_word_that_was_said_rarer(capsys: pytest.CaptureFixture[str]) -> None:
     another_word()
     plain, penalized = re.findall(r"(\d+) tokens", capsys.readouterr().out)

@@ -14,7 +14,8 @@ from teachllm_lessons.helpers.lesson_08 import UPDATE, long_answer, rising_score
 from teachllm_lessons.helpers.lesson_08_pictures import draw_tiles
 from teachllm_lessons.helpers.lesson_08_probe import Probe
 from teachllm_lessons.watch import Watch
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 @triton.jit
@@ -66,8 +67,7 @@ def of_nothing(scores, v, largest, total, acc):
 
 
 def test_the_engines_own_is_right() -> None:
-    checked = accepted(UPDATE)
-    assert "tiles of 64 keys went through a Triton kernel" in checked.message
+    keeps_contract(UPDATE, "tiles of 64 keys went through a Triton kernel")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def test_an_empty_frame_is_not_called_wrong() -> None:
     assert isinstance(run_guarded(lambda: UPDATE.contract(of_nothing), 30.0).error, NotImplementedError)
 
 
+@only_thorough
 def test_without_a_fault_every_length_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     before = decode_plan._MULTIPROCESSORS
     rising_scores()
@@ -98,6 +99,7 @@ def test_without_a_fault_every_length_is_right(capsys: pytest.CaptureFixture[str
     assert [line.split("off by ")[1] for line in capsys.readouterr().out.splitlines()] == ["0.000"] * 3
 
 
+@only_thorough
 def test_without_a_fault_the_answer_is_the_engines_own(capsys: pytest.CaptureFixture[str]) -> None:
     before = decode_plan._MULTIPROCESSORS
     long_answer()

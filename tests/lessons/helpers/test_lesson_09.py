@@ -15,9 +15,9 @@ from teachllm_lessons.helpers.lesson_09 import (
     draw_launches,
     ends_and_begins,
     pretend,
-    seconds_of_an_operator,
 )
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 def plain(core: Any) -> Any:
@@ -60,8 +60,7 @@ def returns_none(core: Any) -> Any:
 
 
 def test_the_engines_own_is_right() -> None:
-    checked = accepted(TURN)
-    assert "the device works 100% of the time in place of 77%" in checked.message
+    keeps_contract(TURN, "the device works 100% of the time in place of 77%")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +90,7 @@ def test_a_loop_that_never_ends_is_stopped() -> None:
     assert "was still running after 1 seconds" in check(TURN, goes_round, seconds=1.0).message
 
 
+@only_thorough
 def test_without_a_fault_blocks_are_held_and_b_answers_its_own_question(capsys: pytest.CaptureFixture[str]) -> None:
     ends_and_begins()
     first, *_, last = capsys.readouterr().out.splitlines()
@@ -114,12 +114,12 @@ def test_a_graph_is_one_launch() -> None:
     )
 
 
+@only_thorough
 def test_operators_that_compute_are_counted() -> None:
     x = torch.ones(4)
     with counting() as counted:
         (x.view(2, 2) + 1).T.sum()
     assert counted.count == 2  # a sum, and an addition; views launch nothing
-    assert 0.0 < seconds_of_an_operator(100) < 1.0
 
 
 def test_the_engines_loop_is_the_pieces_default() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import pytest
@@ -20,7 +19,7 @@ from teachllm_lessons.helpers.lesson_10 import (
     tokens_a_step,
 )
 from teachllm_lessons.results import committed
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -76,8 +75,8 @@ def flat(p: torch.Tensor, q: torch.Tensor, token: torch.Tensor, coin: torch.Tens
 
 
 def test_the_engines_own_are_right() -> None:
-    assert re.search(r"the same words, 1\.\d\d tokens a step, \d\d% of drafts", accepted(PROPOSE).message)
-    assert re.search(r"the same words in 3 random requests, \d\d% of a draft", accepted(JUDGE).message)
+    keeps_contract(PROPOSE, r"the same words, 1\.\d\d tokens a step, \d\d% of drafts")
+    keeps_contract(JUDGE, r"the same words in 3 random requests, \d\d% of a draft")
 
 
 @pytest.mark.parametrize(

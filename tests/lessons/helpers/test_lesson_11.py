@@ -7,7 +7,8 @@ import torch
 
 from teachllm_lessons.helpers.lesson_11 import QUANTIZE, Parts, documented, on_a_gpu, own, rounded, three_packings
 from teachllm_lessons.helpers.lesson_11_losses import loss
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 def laid(groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> Parts:
@@ -69,7 +70,7 @@ def as_a_matrix(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tenso
 
 
 def test_the_engines_own_is_right() -> None:
-    assert "the same words as with its own quantized weights" in accepted(QUANTIZE).message
+    keeps_contract(QUANTIZE, "the same words as with its own quantized weights")
 
 
 def test_another_right_one_is_accepted() -> None:
@@ -92,6 +93,7 @@ def test_wrong_ones_are_told_why(piece: object, words: str) -> None:
     rejected(QUANTIZE, piece, words)
 
 
+@only_thorough
 def test_the_same_quantized_weights_are_read_from_three_formats(capsys: pytest.CaptureFixture[str]) -> None:
     three_packings()
     lines = capsys.readouterr().out.splitlines()
@@ -99,6 +101,7 @@ def test_the_same_quantized_weights_are_read_from_three_formats(capsys: pytest.C
     assert len({line.split(maxsplit=1)[1] for line in lines}) == 1
 
 
+@only_thorough
 def test_two_bits_are_useless_in_one_group_and_hardly_lossy_in_small_ones() -> None:
     assert loss(rounded(2, 0)).perplexity > 4096  # guessing
     assert loss(rounded(2, 16)).perplexity < 1.5

@@ -17,7 +17,8 @@ from teachllm_lessons.helpers.lesson_12 import (
     weight_bytes,
 )
 from teachllm_lessons.helpers.lesson_12_pictures import draw_gains
-from tests.lessons.wrong_answers import accepted, rejected
+from tests.lessons.wrong_answers import keeps_contract, rejected
+from tests.thorough import only_thorough
 
 
 def fewest(num_waiting: Sequence[int], num_running: Sequence[int]) -> int:
@@ -45,7 +46,7 @@ def counts_in(num_waiting: list[int], num_running: list[int]) -> int:
 
 
 def test_the_engines_own_is_right() -> None:
-    assert "in processes of their own: 3 and 3 requests, the same words" in accepted(CHOOSE_REPLICA).message
+    keeps_contract(CHOOSE_REPLICA, "in processes of their own: 3 and 3 requests, the same words")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ def test_wrong_ones_are_told_why(piece: object, words: str) -> None:
     rejected(CHOOSE_REPLICA, piece, words)
 
 
+@only_thorough
 def test_by_load_all_have_answered_sooner_than_in_turn() -> None:
     in_turn, by_load = serve(RoundRobin()), serve(least_loaded)
     assert by_load.num_steps < in_turn.num_steps
@@ -70,6 +72,7 @@ def test_by_load_all_have_answered_sooner_than_in_turn() -> None:
     assert said[0] == said[1]
 
 
+@only_thorough
 def test_without_a_fault_two_ranks_say_what_one_process_says(capsys: pytest.CaptureFixture[str]) -> None:
     one_and_two_ranks()
     lines = capsys.readouterr().out.splitlines()
@@ -91,6 +94,7 @@ def test_what_two_gpus_gain_is_found() -> None:
     assert "tensor parallel 2, one request, a token: 1." in draw_gains(ways).says
 
 
+@only_thorough
 def test_two_replicas_that_share_experts_exchange_four_times_a_layer() -> None:
     load, sent = shared_experts()
     assert sent == "24 x all_to_all"
