@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import environment_with
+import teachllm
+from tests.bench.fake_openai import Answer, FakeServer, running
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 WINGS = {".": "teachllm", "kernels": "teachllm_kernels", "cli": "teachllm_cli"}
@@ -201,31 +203,57 @@ def test_the_folder_called_kernels_is_no_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment_with(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+# What no command loads before it runs. A row is (module to import or command line, what must still be absent).
+_ENGINE = ("torch", "transformers", "tokenizers", "numpy", "teachllm.engine.llm_engine", "fastapi")
+_LIGHT = ("torch", "transformers", "rich.console")
+_HELP = ("torch", "transformers", "numpy")
+LOADS = {
+    "teachllm": _LIGHT,
+    "teachllm.core.scheduler": _LIGHT,
+    "teachllm.config": _LIGHT,
+    "teachllm_cli.app": _LIGHT,
+    "--help": _HELP,
+    "chat --help": _HELP,
+    "bench latency --help": _HELP,
+    "bench serve --help": (*_HELP, "aiohttp", "plotly", "uvloop"),
+    "chat --url {url}": _ENGINE,
+    "teachllm_webui.page": ("torch",),
+    "teachllm_webui.session": ("torch",),
+}
+_PROGRAM = """
+import contextlib, importlib, io, json, sys
+loads, url = json.loads(sys.argv[1]), sys.argv[2]
+loaded, printed = {}, {}
+for what, absent in loads.items():
+    if "teachllm" in what:
+        try:
+            importlib.import_module(what)
+        except ModuleNotFoundError as error:
+            assert error.name == "gradio", error
+    else:
+        from teachllm_cli.app import app
+        sys.stdin = io.StringIO("Hi")
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+            app(what.format(url=url).split(), prog_name="teachllm")
+        printed[what] = out.getvalue()
+    loaded[what] = [name for name in absent if name in sys.modules]
+print(json.dumps([loaded, printed, "httpx2" in sys.modules]))
+"""
 
 
-@pytest.mark.parametrize("module", ["teachllm", "teachllm.core.scheduler", "teachllm.config", "teachllm_cli.app"])
-def test_importing_loads_neither_torch_nor_transformers(module: str) -> None:
-    heavy = "('torch', 'transformers', 'rich.console')"
-    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
-    result = run_python(code)
-    assert result.stdout.strip() == "[]", result.stderr
+def test_imports_help_and_asking_a_server_leave_alone_what_they_do_not_need() -> None:
+    """Run in one fresh interpreter, one after the other."""
+    with running(FakeServer(lambda body: Answer(num_tokens=2))) as url:
+        result = run_program("-c", _PROGRAM, json.dumps(LOADS), url, environment={"COLUMNS": "200"})
+    assert result.returncode == 0, result.stderr
+    loaded, printed, has_client = json.loads(result.stdout)
+    assert loaded == {what: [] for what in LOADS}
+    assert printed["chat --url {url}"] == " word word\n" and has_client
+    assert all(command in printed["--help"] for command in ("chat", "generate", "info"))
+    assert "--batch-size" in printed["bench latency --help"]
 
 
 def test_names_of_the_package_load_on_first_use_and_a_wrong_one_is_named() -> None:
-    result = run_python("import teachllm; print(teachllm.SamplingParams.__module__); teachllm.LMM")
-    assert result.stdout.strip() == "teachllm.sampling_params"
-    assert "module 'teachllm' has no attribute 'LMM'" in result.stderr
-
-
-def test_the_scheduler_can_be_read_in_an_evening() -> None:
-    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "teachllm" / "core").glob("*.py")}
-    assert sum(lines.values()) <= 2500 and max(lines.values()) <= 300, lines
+    assert teachllm.SamplingParams.__module__ == "teachllm.sampling_params"
+    with pytest.raises(AttributeError, match="module 'teachllm' has no attribute 'LMM'"):
+        _ = teachllm.LMM

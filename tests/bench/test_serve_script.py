@@ -13,12 +13,13 @@ from teachllm.bench.serve.record import Record
 from teachllm.engine.text.tokenizer import Tokenizer
 from tests.bench.fake_openai import Answer, FakeServer, running
 from tests.bench.h200_script import load_script
+from tests.thorough import THOROUGH
 
 script = load_script("serve")
 write_tokenizer = load_script("synthetic_tokenizer").write_tokenizer
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="starts three processes: make test-thorough")
 def test_a_tiny_run_writes_both_rates_with_where_they_come_from(tmp_path: Path, capsys) -> None:
     output = tmp_path / "serve.json"
     assert script.main(["--tiny", "--commit", "abc", "--output", str(output)]) == 0
@@ -72,8 +73,14 @@ def test_rates_are_of_each_run_and_times_of_all() -> None:
     assert (found["num_chunks"], found["num_output_tokens"]) == (6, 30)
 
 
-def test_a_server_that_does_not_start_is_told_with_its_last_line(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_told_with_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"model": str(tmp_path / "nothing"), "device": "cpu"}
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "no model: $*" >&2; exit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
     with (
         pytest.raises(RuntimeError, match=r"the server ended with 1: .*nothing"),
         script.server(settings, [], tmp_path / "log"),
