@@ -1,4 +1,4 @@
-"""Processes that ranks run on serve all tests of a module."""
+"""Processes that ranks run on serve the tests of a module, and end with it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ has a GPU of its own, and groups are NCCL's."""
 from __future__ import annotations
 
 import math
-import multiprocessing
+import multiprocessing.forkserver
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -19,6 +19,7 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS
+from tests.waiting import HANG_SECONDS
 
 T = TypeVar("T")
 MOST_RANKS = 8
@@ -88,7 +89,9 @@ def _run(work: Callable[[Ranks], T], layout: Layout, number: int, port: int, tim
         return work(ranks)
 
 
-def on_processes(layout: Layout, work: Callable[[Ranks], T], timeout_s: float = 60.0, on_gpus: bool = False) -> list[T]:
+def on_processes(
+    layout: Layout, work: Callable[[Ranks], T], timeout_s: float = HANG_SECONDS, on_gpus: bool = False
+) -> list[T]:
     """What `work`, a function of a module, returns for every rank; replica by replica.
 
     Args:
@@ -97,7 +100,7 @@ def on_processes(layout: Layout, work: Callable[[Ranks], T], timeout_s: float = 
     assert layout.num_connected <= MOST_RANKS  # they wait for each other: each needs a process
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if not _pool:
-        multiprocessing.set_forkserver_preload(["tests.distributed.test_runner_parts"])  # and all that it imports
+        multiprocessing.set_forkserver_preload([work.__module__])  # and all that it imports
         begins = "spawn" if torch.cuda.is_available() else "forkserver"  # who has looked for a GPU must not fork
         _pool.append(ProcessPoolExecutor(MOST_RANKS, multiprocessing.get_context(begins)))
     numbers = range(layout.num_connected)
@@ -114,3 +117,4 @@ def close_processes() -> None:
     """Those that the last ones ran on; others are started when somebody asks."""
     while _pool:
         _pool.pop().shutdown()
+        multiprocessing.forkserver._forkserver._stop()  # it would stay as long as this process

@@ -19,6 +19,7 @@ from teachllm.models.loader import load_model
 from teachllm.models.model_config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.quantization.formats import FORMATS, write_checkpoint
+from tests.thorough import THOROUGH
 
 CPU = torch.device("cpu")
 
@@ -132,7 +133,7 @@ def test_a_stage_reads_its_own_layers(tmp_path: Path, numbers_read: dict[str, in
         check(numbers_read, tmp_path, lambda name, own=own: float(any(each in name for each in own)))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if "by other" not in name])
+@pytest.mark.parametrize("name", [name for name in FORMATS if "by other" not in name] if THOROUGH else ["awq", "fp8"])
 def test_of_a_quantized_projection_a_rank_reads_all_and_keeps_its_part(
     name: str, tmp_path: Path, numbers_read: dict[str, int]
 ) -> None:

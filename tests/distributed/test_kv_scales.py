@@ -17,6 +17,7 @@ from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.kv_scales import _attentions
 from tests.checkpoints import make_checkpoint
 from tests.distributed.threads import on_ranks
+from tests.thorough import THOROUGH
 
 CPU = torch.device("cpu")
 LAYOUTS = [Layout(2, 1), Layout(1, 3), Layout(2, 2), Layout(4, 1)]
@@ -62,7 +63,7 @@ def test_ranks_have_the_scales_that_one_alone_has(stored: str, tmp_path: Path) -
     expected = scales(tmp_path, Layout())
     assert torch.equal(expected[0, 1], _GOOD) == (stored != "nothing")
     assert torch.equal(expected[1, 0], _GOOD) == (stored == "all")
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if THOROUGH or stored == "nothing" else LAYOUTS[2:3]:
         assert torch.equal(scales(tmp_path, layout), expected), layout
 
 

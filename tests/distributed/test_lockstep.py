@@ -8,9 +8,10 @@ import random
 import pytest
 
 from teachllm.distributed.lockstep import Lockstep, close_ends, lockstep_ends
+from tests.thorough import times
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(times(5, 50)))
 def test_all_take_as_many_steps_as_the_busiest_wants_and_then_rest(seed: int) -> None:
     draw, count = random.Random(seed), 3
     ends = lockstep_ends(count)

@@ -1,13 +1,11 @@
-"""Plans and outputs cross between processes unchanged: to the last bit, and fast."""
+"""Plans and outputs cross between processes unchanged, to the last bit."""
 
 from __future__ import annotations
 
-import math
-import time
 from array import array
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm import SamplingParams
@@ -19,10 +17,11 @@ from teachllm.core.scheduler_output import (
     TokenLogprobs,
 )
 from teachllm.distributed.plan_codec import decode_output, decode_plan, encode_output, encode_plan
+from tests.thorough import times
 
 IDS = st.integers(0, 2**31 - 1)
 ID_LISTS = st.lists(IDS, max_size=5)
-NAMES = st.text(st.characters(codec=None), max_size=8)  # lone surrogates too
+NAMES = st.text("aé模😀\n\x00\ud800", max_size=8)  # a lone surrogate too
 FINITE = st.floats(-50, 50)
 PARAMS = st.builds(
     SamplingParams,
@@ -34,7 +33,7 @@ PARAMS = st.builds(
     seed=st.none() | st.integers(-(2**70), 2**70),
     max_tokens=st.none() | st.integers(4, 9),
     min_tokens=st.integers(0, 4),
-    stop=st.none() | st.just("end") | st.lists(st.text(min_size=1), max_size=2),
+    stop=st.none() | st.just("end") | st.lists(st.text("aé模", min_size=1, max_size=5), max_size=2),
     stop_token_ids=ID_LISTS | ID_LISTS.map(tuple),
     allowed_token_ids=st.none() | st.lists(IDS, min_size=1, max_size=3),
     logprobs=st.none() | st.integers(0, 5),
@@ -60,7 +59,7 @@ SHARES = st.builds(
     new_block_ids=ID_LISTS,
     new_row=st.none() | ROWS,
     num_next_drafts=st.integers(0, 16),
-    why=st.none() | st.text(max_size=4),
+    why=st.none() | st.text("aé模", max_size=4),
 )
 PLANS = st.builds(
     SchedulerOutput,
@@ -92,6 +91,7 @@ OUTPUTS = st.builds(
 )
 
 
+@settings(max_examples=times(25, 500))
 @given(PLANS)
 def test_a_plan_comes_back_as_it_was(plan: SchedulerOutput) -> None:
     assert decode_plan(encode_plan(plan)) == (plan, [])
@@ -99,6 +99,7 @@ def test_a_plan_comes_back_as_it_was(plan: SchedulerOutput) -> None:
     assert decode_plan(encode_plan(plan, told)) == (plan, told)
 
 
+@settings(max_examples=times(25, 500))
 @given(OUTPUTS)
 def test_an_output_comes_back_as_it_was(output: ModelRunnerOutput) -> None:
     assert repr(decode_output(encode_output(output))) == repr(output)  # as text no number is equal to itself
@@ -112,25 +113,3 @@ def test_what_stands_for_a_list_arrives_as_one() -> None:
     assert new is not None and new.token_ids == [1, 2] and new.seed == 2**64 - 1
     assert new.sampling_params.allowed_token_ids == [0, 1, 2, 3]
     assert new.sampling_params.bad_words == ("a", "b")
-
-
-def decodes(count: int) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-    shares = [ScheduledRequest(f"request-{i}", 1000 + i, 1, [], True, 63, [i] * (i % 16 == 0)) for i in range(count)]
-    return SchedulerOutput(7, shares), ModelRunnerOutput([[i] for i in range(count)])
-
-
-def least_microseconds(act: Any, argument: Any) -> float:
-    best = math.inf
-    for _ in range(50):
-        began = time.perf_counter()
-        act(argument)
-        best = min(best, time.perf_counter() - began)
-    return best * 1e6
-
-
-def test_a_step_of_256_decodes_crosses_in_a_fraction_of_a_millisecond() -> None:
-    plan, output = decodes(256)
-    down = least_microseconds(encode_plan, plan) + least_microseconds(decode_plan, encode_plan(plan))
-    up = least_microseconds(encode_output, output) + least_microseconds(decode_output, encode_output(output))
-    print(f"{down:.0f} us down, {up:.0f} us up")
-    assert down < 2000 and up < 1000  # a quarter of this and less, on a machine with nothing else to do

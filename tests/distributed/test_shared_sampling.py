@@ -20,6 +20,8 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.verify import Proposals
 from teachllm.sampling_params import SamplingParams
 from tests.distributed.threads import on_ranks
+from tests.pairwise import pairwise
+from tests.thorough import times
 
 VOCAB, PROMPT_LEN = 72, 3  # of 4 and 8 ranks' first columns some are no multiple of four
 CPU = torch.device("cpu")
@@ -94,22 +96,20 @@ def assert_same_logprobs(found: list[TokenLogprobs | None], expected: list[Token
             assert [ours.logprob, *ours.top_logprobs] == pytest.approx(values, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("has_ties", [False, True], ids=["", "ties"])
-@pytest.mark.parametrize("most", [4, 1024])
-def test_rows_of_one_kind_are_sampled_as_by_one(
-    kind: str, has_ties: bool, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_filters, "MOST_CANDIDATES", most)
-    logits = logits_of(1, 24, has_ties=has_ties)
-    assert_alike([EVERY[kind]] * 24, logits)
+@pytest.mark.parametrize(
+    "case", pairwise(kind=list(EVERY), size=[2, 8], has_ties=[False, True], most=[4, 1024]), ids=repr
+)
+def test_rows_of_one_kind_are_sampled_as_by_one(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_filters, "MOST_CANDIDATES", case["most"])
+    kind, logits = case["kind"], logits_of(1, 24, has_ties=case["has_ties"])
+    assert_alike([EVERY[kind]] * 24, logits, sizes=(case["size"],))
     if not EVERY[kind]["temperature"]:
         return
     found = sample(ALONE, [EVERY[kind]] * 24, logits).token_ids
     assert kind in ("small p", "allowed") or (found != logits.argmax(dim=-1)).any()  # noise decides something
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=times(6, 100))
 @given(
     st.lists(st.sampled_from(list(EVERY)), min_size=1, max_size=8),
     st.integers(0, 2**16),

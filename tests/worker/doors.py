@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from teachllm import LLM, EngineConfig, RequestOutput
+from teachllm import LLM, EngineConfig, RequestOutput, SamplingParams
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.engine.llm_engine import Engine
 from teachllm.spec_decode.drafter import Drafter
@@ -64,6 +64,20 @@ def drain(engine: Engine, max_steps: int = 2000) -> dict[str, RequestOutput]:
             return outputs
         outputs |= {output.request_id: output for output in engine.step()}
     raise AssertionError("no progress")
+
+
+def complete(engine: Engine, prompt: Any, params: SamplingParams, **arguments: Any) -> RequestOutput:
+    """Run one request, alone."""
+    output = engine.add_request("r", prompt, params, **arguments)
+    drain(engine)
+    return output
+
+
+def assert_clean(engine: Engine) -> None:
+    """Run what is left, and look for what is kept of requests that have ended."""
+    drain(engine)
+    assert num_used_blocks(engine) == 0 and not engine.core.scheduler.requests
+    assert not engine._outputs._children and not engine._outputs._ids and not engine._outputs._taken
 
 
 def tokens(output: RequestOutput) -> list[list[int]]:

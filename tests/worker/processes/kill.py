@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from tests.processes import is_gone, named_memory, num_rings
 from tests.programs import start_program
+from tests.waiting import HANG_SECONDS
 from tests.worker.doors import tiny
 
-SECONDS_TO_TELL = 5.0  # from the kill until the program has its error
-SECONDS_TO_END = 10.0  # from then on until nobody is left; most of it Python takes to forget PyTorch
 _BATCH = """
 from teachllm import LLM, SamplingParams
 llm = LLM(**{settings!r})
@@ -40,13 +39,13 @@ class Seconds(NamedTuple):
 
 
 def program(code: str, settings: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
-    """Python in a process of its own; `{settings!r}` in the code stands for the settings."""
+    """Start Python in a process of its own; `{settings!r}` in the code stands for the settings."""
     code = code.replace("{settings!r}", repr(settings))
     return start_program("-c", code, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def kill_a_rank(rank: int, num_steps: int, delay: float = 0.0, **settings: Any) -> Seconds:
-    """Kills a rank of a batch of six when so many steps have begun.
+    """Kill a rank of a batch of six when so many steps have begun.
 
     Args:
         delay: seconds, so that it may happen anywhere in a step.
@@ -70,13 +69,10 @@ def kill_a_rank(rank: int, num_steps: int, delay: float = 0.0, **settings: Any) 
             time.sleep(delay)
             os.kill(pids[rank], signal.SIGKILL)
             killed = time.monotonic()
-            told, _, _ = select.select([child.stderr], [], [], SECONDS_TO_TELL)
+            assert select.select([child.stderr], [], [], HANG_SECONDS)[0], f"no word after the kill of rank {rank}"
             told_after = time.monotonic() - killed
-            assert told, f"{SECONDS_TO_TELL} seconds after the kill of rank {rank} the program has not said a word"
-            _, said = child.communicate(timeout=SECONDS_TO_END)  # ranks have its error output open, too
+            _, said = child.communicate(timeout=HANG_SECONDS)  # ranks have its error output open, too
             ended_after = time.monotonic() - killed
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{SECONDS_TO_END} seconds after the error, somebody runs") from None
         finally:
             child.kill()
         why = f"EngineDeadError: the process of rank {rank} has ended with SIGKILL\n"

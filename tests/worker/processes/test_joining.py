@@ -8,14 +8,11 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,16 +23,18 @@ from teachllm.distributed.rendezvous import Rendezvous, keep_store
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import versions
 from teachllm.worker.processes.answers import Kind
-from teachllm.worker.processes.host import _Line, join
+from teachllm.worker.processes.host import _Line
 from teachllm.worker.processes.host_messages import Begin, Hello, HostRefused, Order, Said, decode_to_host
 from teachllm.worker.processes.host_plan import HostPlan, plan_of
 from teachllm.worker.processes.host_socket import connect, listen, port_of
 from teachllm.worker.processes.rank_hosts import RankHosts
 from teachllm.worker.processes.rank_lines import RankWork
 from tests.processes import num_descriptors
-from tests.programs import environment_with
-from tests.waiting import wait_for
+from tests.thorough import times
+from tests.waiting import HANG_SECONDS, wait_for
 from tests.worker.doors import make_engine
+from tests.worker.processes.child_threads import ChildThread, loading
+from tests.worker.processes.machines import Cable, Joining
 
 NAME = socket.gethostname()
 
@@ -45,115 +44,120 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHLLM_SECRET", "sesame")
 
 
-class Joining(threading.Thread):
-    """A machine in a thread, and what came of it."""
-
-    def __init__(self, address: str, secret: str = "sesame", place: int | None = None) -> None:
-        super().__init__(daemon=True)
-        self.place = place
-        self._join = lambda: join(address, secret, place=place)
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._join()
-        except BaseException as error:
-            self.error = error
-
-
 def plan(machines: list[Any], start: Callable[[str], Any], *others: Callable[[str], Any], count: int = 1) -> HostPlan:
     """Of a rank on each other machine; who listens has these start."""
 
     def invite(address: str, _: object) -> None:
-        for each in (start, *others):
-            machines.append(each(address))
-            if isinstance(machines[-1], Joining):
-                machines[-1].join(0.5)
+        machines.extend(each(address) for each in (start, *others))
 
     elsewhere = [[rank] for rank in range(1, count + 1)]
     return HostPlan([], elsewhere, "127.0.0.1", 0, "sesame", invite, "run it at {address}")
 
 
 WORK = RankWork(EngineConfig(device="cpu", tensor_parallel_size=2, nnodes=2))
-_SILENT = """
-import sys, time, zmq
-from teachllm.worker.processes.host_messages import Hello, encode
-from teachllm.worker.processes.host_socket import connect
-line = connect(zmq.Context(), sys.argv[1], "sesame")
-line.send(encode(Hello("silent", {versions!r})))
-time.sleep(60)
-"""
 
 
-def silent(address: str) -> subprocess.Popen[bytes]:
-    """A machine that joins and does nothing."""
-    code = _SILENT.replace("{versions!r}", repr(versions()))
-    return subprocess.Popen([sys.executable, "-c", code, address], env=environment_with())
+class ByHand:
+    """A machine that says what a test has it say, over a cable that may be cut."""
+
+    def __init__(self, address: str, name: str = "b") -> None:
+        self.cable = Cable(int(address.rpartition(":")[2]))
+        self.line = _Line(self.cable.address, "sesame")
+        self.line.say(Hello(name, versions()))
+
+    def close(self) -> None:
+        self.line.close()
+        self.cable.close()
 
 
 @contextmanager
-def killed_in_the_end(machines: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def closed_in_the_end(machines: list[Any]) -> Iterator[None]:
     try:
         yield
     finally:
         for each in machines:
-            each.kill()
-            each.wait()
+            if isinstance(each, ByHand):
+                each.close()
+            else:
+                each.join(HANG_SECONDS)
 
 
 def test_who_has_joined_before_the_engine_looks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 10.0)
-    machines = list[subprocess.Popen[bytes]]()
-    begun = list[float]()
+    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 5.0)  # or it gives up
+    machines = list[ByHand]()
 
     def invite(address: str, _: object) -> None:
-        machines.append(silent(address))
-        assert hosts._hosts.router.poll(30_000)
-        begun.append(time.monotonic())
+        machines.append(ByHand(address))
+        assert hosts._hosts.router.poll(int(1000 * HANG_SECONDS))
 
-    plan_ = replace(plan([], Joining), invite=invite)
-    with closing(RankHosts(plan_)) as hosts, killed_in_the_end(machines):
+    plan_ = replace(plan([], ByHand), invite=invite)
+    with closing(RankHosts(plan_)) as hosts, closed_in_the_end(machines):
         hosts.start(WORK)
-        assert time.monotonic() - begun[0] < 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_machine_that_no_longer_answers_is_noticed_within_seconds_by_whoever_waits(number: signal.Signals) -> None:
-    machines = list[subprocess.Popen[bytes]]()
-    with closing(RankHosts(plan(machines, silent))) as hosts, killed_in_the_end(machines):
+@pytest.mark.parametrize("is_cut", [True, False], ids=["it ends", "it hangs"])
+def test_a_machine_that_no_longer_answers_is_noticed_by_whoever_waits(is_cut: bool) -> None:
+    machines = list[ByHand]()
+    with closing(RankHosts(plan(machines, ByHand))) as hosts, closed_in_the_end(machines):
         hosts.start(WORK)
-        began = time.monotonic()
-        machines[0].send_signal(number)
-        assert select.select([hosts.sentinel], [], [], 10)[0]  # nobody reads or writes
-        with pytest.raises(EngineDeadError, match=r"^silent with rank 1 has gone$"):
+        cable = machines[0].cable
+        cable.cut() if is_cut else cable.fall_silent()
+        assert select.select([hosts.sentinel], [], [], HANG_SECONDS)[0]  # nobody reads or writes
+        with pytest.raises(EngineDeadError, match=r"^b with rank 1 has gone$"):
             hosts.receive()
-        assert time.monotonic() - began < 5
+
+
+def test_a_machine_whose_engine_has_gone_says_so_and_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cables, ranks = list[Cable](), list[ChildThread]()
+
+    def start(*_: Any, **__: Any) -> ChildThread:
+        ranks.append(ChildThread(loading))
+        return ranks[0]
+
+    def join_by_cable(address: str) -> Joining:
+        cables.append(Cable(int(address.rpartition(":")[2])))
+        return Joining(cables[0].address)
+
+    monkeypatch.setattr("teachllm.worker.processes.rank_processes.start_child", start)
+    machines = list[Joining]()
+    with closing(RankHosts(plan(machines, join_by_cable))) as hosts, closed_in_the_end(machines):
+        hosts.start(WORK)
+        wait_for(lambda: ranks)
+        cables[0].cut()
+        machines[0].join(HANG_SECONDS)
+    assert isinstance(machines[0].error, EngineDeadError)
+    assert str(machines[0].error) == f"the engine at {cables[0].address} has gone"
+    assert ranks[0].returncode == -signal.SIGKILL
+    cables[0].close()
 
 
 def test_a_machine_that_goes_before_the_ranks_are_told_to_begin_is_missed_and_nobody_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machines = list[Any]()
-    with closing(RankHosts(plan(machines, silent, Joining, count=2))) as hosts:
+    with closing(RankHosts(plan(machines, ByHand, Joining, count=2))) as hosts, closed_in_the_end(machines):
 
         def keep(host: str, seconds: float) -> tuple[Rendezvous, Any]:
-            machines[0].kill()
-            machines[0].wait()
+            machines[0].cable.cut()
             wait_for(lambda: hosts._hosts.missing)
             return keep_store(host, seconds)
 
         monkeypatch.setattr("teachllm.worker.processes.rank_hosts.keep_store", keep)
         with pytest.raises(EngineDeadError, match=r"^the machine with rank [12] has gone$"):
             hosts.start(WORK)
-        machines[1].join(5)
+        machines[1].join(HANG_SECONDS)
         assert isinstance(machines[1].error, EngineDeadError) and "has gone" in str(machines[1].error)
 
 
 def test_a_machine_that_has_joined_ends_with_an_error_if_the_engine_does_not_start() -> None:
     machines = list[Joining]()
     with closing(RankHosts(plan(machines, Joining, count=2))) as hosts:
-        threading.Timer(1.0, hosts.end, ["nobody else comes"]).start()
+
+        def give_up() -> None:
+            wait_for(lambda: len(hosts._hosts.missing) == 1)
+            hosts.end("nobody else comes")
+
+        threading.Thread(target=give_up, daemon=True).start()
         with pytest.raises(EngineDeadError, match=r"^nobody else comes$"):
             hosts.start(WORK)
     with closing(RankHosts(plan(machines, Joining))) as hosts:
@@ -161,7 +165,7 @@ def test_a_machine_that_has_joined_ends_with_an_error_if_the_engine_does_not_sta
         wait_for(lambda: hosts.receive(0.1) or not hosts._hosts.missing)
         hosts.kill()  # as whoever starts it does if it fails
     for machine, why in zip(machines, ("nobody else comes", "the engine could not start"), strict=True):
-        machine.join(5)
+        machine.join(HANG_SECONDS)
         assert isinstance(machine.error, EngineDeadError) and str(machine.error).startswith(why)
 
 
@@ -188,8 +192,8 @@ def test_too_few_gpus_here_are_found_before_anybody_is_waited_for() -> None:
 
 
 def test_strangers_that_come_and_go_keep_nobody_from_noticing_that_a_machine_has_gone() -> None:
-    machines = list[subprocess.Popen[bytes]]()
-    with closing(RankHosts(plan(machines, silent))) as hosts, killed_in_the_end(machines):
+    machines = list[ByHand]()
+    with closing(RankHosts(plan(machines, ByHand))) as hosts, closed_in_the_end(machines):
         hosts.start(WORK)
         watch, num_lost = hosts._hosts._watch, 0
         notice = watch._on_lost
@@ -201,11 +205,12 @@ def test_strangers_that_come_and_go_keep_nobody_from_noticing_that_a_machine_has
 
         watch._on_lost = count
         try:
-            for number in range(1, 501):  # more than a pipe has room for; nobody reads or writes meanwhile
+            hosts._hosts._waker.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for few
+            for number in range(1, times(61, 501)):  # nobody reads or writes meanwhile
                 socket.create_connection(("127.0.0.1", port_of(hosts._hosts.router))).close()
-                wait_for(lambda number=number: num_lost >= number - 20, 5)  # no faster than they are noticed
-            machines[0].kill()
-            assert select.select([hosts.sentinel], [], [], 5)[0]
+                wait_for(lambda number=number: num_lost >= number - 20)  # no faster than they are noticed
+            machines[0].cable.cut()
+            assert select.select([hosts.sentinel], [], [], HANG_SECONDS)[0]
         finally:
             hosts._hosts.wait(0)  # whoever is stuck goes on, and this test ends
 
@@ -213,20 +218,20 @@ def test_strangers_that_come_and_go_keep_nobody_from_noticing_that_a_machine_has
 def test_who_does_not_know_the_secret_is_refused_and_told_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 1.0)
+    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 0.1)
     machines = list[Joining]()
-    with (
-        closing(RankHosts(plan(machines, lambda address: Joining(address, "open")))) as hosts,
-        pytest.raises(
-            TimeoutError,
-            match=r"^1 of 1 machines did not join within 1 s, which should have rank 1: run it at tcp://127.0.0.1:\d+$",
-        ),
-    ):
-        hosts.start(WORK)
-    machines[0].join(5)
+
+    def invite(address: str, _: object) -> None:
+        machines.append(Joining(address, "open"))
+        machines[0].join(HANG_SECONDS)
+
+    missing = r"^1 of 1 machines did not join within 0.1 s, which should have rank 1: run it at tcp://127.0.0.1:\d+$"
+    with closing(RankHosts(replace(plan([], Joining), invite=invite))) as hosts:
+        with pytest.raises(TimeoutError, match=missing):
+            hosts.start(WORK)
+        wait_for(lambda: "somebody has been refused who is no worker, or has another secret" in caplog.text)
     assert isinstance(machines[0].error, ValueError)
     assert "is no engine, or has another secret: set TEACHLLM_SECRET to the engine's" in str(machines[0].error)
-    assert "somebody has been refused who is no worker, or has another secret" in caplog.text
 
 
 def test_where_something_else_listens_a_worker_does_not_put_it_down_to_the_secret_alone() -> None:
@@ -234,7 +239,7 @@ def test_where_something_else_listens_a_worker_does_not_put_it_down_to_the_secre
         port = listener.getsockname()[1]
         machine = Joining(f"tcp://127.0.0.1:{port}")
         listener.accept()[0].close()  # as a proxy does whose server has ended
-        machine.join(5)
+        machine.join(HANG_SECONDS)
     assert isinstance(machine.error, ValueError)
     assert str(machine.error).startswith(f"who listens at tcp://127.0.0.1:{port} is no engine, or has another secret: ")
 
@@ -243,7 +248,7 @@ def test_a_stranger_who_announces_gigabytes_is_cut_off_before_they_are_kept() ->
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     with (
         closing(RankHosts(plan([], Joining))) as hosts,
-        socket.create_connection(("127.0.0.1", port_of(hosts._hosts.router)), 5) as stranger,
+        socket.create_connection(("127.0.0.1", port_of(hosts._hosts.router)), HANG_SECONDS) as stranger,
     ):
         stranger.sendall(greeting)
         heard = 0
@@ -257,18 +262,12 @@ def test_a_stranger_who_announces_gigabytes_is_cut_off_before_they_are_kept() ->
 
 @contextmanager
 def machine_by_hand() -> Iterator[tuple[RankHosts, _Line]]:
-    """An engine that has begun, and a machine called b that says what a test has it say."""
-    lines = list[_Line]()
-
-    def start(address: str) -> None:
-        lines.append(_Line(address, "sesame"))
-        lines[0].say(Hello("b", versions()))
-
-    with closing(RankHosts(plan([], start))) as hosts:
+    """An engine that has begun, and a machine called b that has heard of it."""
+    machines = list[ByHand]()
+    with closing(RankHosts(plan(machines, ByHand))) as hosts, closed_in_the_end(machines):
         hosts.start(WORK)
-        with closing(lines[0]) as line:
-            assert isinstance(line.first(), Begin)
-            yield hosts, line
+        assert isinstance(machines[0].line.first(), Begin)
+        yield hosts, machines[0].line
 
 
 def test_messages_that_are_larger_than_a_frame_arrive_whole_at_both_ends() -> None:
@@ -309,23 +308,19 @@ def test_a_machine_with_another_version_is_named_at_both_ends(monkeypatch: pytes
     said = rf"{NAME}: the ranks disagree about torch: '.*' at the engine; '1.0' at rank 1: install the same everywhere$"
     with closing(RankHosts(plan(machines, Joining))) as hosts, pytest.raises(ValueError, match=f"^{said}"):
         hosts.start(WORK)
-    machines[0].join(5)
+    machines[0].join(HANG_SECONDS)
     assert isinstance(machines[0].error, ValueError)
     assert str(machines[0].error).endswith("at rank 1: install the same everywhere")
 
 
-def test_who_speaks_another_language_is_refused_and_nobody_else_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 1.0)
-    with zmq.Context() as context, closing(RankHosts(plan([], lambda address: lines.append(address)))) as hosts:
-        lines = list[str]()
-        with pytest.raises(TimeoutError):
-            hosts.start(WORK)
-        with connect(context, lines[0], "sesame") as line:
+def test_who_speaks_another_language_is_refused_and_nobody_else_notices() -> None:
+    said = HostRefused("nobody here understands it: install the same teachllm everywhere")
+    with zmq.Context() as context, closing(RankHosts(plan([], Joining))) as hosts:
+        line = connect(context, f"tcp://127.0.0.1:{port_of(hosts._hosts.router)}", "sesame")
+        with line:
             line.send(b"what?")
             wait_for(lambda: hosts.receive(0.1) or line.poll(0))
-            assert decode_to_host(line.recv()) == HostRefused(
-                "nobody here understands it: install the same teachllm everywhere"
-            )
+            assert decode_to_host(line.recv()) == said
 
 
 def test_what_a_machine_refuses_is_heard_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,24 +339,37 @@ def test_what_a_machine_refuses_is_heard_before_it_leaves(monkeypatch: pytest.Mo
         assert (rank, kind) == (1, Kind.REFUSED)
         assert json.loads(said) == [f"{NAME}: there is 1 CUDA device: lower it", False, None]
         assert machines[0].is_alive()  # until it is told to end
-    machines[0].join(5)
+    machines[0].join(HANG_SECONDS)
     assert isinstance(machines[0].error, ValueError)
 
 
 def test_a_place_that_is_taken_or_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.processes.rank_hosts._SECONDS_TO_JOIN", 2.0)
+    monkeypatch.setattr("teachllm.worker.processes.rank_processes.start_child", lambda *_, **__: ChildThread(loading))
     machines = list[Joining]()
-    places = [partial(Joining, place=place) for place in (2, 2, 7)]
-    missing = pytest.raises(TimeoutError, match=r"^1 of 2 machines .* which should have rank 1: ")
-    with closing(RankHosts(plan(machines, *places, count=2))) as hosts, missing:
+
+    def the_last_one(address: str) -> threading.Thread:
+        def wait_and_join() -> None:
+            wait_for(lambda: sum(each.error is not None for each in machines) == 2)
+            machines.append(Joining(address, place=1))
+
+        waiting = threading.Thread(target=wait_and_join, daemon=True)
+        waiting.start()
+        return waiting
+
+    def invite(address: str, _: object) -> None:
+        machines.extend(Joining(address, place=place) for place in (2, 2, 7))
+        the_last_one(address)
+
+    with closing(RankHosts(replace(plan([], Joining, count=2), invite=invite))) as hosts:
         hosts.start(WORK)
-    for each in machines:
-        each.join(5)
-    assert sum(each.error is None for each in machines) == 1  # it was told to end
-    for each in machines:
+        wait_for(lambda: all(each.ranks or each.error is not None for each in machines))
+        hosts.kill()
+    *three, last = machines
+    assert [each.ranks for each in three].count([2]) == 1 and last.ranks == [1]
+    for each in three:
         said = f"refuses this machine: node_rank={each.place} is not wanted: choose one of 1"
-        assert each.error is None or (isinstance(each.error, ValueError) and said in str(each.error))
-    assert machines[2].error is not None
+        assert each.ranks or (isinstance(each.error, ValueError) and said in str(each.error))
+    assert not three[2].ranks
 
 
 @pytest.mark.parametrize(

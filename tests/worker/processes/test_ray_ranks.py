@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
@@ -19,14 +18,15 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.worker.processes.ray_ranks import _tell, by_machine
 from tests.processes import descendants, is_gone
 from tests.programs import environment_with
-from tests.waiting import wait_for
+from tests.thorough import THOROUGH
+from tests.waiting import HANG_SECONDS, wait_for
 from tests.worker.doors import random_ids, tiny
 from tests.worker.processes.process_trees import needs_proc
 
 RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 _SCRIPT = """
-import json, time
+import json
 from teachllm import LLM, SamplingParams
 llm = LLM(**{settings!r})
 try:
@@ -34,13 +34,14 @@ try:
         [output] = llm.generate([{{"prompt_token_ids": {prompt}}}], {greedy!r}, use_tqdm=False)
         print(json.dumps(output.outputs[0].token_ids), flush=True)
 except RuntimeError as error:
-    print(json.dumps([time.monotonic(), str(error)]), flush=True)
+    print(json.dumps([str(error)]), flush=True)
     raise
 """
 
 
 @pytest.mark.ray
 @needs_proc
+@pytest.mark.skipif(not THOROUGH, reason="Ray starts a dozen processes")
 def test_two_actors_give_what_one_process_gives_and_when_one_is_killed_nothing_is_left() -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     prompt = random_ids(9)
@@ -54,16 +55,15 @@ def test_two_actors_give_what_one_process_gives_and_when_one_is_killed_nothing_i
             pids = descendants(engine.pid)
             actors = [pid for pid in pids if b"RankActor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
             assert len(actors) == 2
-            killed = time.monotonic()
             os.kill(actors[0], signal.SIGKILL)
             *_, last = [line for line in engine.stdout if line.startswith("[")]  # Ray has something to say, too
-            told, why = json.loads(last)
-            assert told - killed < 5 and re.search("with rank [01] has gone|Ray actor of rank [01] has ended", why)
-            assert engine.wait(15) == 1
+            [why] = json.loads(last)
+            assert re.search("with rank [01] has gone|Ray actor of rank [01] has ended", why)
+            assert engine.wait(HANG_SECONDS) == 1
             assert engine.stderr.read().count("Traceback") == 1
         finally:
             engine.kill()
-    wait_for(lambda: all(map(is_gone, pids)), 10)
+    wait_for(lambda: all(map(is_gone, pids)))
 
 
 def test_neighbouring_ranks_share_a_machine_and_the_first_are_here() -> None:

@@ -19,7 +19,8 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.worker.processes.torchrun import plan_of_torchrun, works_for_process_0
 from tests.processes import children, is_gone
 from tests.programs import environment_with
-from tests.waiting import wait_for
+from tests.thorough import THOROUGH
+from tests.waiting import HANG_SECONDS, wait_for
 from tests.worker.doors import random_ids, tiny
 from tests.worker.processes.process_trees import free_port, needs_proc
 
@@ -47,6 +48,7 @@ llm.close()
 """
 
 
+@pytest.mark.skipif(not THOROUGH, reason="starts five processes; the tests below show what torchrun's do")
 def test_one_command_runs_once_and_answers_as_one_process_does() -> None:
     settings, prompt = tiny(), random_ids(9)
     llm = LLM(**settings)
@@ -54,24 +56,25 @@ def test_one_command_runs_once_and_answers_as_one_process_does() -> None:
     [expected] = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
     code = _SCRIPT.format(settings=settings | TORCHRUN, prompt=prompt, greedy=greedy)
     with torchrun("--no-python", sys.executable, "-c", code) as launcher:
-        answer, said = launcher.communicate(timeout=100)
+        answer, said = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 0, said
     assert [json.loads(line) for line in answer.splitlines()] == [expected.outputs[0].token_ids]
 
 
 @needs_proc
+@pytest.mark.skipif(not THOROUGH, reason="starts five processes, and test_rank_hosts.py kills such a rank")
 def test_a_rank_that_is_killed_ends_every_process_with_an_error() -> None:
     code = _SCRIPT.replace("[output]", "while True: [output]")
     code = code.format(settings=tiny(**TORCHRUN), prompt=random_ids(9), greedy=SamplingParams(max_tokens=80))
     with torchrun("--no-python", sys.executable, "-c", code) as launcher:
-        wait_for(lambda: len(ranks := children(launcher.pid)) == 2 and all(map(children, ranks)), 60)
+        wait_for(lambda: len(ranks := children(launcher.pid)) == 2 and all(map(children, ranks)))
         commands = children(launcher.pid)
         ranks = [rank for each in commands for rank in children(each)]
         os.kill(ranks[1], signal.SIGKILL)
-        _, said = launcher.communicate(timeout=30)
+        _, said = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 1
     assert "the process of rank 1 has ended with SIGKILL" in said
-    wait_for(lambda: all(map(is_gone, [*commands, *ranks])), 5)
+    wait_for(lambda: all(map(is_gone, [*commands, *ranks])))
 
 
 def test_a_process_that_is_not_the_first_ends_where_it_would_have_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +93,7 @@ def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, p
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of a store as torchrun has one."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=HANG_SECONDS), wait_for_workers=False)
     yield store.port
 
 
