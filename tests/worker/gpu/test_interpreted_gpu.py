@@ -84,7 +84,7 @@ def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
 
 
 def test_a_tree_of_drafts_is_sampled_and_verified_as_on_a_cpu_with_a_quantized_cache() -> None:
-    """Chunks of prompts beside decodes, filters, penalties, log-probabilities, and quantized values of keys and values."""
+    """Chunks of prompts beside decodes, filters, penalties, log-probabilities, and a quantized KV cache."""
     settings = {"kv_cache_dtype": "int8", "max_num_batched_tokens": 16, "max_num_seqs": 2, "async_scheduling": True}
     prompts = [PROMPTS[1], PROMPTS[0][:9]]
     params = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.3, seed=3, max_tokens=4, logprobs=1)
