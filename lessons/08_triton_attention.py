@@ -21,10 +21,8 @@ import triton.language as tl  # noqa: F401 (for what you write)
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.helpers.lesson_08 import UPDATE
-from teachllm_lessons.helpers.lesson_08_kernels import run_tile
-from teachllm_lessons.helpers.lesson_08_pictures import draw_roofline, draw_tiles
-from teachllm_lessons.helpers.lesson_08_probe import Probe
+from teachllm_lessons.helpers.lesson_08 import UPDATE, draw_roofline, draw_tiles
+from teachllm_lessons.helpers.lesson_08_kernels import Probe, run_tile
 from teachllm_lessons.picture import bars
 from teachllm_lessons.predict import predict
 from teachllm_lessons.results import committed

@@ -227,9 +227,8 @@ class ModelRunner:
                 step.inputs, step.drafts, [scheduled.samples for scheduled in scheduled_requests]
             )
         known_ids = self._batch.token_ids.to(self._device)
-        sampled = self._sampler.sample(
-            step.logits, step.logits_rows, step.lengths, known_ids, proposals=proposals, histories=histories
-        )
+        # By position: a sampler of one's own may name its parameters as it likes, see `EngineOverrides`.
+        sampled = self._sampler.sample(step.logits, step.logits_rows, step.lengths, known_ids, proposals, histories)
         token_ids = sampled.token_ids
         if self._synthetic_rate is not None:
             token_ids = self._synthetic_tokens(token_ids, step)

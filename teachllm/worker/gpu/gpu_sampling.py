@@ -93,8 +93,8 @@ class GPUSampling:
                 rows[some],
                 lengths[some],
                 batch.token_ids,
-                proposals=theirs,
-                histories=batch.histories(some, places) if verifies else None,
+                theirs,
+                batch.histories(some, places) if verifies else None,
             )
             outputs.append(output)
         self._take(torch.cat([output.token_ids for output in outputs]), num_seqs)

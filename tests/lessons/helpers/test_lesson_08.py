@@ -10,9 +10,8 @@ import torch
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.attention import decode_plan
-from teachllm_lessons.helpers.lesson_08 import UPDATE, long_answer, rising_scores
-from teachllm_lessons.helpers.lesson_08_pictures import draw_tiles
-from teachllm_lessons.helpers.lesson_08_probe import Probe
+from teachllm_lessons.helpers.lesson_08 import UPDATE, draw_tiles, long_answer, rising_scores
+from teachllm_lessons.helpers.lesson_08_kernels import Probe
 from teachllm_lessons.watch import Watch
 from tests.lessons.wrong_answers import keeps_contract, rejected
 from tests.thorough import only_thorough
