@@ -18,9 +18,23 @@ import torch
 from teachllm import LLM, SamplingParams, config
 from teachllm.models import loader, model_config
 from teachllm.outputs import CompletionOutput, RequestOutput
+from teachllm.worker.kv_scales import _attentions
+from teachllm_kernels.attention.kv_quantization import KVScales
 from tests.engine.reference import reference
 
 MAX_OUTPUT = 24
+DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def scales_of(llm: LLM) -> list[KVScales]:
+    """Of each layer."""
+    found = [each.settings.kv_scales for each in _attentions(runner_of(llm).model)]
+    assert None not in found
+    return found  # type: ignore[return-value]
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm.engine.core.executor._runner  # type: ignore[attr-defined]
 
 
 @contextmanager

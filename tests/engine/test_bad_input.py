@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from teachllm import LLM, SamplingParams
 from tests.engine.reference import reference
-from tests.programs import run_program
 from tests.worker.doors import drain, make_engine, make_llm, num_used_blocks, random_ids, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,15 +337,3 @@ def test_too_little_memory_shows_the_table_and_what_fits() -> None:
     first, *table = str(refused.value).splitlines()
     assert "would hold 48 tokens" in first and "set max_model_len=48 or less" in first
     assert [row.split("  ")[1].strip() for row in table][:3] == ["budget", "weights", "activations"]
-
-
-# -- the command line --------------------------------------------------------------------------------------
-
-
-def test_the_command_line_shows_one_line_and_no_traceback(folder: Path) -> None:
-    change_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
-    command = ("-m", "teachllm_cli", "generate", "--model", str(folder), "--prompt", "x")
-    result = run_program(*command)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: MambaForCausalLM is not supported: it has a recurrent state; ")
-    assert result.stderr.count("\n") == 1

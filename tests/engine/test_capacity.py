@@ -13,7 +13,9 @@ from teachllm.engine.info import describe_model
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor
 from tests.checkpoints import make_checkpoint
 from tests.spec_decode.drafters import speculation
+from tests.thorough import THOROUGH
 from tests.worker.doors import drain, make_engine, random_ids, tiny
+from tests.worker.processes.child_threads import ranks_in_threads
 
 
 def resolved(**settings: object) -> EngineConfig:
@@ -41,9 +43,13 @@ def disturbed(num_requests: int, num_blocks: int, input_len: int, output_len: in
     return waited or engine.core.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+SHAPES = [(24, 20, 40), (25, 33, 16), (17, 1, 63), (30, 48, 16), (21, 16, 33)]
+BOTH = [(*shape, ahead) for shape in SHAPES for ahead in (False, True)]
+
+
 @pytest.mark.parametrize(
-    ("num_blocks", "input_len", "output_len"), [(24, 20, 40), (25, 33, 16), (17, 1, 63), (30, 48, 16), (21, 16, 33)]
+    ("num_blocks", "input_len", "output_len", "async_scheduling"),
+    BOTH if THOROUGH else [BOTH[0], BOTH[3]],
 )
 def test_the_number_runs_undisturbed_and_one_more_does_not(
     num_blocks: int, input_len: int, output_len: int, async_scheduling: bool
@@ -94,7 +100,10 @@ def test_info_counts_a_draft_models_weights_and_its_layers_of_kv() -> None:
     assert plain["layers"] == drafting["layers"]
 
 
-def test_info_says_what_each_rank_has_and_the_table_is_of_the_tightest(tmp_path: Path) -> None:
+def test_info_says_what_each_rank_has_and_the_table_is_of_the_tightest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_in_threads(monkeypatch)
     config = EngineConfig(model=make_checkpoint("llama_yarn", tmp_path), device="cpu", max_num_seqs=4)
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     executor = MultiprocessExecutor(replace(config, **sizes).resolve(512))  # type: ignore[arg-type]

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
-from pathlib import Path
+import json
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from teachllm import LLM, SamplingParams
-
-FOLDER = Path(__file__).resolve().parents[2] / "teachllm" / "assets" / "teachlm"
-NUM_TOKENS = 48
-QUESTIONS = [
-    "What is a KV cache?",
-    "why do we need paged attention?",
-    "Explain continuous batching to me.",
-    "What does TTFT mean?",
-    "Hello!",
-    "Who are you?",
-    "What is the capital of France?",
-    "Count from 1 to 9.",
-]
-TEXTS = ["A KV cache", "Prefill and decode", "The scheduler gives", "1, 2, 3,"]
+from tests.golden.make_teachlm import CONVERSATION, FILE, NUM_TOKENS, QUESTIONS, TEXTS
+from tests.thorough import times
 
 
 @pytest.fixture(scope="module")
@@ -35,48 +20,31 @@ def llm() -> LLM:
     )
 
 
-@cache
-def theirs() -> tuple[Any, Any]:
-    """transformers' model in float32, and its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(FOLDER)
+@pytest.fixture(scope="module")
+def theirs() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(FILE.read_text())
+    return found
 
 
-def their_prompts() -> list[list[int]]:
-    tokenizer = theirs()[1]
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    options = {"add_generation_prompt": True, "tokenize": False}
-    texts = [tokenizer.apply_chat_template(chat, **options) for chat in chats] + TEXTS
-    return [tokenizer(text)["input_ids"] for text in texts]
-
-
-def their_answer(prompt: list[int]) -> list[int]:
-    with torch.inference_mode():
-        made = theirs()[0].generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
-    ids: list[int] = made[0, len(prompt) :].tolist()
-    return ids
-
-
-def test_greedy_tokens_equal_transformers_from_the_same_files(llm: LLM) -> None:
+def test_greedy_tokens_equal_transformers_from_the_same_files(llm: LLM, theirs: list[dict[str, Any]]) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    outputs = llm.chat(chats, params, use_tqdm=False) + llm.generate(TEXTS, params, use_tqdm=False)
-    prompts = their_prompts()
-    assert [output.prompt_token_ids for output in outputs] == prompts
-    assert [output.outputs[0].token_ids for output in outputs] == [their_answer(prompt) for prompt in prompts]
-    tokenizer = theirs()[1]
-    for output in outputs:
+    every = times(3, 1)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[::every]]
+    outputs = llm.chat(chats, params, use_tqdm=False) + llm.generate(TEXTS[::every], params, use_tqdm=False)
+    wanted = theirs[: len(QUESTIONS) : every] + theirs[len(QUESTIONS) : -1 : every]
+    for output, expected in zip(outputs, wanted, strict=True):
         completion = output.outputs[0]
-        assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        found = {"prompt": output.prompt_token_ids, "answer": completion.token_ids, "text": completion.text}
+        assert found == expected
 
 
-def test_the_second_turn_of_a_conversation_finds_the_first_in_the_cache(llm: LLM) -> None:
+def test_the_second_turn_of_a_conversation_finds_the_first_in_the_cache(llm: LLM, theirs: list[dict[str, Any]]) -> None:
     params = SamplingParams(temperature=0, max_tokens=200)
-    messages = [{"role": "user", "content": "What is prefix caching, and why does it exist?"}]
+    messages = [{"role": "user", "content": CONVERSATION[0]}]
     [first] = llm.chat(messages, params, use_tqdm=False)
     answer = first.outputs[0]
     assert answer.finish_reason == "stop"
-    messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "How does it work?"}]
+    messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": CONVERSATION[1]}]
     [second] = llm.chat(messages, params, use_tqdm=False)
     first_turn = first.prompt_token_ids + answer.token_ids
     # The answer comes back as text, so its ids may be others, but hardly ever are.
@@ -84,4 +52,5 @@ def test_the_second_turn_of_a_conversation_finds_the_first_in_the_cache(llm: LLM
     num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     assert num_same > 0.9 * len(first_turn)
     assert second.num_cached_tokens == num_same // 16 * 16
-    assert second.outputs[0].token_ids[:NUM_TOKENS] == their_answer(second.prompt_token_ids)
+    assert second.prompt_token_ids == theirs[-1]["prompt"]
+    assert second.outputs[0].token_ids[:NUM_TOKENS] == theirs[-1]["answer"]

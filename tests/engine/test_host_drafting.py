@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -68,51 +69,66 @@ def closed(token_ids: Sequence[int], num_tokens: int) -> Any:
     raise StopIteration
 
 
-@pytest.mark.parametrize(
-    ("does", "says"),
-    [
-        (raises, "Drafter failed, and the step goes on without drafts: KeyError('no idea')"),
-        (fails_half_way, "OSError('gone')"),
-        (closed, "StopIteration()"),
-        (lambda ids, n: None, "'NoneType' object is not iterable"),
-        (lambda ids, n: 7, "'int' object is not iterable"),
-        (lambda ids, n: [1.0, 2.0], "'float' object cannot be interpreted as an integer"),
-        (lambda ids, n: "abc", "'str' object cannot be interpreted as an integer"),
-        (lambda ids, n: torch.tensor([0.5]), "TypeError"),
-        (lambda ids, n: [None], "'NoneType' object cannot be interpreted as an integer"),
-        (lambda ids, n: [VOCAB_SIZE], f"Drafter proposed id {VOCAB_SIZE}, not in the vocabulary of {VOCAB_SIZE}"),
-        (lambda ids, n: [-1] * n, "Drafter proposed id -1, not in the vocabulary"),
-        (lambda ids, n: [1 << 80], f"Drafter proposed id {1 << 80}"),
-    ],
-    ids=[
-        *("raises", "fails half way", "closed", "none", "a number", "floats", "text", "a float tensor", "nones"),
-        *("too large", "negative", "huge"),
-    ],
-)
-def test_one_that_fails_costs_its_drafts_and_nothing_else(does: Propose, says: str) -> None:
+FAILS: dict[str, tuple[Propose, str]] = {
+    "raises": (raises, "Drafter failed, and the step goes on without drafts: KeyError('no idea')"),
+    "fails half way": (fails_half_way, "OSError('gone')"),
+    "closed": (closed, "StopIteration()"),
+    "none": (lambda ids, n: None, "'NoneType' object is not iterable"),
+    "a number": (lambda ids, n: 7, "'int' object is not iterable"),
+    "floats": (lambda ids, n: [1.0, 2.0], "'float' object cannot be interpreted as an integer"),
+    "text": (lambda ids, n: "abc", "'str' object cannot be interpreted as an integer"),
+    "a float tensor": (lambda ids, n: torch.tensor([0.5]), "TypeError"),
+    "nones": (lambda ids, n: [None], "'NoneType' object cannot be interpreted as an integer"),
+    "too large": (lambda ids, n: [VOCAB_SIZE], f"proposed id {VOCAB_SIZE}, not in the vocabulary of {VOCAB_SIZE}"),
+    "negative": (lambda ids, n: [-1] * n, "Drafter proposed id -1, not in the vocabulary"),
+    "huge": (lambda ids, n: [1 << 80], f"Drafter proposed id {1 << 80}"),
+}
+
+
+@pytest.mark.parametrize("how", ["raises", "fails half way", "too large"])
+def test_one_that_fails_costs_its_drafts_and_nothing_else(how: str) -> None:
+    does, says = FAILS[how]
     found, warned, num_calls = run(does)
     assert found == plain()
     assert num_calls == len(warned) == 3 and all(says in each for each in warned)
     assert [each.endswith("failure 3 in a row: it is asked no more") for each in warned] == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    "does",
-    [
-        lambda ids, n: [],
-        lambda ids, n: iter([1]),
-        lambda ids, n: count(5),
-        lambda ids, n: range(50),
-        lambda ids, n: np.array([1, 2, 3], dtype=np.int32),
-        lambda ids, n: torch.tensor([4, 5]),
-        lambda ids, n: {6, 7},
-        lambda ids, n: array("q", [1]),
-    ],
-    ids=["none", "fewer", "without end", "too many", "numpy", "torch", "a set", "an array"],
-)
+@pytest.mark.parametrize("how", FAILS)
+def test_what_cannot_be_taken_is_named_and_left_out(how: str) -> None:
+    does, says = FAILS[how]
+    update = updated(3)
+    with pytest.warns(UserWarning, match=re.escape(says)):
+        HostDrafting(Drafter(does), VOCAB_SIZE).propose([update])
+    assert update.request.draft_token_ids == []
+
+
+TAKEN: dict[str, tuple[Propose, list[int]]] = {
+    "none": (lambda ids, n: [], []),
+    "fewer": (lambda ids, n: iter([1]), [1]),
+    "without end": (lambda ids, n: count(5), [5, 6, 7]),
+    "too many": (lambda ids, n: range(50), [0, 1, 2]),
+    "numpy": (lambda ids, n: np.array([1, 2, 3], dtype=np.int32), [1, 2, 3]),
+    "torch": (lambda ids, n: torch.tensor([4, 5]), [4, 5]),
+    "a set": (lambda ids, n: {6, 7}, [6, 7]),
+    "an array": (lambda ids, n: array("q", [1]), [1]),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_ids_in_any_form_and_number_are_taken_without_a_word(how: str) -> None:
+    does, ids = TAKEN[how]
+    update = updated(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HostDrafting(Drafter(does), VOCAB_SIZE).propose([update])
+    assert update.request.draft_token_ids == ids
+    assert all(type(each) is int for each in update.request.draft_token_ids)
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_ids_in_any_form_and_number_are_taken_without_a_word(does: Propose, async_scheduling: bool) -> None:
-    found, warned, num_calls = run(does, async_scheduling=async_scheduling)
+def test_whatever_it_proposes_the_tokens_are_the_models(async_scheduling: bool) -> None:
+    found, warned, num_calls = run(TAKEN["without end"][0], async_scheduling=async_scheduling)
     assert found == plain()
     assert num_calls > 10 and warned == []
 

@@ -10,7 +10,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import assume, event, given, settings
+import pytest
+from hypothesis import assume, currently_in_test_context, event, given, settings
 from hypothesis import strategies as st
 
 from teachllm.config import EngineConfig
@@ -22,8 +23,9 @@ from teachllm.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import Reference, reference
 from tests.engine.withheld import withheld
+from tests.pairwise import pairwise
 from tests.spec_decode.drafters import speculation
-from tests.thorough import times
+from tests.thorough import THOROUGH, times
 
 MAX_MODEL_LEN = 96
 
@@ -109,10 +111,36 @@ ANYTHING: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=times(20, 500))
+@settings(max_examples=times(5, 500))
 @given(**ANYTHING)
 def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
     check(**drawn)
+
+
+CASES = pairwise(
+    block_size=[1, 16, MAX_MODEL_LEN],
+    max_num_batched_tokens=[8, 23, MAX_MODEL_LEN],
+    scheduling_policy=["fcfs", "priority", "static"],
+    drafts=["none", "mixed", "draft_model"],
+    max_num_seqs=[3, 8],
+    async_scheduling=[False, True],
+    spare_blocks=[0, 1000],
+)
+COMMON = {"enable_kv_cache": True, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0}
+WORKLOAD: list[Arrival] = [
+    (PROMPTS[15], 8, 1, 0),
+    (PROMPTS[23], 5, 2, 0),
+    (PROMPTS[6], 8, 1, 2),
+    (PROMPTS[19], 5, 1, 2),
+]
+
+
+@pytest.mark.parametrize("case", random.Random(0).sample(CASES, 200) if THOROUGH else CASES, ids=repr)
+def test_no_pair_of_settings_changes_greedy_tokens(case: dict[str, Any]) -> None:
+    case = dict(case)
+    drafts, spare_blocks = case.pop("drafts"), case.pop("spare_blocks")
+    configuration = COMMON | case | {"enable_prefix_caching": case["block_size"] < MAX_MODEL_LEN}
+    check(configuration, WORKLOAD, "qwen3", 2, spare_blocks, drafts, 3, None, False)
 
 
 def check(
@@ -186,8 +214,9 @@ def check(
             outputs[output.request_id] = output
         step += 1
         assert step < 3000, "no progress"
-    event(f"preempted: {engine.core.scheduler.num_preemptions > 0}")
-    event(f"drafts: {drafts}, some accepted: {num_accepted[0] > 0}")
+    if currently_in_test_context():  # Hypothesis's
+        event(f"preempted: {engine.core.scheduler.num_preemptions > 0}")
+        event(f"drafts: {drafts}, some accepted: {num_accepted[0] > 0}")
     assert len(outputs) == len(workload) and all(output.finished for output in outputs.values())
     for index, (_, num_tokens, n, _) in enumerate(workload):
         assert [len(c.token_ids) for c in outputs[str(index)].outputs] == [num_tokens] * n

@@ -21,6 +21,7 @@ from teachllm.layers.attention_backends.reference import ReferenceBackend
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
 from tests.worker.doors import tiny
+from tests.worker.processes.child_threads import cores_in_threads
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13] * 5, [9, 8, 7], [5, 6, 7, 8, 9, 10, 11, 12, 13] * 5]
 
@@ -99,7 +100,8 @@ def test_attention_and_sampler_may_be_ones_own_on_a_cpu() -> None:
         run(Pieces(make_sampler=Second), tensor_parallel_size=2)
 
 
-def test_of_a_core_elsewhere_only_the_choice_of_a_replica_may_be_ones_own() -> None:
+def test_of_a_core_elsewhere_only_the_choice_of_a_replica_may_be_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores_in_threads(monkeypatch)
     config = EngineConfig(**tiny(data_parallel_size=2))
     with pytest.raises(ValueError, match=r"hash_block: objects of this process, .* set own_process=False and data_par"):
         Engine(config, pieces=Pieces(hash_block=hash_block))

@@ -1,8 +1,13 @@
-"""However many ranks share a model, or replicas its requests: the greedy tokens are those of one process."""
+"""However many ranks share a model, or replicas its requests: the greedy tokens are those of one process.
+
+Ranks and replicas are threads here. That processes give the same show tests/worker/processes/test_rank_processes.py and
+the tests of replicas.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import torch
 
 from teachllm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.worker.processes.child_threads import cores_in_threads, patched
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 _DRAW = random.Random(0)
@@ -33,6 +39,15 @@ def generate(folder: str, **settings: Any) -> list[list[int]]:
         return [list(output.outputs[0].token_ids) for output in outputs]
     finally:
         llm.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    if torch.cuda.is_available():
+        yield  # GPUs exchange by NCCL, which wants processes
+        return
+    with patched(cores_in_threads):
+        yield
 
 
 @pytest.fixture(scope="module")

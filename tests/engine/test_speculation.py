@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import closing
-from functools import reduce
 
 import pytest
 
-from teachllm import LLM, EngineConfig, SamplingParams
+from teachllm import LLM, SamplingParams
 from teachllm.core.scheduler_output import ModelRunnerOutput
-from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.observability.speculation_stats import Speculation
 from teachllm.engine.observability.stats import StepCounter, StepStats
 from teachllm.spec_decode.draft_length import StepCost
 from tests.core.helpers import add, make_scheduler, schedule
-from tests.spec_decode.drafters import speculation
 from tests.worker.doors import make_llm, random_ids, tiny
 
 NOTHING = StepStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
@@ -107,24 +103,3 @@ def test_an_llm_tells_what_speculation_did_since_it_was_last_asked() -> None:
     assert found.tokens_per_step == 20 / 8
     assert found.step_cost is None  # a fixed length times nothing
     assert again.stats.num_drafts == again.stats.num_generation_tokens == 0
-
-
-def test_an_engine_in_another_process_counts_the_same() -> None:
-    given = speculation("draft_model", "qwen3", num_speculative_tokens=3, adaptive=False)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    counted = []
-    for own_process in (False, True):
-        told: list[StepStats] = []
-        config = EngineConfig(**tiny(speculative_config=given))
-        with closing(AsyncLLM.start(config, own_process=own_process, on_stats=told.append)) as llm:
-
-            async def run(llm: AsyncLLM = llm) -> None:
-                async for _ in llm.generate({"prompt_token_ids": random_ids(9)}, params):
-                    pass
-
-            asyncio.run(run())
-        whole = reduce(StepStats.then, told)
-        names = ("num_samplings", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
-        counted.append([*(getattr(whole, name) for name in names), whole.num_accepted_tokens_per_pos])
-        assert 0 < whole.num_accepted_tokens == sum(whole.num_accepted_tokens_per_pos) < whole.num_draft_tokens
-    assert counted[0] == counted[1]

@@ -8,7 +8,6 @@ replicas test_expert_parallel.py's `test_greedy_tokens_are_those_of_one_process`
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,22 +19,29 @@ from teachllm import LLM, SamplingParams
 from teachllm.trace.reader import Trace, read_trace
 from tests.bench.h200_script import load_script
 from tests.engine.replicas.test_expert_parallel import SHARED, loads_of_all
-from tests.engine.test_embedded_model_engine import QUESTIONS
-from tests.thorough import THOROUGH
+from tests.golden.make_teachlm import QUESTIONS
+from tests.thorough import THOROUGH, times
+from tests.worker.processes.child_threads import cores_in_threads, patched
 
 upcycling = load_script("upcycle", "training")
 NUM_LAYERS = 6
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
-    **({"every expert cut": {"tensor_parallel_size": 2}} if THOROUGH else {}),  # tests/engine/test_parallel.py does
-    "experts spread": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "experts spread over replicas": SHARED,
+    **(
+        {
+            "every expert cut": {"tensor_parallel_size": 2},
+            "experts spread": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        }
+        if THOROUGH
+        else {}
+    ),
 }
 
 
 def answer(model: str, **settings: Any) -> list[list[int]]:
     """The tokens of greedy answers."""
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: times(4, 8)]]
     with closing(LLM(model, device="cpu", dtype="float32", max_num_seqs=4, **settings)) as llm:
         outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
@@ -44,9 +50,7 @@ def answer(model: str, **settings: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def mixture() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:  # 64 MB, which should not wait for pytest to forget them
-        began = time.process_time()
         upcycling.upcycle(Path(folder))
-        assert time.process_time() - began < 2.0
         yield Path(folder)
 
 
@@ -60,14 +64,15 @@ def answered(request: pytest.FixtureRequest, mixture: Path) -> Iterator[tuple[li
     """Its answers, and the trace of each replica."""
     folder = mixture / request.param
     folder.mkdir()
-    ids = answer(str(mixture), trace_path=str(folder / "run.jsonl"), **WAYS[request.param])
+    with patched(cores_in_threads):
+        ids = answer(str(mixture), trace_path=str(folder / "run.jsonl"), **WAYS[request.param])
     yield ids, [read_trace(path) for path in sorted(folder.iterdir())]
 
 
 def test_its_answers_are_those_of_teachlm(
     answered: tuple[list[list[int]], list[Trace]], dense: list[list[int]]
 ) -> None:
-    assert len({token for ids in dense for token in ids}) > 64
+    assert len({token for ids in dense for token in ids}) > times(40, 64)
     assert answered[0] == dense
 
 
@@ -79,6 +84,7 @@ def test_every_layer_is_busy_and_some_experts_more_than_others(
     assert all(0 < 1.5 * min(layer) < max(layer) for layer in loads)
 
 
+@pytest.mark.skipif(not THOROUGH, reason="transformers computes")
 def test_transformers_reads_it_as_the_same_model(mixture: Path, dense: list[list[int]]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

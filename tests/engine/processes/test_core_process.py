@@ -1,4 +1,7 @@
-"""The engine's core in a process of its own: refusals, seeds, traces, failed steps, and every way to end."""
+"""The engine's core elsewhere: refusals, seeds, traces, failed steps, and every way to end.
+
+It is a thread here, with the code of both ends and the socket between them; once it is a process.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,8 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +21,16 @@ import pytest
 from teachllm import EngineConfig, SamplingParams
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.llm_engine import Engine, EngineDeadError
-from teachllm.engine.processes import core_link
-from teachllm.engine.processes.core_messages import Died, FromCore, Ready, Refused, decode_from_core, encode
+from teachllm.engine.processes.core_messages import Died, Ready, Refused, decode_from_core, encode
 from teachllm.models.model_config import load_model_config
 from teachllm.trace.reader import read_trace
-from tests.processes import children, is_gone, num_descriptors
-from tests.programs import start_program
+from tests.engine.streams import all_hear_that
+from tests.processes import children, num_descriptors
+from tests.thorough import THOROUGH
 from tests.waiting import wait_for
 from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.processes.child_threads import cores_in_threads, in_processes, loading, patched, put_in_place, saying
+from tests.worker.processes.process_trees import needs_proc
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -38,42 +41,21 @@ def make_remote(**changes: Any) -> Engine:
     return Engine(EngineConfig(**tiny(**changes)), own_process=True, **options)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with patched(cores_in_threads):
+        yield
+
+
 @pytest.fixture(scope="module")
-def remote() -> Iterator[Engine]:
+def remote(threads: None) -> Iterator[Engine]:
     with closing(make_remote()) as engine:
         yield engine
 
 
-def process_of(engine: Engine) -> subprocess.Popen[bytes]:
-    process: subprocess.Popen[bytes] = engine._core._links[0].process  # type: ignore[attr-defined]
-    return process
-
-
-def saying(message: FromCore) -> str:
-    """Code of a process that says this alone, in place of a core's."""
-    return f"""
-import sys, zmq
-with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-    socket.bind(sys.argv[1])
-    socket.recv()
-    socket.send({encode(message)!r})
-sys.exit(1)
-"""
-
-
-_LOADING = "input()"  # code of one that says nothing, and ends with the parent
-
-
-def put_in_place(monkeypatch: pytest.MonkeyPatch, *codes: str) -> list[str]:
-    """Has processes with these codes started in place of cores; where they are to listen, as soon as they are."""
-    addresses = list[str]()
-
-    def start(module: str, address: str, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-        addresses.append(address)
-        return subprocess.Popen([sys.executable, "-c", codes[len(addresses) - 1], address], stdin=subprocess.PIPE)
-
-    monkeypatch.setattr(core_link, "start_child", start)
-    return addresses
+def process_of(engine: Engine) -> Any:
+    """Return what stands for the core's process."""
+    return engine._core._links[0].process  # type: ignore[attr-defined]
 
 
 def test_it_gives_what_an_engine_in_this_process_gives(remote: Engine) -> None:
@@ -181,32 +163,27 @@ def test_a_long_path_of_temporary_files_is_none_of_a_socket(monkeypatch: pytest.
     assert not Path(address.removeprefix("ipc://")).parent.exists() and not list(folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["teachllm.engine.processes.core_link.start_child", "teachllm.engine.processes.core_link.CoreLink.send"],
-    ids=str,
-)
+@pytest.mark.parametrize("where", ["start_child", "CoreLink.send"])
 def test_a_process_that_cannot_be_started_leaves_nothing_behind(
     where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise OSError("no more processes")
 
-    before = num_descriptors(), children(os.getpid())
+    before = num_descriptors()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    put_in_place(monkeypatch, _LOADING)
-    monkeypatch.setattr(where, fail)
+    put_in_place(monkeypatch, loading)
+    monkeypatch.setattr(f"teachllm.engine.processes.core_link.{where}", fail)
     with pytest.raises(OSError, match=r"^no more processes$"):
         make_remote()
-    assert (num_descriptors(), children(os.getpid())) == before and not list(tmp_path.iterdir())
+    assert num_descriptors() == before and not list(tmp_path.iterdir())
 
 
 def test_what_a_replica_dies_of_while_another_one_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, why = children(os.getpid()), "the process of rank 0 has ended with SIGKILL"
-    put_in_place(monkeypatch, saying(Died(why)), _LOADING)
+    why = "the process of rank 0 has ended with SIGKILL"
+    put_in_place(monkeypatch, saying(Died(why)), loading)
     with pytest.raises(EngineDeadError, match=f"^{why}$"):
         make_remote(data_parallel_size=2)
-    assert children(os.getpid()) == before
 
 
 def test_a_trace_comes_across_and_is_written_there(tmp_path: Path) -> None:
@@ -248,39 +225,7 @@ def test_a_step_that_fails_is_told_once_and_many_in_a_row_end_the_process() -> N
         assert len(failures) == 4  # with the first one
 
 
-def test_when_the_process_dies_every_stream_says_so_and_nothing_hangs() -> None:
-    ended: list[Exception | None] = []
-
-    async def main(llm: AsyncLLM) -> None:
-        streams = [await llm.submit(random_ids(4, seed=i), LONG) for i in range(3)]
-        for stream in streams:
-            await anext(stream)
-        process_of(llm._engine).kill()
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match="has ended with SIGKILL"):
-                async with asyncio.timeout(10):
-                    async for _ in stream:
-                        pass
-            await stream.aclose()
-        with pytest.raises(RuntimeError, match="the engine is closed"):
-            await llm.submit(random_ids(4), GREEDY)
-        wait_for(lambda: bool(ended))
-        assert isinstance(ended[0], EngineDeadError)
-
-    with closing(AsyncLLM.start(EngineConfig(**tiny()), on_end=ended.append)) as llm:
-        asyncio.run(main(llm))
-    assert process_of(llm._engine).returncode == -signal.SIGKILL
-
-
-def test_a_process_that_dies_while_nobody_asks_for_anything_is_noticed() -> None:
-    ended: list[Exception | None] = []
-    with closing(AsyncLLM.start(EngineConfig(**tiny()), on_end=ended.append)) as llm:
-        process_of(llm._engine).kill()
-        wait_for(lambda: bool(ended))
-    assert isinstance(ended[0], EngineDeadError)
-
-
-def test_closing_ends_the_process_and_leaves_nothing_behind() -> None:
+def test_closing_ends_the_core_and_leaves_nothing_behind() -> None:
     engine = make_remote()
     folder = Path(engine._core._links[0]._folder)  # type: ignore[attr-defined]
     assert not folder.exists()  # once both ends are connected
@@ -290,14 +235,37 @@ def test_closing_ends_the_process_and_leaves_nothing_behind() -> None:
     engine.close()
 
 
-def test_the_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import os, sys, time; from teachllm import EngineConfig; from teachllm.engine.llm_engine import Engine\n"
-        f"engine = Engine(EngineConfig(**{tiny()!r}), own_process=True)\n"
-        "print(engine._core._links[0].process.pid, flush=True); time.sleep(600)"
-    )
-    with start_program("-c", code, environment={"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        parent.kill()
-    wait_for(lambda: is_gone(pid))
+@needs_proc
+@pytest.mark.skipif(not THOROUGH, reason="test_expert_parallel.py has cores and ranks in processes")
+def test_a_core_in_a_process_serves_streams_and_all_hear_of_it_when_its_rank_is_killed() -> None:
+    """Of a process that dies itself test_data_parallel.py shows the same."""
+    ended: list[Exception | None] = []
+
+    async def main(llm: AsyncLLM) -> None:
+        prompts = [random_ids(4 + i, seed=i) for i in range(3)]
+        answers = await asyncio.gather(*(answer(llm, prompt) for prompt in prompts))
+        local = make_engine()
+        outputs = [local.add_request(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
+        drain(local)
+        assert answers == [tokens(output) for output in outputs]
+        streams = [await llm.submit(prompt, LONG) for prompt in prompts]
+        for stream in streams:
+            await anext(stream)
+        [rank] = children(process_of(llm._engine).pid)
+        os.kill(rank, signal.SIGKILL)
+        await all_hear_that("the process of rank 0 has ended with SIGKILL", streams)
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await llm.submit(random_ids(4), GREEDY)
+        wait_for(lambda: bool(ended))
+        assert isinstance(ended[0], EngineDeadError)
+
+    with in_processes():
+        llm = AsyncLLM.start(EngineConfig(**tiny(distributed_executor_backend="mp")), on_end=ended.append)
+    with closing(llm):
+        asyncio.run(main(llm))
+    assert process_of(llm._engine).returncode == 1
+
+
+async def answer(llm: AsyncLLM, prompt: list[int]) -> list[list[int]]:
+    *_, output = [output async for output in llm.generate(prompt, GREEDY)]
+    return tokens(output)

@@ -1,4 +1,7 @@
-"""Replicas of the engine: who gets a request, that they give what one gives, and that they end together."""
+"""Replicas of the engine: who gets a request, that they give what one gives, and that they end together.
+
+They are threads here, with the code of both ends and the sockets between them; once they are processes.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,12 @@ from teachllm.engine.replicas.replica import replica_config, replica_devices
 from teachllm.trace.reader import read_trace
 from teachllm_lessons.helpers.lesson_12 import CHOOSE_REPLICA
 from tests.engine.reference import reference
-from tests.engine.streams import all_hear_that
-from tests.processes import children, is_gone
+from tests.processes import children, is_gone, num_descriptors
+from tests.thorough import THOROUGH
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny, tokens
+from tests.worker.processes.child_threads import cores_in_threads, in_processes, patched
+from tests.worker.processes.process_trees import needs_proc
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -43,9 +48,15 @@ SETTINGS: dict[str, Any] = {
     "check_invariants": True,
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 PROMPTS = [f"{what} {thing}" for what in ("What is", "Tell me about", "Why is there") for thing in ["a", "KV", "cache"]]
 PROMPTS += ["Once upon a time", "A block table", "The scheduler", "One token", "x " * 60]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with patched(cores_in_threads):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,7 @@ def one() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
+def two(threads: None) -> Iterator[LLM]:
     with closing(LLM(**SETTINGS, data_parallel_size=2)) as llm:
         yield llm
 
@@ -81,8 +92,14 @@ def drained(llm: LLM) -> list[StepStats]:
 
 
 def running() -> set[int]:
-    """Processes that this one has started and that have not ended."""
+    """Return the processes that this one has started and that have not ended."""
     return {pid for pid in children(os.getpid()) if not is_gone(pid)}
+
+
+def ended(llm: LLM | Engine) -> list[int | None]:
+    """Return how each core has ended."""
+    engine = llm.engine if isinstance(llm, LLM) else llm
+    return [link.process.poll() for link in engine._core._links]  # type: ignore[attr-defined]
 
 
 # -- the balance -------------------------------------------------------------------------------------------
@@ -213,20 +230,18 @@ def test_what_is_refused_names_the_numbers_and_disturbs_nobody(two: LLM) -> None
     assert not two.engine.has_unfinished_requests
 
 
-def test_each_replica_writes_a_trace_of_its_own_and_closing_leaves_no_process(tmp_path: Path) -> None:
-    before, lines, loaded = running(), ([], []), list[tuple[int, int]]()
+def test_each_replica_writes_a_trace_of_its_own_and_closing_ends_all(tmp_path: Path) -> None:
+    lines, loaded = ([], []), list[tuple[int, int]]()
     config = EngineConfig(**tiny(data_parallel_size=2, trace_path=str(tmp_path / "run.jsonl")))
     sinks = [each.append for each in lines]
     engine = Engine(config, trace_sink=sinks, progress=lambda *counts: loaded.append(counts))
     with closing(engine):
-        processes = running() - before
-        assert len(processes) == 2
         assert engine.config.trace_path == config.trace_path
         for name in "abcd":
             engine.add_request(name, random_ids(5), GREEDY)
         while engine.has_unfinished_requests:
             engine.step()
-    assert running() == before
+    assert ended(engine) == [0, 0]
     assert loaded[-1][0] == loaded[-1][1] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0.jsonl", "run-1.jsonl"]
     for index, names in enumerate(("ac", "bd")):
@@ -237,25 +252,31 @@ def test_each_replica_writes_a_trace_of_its_own_and_closing_leaves_no_process(tm
         assert fork_config(trace.header).data_parallel_size == 1
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_replica_is_killed_every_request_hears_of_it_and_all_processes_end(victim: int) -> None:
-    before, ended = running(), list[Exception | None]()
-
-    async def main(llm: AsyncLLM) -> None:
-        streams = [await llm.submit(random_ids(4, seed=i), replace(LONG, max_tokens=80)) for i in range(6)]
-        core = llm._engine._core
-        assert isinstance(core, CoreClient)
-        for stream in streams:
-            await anext(stream)
-        os.kill(core._links[victim].process.pid, signal.SIGKILL)
-        await all_hear_that(f"the process of replica {victim} has ended with SIGKILL", streams)
-        wait_for(lambda: bool(ended))
-
-    config = EngineConfig(**tiny(data_parallel_size=2, max_num_seqs=8))
-    with closing(AsyncLLM.start(config, on_end=ended.append)) as llm:
-        asyncio.run(main(llm))
-    assert isinstance(ended[0], EngineDeadError)
-    assert running() == before
+@needs_proc
+@pytest.mark.skipif(not THOROUGH, reason="test_expert_parallel.py has replicas in processes")
+@pytest.mark.parametrize(("victim", "is_killed"), [(1, False), (0, True), (1, True)])
+def test_replicas_in_processes_give_the_tokens_of_one_and_when_one_ends_all_hear_of_it_and_end(
+    victim: int, is_killed: bool
+) -> None:
+    """One is killed, or ends by itself since its standard input has, as when this process is killed."""
+    prompts = [random_ids(4 + 5 * i, seed=i) for i in range(6)]
+    with closing(LLM(**tiny())) as llm:
+        expected = [tokens(output) for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    before = running()
+    with in_processes():
+        llm = LLM(**tiny(data_parallel_size=2))
+    with closing(llm):
+        assert len(running() - before) == 2
+        assert [tokens(output) for output in llm.generate(prompts, GREEDY, use_tqdm=False)] == expected
+        process = core_of(llm)._links[victim].process
+        assert process.stdin is not None
+        process.kill() if is_killed else process.stdin.close()
+        how = "SIGKILL" if is_killed else "exit code 1"
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=f"^the process of replica {victim} has ended with {how}$"):
+                llm.generate(prompts, LONG, use_tqdm=False)
+        wait_for(lambda: running() == before)  # the other one has been told, before anybody closes
+    assert ended(llm)[victim] == (-signal.SIGKILL if is_killed else 1) and ended(llm)[1 - victim] == 0
 
 
 def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(tmp_path: Path) -> None:
@@ -263,7 +284,7 @@ def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(tmp_path: 
 
     async def answer(llm: AsyncLLM, seed: int) -> int:
         num_tokens = 0
-        async for output in llm.generate(random_ids(4, seed=seed), replace(LONG, max_tokens=80)):
+        async for output in llm.generate(random_ids(4, seed=seed), LONG):
             num_tokens = len(output.outputs[0].token_ids)
         return num_tokens
 
@@ -277,26 +298,15 @@ def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(tmp_path: 
     assert all("No space left" in str(answers[index]) for index in (1, 3))
 
 
-def test_an_offline_batch_ends_with_an_error_and_so_does_the_next(tmp_path: Path) -> None:
-    before = running()
-    with closing(LLM(**tiny(data_parallel_size=2))) as llm:
-        links = core_of(llm)._links
-        links[1].process.kill()
-        for _ in range(2):
-            with pytest.raises(EngineDeadError, match="replica 1"):
-                llm.generate([random_ids(4)] * 4, GREEDY, use_tqdm=False)
-        wait_for(lambda: running() == before)  # the other one has been told, before anybody closes
-
-
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
 def test_a_refusal_by_one_replica_ends_all(tmp_path: Path) -> None:
-    before = running()
+    before = num_descriptors()
     (tmp_path / "run-1.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"run-1\.jsonl' cannot be written"):
         LLM(**tiny(data_parallel_size=2, trace_path=str(tmp_path / "run.jsonl")))
-    assert running() == before
+    assert num_descriptors() == before
 
 
 def test_what_replicas_cannot_have_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
