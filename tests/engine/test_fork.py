@@ -22,13 +22,13 @@ from tests.thorough import THOROUGH, times
 from tests.trace.traced import live_state, spell, traced_engine
 from tests.worker.doors import drain, random_ids
 
-STEP = 50
-FEW = times(7, 14)  # requests where a step takes long
+NUM_REQUESTS, STEP = times(10, 14), times(25, 50)
+FEW = times(6, 14)  # requests where a step takes long
 SMALL = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 32, "max_num_seqs": 6}
 
 
-def add_requests(engine: Engine, num_requests: int = 14) -> None:
-    """Some end before step 50, some run then, in their prompts or behind them, some wait, two share a prompt."""
+def add_requests(engine: Engine, num_requests: int = NUM_REQUESTS) -> None:
+    """Some end before that step, some run then, in their prompts or behind them, some wait, two share a prompt."""
     prefix = random_ids(40, seed=99)
     for i in range(num_requests):
         prompt = prefix + random_ids(1 + i, seed=i) if i % 2 else random_ids(5 + 4 * i, seed=i)
@@ -39,7 +39,7 @@ def add_requests(engine: Engine, num_requests: int = 14) -> None:
         engine.add_request(str(i), prompt, params)
 
 
-def run(num_requests: int = 14, **changes: Any) -> tuple[Trace, dict[str, list[int]]]:
+def run(num_requests: int = NUM_REQUESTS, **changes: Any) -> tuple[Trace, dict[str, list[int]]]:
     """The whole trace, and the outputs of each completion."""
     engine, lines = traced_engine(**SMALL | changes)
     add_requests(engine, num_requests)
@@ -99,7 +99,7 @@ CHANGES: list[dict[str, Any]] = [
     ("changes", "ahead"),
     [(each, ahead) for each in CHANGES for ahead in (False, True)]
     if THOROUGH
-    else [(CHANGES[0], True), (CHANGES[2], False), (CHANGES[3], True), (CHANGES[6], False)],
+    else [(CHANGES[0], True), (CHANGES[2], True), (CHANGES[6], False)],
     ids=str,
 )
 def test_a_fork_says_the_same_tokens_whatever_is_changed(changes: dict[str, Any], ahead: bool) -> None:
@@ -171,10 +171,10 @@ def test_what_no_longer_fits_begins_as_preempted() -> None:
 
 def test_a_fork_of_a_fork_goes_on_too() -> None:
     trace, outputs = whole()
-    engine, lines, _ = forked(trace, 20, max_num_batched_tokens=16)
-    for _ in range(30):
+    engine, lines, _ = forked(trace, 12, max_num_batched_tokens=16)
+    for _ in range(20):
         engine.step()
-    engine, _, state = forked(parse_trace(lines), 45, block_size=32)
+    engine, _, state = forked(parse_trace(lines), 30, block_size=32)
     made = drain(engine)
     assert len(made) == sum(request.is_live for request in state.requests.values()) > 3
     assert all(output.outputs[0].token_ids == outputs[name] for name, output in made.items())
@@ -219,7 +219,7 @@ def test_a_fork_of_an_engine_that_speculates_does_so_too_and_says_the_same_token
     for changes in ways if THOROUGH else ways[1:]:
         engine, lines, state = forked(trace, 12, **changes)
         made = drain(engine)
-        assert len(made) == sum(request.is_live for request in state.requests.values()) > 3
+        assert len(made) == sum(request.is_live for request in state.requests.values()) > 2
         assert {name: output.outputs[0].token_ids for name, output in made.items()} == {
             name: outputs[name] for name in made
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def test_ctrl_c_or_a_failure_ends_the_batch_and_the_next_one_works(
 
 def test_chat_answers_one_conversation_or_several(teachlm: LLM) -> None:
     other = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
-    params = SamplingParams(temperature=0, max_tokens=30)
+    params = SamplingParams(temperature=0, max_tokens=8)
     [one] = teachlm.chat(QUESTION, params, use_tqdm=False)
     both = teachlm.chat([QUESTION, other], params, use_tqdm=False)
     assert both[0].outputs[0].text == one.outputs[0].text
@@ -267,7 +268,7 @@ def test_tools_and_other_template_arguments_reach_the_prompt(teachlm: LLM) -> No
     assert teachlm.tokenizer is not None
 
     def prompt(**arguments: Any) -> str:
-        [output] = teachlm.chat(QUESTION, GREEDY, use_tqdm=False, **arguments)
+        [output] = teachlm.chat(QUESTION, replace(GREEDY, max_tokens=1), use_tqdm=False, **arguments)
         assert teachlm.tokenizer is not None
         return teachlm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
@@ -296,12 +297,12 @@ def test_chat_without_a_tokenizer_says_what_to_set() -> None:
 
 
 def test_a_stream_grows_to_what_chat_answers(teachlm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     texts, lengths = [], []
     for output in teachlm.stream_chat(QUESTION, params):
         texts.append(output.outputs[0].text)
         lengths.append(len(output.outputs[0].token_ids))
-    assert lengths == list(range(1, 31))
+    assert lengths == list(range(1, 13))
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     [whole] = teachlm.chat(QUESTION, params, use_tqdm=False)
     assert texts[-1] == whole.outputs[0].text and output.outputs[0] == whole.outputs[0]
@@ -326,12 +327,12 @@ def test_a_stream_that_is_never_started_holds_nothing(teachlm: LLM) -> None:
 
 
 def test_streams_and_batches_beside_each_other_lose_nothing(teachlm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     other = [{"role": "user", "content": "What is a block table?"}]
     expected = [output.outputs[0].text for output in teachlm.chat([QUESTION, other], params, use_tqdm=False)]
     first, second = teachlm.stream_chat(QUESTION, params), teachlm.stream_chat(other, params)
     next(first), next(second), next(first)
-    generate(teachlm, "Hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    generate(teachlm, "Hello", SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
     # Both have been finished by the batch's steps; each stream still shows its end.
     for stream, text in ((first, expected[0]), (second, expected[1])):
         shown = [output.outputs[0].text for output in stream]

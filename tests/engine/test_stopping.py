@@ -13,9 +13,10 @@ from teachllm import LLM, RequestOutput, SamplingParams
 from teachllm.engine.llm_engine import Engine
 from teachllm.worker.executor import Executor
 from tests.engine.reference import reference
+from tests.thorough import times
 from tests.worker.doors import DraftingExecutor, assert_clean, complete, make_engine, random_ids, tokens
 
-QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+QUESTION = [{"role": "user", "content": "Who are you?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 both = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
 
@@ -34,7 +35,7 @@ def whole(teachlm: dict[bool, LLM]) -> RequestOutput:
 
 
 def ask(llm: LLM, **params: Any) -> RequestOutput:
-    [output] = llm.chat(QUESTION, SamplingParams(temperature=0, **({"max_tokens": 150} | params)), use_tqdm=False)
+    [output] = llm.chat(QUESTION, SamplingParams(temperature=0, **({"max_tokens": 60} | params)), use_tqdm=False)
     return output
 
 
@@ -46,7 +47,7 @@ def test_a_stop_string_ends_the_output_wherever_tokens_cut_it(
     assert llm.tokenizer is not None
     pieces = [llm.tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
     num_across = 0
-    for begin in range(1, 60, 7):
+    for begin in range(1, 60, times(12, 5)):
         stop = text[begin : begin + 5]
         at = text.index(stop)
         num_tokens = next(i for i, piece in enumerate(pieces, start=1) if stop in piece)
@@ -73,10 +74,10 @@ def test_a_stop_string_inside_accepted_drafts_drops_the_tokens_after_it(
         return DraftingExecutor(inner, lambda _, num_outputs: ids[num_outputs : num_outputs + 7])
 
     engine = Engine(llm.config, make_executor=make)
-    for begin in (5, 12, 25):
+    for begin in (5, 25):
         stop = whole.outputs[0].text[begin : begin + 4]
         expected = ask(llm, stop=stop, logprobs=0).outputs[0]
-        params = SamplingParams(temperature=0, max_tokens=150, stop=stop, logprobs=0)
+        params = SamplingParams(temperature=0, max_tokens=60, stop=stop, logprobs=0)
         output = complete(engine, whole.prompt_token_ids, params).outputs[0]
         assert (output.text, output.token_ids, output.stop_reason) == (expected.text, expected.token_ids, stop)
         assert len(output.logprobs or ()) == len(output.token_ids)
@@ -86,9 +87,9 @@ def test_a_stop_string_inside_accepted_drafts_drops_the_tokens_after_it(
 
 def test_n_completions_stop_each_at_its_own_place(teachlm: dict[bool, LLM]) -> None:
     llm = teachlm[True]
-    params = SamplingParams(n=4, temperature=1.5, seed=2, max_tokens=30, ignore_eos=True, logprobs=1)
+    params = SamplingParams(n=4, temperature=1.5, seed=2, max_tokens=16, ignore_eos=True, logprobs=1)
     [whole] = llm.chat(QUESTION, params, use_tqdm=False)
-    stop = whole.outputs[2].text[20:24]
+    stop = whole.outputs[2].text[12:16]
     [output] = llm.chat(QUESTION, replace(params, stop=stop), use_tqdm=False)
     for before, after in zip(whole.outputs, output.outputs, strict=True):
         assert after.text == before.text.partition(stop)[0]
@@ -108,9 +109,9 @@ def test_min_tokens_puts_off_stop_strings_and_the_end_of_sequence(
     assert (first.finish_reason, first.stop_reason) == ("stop", None) and first.token_ids[-1] in ends
     stop = first.text[4:8]
     early = len(ask(llm, stop=stop).outputs[0].token_ids)
-    late = ask(llm, stop=stop, min_tokens=early + 1, max_tokens=40).outputs[0]
+    late = ask(llm, stop=stop, min_tokens=early + 1, max_tokens=16).outputs[0]
     assert len(late.token_ids) > early and late.text.startswith(first.text[:8])
-    longer = ask(llm, min_tokens=len(first.token_ids) + 3, max_tokens=200).outputs[0]
+    longer = ask(llm, min_tokens=len(first.token_ids) + 3, max_tokens=len(first.token_ids) + 6).outputs[0]
     assert len(longer.token_ids) >= len(first.token_ids) + 3
     assert not ends & set(longer.token_ids[: len(first.token_ids) + 2])
 
@@ -119,9 +120,9 @@ def test_min_tokens_puts_off_stop_strings_and_the_end_of_sequence(
 def test_ignore_eos_goes_on_to_max_tokens(teachlm: dict[bool, LLM], whole: RequestOutput, ahead: bool) -> None:
     first = whole.outputs[0]
     end = first.token_ids[-1]
-    further = ask(teachlm[ahead], ignore_eos=True, max_tokens=160).outputs[0]
+    further = ask(teachlm[ahead], ignore_eos=True, max_tokens=40).outputs[0]
     assert further.token_ids[: len(first.token_ids)] == first.token_ids
-    assert (len(further.token_ids), further.finish_reason, further.stop_reason) == (160, "length", None)
+    assert (len(further.token_ids), further.finish_reason, further.stop_reason) == (40, "length", None)
     named = ask(teachlm[ahead], ignore_eos=True, stop_token_ids=[end]).outputs[0]
     assert (named.token_ids, named.finish_reason, named.stop_reason) == (first.token_ids, "stop", end)
     assert named.text == first.text
@@ -155,7 +156,9 @@ def test_the_text_is_what_the_tokenizer_makes_of_all_ids(teachlm: dict[bool, LLM
     assert llm.tokenizer is not None
     prompts = ["A", "1. One\n2.", "Ünïcödé 模型", "def f(x):"]
     for skip in (True, False):
-        params = SamplingParams(temperature=3.0, max_tokens=40, seed=1, skip_special_tokens=skip, ignore_eos=True)
+        params = SamplingParams(
+            temperature=3.0, max_tokens=times(12, 40), seed=1, skip_special_tokens=skip, ignore_eos=True
+        )
         for output in llm.generate(prompts, params, use_tqdm=False):
             completion = output.outputs[0]
             ids = output.prompt_token_ids

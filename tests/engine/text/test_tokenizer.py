@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from teachllm.engine.text.chat_template import render_template
 from teachllm.engine.text.tokenizer import Tokenizer, sanitize_for_terminal
+from tests.programs import run_program
 from tests.thorough import times
 
 CORPUS = ["The cache keeps keys and values.", "hello world, hello cache", "größer 模型 😀 def f(x):\n    return x"] * 4
@@ -219,9 +218,7 @@ def test_loading_and_encoding_leaves_torch_and_transformers_unloaded(folders: di
         "tokenizer.apply_chat_template([{'role': 'user', 'content': 'hi'}])\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
-    )
+    done = run_program("-c", program)
     assert done.stdout.strip() == "[]", done.stderr
 
 
