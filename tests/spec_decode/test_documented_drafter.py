@@ -13,6 +13,7 @@ import pytest
 
 from teachllm import LLM, SamplingParams
 from teachllm.spec_decode import drafter
+from tests.thorough import only_thorough
 
 PAGE = Path(__file__).parents[2] / "docs" / "speculation.md"
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -25,6 +26,7 @@ def answer() -> str:
         return llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0].text
 
 
+@only_thorough
 def test_the_one_in_the_source_drafts_and_changes_nothing(answer: str) -> None:
     shown = re.findall(r"(?:^    .*\n|^\n)+", drafter.__doc__ or "", flags=re.MULTILINE)
     code = textwrap.dedent(next(block for block in shown if "class Echo" in block))
@@ -48,6 +50,7 @@ def test_the_one_in_the_documentation_does_what_the_page_says(answer: str, capsy
     assert f"(`{told[1]}`)" in PAGE.read_text(encoding="utf-8")
 
 
+@only_thorough
 def test_looking_up_finds_nothing_in_a_first_answer_and_all_of_it_when_it_is_said_again(
     answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.spec_decode import naive
 from tests.spec_decode.heads import forms
 from tests.spec_decode.listening import assert_naive, listen
 from tests.spec_decode.refusals import edited, make
+from tests.thorough import THOROUGH
 from tests.worker.doors import drain, make_engine, random_ids
 
 CONTEXT = 64  # of the drafters; the model's is 96
@@ -47,8 +49,15 @@ def plain() -> list[list[int]]:
     return answers(make_engine("llama2"))
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 9}, {"async_scheduling": True}], ids=str)
+METHODS: list[str] = ["draft_model", "eagle"]
+SETTINGS: list[dict[str, Any]] = [{"max_num_batched_tokens": 9}, {"async_scheduling": True}, {}]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    list(product(METHODS, SETTINGS) if THOROUGH else zip(METHODS, SETTINGS, strict=False)),
+    ids=str,
+)
 def test_requests_go_on_without_drafts_beyond_the_drafters_context(
     method: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from tests.bench.h200_script import load_script
+from tests.thorough import only_thorough
 
 drafters = load_script("drafters")
 FEW = ["--device", "cpu", "--dtype", "float32", "--limit", "1", "--max-tokens", "24", "--methods", "eagle", "ngram"]
 
 
+@only_thorough
 def test_it_records_what_each_drafter_yields_and_where_that_was_measured(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     drafters.main([*FEW, "--drafts", "2", "--commit", "abc", "--output", str(output)])
@@ -43,6 +45,7 @@ def test_an_answer_that_is_not_the_one_without_drafts_ends_in_an_error(monkeypat
         drafters.main([*FEW[:-1], "--tasks", "test"])
 
 
+@only_thorough
 def test_a_few_questions_are_taken_from_all_of_them() -> None:
     every, few = drafters.conversations("test", None), drafters.conversations("test", 5)
     assert len(few) == 5 and few[0] == every[0] and few[-1] in every[len(every) // 2 :]

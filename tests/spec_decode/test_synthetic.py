@@ -11,6 +11,7 @@ import pytest
 
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.engine.async_llm import AsyncLLM
+from tests.thorough import times
 from tests.worker.doors import random_ids, tiny
 
 SYNTHETIC = {"method": "ngram", "rejection_sample_method": "synthetic"}
@@ -42,7 +43,7 @@ def test_one_that_verifies_does_not_warn() -> None:
     assert found is not None and not found.is_synthetic
 
 
-@pytest.mark.parametrize("own_process", [False, True])
+@pytest.mark.parametrize("own_process", [False, True][: times(1, 2)])
 def test_the_log_of_a_server_has_the_warning(own_process: bool, capfd: pytest.CaptureFixture[str]) -> None:
     config = EngineConfig(**tiny(speculative_config=SYNTHETIC))
     with warnings.catch_warnings():

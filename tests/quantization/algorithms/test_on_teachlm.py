@@ -13,11 +13,12 @@ from teachllm.quantization.algorithms import compare
 from teachllm.quantization.algorithms.compare import Decoding, Scores, divergences
 from teachllm.quantization.algorithms.quantize import quantize_model
 from teachllm.quantization.algorithms.recipe import Recipe
-from tests.thorough import times
+from tests.thorough import only_thorough
 
-EVERY = times(16, 4)  # documents
-FEW = {"num_samples": times(8, 32), "seq_len": 256}
+EVERY = 4  # documents
+FEW = {"num_samples": 32, "seq_len": 256}
 
+pytestmark = only_thorough
 Measure = Callable[[Recipe | None], Scores]
 
 

@@ -14,6 +14,7 @@ from teachllm.quantization.algorithms import write
 from teachllm.quantization.algorithms.quantize import quantize_weights
 from teachllm.quantization.algorithms.recipe import Recipe
 from tests.quantization.algorithms.test_written import SOME, with_quantized
+from tests.thorough import only_thorough
 
 IDS = torch.randint(3, 4000, (2, 40), generator=torch.Generator().manual_seed(0))
 LIBRARIES = {
@@ -46,6 +47,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(IDS).logits.float()
 
 
+@only_thorough
 @pytest.mark.parametrize(("library", "recipe"), CASES, ids=[recipe.name for _, recipe in CASES])
 def test_a_library_computes_with_the_dequantized_weights(
     library: str, recipe: Recipe, short: Path, tmp_path: Path

@@ -15,6 +15,7 @@ from teachllm.quantization.algorithms import blocks
 from teachllm.quantization.algorithms.quantize import check, quantize_model
 from teachllm.quantization.algorithms.recipe import Recipe
 from tests.checkpoints import make_checkpoint
+from tests.thorough import only_thorough, times
 
 SOME = {"num_samples": 4, "seq_len": 64}
 
@@ -63,8 +64,9 @@ def test_what_is_quantized_already_is_refused(short: Path, tmp_path: Path) -> No
     ],
 )
 def test_a_setting_that_does_not_fit_is_named_with_its_layer_and_the_fix(
-    recipe: Recipe, says: str, short: Path, tmp_path: Path
+    recipe: Recipe, says: str, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(blocks, "load", None)  # it is found before a weight is read
     with pytest.raises(ValueError, match=says):
         quantize_model(str(short), tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
@@ -74,11 +76,9 @@ def test_what_will_not_do_for_one_recipe_is_found_before_any_weight_is_read(
     short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "load", None)
-    check(str(short), [Recipe("rtn"), Recipe("gptq", **SOME), Recipe("awq", **SOME)])
+    check(str(short), [Recipe("rtn"), Recipe("gptq", **SOME)])
     with pytest.raises(ValueError, match="256 inputs, which groups of 96 do not divide"):
         check(str(short), [Recipe("rtn"), Recipe("awq", group_size=96, **SOME)])
-    with pytest.raises(ValueError, match="is too short"):
-        check(str(short), [Recipe("rtn"), Recipe("gptq", num_samples=10**6)])
     with pytest.raises(ValueError, match=r"none.txt cannot be read"):
         check(str(short), [Recipe("int8"), Recipe("autoround", calibration=Path("none.txt"))])
 
@@ -116,7 +116,7 @@ def test_a_tensor_that_the_file_has_not_is_named_without_a_report_of_transformer
         quantize_model(model, tmp_path / "out", Recipe("awq"))
 
 
-@pytest.mark.parametrize("method", ["int8", "fp8", "rtn", "gptq", "awq", "autoround"])
+@pytest.mark.parametrize("method", ["rtn", "int8", "fp8", "gptq", "awq", "autoround"][: times(1, 6)])
 def test_numbers_that_are_not_finite_are_named_with_their_layer(method: str, short: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     model = with_tensors(short, tmp_path / "model", lambda all: all[name].view(-1)[7].fill_(torch.inf))
@@ -126,7 +126,7 @@ def test_numbers_that_are_not_finite_are_named_with_their_layer(method: str, sho
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "autoround"])
+@pytest.mark.parametrize("method", ["autoround", "gptq", "awq"][: times(1, 3)])
 def test_activations_that_overflow_are_named_with_their_layer(method: str, short: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     model = with_tensors(short, tmp_path / "model", lambda all: all[name].fill_(1e38))
@@ -136,6 +136,7 @@ def test_activations_that_overflow_are_named_with_their_layer(method: str, short
         quantize_model(model, tmp_path / "out", Recipe(method, **few(method)))
 
 
+@only_thorough
 def test_outliers_that_overflow_are_named_with_their_layer(short: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     model = with_tensors(short, tmp_path / "model", lambda all: all[name].fill_(1e38))

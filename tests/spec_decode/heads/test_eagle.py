@@ -17,6 +17,7 @@ from tests.spec_decode import naive
 from tests.spec_decode.heads import forms
 from tests.spec_decode.listening import assert_naive
 from tests.spec_decode.scenarios import SCENARIOS, TREE, play
+from tests.thorough import THOROUGH, only_thorough, times
 
 
 @cache
@@ -26,6 +27,7 @@ def embedded() -> tuple[naive.Naive, naive.States]:
     return naive.eagle(*naive.read(find_folder("teachlm-eagle")), model, states), states
 
 
+@only_thorough
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_embedded_head_drafts_what_a_naive_one_drafts(scenario: str) -> None:
     listening = play(scenario, {"method": "eagle", "model": "teachlm-eagle"})
@@ -33,7 +35,7 @@ def test_the_embedded_head_drafts_what_a_naive_one_drafts(scenario: str) -> None
     assert_naive(listening.heard, *embedded())
 
 
-@pytest.mark.parametrize("scenario", ["several chunks", "preemption"])
+@pytest.mark.parametrize("scenario", ["preemption", "several chunks"][: times(1, 2)])
 def test_each_node_of_a_tree_is_drawn_from_what_follows_its_own_path(scenario: str) -> None:
     listening = play(scenario, {"method": "eagle", "model": "teachlm-eagle"} | TREE)
     assert listening.some_fell_and_some_held
@@ -90,19 +92,31 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
 }
 
 
+# In the usual half one of each generation, and each in another scenario.
+CASES = [
+    ("eagle", "several chunks"),
+    ("eagle 3 with fewer tokens", "prefix hits"),
+    ("speculators with norms", "running ahead"),
+]
+
+
 def prompts() -> list[list[int]]:
     rng = random.Random(0)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (19, 24, 33, 21)]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_published_form_drafts_what_a_naive_head_of_its_tensors_drafts(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "scenario"), [*CASES, *(((form, "several chunks") for form in FORMS) if THOROUGH else ())]
+)
+def test_every_published_form_drafts_what_a_naive_head_of_its_tensors_drafts(
+    form: str, scenario: str, tmp_path: Path
+) -> None:
     family, make_head, file = FORMS[form]
     raw, tensors = make_head()
     judge = reference(family)
     speculation: dict[str, Any] = {"method": "eagle", "model": forms.write(tmp_path, (raw, tensors), file)}
     if file.endswith(".bin"):
         speculation["load_format"] = "pt"
-    listening = play("several chunks", speculation, prompts(), model=judge.path, skip_tokenizer_init=True)
+    listening = play(scenario, speculation, prompts(), model=judge.path, skip_tokenizer_init=True)
     states = naive.States(judge.model)
     assert_naive(listening.heard, naive.eagle(raw, tensors, judge.model, states), states)

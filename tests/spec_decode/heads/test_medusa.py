@@ -17,6 +17,7 @@ from tests.spec_decode import naive
 from tests.spec_decode.heads import forms
 from tests.spec_decode.listening import assert_naive
 from tests.spec_decode.scenarios import SCENARIOS, TREE, play
+from tests.thorough import THOROUGH, only_thorough
 
 
 @cache
@@ -26,13 +27,14 @@ def embedded() -> tuple[naive.Naive, naive.States]:
     return naive.medusa(*naive.read(find_folder("teachlm-medusa")), model, states), states
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", SCENARIOS if THOROUGH else ["preemption"])
 def test_the_embedded_heads_draft_what_naive_ones_draft(scenario: str) -> None:
     listening = play(scenario, {"method": "medusa", "model": "teachlm-medusa"})
     assert {num_accepted > 0 for _, num_accepted in listening.verified} == {True, False}
     assert_naive(listening.heard, *embedded())
 
 
+@only_thorough
 @pytest.mark.parametrize("scenario", ["several chunks", "preemption"])
 def test_each_node_of_a_tree_is_drawn_from_what_follows_its_own_path(scenario: str) -> None:
     listening = play(scenario, {"method": "medusa", "model": "teachlm-medusa"} | TREE)
@@ -61,7 +63,7 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS if THOROUGH else ["heads of their own", "the authors' pickle"])
 def test_every_published_form_drafts_what_its_tensors_say(form: str, tmp_path: Path) -> None:
     family, make_head, file = FORMS[form]
     raw, tensors = make_head()
