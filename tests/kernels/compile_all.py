@@ -1,18 +1,22 @@
 """Compiles every kernel ahead of time, for Ampere and Hopper, on a machine that needs no GPU.
 
-    python tests/kernels/compile_all.py
+    python tests/kernels/compile_all.py [--one-each]
 
 Launchers are called as always, with small tensors of the CPU; a launch compiles its kernel for the arguments it was
-given instead of running it. Prints each kernel once. Run without TRITON_INTERPRET.
+given instead of running it. Prints each kernel and how often it was compiled. Run without TRITON_INTERPRET.
+
+    --one-each  compile only one variant of each kernel, for Hopper, and no further than to Triton's GPU dialect
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -49,6 +53,7 @@ from teachllm_kernels.linear.skinny_gemm import few_rows_linear_triton
 from teachllm_kernels.moe.grouped_gemm import grouped_gated_triton, grouped_onto_triton
 from teachllm_kernels.moe.moe_routing import combine_triton, group_triton, route_triton
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
+from teachllm_kernels.sampling import random_sample
 from teachllm_kernels.sampling.random_sample import sample_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_quantized_triton, silu_and_mul_triton
 from teachllm_kernels.speculation.draft_rows import draft_inputs, following_ids, push
@@ -70,11 +75,12 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 compiled: dict[str, int] = {}
+ONE_EACH = "--one-each" in sys.argv
 architectures = [86, 90]  # what differs from 80 to 86 is the room for tiles, see `compile_large_tiles`
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """Takes the place of a launch."""
+    """Compile a kernel in place of a launch."""
     values = dict(zip(self.arg_names, args, strict=False)) | kwargs
     constants = {p.name: values[p.name] for p in self.params if p.is_constexpr or values[p.name] is None}
     signature = {p.name: "constexpr" if p.name in constants else type_of(values[p.name]) for p in self.params}
@@ -86,13 +92,27 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
     aligned = {at: value for at, value in aligned.items() if self.params[at[0]].name not in constants}
     options = {name: value for name, value in kwargs.items() if name not in self.arg_names or name == "num_warps"}
     for architecture in (90,) if self.is_gluon() else architectures:  # Gluon's are Hopper's alone
+        if ONE_EACH and (self.__name__ in compiled or architecture != 90):
+            continue
         if "PDL" in constants:  # Hopper's own variant for Hopper
             constants["PDL"] = architecture >= 90
         source = (GluonASTSource if self.is_gluon() else ASTSource)(self, signature, constants, aligned)
-        done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        assert done.asm["cubin"]
-        assert done.metadata.shared <= SHARED_MEMORY[architecture], (self.__name__, done.metadata.shared)
+        try:
+            done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+            assert done.asm["cubin"]
+            assert done.metadata.shared <= SHARED_MEMORY[architecture], (self.__name__, done.metadata.shared)
+        except FarEnough:
+            pass
         compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
+
+
+class FarEnough(Exception):
+    """A kernel has been compiled to Triton's GPU dialect."""
+
+
+def stop(*_: Any) -> None:
+    """Take the place of the next stage."""
+    raise FarEnough
 
 
 def type_of(value: Any) -> str:
@@ -108,7 +128,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def compile_small(dtype: torch.dtype) -> None:
-    """Everything but attention and sampling."""
+    """Compile everything but attention and sampling."""
     x, weight = torch.zeros(2, 4096, dtype=dtype), torch.zeros(32, 4096, dtype=dtype)
     bias = torch.zeros(32, dtype=dtype)
     rms_norm_triton(x, x, x[0], 1e-6)
@@ -133,7 +153,7 @@ def compile_small(dtype: torch.dtype) -> None:
 
 
 def compile_experts(dtype: torch.dtype) -> None:
-    """Of steps in which an expert gets a few rows, some, and many."""
+    """Compile experts' kernels for steps in which an expert gets a few rows, some, and many."""
     gate_up, down = torch.zeros(16, 256, 512, dtype=dtype), torch.zeros(16, 512, 128, dtype=dtype)
     for num_tokens in (1, 100, 400):
         x = torch.zeros(num_tokens, 512, dtype=dtype)
@@ -156,7 +176,7 @@ def compile_hopper_products(dtype: torch.dtype) -> None:
 
 
 def compile_scaled(codes: torch.dtype) -> None:
-    """What makes codes of 8 bits of rows, and multiplies them."""
+    """Compile what quantizes rows to 8 bits, and what multiplies them."""
     x, norm = torch.zeros(2, 4096, dtype=torch.bfloat16), (torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
     weight, long = torch.zeros(256, 4096, dtype=codes), torch.zeros(64, 12288, dtype=codes)
     outputs, blocks, one = torch.zeros(256, 1), torch.zeros(2, 32), torch.zeros(1, 1)
@@ -199,7 +219,7 @@ def compile_scaled(codes: torch.dtype) -> None:
 
 
 def compile_packed(dtype: torch.dtype) -> None:
-    """Products of codes of 4 and 8 bits by group."""
+    """Compile products of weights of 4 and 8 bits with a scale per group."""
     num_in = 512 if dtype == torch.float32 else 4096  # several chunks of it would take long
     x, residual = torch.zeros(17, num_in, dtype=dtype), torch.zeros(1, 32, dtype=dtype)
     codes, bias, norm = torch.zeros(32, num_in, dtype=torch.uint8), torch.zeros(32, dtype=dtype), (x[0], 1e-6)
@@ -219,7 +239,7 @@ def compile_packed(dtype: torch.dtype) -> None:
 
 
 def compile_packed_on_hopper(dtype: torch.dtype) -> None:
-    """Its own kernel."""
+    """Compile Hopper's own kernel."""
     codes, x = torch.zeros(24_576, 512, dtype=torch.uint8), torch.zeros(100, 512, dtype=dtype)
     scales, zeros = torch.zeros(24_576, 4, dtype=torch.float16), torch.zeros(24_576, 4)
     plain, with_zeros = (pack(codes, scales, each, 4, is_gated=each is not None) for each in (None, zeros))
@@ -233,7 +253,7 @@ def compile_packed_on_hopper(dtype: torch.dtype) -> None:
 
 
 def compile_large_tiles() -> None:
-    """Those that need more shared memory than the smallest cards have."""
+    """Compile tiles that need more shared memory than the smallest cards have."""
     architectures[:] = [80, 90]
     for module in (skinny_gemm, paged_decode, paged_prefill):
         module.shared_memory = lambda device: SHARED_MEMORY[80]
@@ -283,7 +303,7 @@ def compile_attention(
 
 
 def compile_codes(dtype: torch.dtype, codes: torch.dtype, group: int, head_size: int, cap: float | None = None) -> None:
-    """Attention over a KV cache of codes, and what writes them."""
+    """Compile attention over a quantized KV cache, and what writes it."""
     num_heads, window = 2 * group, 100 if cap else None
     cache = torch.zeros(4, 16, 2, head_size, dtype=codes)
     scales = (torch.ones(2), torch.ones(2))
@@ -306,7 +326,7 @@ def compile_codes(dtype: torch.dtype, codes: torch.dtype, group: int, head_size:
 
 
 def compile_codes_on_hopper(dtype: torch.dtype, codes: torch.dtype, group: int, head_size: int) -> None:
-    """Its own kernels."""
+    """Compile Hopper's own kernels."""
     num_heads = 2 * group
     cache, tables, lens, starts = torch.zeros(4, 16, 2, head_size, dtype=codes), ints(4, 4), ints(4), ints(5)
     plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), on_hopper=True)
@@ -319,7 +339,7 @@ def compile_codes_on_hopper(dtype: torch.dtype, codes: torch.dtype, group: int, 
 
 
 def compile_wide_decode(dtype: torch.dtype, group: int, head_size: int) -> None:
-    """The most query heads on a KV head, of the largest size: a tile must leave room for them; one of codes, too."""
+    """Compile for the most query heads per KV head, of the largest size: a tile must leave room for them."""
     cache, lens, starts = torch.zeros(4, 16, 1, head_size, dtype=dtype), ints(4), ints(5)
     codes, scales = torch.zeros(4, 16, 1, head_size, dtype=torch.int8), (torch.ones(1), torch.ones(1))
     plan = DecodePlan.allocate(4, group, 1, head_size, torch.device("cpu"))
@@ -347,6 +367,9 @@ def compile_sampling() -> None:
 
 def main() -> None:
     JITFunction.run = compile_instead  # type: ignore[method-assign]
+    if ONE_EACH:
+        CUDABackend.make_llir = stop
+        random_sample._TILE, random_sample._FEW, skinny_gemm._BLOCKS_WANTED = 8, 256, 4  # compile faster
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         compile_small(dtype)
         compile_packed(dtype)

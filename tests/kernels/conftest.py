@@ -13,22 +13,28 @@ from tests.kernels.guard import guard
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    """What is allocated holds NaN, or the largest integer, until somebody writes to it."""
+    """Fill new memory with NaN, or the largest integer: nothing that was never written may matter."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # of which filling new memory is a part
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
+def seed() -> None:
+    """Draw the same numbers in every run, whichever tests ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, kernels keep to the memory of their arguments."""
+    """Keep interpreted kernels to the memory of their arguments."""
     if not torch.cuda.is_available():
         guard(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def products_in_order() -> Iterator[None]:
-    """Interpreted, `tl.dot` adds up in one order for every row.
+    """Make interpreted `tl.dot` add up in one order for every row.
 
     Its own is NumPy's product: the processor's library, whose bits may depend on where in the matrix a row lies.
     """

@@ -1,6 +1,6 @@
 """Triton's interpreter with bounds: a kernel that reads or writes outside of its arguments' memory is an error.
 
-Without them it does what a GPU would: a stray write lands in somebody else's tensor, and the test after the next fails.
+Without them a stray write would land in another tensor, as on a GPU, and a later test would fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from teachllm_kernels.comm.one_shot_all_reduce import Mailbox
 
 
 class _Bounds:
-    """Memory that the kernel under way may touch: first and last byte of each tensor's, in order."""
+    """The memory that the running kernel may touch: first and last byte of each tensor's storage, in order."""
 
     def __init__(self) -> None:
         self._begins = self._ends = np.zeros(0, dtype=np.uint64)
@@ -42,12 +42,12 @@ class _Bounds:
 
 
 def guard(patch: pytest.MonkeyPatch) -> None:
-    """From now on."""
+    """Check every load and store of interpreted kernels until `patch` is undone."""
     from triton.runtime import interpreter
 
     bounds, builder = _Bounds(), interpreter.InterpreterBuilder
     init, load, store = interpreter.GridExecutor._init_args_hst, builder.create_masked_load, builder.create_masked_store
-    by_address: list[torch.Tensor] = []  # what a kernel knows by its address alone
+    by_address: list[torch.Tensor] = []  # those that a kernel has only the addresses of
     init_mover, init_mailbox = KVMover.__init__, Mailbox.__init__
 
     def guarded_init(executor: Any, args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 
 def round_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """From now on."""
+    """Round so until `patch` is undone."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm_kernels import step_inputs as step_inputs_module
 from teachllm_kernels.attention.kv_write import kv_write_reference, kv_write_triton
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_reference, rope_kv_write_triton
 from teachllm_kernels.linear import skinny_gemm
@@ -16,13 +17,12 @@ from teachllm_kernels.linear.skinny_gemm import few_rows_linear_triton
 from teachllm_kernels.rms_norm import rms_norm_reference, rms_norm_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
+from tests.kernels.cases import DEVICE, FLOATS, ON_GPU, pairs, per_device
+from tests.thorough import times
 
-pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# The interpreter has no correct bfloat16.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-few = settings(max_examples=8 if DEVICE.type == "cpu" else 40)
+YES_OR_NO = [False, True]
 
 
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,8 +36,12 @@ def assert_near(result: torch.Tensor, reference: torch.Tensor) -> None:
     assert error < TOLERANCE[result.dtype], f"{float(error):.1e}"
 
 
-@few
-@given(st.sampled_from([1, 2, 5, 257, 300]), st.sampled_from([16, 96, 1000]), st.booleans(), st.sampled_from(DTYPES))
+@pairs(
+    num_tokens=per_device([1, 3], [1, 2, 5, 257, 300]),
+    size=per_device([16, 96], [16, 96, 1000]),
+    has_residual=YES_OR_NO,
+    dtype=FLOATS,
+)
 def test_rms_norm(num_tokens: int, size: int, has_residual: bool, dtype: torch.dtype) -> None:
     y, weight = randn(num_tokens, size, dtype=dtype), randn(size, dtype=dtype)
     residual = randn(num_tokens, size, dtype=dtype) if has_residual else None
@@ -49,8 +53,9 @@ def test_rms_norm(num_tokens: int, size: int, has_residual: bool, dtype: torch.d
     assert_near(x, total)
 
 
-@few
-@given(st.integers(1, 3), st.integers(1, 8), st.sampled_from([16, 1000]), st.sampled_from(DTYPES))
+@pairs(
+    num_tokens=[1, 3], num_parts=per_device([1, 3], [1, 2, 5, 8]), size=per_device([16, 96], [16, 1000]), dtype=FLOATS
+)
 def test_rms_norm_adds_parts_up(num_tokens: int, num_parts: int, size: int, dtype: torch.dtype) -> None:
     y = randn(num_parts, num_tokens, size, dtype=torch.float32)
     residual, weight = randn(num_tokens, size, dtype=dtype), randn(size, dtype=dtype)
@@ -61,15 +66,13 @@ def test_rms_norm_adds_parts_up(num_tokens: int, num_parts: int, size: int, dtyp
     assert_near(x, total)
 
 
-@few
-@given(st.integers(1, 5), st.sampled_from([8, 1024, 1500]), st.sampled_from(DTYPES))
+@pairs(num_tokens=per_device([1, 2], [1, 2, 5]), size=[8, 1500], dtype=FLOATS)
 def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = randn(num_tokens, 2 * size, dtype=dtype)
     assert_near(silu_and_mul_triton(gate_up), silu_and_mul_reference(gate_up.double()))
 
 
-@few
-@given(st.integers(1, 3), st.sampled_from([8, 80, 512]), st.sampled_from(DTYPES))
+@pairs(num_kv_heads=[1, 3], head_size=[8, 80, 512], dtype=FLOATS)
 def test_kv_write_fills_its_slots_and_no_other(num_kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
     wide = randn(4, 3 * num_kv_heads, head_size, dtype=dtype)  # k and v as they lie beside q
     k, v = wide[:, num_kv_heads : 2 * num_kv_heads], wide[:, 2 * num_kv_heads :]
@@ -81,12 +84,11 @@ def test_kv_write_fills_its_slots_and_no_other(num_kv_heads: int, head_size: int
     assert torch.equal(caches, expected)
 
 
-@few
-@given(
-    st.sampled_from([(1, 1), (4, 2), (9, 3), (16, 8)]),
-    st.sampled_from([16, 80, 96, 128]),
-    st.booleans(),
-    st.sampled_from(DTYPES),
+@pairs(
+    heads=per_device([(4, 2), (9, 3)], [(1, 1), (4, 2), (9, 3), (16, 8)]),
+    head_size=per_device([16, 80], [16, 80, 96, 128]),
+    has_norm=YES_OR_NO,
+    dtype=FLOATS,
 )
 def test_rope_kv_write(heads: tuple[int, int], head_size: int, has_norm: bool, dtype: torch.dtype) -> None:
     (num_heads, num_kv_heads), num_tokens = heads, 3
@@ -115,14 +117,13 @@ def test_rope_kv_write(heads: tuple[int, int], head_size: int, has_norm: bool, d
     assert torch.equal(caches.flatten(1, 2)[:, untouched].double(), expected_caches.flatten(1, 2)[:, untouched])
 
 
-@few
-@given(
-    st.sampled_from([(8, 5), (100, 33), (1024, 40), (3000, 7)]),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from(DTYPES),
+@pairs(
+    sizes=per_device([(8, 5), (100, 90), (3000, 5)], [(8, 5), (100, 33), (1024, 40), (3000, 7)]),
+    has_bias=YES_OR_NO,
+    has_norm=YES_OR_NO,
+    has_residual=YES_OR_NO,
+    gated=YES_OR_NO,
+    dtype=FLOATS,
 )
 def test_gemv(
     sizes: tuple[int, int], has_bias: bool, has_norm: bool, has_residual: bool, gated: bool, dtype: torch.dtype
@@ -142,29 +143,39 @@ def test_gemv(
     assert_near(result, gemv_reference(x.double(), weight.double(), wide(bias), norm, wide(residual), gated))
 
 
-@few
-@given(
-    st.integers(2, 16),
-    st.sampled_from([(8, 5), (100, 33), (1024, 70), (3000, 7), (300, 4200), (9000, 5120)]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from(DTYPES),
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide a product among fewer interpreted programs."""
+    skinny_gemm._arrivals(DEVICE)  # is cached: with all of its counters
+    if not ON_GPU:
+        monkeypatch.setattr(skinny_gemm, "_BLOCKS_WANTED", 4)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pairs(
+    num_rows=per_device([2, 16], [2, 3, 9, 16]),
+    # One block that programs share, several, and too many to be shared.
+    sizes=per_device(
+        [(8, 5), (300, 100), (16, 300)], [(8, 5), (100, 33), (1024, 70), (3000, 7), (300, 4200), (9000, 5120)]
+    ),
+    has_bias=YES_OR_NO,
+    gated=YES_OR_NO,
+    dtype=FLOATS,
 )
 def test_few_rows_linear(
     num_rows: int, sizes: tuple[int, int], has_bias: bool, gated: bool, dtype: torch.dtype
 ) -> None:
     num_in, num_out = sizes
-    if DEVICE.type == "cpu":  # fewer programs, as many splits
-        num_out = min(num_out, 130)
     rows = num_out * (2 if gated else 1)
     x, weight = randn(num_rows, num_in, dtype=dtype), randn(rows, num_in, dtype=dtype) * num_in**-0.5
     bias = randn(rows, dtype=dtype) if has_bias else None
     expected = gemv_reference(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
     first = few_rows_linear_triton(x, weight, bias, gated)
     assert_near(first, expected)
-    assert torch.equal(first, few_rows_linear_triton(x, weight, bias, gated))  # whoever arrives last
+    assert torch.equal(first, few_rows_linear_triton(x, weight, bias, gated))  # whichever program arrives last
 
 
+@settings(max_examples=times(30, 500))
 @given(st.integers(1, 40_000), st.integers(1, 40_000))
 def test_columns_are_shared_only_where_arrivals_are_counted(num_in: int, num_out: int) -> None:
     blocks, splits = skinny_gemm._grid(num_in, num_out)
@@ -231,15 +242,21 @@ def test_sampled_tokens_are_appended_to_their_rows_and_padding_to_none() -> None
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Where a GPU's kernels reach it."""
-    return tensor.pin_memory() if DEVICE.type == "cuda" else tensor
+    """Move a tensor to where the host and a GPU's kernels reach it."""
+    return tensor.pin_memory() if ON_GPU else tensor
 
 
-@few
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 3, 1024, 1100, 17_000])), min_size=1, max_size=6),
-    st.booleans(),
-)
+@pytest.fixture(params=[[(0, 1)], [(7, 3), (0, 1024), (40, 1), (3, 1100)], [(5, 17_000), (1, 30)]], ids=len)
+def gaps_and_lens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return runs: how far each lies from the one before, and its length; interpreted, 128 times as short."""
+    runs = request.param
+    if not ON_GPU:
+        monkeypatch.setattr(step_inputs_module, "_RUN_BLOCK", 8)
+        runs = [(gap, -(-length // 128)) for gap, length in runs]
+    return runs
+
+
+@pytest.mark.parametrize("from_host", YES_OR_NO if ON_GPU else [False])
 def test_runs_are_written_to_their_places_and_nowhere_else(
     gaps_and_lens: list[tuple[int, int]], from_host: bool
 ) -> None:

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from teachllm_kernels.attention import decode_plan
 from teachllm_kernels.attention.decode_plan import TILE, DecodePlan, decode_shape, max_splits, plan_decode
+from tests.kernels.cases import DEVICE, ON_GPU, per_device
+from tests.thorough import times
 
-pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 MAX_SEQS = 16
 
 
-@settings(max_examples=30)
+@settings(max_examples=per_device(times(6, 100), 30))
 @given(
     lens=st.lists(st.one_of(st.just(0), st.integers(1, 5000)), min_size=1, max_size=MAX_SEQS),
     window=st.sampled_from([None, 1, 100, 1000]),

@@ -1,4 +1,4 @@
-"""Codes of K and V: the kernels round as the definition does, bit by bit, and attention reads nothing but codes."""
+"""A quantized KV cache: kernels round as the definition does, bit by bit, and attention reads nothing else."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from teachllm_kernels.attention.kv_quantization import (
 from teachllm_kernels.attention.kv_write import kv_write_reference, kv_write_triton
 from teachllm_kernels.attention.paged_attention import paged_attention_cpu, paged_attention_reference
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_reference, rope_kv_write_triton
+from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
+from tests.thorough import times
 
-pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 both = pytest.mark.parametrize("dtype", [FP8, INT8], ids=["fp8", "int8"])
-with_and_without_instruction = pytest.mark.parametrize("has_fp8", [True, False], ids=["cast", "shifted"])
+BLOCK = per_device(8192, 1024)
 
 
 def every_code(dtype: torch.dtype) -> torch.Tensor:
-    """What a code can say, in order."""
+    """Return all values that a byte can hold, in order."""
     found = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     found = found[found.isfinite() & (found.abs() <= LARGEST[dtype])]
     return found.unique()
 
 
 def around_every_code(dtype: torch.dtype) -> torch.Tensor:
-    """All numbers that codes are, all that lie between two, those next to these, and others, within and beyond."""
+    """Return all values, all midpoints, the numbers next to these, and others, within the range and beyond."""
     codes = every_code(dtype)
     between = (codes[1:] + codes[:-1]) / 2
     drawn = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 3000)
@@ -66,24 +67,22 @@ def _multiplicand(x_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, multiplicand(tl.load(x_ptr + i), out_ptr.dtype.element_ty))
 
 
-@both
-@with_and_without_instruction
-@pytest.mark.parametrize("scale", [1.0, 0.037, 3.3])
-def test_every_rounding_is_that_of_the_definition(
+@pairs(dtype=[FP8, INT8], scale=[1.0, 0.037, 3.3], has_fp8=[True, False])
+def test_kernels_round_as_the_definition_does(
     dtype: torch.dtype, scale: float, has_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
     x = around_every_code(dtype) * scale
     found = torch.zeros(x.shape, dtype=dtype, device=DEVICE)
     scales = torch.tensor([scale], device=DEVICE)
-    grid = (triton.cdiv(len(x), 1024),)
-    _encode[grid](x_ptr=x, scale_ptr=scales, out_ptr=for_kernel(found), size=len(x), BLOCK=1024)
+    grid = (triton.cdiv(len(x), BLOCK),)
+    _encode[grid](x_ptr=x, scale_ptr=scales, out_ptr=for_kernel(found), size=len(x), BLOCK=BLOCK)
     expected = encode_reference(x[:, None, None], scales, dtype).flatten()
     assert torch.equal(as_bytes(found), as_bytes(expected))
 
 
 @both
-def test_the_definition_is_the_nearest_code_and_of_two_the_even_one(dtype: torch.dtype) -> None:
+def test_the_definition_takes_the_nearest_value_and_of_two_the_even_one(dtype: torch.dtype) -> None:
     codes = every_code(dtype).to(DEVICE)
     x = around_every_code(dtype)
     found = encode_reference(x[:, None, None], torch.ones(1, device=DEVICE), dtype).flatten()
@@ -94,10 +93,8 @@ def test_the_definition_is_the_nearest_code_and_of_two_the_even_one(dtype: torch
     assert is_tie.sum() > 100 and (as_bytes(found)[is_tie] % 2 == 0).all()
 
 
-@both
-@with_and_without_instruction
-@pytest.mark.parametrize("operand", [torch.float16, torch.float32], ids=str)
-def test_codes_multiply_as_the_numbers_that_they_are(
+@pairs(dtype=[FP8, INT8], operand=[torch.float16, torch.float32], has_fp8=[True, False])
+def test_quantized_values_multiply_as_the_numbers_that_they_are(
     dtype: torch.dtype, operand: torch.dtype, has_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
@@ -107,39 +104,45 @@ def test_codes_multiply_as_the_numbers_that_they_are(
     assert torch.equal(out.float(), every_code(dtype).to(DEVICE))
 
 
-def test_what_float16_cannot_say_of_q_stops_at_its_end() -> None:
+def test_queries_beyond_float16_are_clamped_to_it() -> None:
     x = torch.tensor([1.5, -3e-5, 65504.0, 1e6, -1e30, 0.0, -7.25, 300.0], device=DEVICE)
     out = torch.zeros(8, dtype=torch.float16, device=DEVICE)
     _multiplicand[(1,)](x_ptr=x, out_ptr=out, BLOCK=8)
     assert torch.equal(out, x.clamp(-65504, 65504).half())
 
 
-@both
-@with_and_without_instruction
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16], ids=str)
-def test_codes_are_written_to_their_slots_and_no_other(
-    dtype: torch.dtype, x_dtype: torch.dtype, has_fp8: bool, monkeypatch: pytest.MonkeyPatch
+@pairs(
+    dtype=[FP8, INT8],
+    x_dtype=[torch.float32, torch.float16],
+    has_fp8=[True, False],
+    heads=[(1, 8), (3, 80), (2, 512)],
+)
+def test_quantized_values_are_written_to_their_slots_and_no_other(
+    dtype: torch.dtype, x_dtype: torch.dtype, has_fp8: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
-    for num_kv_heads, head_size in ((1, 8), (3, 80), (2, 512)):
-        wide = torch.randn(4, 3 * num_kv_heads, head_size, device=DEVICE).to(x_dtype)  # k and v as they lie beside q
-        k, v = wide[:, num_kv_heads : 2 * num_kv_heads], wide[:, 2 * num_kv_heads :]
-        k_scale, v_scale = (torch.rand(2, num_kv_heads, device=DEVICE) + 0.1) * 2 / LARGEST[dtype]  # some are clamped
-        caches = torch.full((2, 3, 16, num_kv_heads, head_size), 0x41, dtype=torch.uint8, device=DEVICE).view(dtype)
-        expected = caches.clone()
-        slots = torch.tensor([17, -1, 0, 47], device=DEVICE)
-        kv_write_triton(k, v, *caches, slots, (k_scale, v_scale))
-        kv_write_reference(k, v, *expected, slots, (k_scale, v_scale))
-        assert torch.equal(as_bytes(caches), as_bytes(expected))
-        found = decode_reference(caches[0].flatten(0, 1)[0], k_scale)
-        most = (k_scale * LARGEST[dtype])[:, None]
-        assert (found - k[2].float().clamp(-most, most)).abs().max() < 0.07 * most.max()
+    num_kv_heads, head_size = heads
+    wide = torch.randn(4, 3 * num_kv_heads, head_size, device=DEVICE).to(x_dtype)  # k and v as they lie beside q
+    k, v = wide[:, num_kv_heads : 2 * num_kv_heads], wide[:, 2 * num_kv_heads :]
+    k_scale, v_scale = (torch.rand(2, num_kv_heads, device=DEVICE) + 0.1) * 2 / LARGEST[dtype]  # some are clamped
+    caches = torch.full((2, 3, 16, num_kv_heads, head_size), 0x41, dtype=torch.uint8, device=DEVICE).view(dtype)
+    expected = caches.clone()
+    slots = torch.tensor([17, -1, 0, 47], device=DEVICE)
+    kv_write_triton(k, v, *caches, slots, (k_scale, v_scale))
+    kv_write_reference(k, v, *expected, slots, (k_scale, v_scale))
+    assert torch.equal(as_bytes(caches), as_bytes(expected))
+    found = decode_reference(caches[0].flatten(0, 1)[0], k_scale)
+    most = (k_scale * LARGEST[dtype])[:, None]
+    assert (found - k[2].float().clamp(-most, most)).abs().max() < 0.07 * most.max()
 
 
-@both
-@settings(max_examples=6 if DEVICE.type == "cpu" else 40)
-@given(st.sampled_from([(1, 1), (4, 2), (9, 3), (16, 8)]), st.sampled_from([16, 80, 128]), st.booleans())
-def test_norm_and_rotation_come_before_the_codes(
+@pairs(
+    dtype=[FP8, INT8],
+    heads=per_device([(4, 2), (9, 3)], [(1, 1), (4, 2), (9, 3), (16, 8)]),
+    head_size=per_device([16, 80], [16, 80, 128]),
+    has_norm=[False, True],
+)
+def test_norm_and_rotation_come_before_quantization(
     dtype: torch.dtype, heads: tuple[int, int], head_size: int, has_norm: bool
 ) -> None:
     (num_heads, num_kv_heads), num_tokens, x_dtype = heads, 3, torch.float16
@@ -155,7 +158,7 @@ def test_norm_and_rotation_come_before_the_codes(
     turned = qkv.clone()
     rope_kv_write_triton(turned, cos, signed_sin, weight, 1e-6, *plain, slots)
     rope_kv_write_triton(qkv, cos, signed_sin, weight, 1e-6, *caches, slots, (k_scale, v_scale))
-    assert torch.equal(qkv, turned)  # q, k and v are what they are without codes; the cache gets theirs
+    assert torch.equal(qkv, turned)  # q, k and v are as without quantization; only the cache is quantized
     expected = torch.full_like(as_bytes(caches), 0x41).view(dtype)
     kv_write_reference(
         turned[:, num_heads : num_heads + num_kv_heads], turned[:, num_heads + num_kv_heads :],
@@ -170,7 +173,7 @@ def test_norm_and_rotation_come_before_the_codes(
 
 
 @both
-@settings(max_examples=20)
+@settings(max_examples=times(8, 60))
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=5),
     st.sampled_from([1, 3, 16]),
@@ -178,7 +181,7 @@ def test_norm_and_rotation_come_before_the_codes(
     st.sampled_from([None, 2.0]),
     st.integers(0, 1000),
 )
-def test_attention_to_codes_is_attention_to_the_numbers_that_they_stand_for(
+def test_attention_to_quantized_keys_is_attention_to_the_values_that_they_stand_for(
     dtype: torch.dtype,
     sizes: list[tuple[int, int]],
     block_size: int,
@@ -206,7 +209,7 @@ def test_attention_to_codes_is_attention_to_the_numbers_that_they_stand_for(
 
 @both
 @pytest.mark.parametrize("heads", [(2, 16), (1, 18)], ids=["words of four codes", "of two"])
-def test_codes_of_drafts_are_moved_as_they_are(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+def test_quantized_keys_of_drafts_are_moved_as_they_are(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     cache, other = (
         torch.randint(256, (6, 4, *heads), dtype=torch.uint8, generator=generator).view(dtype).to(DEVICE)
@@ -223,6 +226,6 @@ def test_codes_of_drafts_are_moved_as_they_are(dtype: torch.dtype, heads: tuple[
 
     for place, node in enumerate(path[:2]):
         expected[slot(num_known + place)] = expected[slot(num_known + node)].clone()
-    now_known = ints(num_known + 2 + 1)  # and the token that was sampled behind them
+    now_known = ints(num_known + 2 + 1)  # and the token that was sampled after them
     KVMover([(cache, other)]).move(ints(*path)[None], ints(0, 1), ints(0), now_known, ints(*table)[None])
     assert torch.equal(as_bytes(cache).flatten(0, 1), expected)

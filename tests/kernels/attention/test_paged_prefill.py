@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,133 +15,19 @@ from hypothesis import strategies as st
 
 from teachllm_kernels._triton import triton
 from teachllm_kernels.attention import kv_quantization
-from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill, hopper_prefill
-from teachllm_kernels.attention.kv_quantization import LARGEST, KVScales, decode_reference, encode_reference
-from teachllm_kernels.attention.paged_attention import paged_attention_reference
+from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
 from teachllm_kernels.attention.prefill_plan import plan_prefill
+from tests.kernels.attention.prefill_cases import TOLERANCE, Shape, check, draw_inputs, expected, prefill_on_hopper
+from tests.kernels.cases import DEVICE, FLOATS, HALF, ON_GPU, pairs, per_device
+from tests.thorough import times
 
 # Rows of a tile past its sequence's end: in a window they see nothing, 0 / 0, and are never stored.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
-    *([pytest.mark.gpu] if torch.cuda.is_available() else []),
+    *([pytest.mark.gpu] if ON_GPU else []),  # natively where there is a GPU, else interpreted
 ]
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU: Triton's interpreter
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
-
-
-@dataclass(frozen=True)
-class Shape:
-    query_lens: list[int]
-    context_lens: list[int]
-    block_size: int = 16
-    num_kv_heads: int = 2
-    group: int = 2
-    head_size: int = 32
-    dtype: torch.dtype = torch.float32
-    window: int | None = None
-    soft_cap: float | None = None
-    codes: torch.dtype | None = None  # of K and V, for a cache of them
-
-    @property
-    def kv_lens(self) -> list[int]:
-        return [query + context for query, context in zip(self.query_lens, self.context_lens, strict=True)]
-
-
-def draw_inputs(shape: Shape, seed: int) -> dict[str, Any]:
-    """What the launcher takes: blocks in random order, sequences in random rows, NaN wherever no token lies."""
-    generator = torch.Generator().manual_seed(seed)
-    num_heads, num_tokens = shape.num_kv_heads * shape.group, sum(shape.query_lens)
-    num_blocks = [-(-kv_len // shape.block_size) for kv_len in shape.kv_lens]
-    num_seqs, max_blocks = len(num_blocks), max(num_blocks) + 1
-
-    wide = torch.randn(num_tokens, num_heads + 2 * shape.num_kv_heads, shape.head_size, generator=generator)
-    caches = torch.full((2, sum(num_blocks) + 3, shape.block_size, shape.num_kv_heads, shape.head_size), torch.nan)
-    free = torch.randperm(caches.shape[1], generator=generator).int()
-    rows = torch.randperm(num_seqs + 2, generator=generator)[:num_seqs].int()
-    tables = torch.full((num_seqs + 2, max_blocks), 10**8, dtype=torch.int32)  # a look at an unset entry would crash
-    for row, kv_len, count in zip(rows.tolist(), shape.kv_lens, num_blocks, strict=True):
-        blocks, free = free[:count], free[count:]
-        tables[row, :count] = blocks
-        token = torch.arange(kv_len)
-        content = torch.randn(2, kv_len, shape.num_kv_heads, shape.head_size, generator=generator)
-        caches[:, blocks[token // shape.block_size].long(), token % shape.block_size] = content
-    lens = torch.tensor([0, *shape.query_lens]).cumsum(0, dtype=torch.int32)
-    scales, kept = None, (caches[0].to(shape.dtype), caches[1].to(shape.dtype))
-    if shape.codes is not None:
-        k_scale, v_scale = torch.rand(2, shape.num_kv_heads, generator=generator).add(0.5) * 4 / LARGEST[shape.codes]
-        kept = (encode_reference(kept[0], k_scale, shape.codes), encode_reference(kept[1], v_scale, shape.codes))
-        scales = (k_scale.to(DEVICE), v_scale.to(DEVICE))
-    inputs = {
-        "q": wide.to(shape.dtype).to(DEVICE)[:, :num_heads],
-        "k_cache": kept[0],
-        "v_cache": kept[1],
-        "block_tables": tables,
-        "rows": rows,
-        "query_start": lens,
-        "seq_lens": torch.tensor(shape.kv_lens, dtype=torch.int32),
-    }
-    return {name: tensor.to(DEVICE) for name, tensor in inputs.items()} | {
-        "scale": shape.head_size**-0.5,
-        "window": shape.window,
-        "soft_cap": shape.soft_cap,
-        "scales": scales,
-        "out": torch.full((num_tokens, num_heads, shape.head_size), torch.nan, dtype=shape.dtype, device=DEVICE),
-    }
-
-
-def expected(shape: Shape, inputs: dict[str, Any]) -> torch.Tensor:
-    """The reference in float64 for the values the kernel was given; it reads whole blocks, so their ends lose NaN."""
-    q, k_cache, v_cache = (inputs[name].double() for name in ("q", "k_cache", "v_cache"))
-    if inputs["scales"] is not None:
-        k_scale, v_scale = inputs["scales"]
-        k_cache = decode_reference(k_cache, k_scale, torch.float64)
-        v_cache = decode_reference(v_cache, v_scale, torch.float64)
-    k_cache, v_cache = k_cache.nan_to_num(), v_cache.nan_to_num()
-    tables = inputs["block_tables"][inputs["rows"].long()].where(
-        torch.arange(inputs["block_tables"].shape[1], device=DEVICE)
-        < torch.tensor([-(-n // shape.block_size) for n in shape.kv_lens], device=DEVICE)[:, None],
-        0,
-    )
-    return paged_attention_reference(
-        *(q, k_cache, v_cache, tables, shape.query_lens, shape.kv_lens),
-        scale=inputs["scale"],
-        window=shape.window,
-        soft_cap=shape.soft_cap,
-    )
-
-
-def prefill_on_hopper(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    rows: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: None,
-    out: torch.Tensor | None,
-    num_tokens: int | None = None,
-    longest: int = 0,
-    scales: KVScales | None = None,
-) -> torch.Tensor:
-    """`hopper_prefill` with the arguments of `paged_prefill_triton`."""
-    most = q.shape[0] if num_tokens is None else num_tokens
-    plan = plan_prefill(query_start, seq_lens, rows, most, q.shape[1] // k_cache.shape[2], longest)
-    return hopper_prefill(q, k_cache, v_cache, block_tables, plan, scale, window, out, scales)
-
-
-def check(shape: Shape, seed: int = 0, prefill: Callable[..., torch.Tensor] = paged_prefill_triton) -> None:
-    inputs = draw_inputs(shape, seed)
-    result = prefill(**inputs)
-    assert result is inputs["out"]
-    reference = expected(shape, inputs)
-    error = (result.double() - reference).norm(dim=-1) / reference.norm(dim=-1)  # of each head of each token
-    assert error.max() <= TOLERANCE[shape.dtype], float(error.max())
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
 @st.composite
@@ -163,7 +49,7 @@ def shapes(draw: st.DrawFn, dtypes: list[torch.dtype], longest: int) -> Shape:
     )
 
 
-HAS_HOPPER = fits_hopper_prefill(torch.device(DEVICE), torch.float16, 128, 1, 16)
+HAS_HOPPER = fits_hopper_prefill(DEVICE, torch.float16, 128, 1, 16)
 ON_HOPPER = [prefill_on_hopper, partial(prefill_on_hopper, longest=10_000)]  # tiles of 64 and of 128 keys
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 PREFILLS = [paged_prefill_triton, *(pytest.param(prefill, marks=needs_hopper) for prefill in ON_HOPPER)]
@@ -211,7 +97,7 @@ def test_many_tiles_to_a_program(prefill: Callable[..., torch.Tensor], window: i
     check(Shape(lens, contexts, dtype=torch.bfloat16, window=window, **heads), prefill=prefill)
 
 
-@settings(max_examples=20)
+@settings(max_examples=per_device(times(5, 60), 60))
 @given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 60), st.booleans()), min_size=1, max_size=9))
 def test_a_plan_lists_every_tile_once_and_those_with_the_most_keys_first(
     sequences: list[tuple[int, int, bool]],
@@ -251,10 +137,32 @@ def test_another_batch_compiles_nothing(prefill: Callable[..., torch.Tensor], mo
     assert not compiled
 
 
-@settings(max_examples=25)
-@given(shapes([torch.float32, torch.float16], longest=90), st.integers(0, 2**32 - 1), st.booleans())
-def test_any_ragged_batch_equals_the_reference(shape: Shape, seed: int, is_fixed: bool) -> None:
-    check(shape, seed, partial(paged_prefill_triton, is_fixed=is_fixed))
+@pairs(
+    lens=[([40, 1], [0, 35]), ([5, 33], [30, 3])],
+    block_size=[16, 48],
+    num_kv_heads=[1, 2],
+    group=[1, 3],
+    head_size=[32, 80],
+    dtype=FLOATS,
+    window=[None, 20],
+    soft_cap=[None, 0.5],
+    codes=[None, FP8, INT8],
+    is_fixed=[False, True],
+)
+def test_a_ragged_batch_equals_the_reference(
+    lens: tuple[list[int], list[int]],
+    block_size: int,
+    num_kv_heads: int,
+    group: int,
+    head_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    soft_cap: float | None,
+    codes: torch.dtype | None,
+    is_fixed: bool,
+) -> None:
+    shape = Shape(*lens, block_size, num_kv_heads, group, head_size, dtype, window, soft_cap, codes)
+    check(shape, prefill=partial(paged_prefill_triton, is_fixed=is_fixed))
 
 
 @pytest.mark.gpu
@@ -275,21 +183,29 @@ def test_every_head_size_fits_on_the_gpu(head_size: int, dtype: torch.dtype) -> 
     check(Shape([300, 1, 40], [50, 200, 0], head_size=head_size, group=4, dtype=dtype))
 
 
-@pytest.mark.parametrize("has_fp8", [True, False], ids=["cast", "shifted"])
-def test_codes_with_and_without_an_instruction_for_e4m3(has_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_fp8", per_device([True], [True, False]))
+def test_quantized_keys_with_and_without_an_instruction_for_e4m3(
+    has_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_quantization, "has_fp8", lambda device: has_fp8)
-    check(Shape([40, 1, 7], [20, 30, 0], head_size=64, dtype=torch.float16, codes=torch.float8_e4m3fn))
+    check(Shape([40, 1, 7], [20, 30, 0], num_kv_heads=1, head_size=64, dtype=torch.float16, codes=FP8))
 
 
-@pytest.mark.parametrize(("window", "block_size"), [(1, 16), (16, 48), (64, 16), (65, 32), (1000, 16)])
+# Interpreted tiles of float32 have 32 queries and 32 keys.
+@pytest.mark.parametrize(
+    ("window", "block_size"),
+    per_device([(1, 16), (32, 48), (33, 16)], [(1, 16), (16, 48), (64, 16), (65, 32), (1000, 16)]),
+)
 def test_windows_end_where_they_should_at_every_tile_edge(window: int, block_size: int) -> None:
-    check(Shape([130, 65], [0, 127], block_size=block_size, num_kv_heads=1, group=1, window=window))
+    lens = per_device(([65, 33], [0, 31]), ([130, 65], [0, 127]))
+    check(Shape(*lens, block_size=block_size, num_kv_heads=1, group=1, window=window))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_diagonal_is_right_on_either_side_of_every_tile_edge(dtype: torch.dtype) -> None:
-    contexts = [edge + offset for edge in (32, 64, 128) for offset in (-3, -2, -1, 0)]
-    check(Shape([3] * len(contexts), contexts, num_kv_heads=1, dtype=dtype))
+    edges = per_device((32,) if dtype == torch.float32 else (128,), (32, 64, 128))
+    contexts = [edge + offset for edge in edges for offset in (-3, -2, -1, 0)]
+    check(Shape([3] * len(contexts), contexts, num_kv_heads=1, group=1, dtype=dtype))
 
 
 @pytest.mark.gpu
@@ -307,7 +223,7 @@ def test_tiles_of_keys_and_of_queries_end_where_they_should_on_hopper(
 
 
 def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
-    shape = Shape([150], [0], num_kv_heads=1)
+    shape = Shape([150], [0], num_kv_heads=1, group=1)
     inputs = draw_inputs(shape, seed=1)
     whole = paged_prefill_triton(**inputs).clone()
     for begin, end in ((0, 37), (37, 128), (128, 150)):
@@ -317,31 +233,29 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
         torch.testing.assert_close(paged_prefill_triton(**chunk), whole[begin:end], rtol=1e-5, atol=1e-5)
 
 
-LONGEST = 150 if DEVICE == "cpu" else 1500
-KINDS = [
-    *(Shape([], [], dtype=torch.float32, window=window) for window in (None, 40)),
-    Shape([], [], group=4, head_size=64, dtype=torch.float16 if DEVICE == "cpu" else torch.bfloat16),
-    Shape([], [], num_kv_heads=1, group=3, dtype=torch.float16, window=100, soft_cap=30.0),
-    Shape([], [], group=4, dtype=torch.float16, codes=torch.float8_e4m3fn),
+FIXED_KINDS = [
+    *(Shape([], [], dtype=torch.float32, window=window) for window in per_device([40], [None, 40])),
+    Shape([], [], num_kv_heads=1, group=4, head_size=64, dtype=HALF),
+    *per_device([], [Shape([], [], num_kv_heads=1, group=3, dtype=torch.float16, window=100, soft_cap=30.0)]),
+    Shape([], [], num_kv_heads=1, group=4, dtype=torch.float16, codes=FP8),
 ]
+FIXED_LENGTHS = per_device(
+    [([38, 5], [19, 7])], [([700, 60, 1500], [100, 17, 60]), ([1100], [60] * 9), ([90, 1], [1, 60])]
+)
 
 
 @pytest.mark.usefixtures("products_in_order")
-@settings(max_examples=10 if DEVICE == "cpu" else 60)
-@given(
-    st.sampled_from(KINDS),
-    st.lists(st.integers(1, LONGEST), min_size=1, max_size=4),
-    st.lists(st.integers(1, 60), min_size=1, max_size=10),
-)
+@pytest.mark.parametrize("kind", FIXED_KINDS, ids=str)
+@pytest.mark.parametrize(("lengths", "chunk_sizes"), FIXED_LENGTHS, ids=str)
 def test_with_a_fixed_order_neither_chunks_nor_neighbours_change_a_bit(
-    kind: Shape, lengths: list[int], chunks: list[int]
+    kind: Shape, lengths: list[int], chunk_sizes: list[int]
 ) -> None:
-    shape = replace(kind, query_lens=lengths, context_lens=[0] * len(lengths))
+    shape, chunks = replace(kind, query_lens=lengths, context_lens=[0] * len(lengths)), list(chunk_sizes)
     inputs = draw_inputs(shape, seed=1)
     together = paged_prefill_triton(**inputs, is_fixed=True).clone()
     begin, first = 0, lengths[0]
     while begin < first:  # the first sequence alone, in chunks; at its end as decodes
-        end = min(begin + chunks.pop(), first) if chunks else begin + 1 if begin >= first - 3 else first - 3
+        end = min(begin + chunks.pop(), first) if chunks else begin + 1 if begin >= first - 2 else first - 2
         alone = inputs | {"q": inputs["q"][begin:end], "out": None, "rows": inputs["rows"][:1]}
         alone["query_start"] = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
         alone["seq_lens"] = torch.tensor([end], dtype=torch.int32, device=DEVICE)

@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from teachllm_kernels.comm import one_shot_all_reduce as module
 from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, Mailbox, Unsummed, one_shot_sum
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
+from tests.kernels.cases import DEVICE, FLOATS, ON_GPU, pairs, per_device
 
-pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# The interpreter has no correct bfloat16.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
-NUM_ROWS, SIZE = 5, 24
-few = settings(max_examples=20)
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+NUM_ROWS, SIZE = per_device(2, 5), 24
 
 
 def mailboxes(num_ranks: int, dtype: torch.dtype, num_rows: int = NUM_ROWS, size: int = SIZE) -> list[Mailbox]:
@@ -62,17 +57,15 @@ def by_all(boxes: Sequence[Mailbox], parts: Sequence[torch.Tensor], compute: Cal
     return results
 
 
-@few
-@given(
-    st.integers(2, 4),
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(1, NUM_ROWS), min_size=1, max_size=8),
-    st.integers(0, 9999),
+@pytest.mark.parametrize("counts", [[2, 1, 2, 1], *per_device([], [[1], [3] * 8])], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    per_device([(2, torch.float16), (3, torch.float32)], [(n, d) for n in (2, 3, 4) for d in FLOATS]),
 )
-def test_all_get_the_same_sum_again_and_again(num_ranks: int, dtype: torch.dtype, counts: list[int], seed: int) -> None:
+def test_all_ranks_get_the_same_sum_again_and_again(num_ranks: int, dtype: torch.dtype, counts: list[int]) -> None:
     boxes = mailboxes(num_ranks, dtype)
     for turn, count in enumerate(counts):
-        parts = parts_of(num_ranks, count, dtype, seed + turn)
+        parts = parts_of(num_ranks, count, dtype, turn)
         got = by_all(boxes, parts, lambda rank, parts=parts: one_shot_sum(parts[rank], boxes[rank]))
         total = torch.zeros(count, SIZE, device=DEVICE)
         for part in parts:
@@ -90,10 +83,9 @@ def test_all_get_the_same_sum_again_and_again(num_ranks: int, dtype: torch.dtype
                 assert not is_empty.any() if is_full else is_empty.all()
 
 
-@few
-@given(st.sampled_from(DTYPES), st.integers(1, NUM_ROWS), st.integers(0, 9999))
-def test_a_norm_adds_up_what_ranks_have(dtype: torch.dtype, num_rows: int, seed: int) -> None:
-    boxes, parts = mailboxes(2, dtype), parts_of(2, num_rows, dtype, seed)
+@pairs(dtype=FLOATS, num_rows=[1, NUM_ROWS])
+def test_a_norm_adds_up_what_ranks_have(dtype: torch.dtype, num_rows: int) -> None:
+    boxes, parts = mailboxes(2, dtype), parts_of(2, num_rows, dtype, num_rows)
     residual, weight = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((num_rows, SIZE), (SIZE,)))
     got = by_all(boxes, parts, lambda rank: rms_norm_triton(Unsummed(parts[rank], boxes[rank]), residual, weight, 1e-6))
     expected = rms_norm_triton(torch.stack(parts).float(), residual, weight, 1e-6)
@@ -101,7 +93,7 @@ def test_a_norm_adds_up_what_ranks_have(dtype: torch.dtype, num_rows: int, seed:
         assert torch.equal(each[0], expected[0]) and torch.equal(each[1], expected[1])
 
 
-def test_who_is_ahead_has_room_until_the_others_have_read() -> None:
+def test_a_rank_that_is_ahead_has_room_until_the_others_have_read() -> None:
     _, own = mailboxes(2, torch.float16)
     for turn in range(2 * NUM_SLOTS):
         now, ahead = parts_of(2, 2, torch.float16, turn), parts_of(2, 2, torch.float16, turn + 1)
@@ -114,8 +106,11 @@ def test_who_is_ahead_has_room_until_the_others_have_read() -> None:
 
 def test_a_norm_that_quantizes_does_so_too() -> None:
     dtype = torch.float16
-    boxes, parts = mailboxes(2, dtype), parts_of(2, 3, dtype, 0)
-    residual, weight = torch.randn(3, SIZE, device=DEVICE).to(dtype), torch.ones(SIZE, device=DEVICE, dtype=dtype)
+    boxes, parts = mailboxes(2, dtype), parts_of(2, NUM_ROWS, dtype, 0)
+    residual, weight = (
+        torch.randn(NUM_ROWS, SIZE, device=DEVICE).to(dtype),
+        torch.ones(SIZE, device=DEVICE, dtype=dtype),
+    )
 
     def norm(y: torch.Tensor | Unsummed) -> tuple[torch.Tensor, ...]:
         (codes, scales), x = rms_norm_quantized_triton(y, residual, weight, 1e-6, torch.int8)

@@ -1,34 +1,30 @@
-"""Quantized weights for tests: random codes, with scales of every kind. And what Hopper's products must give."""
+"""Random quantized weights and rows with scales of every kind, and checks of Hopper's products."""
 
 from __future__ import annotations
 
 import torch
-from hypothesis import strategies as st
 
 from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
 from teachllm_kernels.linear.scaled.scaled_reference import scaled_linear_reference
+from tests.kernels.cases import DEVICE, ON_GPU
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CODES = [torch.float8_e4m3fn, torch.int8]
 KINDS = ["tensor", "output", "block"]
 ROUNDED = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 IN_TENSOR_CORES = 3e-3  # sums of e4m3 there, in about 14 bits
-code_dtypes = st.sampled_from(CODES)
-kinds = st.sampled_from(KINDS)
 OF_HOPPER = [(codes, kind) for codes in CODES for kind in KINDS if (codes, kind) != (torch.int8, "block")]
-hopper_kinds = st.sampled_from(OF_HOPPER)
 
 
 def tolerance(codes: torch.dtype, dtype: torch.dtype, gated: bool = False) -> float:
-    """Of a gated result twice what tensor cores lose: it is a product of two such sums."""
-    in_tensor_cores = DEVICE.type == "cuda" and codes == torch.float8_e4m3fn
+    """Return the relative error allowed: of a gated result, a product of two sums, twice what tensor cores lose."""
+    in_tensor_cores = ON_GPU and codes == torch.float8_e4m3fn
     return ROUNDED[dtype] + (IN_TENSOR_CORES * (2 if gated else 1) if in_tensor_cores else 0)
 
 
 def weight_of(num_rows: int, num_in: int, codes: torch.dtype, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [num_rows, num_in], and their scales: numbers that leave rows about as large as they were."""
+    """Return quantized values [num_rows, num_in] and their scales, which leave rows about as large as they were."""
     numbers = torch.randn(num_rows, num_in, device=DEVICE)
     shape = {"tensor": (1, 1), "output": (num_rows, 1), "block": (-(-num_rows // GROUP), -(-num_in // GROUP))}[kind]
     quantized = quantize_rows_reference(numbers, codes)
@@ -37,7 +33,7 @@ def weight_of(num_rows: int, num_in: int, codes: torch.dtype, kind: str) -> tupl
 
 
 def rows_of(num_rows: int, num_in: int, codes: torch.dtype, kind: str) -> QuantizedRows:
-    """Rows of different sizes, with scales as a weight of this kind wants them."""
+    """Return rows of different sizes, with scales as a weight of this kind wants them."""
     sizes = torch.exp2(torch.randint(-4, 3, (num_rows, 1), device=DEVICE))
     return quantize_rows_reference(torch.randn(num_rows, num_in, device=DEVICE) * sizes, codes, grouped=kind == "block")
 
@@ -47,12 +43,12 @@ def bias_of(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def outputs_of(kind: str, gated: bool, num_out: int) -> int:
-    """Outputs that such a weight may have: blocks do not reach from gate to up."""
+    """Return the outputs that such a weight may have: blocks do not reach from gate to up."""
     return -(-num_out // GROUP) * GROUP if gated and kind == "block" else num_out
 
 
 def assert_near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Each row, by the length of the error."""
+    """Check each row, by the length of the error."""
     assert result.isfinite().all()
     error = (result.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     assert error.max() < tolerance, f"{float(error.max()):.1e}"
@@ -61,7 +57,7 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) 
 def check_few_rows_on_hopper(
     num_rows: int, shape: tuple[int, int], codes: torch.dtype, kind: str, has_bias: bool, form: str
 ) -> None:
-    """`hopper_scaled_linear` against the definition.
+    """Compare `hopper_scaled_linear` with the definition.
 
     Args:
         form: plain, gated, or parts.
@@ -87,7 +83,7 @@ def check_many_rows_on_hopper(
     gated: bool,
     level: int = 0,
 ) -> None:
-    """`hopper_scaled_mm` against the definition."""
+    """Compare `hopper_scaled_mm` with the definition."""
     num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
     weight, scales = weight_of(num_out * (2 if gated else 1), num_in, codes, kind)
     x = rows_of(num_rows, num_in, codes, kind)

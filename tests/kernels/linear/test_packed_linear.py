@@ -1,4 +1,4 @@
-"""Products of packed codes against their definition: in Triton's interpreter, natively where there is a GPU."""
+"""Products of packed weights against their definition: in Triton's interpreter, natively where there is a GPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from teachllm_kernels.linear.packed.packed_weight import (
     packed_linear_reference,
     unpack,
 )
+from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.kernels.rounding import round_as_a_gpu
+from tests.thorough import times
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []  # natively where there is a GPU, else interpreted
-few = settings(max_examples=8 if DEVICE.type == "cpu" else 40)
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # (inputs, outputs, inputs of a group): blocks and parts of them, groups of less than a block and of several, groups
@@ -38,16 +38,15 @@ SHAPES = [
     *[(64, 32, 64), (512, 40, 128), (96, 20, 32), (80, 22, 16), (192, 34, 96), (1088, 70, 64), (768, 34, 256)],
     *[(100, 34, 100), (75, 26, 75), (1024, 130, 1024), (4096, 24, 128), (6272, 18, 128)],
 ]
+OF_ONE_ROW = per_device([(512, 34, 128), (80, 22, 16), (75, 26, 75), (1088, 18, 64)], SHAPES)
+OF_ROWS = per_device([(512, 40, 128), (80, 22, 16), (75, 26, 75), (320, 34, 64)], SHAPES)
 KINDS = ["4 bits", "4 bits, zeros", "8 bits", "8 bits, zeros", "e2m1"]
+NO_OR_YES = [False, True]
 QWEN3_8B = {"qkv": (4096, 6144), "o": (4096, 4096), "gate, up": (4096, 24576), "down": (12288, 4096)}
-# Tiles of many rows, and small ones of float32, take long to interpret.
-shapes_of_rows = st.sampled_from(SHAPES if DEVICE.type == "cuda" else [shape for shape in SHAPES if shape[0] < 2000])
-dtypes, shapes, kinds = st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.sampled_from(KINDS)
-seeds = st.integers(0, 1 << 32).map(torch.manual_seed)  # of all random numbers: what failed once fails again
 
 
 def compute_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    """Has the interpreter, which takes bits of bfloat16 for integers, compute with what they stand for."""
+    """Make the interpreter, which takes bits of bfloat16 for integers, compute with what they stand for."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -78,7 +77,7 @@ def compute_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def arithmetic() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
+        if not ON_GPU:
             round_as_a_gpu(patch)
             compute_in_bfloat16(patch)
         yield
@@ -87,7 +86,7 @@ def arithmetic() -> Iterator[None]:
 def weight_of(
     shape: tuple[int, int, int], kind: str, scale_dtype: torch.dtype = torch.float16, is_gated: bool = False
 ) -> PackedWeight:
-    """Random codes; scales of either sign that leave rows about as large as they were."""
+    """Return random quantized values; scales of either sign leave rows about as large as they were."""
     (num_in, num_out, group_size), bits = shape, 8 if kind.startswith("8") else 4
     num_groups = num_in // group_size
     codes = torch.randint(1 << bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE)
@@ -108,7 +107,7 @@ def wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def assert_near(
     result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, size: torch.Tensor | None = None
 ) -> None:
-    """Each row, by the length of the error, relative to the row's, or to `size`; expected was computed in float64."""
+    """Check each row by the length of the error, relative to the row's, or to `size`; `expected` is in float64."""
     assert result.isfinite().all()
     size = expected.norm(dim=-1) if size is None else size
     error = (result.double() - expected).norm(dim=-1) / size.clamp(min=1e-30)
@@ -116,7 +115,7 @@ def assert_near(
 
 
 def size_of_gated(gates_and_ups: torch.Tensor) -> torch.Tensor:
-    """[num_rows], to hold errors of silu(gate) * up against.
+    """Return [num_rows], what errors of silu(gate) * up are relative to.
 
     Gates and ups are each off by so much of their own length. Where few outputs happen to be near 0, the product is off
     by more of its length than that: exact arithmetic on rounded inputs is.
@@ -125,8 +124,7 @@ def size_of_gated(gates_and_ups: torch.Tensor) -> torch.Tensor:
     return 2 * gates.norm(dim=-1) * ups.norm(dim=-1) * gates.shape[-1] ** -0.5
 
 
-@few
-@given(st.integers(1, 40), st.integers(1, 12), st.sampled_from([16, 48, 64]), kinds, st.booleans())
+@pairs(num_out=[1, 18], num_groups=[1, 3], group_size=[16, 48], kind=KINDS, is_gated=NO_OR_YES)
 def test_unpacking_gives_back_what_was_packed(
     num_out: int, num_groups: int, group_size: int, kind: str, is_gated: bool
 ) -> None:
@@ -144,7 +142,7 @@ def test_unpacking_gives_back_what_was_packed(
 
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_thread_has_the_codes_of_its_fragments_in_one_piece(bits: int, is_gated: bool) -> None:
+def test_a_thread_has_the_weights_of_its_fragments_in_one_piece(bits: int, is_gated: bool) -> None:
     codes = torch.randint(1 << bits, (32, 128), dtype=torch.uint8)
     weight = pack(codes, torch.ones(32, 1), None, bits, is_gated=is_gated)
     words = weight.codes.long() & 0xFFFFFFFF
@@ -177,8 +175,13 @@ def test_numbers_are_what_the_definition_says() -> None:
     assert numbers.tolist() == [[-0.25 * step for step in [*steps, *(-step for step in steps)]]]
 
 
-@few
-@given(shapes, kinds, dtypes, st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), st.booleans())
+@pairs(
+    shape=per_device([(320, 80, 64), (75, 26, 75), (80, 22, 16)], SHAPES),
+    kind=KINDS,
+    dtype=DTYPES,
+    scale_dtype=[torch.float16, torch.bfloat16, torch.float32],
+    is_gated=NO_OR_YES,
+)
 def test_dequantizing_is_exact(
     shape: tuple[int, int, int], kind: str, dtype: torch.dtype, scale_dtype: torch.dtype, is_gated: bool
 ) -> None:
@@ -189,11 +192,16 @@ def test_dequantizing_is_exact(
     assert dequantize_triton(weight, dtype, out) is out and torch.equal(out, numbers)
 
 
-@few
-@given(
-    *(shapes, kinds, dtypes, st.sampled_from([torch.float16, torch.float32])),
-    *(st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["plain", "in turns", "gated"])),
-    *(st.sampled_from([1, packed_gemv.PLACES]), seeds),
+@pairs(
+    shape=OF_ONE_ROW,
+    kind=KINDS,
+    dtype=DTYPES,
+    scale_dtype=[torch.float16, torch.float32],
+    has_bias=NO_OR_YES,
+    has_norm=NO_OR_YES,
+    has_residual=NO_OR_YES,
+    how=["plain", "in turns", "gated"],
+    num_places=[1, packed_gemv.PLACES],
 )
 def test_one_row(
     shape: tuple[int, int, int],
@@ -205,7 +213,6 @@ def test_one_row(
     has_residual: bool,
     how: str,
     num_places: int,
-    seed: Any,
 ) -> None:
     (num_in, num_out, _), gated = shape, how == "gated"
     weight = weight_of(shape, kind, scale_dtype, how != "plain")
@@ -223,11 +230,14 @@ def test_one_row(
     assert_near(y, expected, dtype, size)
 
 
-@few
-@given(
-    *(st.sampled_from([2, 9, 16, 17, 40, 64, 130, MAX_ROWS]), shapes_of_rows, kinds, dtypes),
-    *(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), st.booleans()),
-    *(st.sampled_from(["plain", "in turns", "gated", "parts"]), seeds),
+@pairs(
+    num_rows=per_device([2, 17], [2, 9, 16, 17, 40, 64, 130, MAX_ROWS]),
+    shape=OF_ROWS,
+    kind=KINDS,
+    dtype=DTYPES,
+    scale_dtype=[torch.float16, torch.bfloat16, torch.float32],
+    has_bias=NO_OR_YES,
+    how=["plain", "in turns", "gated", "parts"],
 )
 def test_few_rows(
     num_rows: int,
@@ -237,11 +247,8 @@ def test_few_rows(
     scale_dtype: torch.dtype,
     has_bias: bool,
     how: str,
-    seed: Any,
 ) -> None:
     num_in, num_out, _ = shape
-    if DEVICE.type == "cpu" and (dtype == torch.float32 or num_in > 1000):
-        num_rows = min(num_rows, 17)
     weight = weight_of(shape, kind, scale_dtype, how in ("in turns", "gated"))
     x = randn(num_rows, num_in, dtype=dtype)
     bias = randn(num_out, dtype=dtype) if has_bias else None
@@ -255,12 +262,11 @@ def test_few_rows(
         assert y.dtype == dtype
         size = size_of_gated(gemv_reference(x.double(), numbers, wide(bias))) if how == "gated" else None
         assert_near(y, expected, dtype, size)
-        if num_in > 500:  # programs share outputs, and leave their counters as they were
+        if num_in > 500 and has_bias:  # programs share outputs, and leave their counters as they were
             assert torch.equal(packed_linear_triton(x, weight, bias, how == "gated"), y)
 
 
-@few
-@given(st.integers(1, 4), shapes, kinds, st.sampled_from([torch.float16, torch.bfloat16]))
+@pairs(num_rows=[1, 4], shape=SHAPES, kind=KINDS, dtype=[torch.float16, torch.bfloat16])
 def test_the_definition_rounds_numbers_and_is_near_all_the_same(
     num_rows: int, shape: tuple[int, int, int], kind: str, dtype: torch.dtype
 ) -> None:
@@ -269,6 +275,7 @@ def test_the_definition_rounds_numbers_and_is_near_all_the_same(
     assert_near(packed_linear_reference(x, weight), unrounded, dtype)
 
 
+@settings(max_examples=times(60, 500))
 @given(
     st.integers(1, MAX_ROWS),
     st.integers(1, 400).map(lambda number: number * 64),
@@ -314,7 +321,7 @@ def test_launchers_refuse_what_they_would_compute_wrongly() -> None:
         dequantize_triton(weight, torch.float16, x.new_zeros(32, 64))
 
 
-def test_what_must_be_read_is_codes_scales_and_zeros() -> None:
+def test_cost_counts_quantized_weights_scales_and_zeros() -> None:
     plain, with_zeros = (weight_of((4096, 64, 128), kind) for kind in ("4 bits", "4 bits, zeros"))
     numbers, groups = 4096 * 64, 32 * 64
     assert cost(2, plain) == (numbers // 2 + groups * 2 + 2 * 2 * (4096 + 64), 4 * numbers)
@@ -341,5 +348,5 @@ def test_layers_of_a_large_model(name: str, kind: str) -> None:
     expected = gemv_reference(x.float(), numbers, None, (norm_weight.float(), 1e-6), residual.float(), gated)
     first = packed_gemv_triton(x, weight, None, (norm_weight, 1e-6), residual, gated)
     assert_near(first, expected.double(), torch.bfloat16)
-    for _ in range(20):  # one behind the other, each on its way before the one in front has ended
+    for _ in range(20):  # each starts before the one before it has ended
         assert torch.equal(packed_gemv_triton(x, weight, None, (norm_weight, 1e-6), residual, gated), first)

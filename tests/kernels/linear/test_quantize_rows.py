@@ -17,28 +17,27 @@ from teachllm_kernels.linear.scaled.quantize_rows import (
 )
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
 from teachllm_kernels.silu_and_mul import silu_and_mul_quantized_triton, silu_and_mul_triton
+from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.kernels.rounding import round_as_a_gpu
+from tests.thorough import times
 
-pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-few = settings(max_examples=12 if DEVICE.type == "cpu" else 60)
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 CODES = [torch.float8_e4m3fn, torch.int8]
 STEP = {torch.float8_e4m3fn: 2**-4, torch.int8: 0.5 / 127.5}  # half a step: of the number itself, of the largest number
-code_dtypes = st.sampled_from(CODES)
-dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
-kinds = st.sampled_from(["dynamic", "static", "grouped"])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KINDS = ["dynamic", "static", "grouped"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rounding() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
+        if not ON_GPU:
             round_as_a_gpu(patch)
         yield
 
 
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of different sizes."""
+    """Return rows of different sizes."""
     sizes = torch.exp2(torch.randint(-12, 6, (*shape[:-1], 1), device=DEVICE))
     return (torch.randn(*shape, device=DEVICE) * sizes).to(dtype)
 
@@ -56,8 +55,13 @@ def assert_same(quantized: QuantizedRows, expected: QuantizedRows) -> None:
     assert quantized.dequantize().isfinite().all()
 
 
-@few
-@given(st.integers(1, 5), st.sampled_from([1, 8, 100, 128, 129, 1000, 3000]), dtypes, code_dtypes, kinds)
+@pairs(
+    num_rows=per_device([2], [1, 5]),
+    size=per_device([1, 128, 129], [1, 8, 100, 128, 129, 1000, 3000]),
+    dtype=DTYPES,
+    codes=CODES,
+    kind=KINDS,
+)
 def test_codes_are_those_of_the_definition(
     num_rows: int, size: int, dtype: torch.dtype, codes: torch.dtype, kind: str
 ) -> None:
@@ -65,7 +69,8 @@ def test_codes_are_those_of_the_definition(
     assert_same(quantize_rows_triton(x, codes, **options(kind)), quantize_rows_reference(x, codes, **options(kind)))
 
 
-@given(st.integers(1, 300), code_dtypes, st.booleans())
+@settings(max_examples=times(20, 500))
+@given(st.integers(1, 300), st.sampled_from(CODES), st.booleans())
 def test_codes_are_near_the_numbers(size: int, codes: torch.dtype, grouped: bool) -> None:
     x = randn(3, size, dtype=torch.float32)
     quantized = quantize_rows_reference(x, codes, grouped=grouped)
@@ -110,16 +115,21 @@ def test_numbers_beyond_a_given_scale_get_the_largest_code(codes: torch.dtype) -
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    x = randn(5, 300, dtype=torch.float32)
+    x = randn(3, 300, dtype=torch.float32)
     together = quantize_rows_triton(x, torch.int8)
-    for row in range(5):
+    for row in range(3):
         alone = quantize_rows_triton(x[row : row + 1], torch.int8)
         assert torch.equal(alone.codes[0], together.codes[row]) and alone.scales[0] == together.scales[row]
 
 
-@few
-@given(
-    st.integers(1, 4), st.sampled_from([96, 130, 1000]), st.booleans(), st.integers(0, 3), dtypes, code_dtypes, kinds
+@pairs(
+    num_rows=per_device([2], [1, 4]),
+    size=per_device([96, 130], [96, 130, 1000]),
+    has_residual=[False, True],
+    parts=[0, 2],
+    dtype=DTYPES,
+    codes=CODES,
+    kind=KINDS,
 )
 def test_a_norm_that_quantizes_gives_the_codes_of_what_it_would_have_written(
     num_rows: int, size: int, has_residual: bool, parts: int, dtype: torch.dtype, codes: torch.dtype, kind: str
@@ -133,8 +143,9 @@ def test_a_norm_that_quantizes_gives_the_codes_of_what_it_would_have_written(
     assert_same(quantized, quantize_rows_reference(normed, codes, **options(kind)))
 
 
-@few
-@given(st.integers(1, 4), st.sampled_from([8, 200, 1500]), dtypes, code_dtypes, kinds)
+@pairs(
+    num_rows=per_device([2], [1, 4]), size=per_device([8, 200], [8, 200, 1500]), dtype=DTYPES, codes=CODES, kind=KINDS
+)
 def test_silu_that_quantizes_gives_the_codes_of_what_it_would_have_written(
     num_rows: int, size: int, dtype: torch.dtype, codes: torch.dtype, kind: str
 ) -> None:
@@ -143,7 +154,7 @@ def test_silu_that_quantizes_gives_the_codes_of_what_it_would_have_written(
     assert_same(quantized, quantize_rows_reference(silu_and_mul_triton(gate_up), codes, **options(kind)))
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="a model's sizes are too many to interpret")
+@pytest.mark.skipif(not ON_GPU, reason="a model's sizes are too many to interpret")
 @pytest.mark.parametrize("size", [4096, 12288])
 @pytest.mark.parametrize("codes", CODES)
 def test_rows_of_a_model(size: int, codes: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Products of 8-bit codes against their definition: in Triton's interpreter, natively where there is a GPU."""
+"""Products of 8-bit weights against their definition: in Triton's interpreter, natively where there is a GPU."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_scaled_linear
 from teachllm_kernels.linear.hopper_tiling import STRIPE, result_columns, tiling_of
 from teachllm_kernels.linear.scaled import hopper_scaled_mm as many_rows
+from teachllm_kernels.linear.scaled import scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
 from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_reference, scaled_gemv_triton
 from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton
 from teachllm_kernels.linear.scaled.scaled_mm import fits_scaled_mm, scaled_mm
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind, scaled_linear_reference, weight_only_reference
+from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.kernels.linear.scaled_cases import (
     CODES,
-    DEVICE,
     KINDS,
     OF_HOPPER,
     ROUNDED,
@@ -28,40 +29,40 @@ from tests.kernels.linear.scaled_cases import (
     bias_of,
     check_few_rows_on_hopper,
     check_many_rows_on_hopper,
-    code_dtypes,
-    hopper_kinds,
-    kinds,
     outputs_of,
     rows_of,
     tolerance,
     weight_of,
 )
 from tests.kernels.rounding import round_as_a_gpu
+from tests.thorough import times
 
-pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []  # natively where there is a GPU, else interpreted
-ON_HOPPER = DEVICE.type == "cuda" and has_hopper(DEVICE)
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
+ON_HOPPER = ON_GPU and has_hopper(DEVICE)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
-few = settings(max_examples=8 if DEVICE.type == "cpu" else 40)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-dtypes = st.sampled_from(DTYPES)
+NO_OR_YES = [False, True]
+SHAPES = per_device([(144, 40), (528, 130)], [(128, 40), (144, 130), (528, 70)])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rounding() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
+        if not ON_GPU:
             round_as_a_gpu(patch)
+            scaled_linear._arrivals(DEVICE)  # is cached: with all of its counters
+            patch.setattr(scaled_linear, "_BLOCKS_WANTED", 4)  # fewer interpreted programs share a product
         yield
 
 
 def row_of(x: QuantizedRows, row: int) -> QuantizedRows:
-    """One of them alone, laid out as rows are."""
+    """Return one row alone, laid out as rows are."""
     return QuantizedRows(x.codes[row : row + 1], x.scales[row : row + 1].t().contiguous().t())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codes", CODES)
-def test_the_definition_is_the_product_of_what_the_codes_stand_for(codes: torch.dtype, kind: str) -> None:
+def test_the_definition_is_the_product_of_the_values_that_are_stored(codes: torch.dtype, kind: str) -> None:
     weight, scales = weight_of(300, 200, codes, kind)
     x = rows_of(3, 200, codes, kind)
     assert scale_kind(weight, scales) == kind
@@ -72,12 +73,16 @@ def test_the_definition_is_the_product_of_what_the_codes_stand_for(codes: torch.
     assert_near(weight_only_reference(x.dequantize(), weight, scales), expected, 1e-5)
 
 
-@few
-@given(
-    *(st.sampled_from([1, 2, 16, 17, 40, 70, 130]), st.sampled_from([(128, 40), (144, 130), (528, 70)])),
-    *(code_dtypes, kinds, st.booleans(), st.booleans(), dtypes),
+@pairs(
+    num_rows=per_device([2, 40, 70], [1, 2, 16, 17, 40, 70, 130]),
+    shape=SHAPES,
+    codes=CODES,
+    kind=KINDS,
+    has_bias=NO_OR_YES,
+    gated=NO_OR_YES,
+    dtype=DTYPES,
 )
-def test_products_of_codes(
+def test_products_of_quantized_rows(
     num_rows: int,
     shape: tuple[int, int],
     codes: torch.dtype,
@@ -93,15 +98,18 @@ def test_products_of_codes(
     y = scaled_linear_triton(x, weight, scales, bias, gated, dtype)
     assert y.dtype == dtype and y.shape == (num_rows, num_out)
     assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(codes, dtype, gated))
-    assert torch.equal(y, scaled_linear_triton(x, weight, scales, bias, gated, dtype))  # whoever arrives last
+    assert torch.equal(y, scaled_linear_triton(x, weight, scales, bias, gated, dtype))  # whichever program arrives last
 
 
-@few
-@given(
-    *(st.sampled_from([1, 5, 33, 130]), st.sampled_from([(128, 40), (144, 130), (528, 70)])),
-    *(kinds, st.booleans(), st.booleans(), st.sampled_from(DTYPES if DEVICE.type == "cuda" else DTYPES[:2])),
+@pairs(
+    num_rows=per_device([5, 70], [1, 5, 33, 130]),
+    shape=SHAPES,
+    kind=KINDS,
+    has_bias=NO_OR_YES,
+    gated=NO_OR_YES,
+    dtype=per_device(DTYPES[:2], DTYPES),
 )
-def test_products_with_codes_that_become_numbers_first(
+def test_products_with_weights_that_are_dequantized_first(
     num_rows: int, shape: tuple[int, int], kind: str, has_bias: bool, gated: bool, dtype: torch.dtype
 ) -> None:
     num_in, num_out = shape[0], outputs_of(kind, gated, shape[1])
@@ -124,10 +132,15 @@ def test_every_8_bit_float_but_nan_becomes_its_number() -> None:
     assert torch.equal(y[0], every.view(torch.float8_e4m3fn).float())
 
 
-@few
-@given(
-    *(st.sampled_from([(128, 40), (144, 9), (1040, 12)]), code_dtypes, kinds, dtypes),
-    *(st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["plain", "norm", "static", "quantized"])),
+@pairs(
+    shape=per_device([(144, 9), (1040, 3)], [(128, 40), (144, 9), (1040, 12)]),
+    codes=CODES,
+    kind=KINDS,
+    dtype=DTYPES,
+    has_bias=NO_OR_YES,
+    has_residual=NO_OR_YES,
+    gated=NO_OR_YES,
+    how=["plain", "norm", "static", "quantized"],
 )
 def test_one_row(
     shape: tuple[int, int],
@@ -157,7 +170,7 @@ def test_one_row(
 
 @pytest.mark.parametrize("codes", CODES)
 def test_one_row_is_quantized_as_among_others(codes: torch.dtype) -> None:
-    weight, scales = weight_of(24, 1040, codes, "output")
+    weight, scales = weight_of(8, 1040, codes, "output")
     x = torch.randn(3, 1040, device=DEVICE)
     x[1, -1] = 50.0  # the largest number is the last one
     for row in range(3):
@@ -167,13 +180,16 @@ def test_one_row_is_quantized_as_among_others(codes: torch.dtype) -> None:
 
 
 def test_products_of_integers_are_exact() -> None:
-    weight, _ = weight_of(40, 1040, torch.int8, "output")
-    x = rows_of(20, 1040, torch.int8, "output")
+    num_rows = per_device(3, 20)
+    weight, _ = weight_of(per_device(20, 40), 1040, torch.int8, "output")
+    x = rows_of(num_rows, 1040, torch.int8, "output")
     ones = torch.ones(1, 1, device=DEVICE)
     x = QuantizedRows(x.codes, torch.ones_like(x.scales))
     exact = x.codes.long().cpu() @ weight.long().cpu().t()
     ways = [scaled_linear_triton(x, weight, ones, dtype=torch.float32)]
-    ways.append(torch.cat([scaled_gemv_triton(row_of(x, i), weight, ones, dtype=torch.float32) for i in range(20)]))
+    ways.append(
+        torch.cat([scaled_gemv_triton(row_of(x, i), weight, ones, dtype=torch.float32) for i in range(num_rows)])
+    )
     if fits_scaled_mm(x, weight, ones):
         ways.append(scaled_mm(x, weight, ones, dtype=torch.float32))
     if ON_HOPPER:
@@ -195,17 +211,18 @@ def test_rows_of_zeros_give_the_bias(codes: torch.dtype, kind: str) -> None:
 @pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("kind", KINDS)
 def test_fixed_products_do_not_depend_on_other_rows(kind: str) -> None:
-    weight, scales = weight_of(70, 400, torch.float8_e4m3fn, kind)
-    x = rows_of(70, 400, torch.float8_e4m3fn, kind)
+    num_in, last = per_device(144, 400), 69
+    weight, scales = weight_of(70, num_in, torch.float8_e4m3fn, kind)
+    x = rows_of(70, num_in, torch.float8_e4m3fn, kind)
     together = scaled_linear_triton(x, weight, scales, is_fixed=True)
-    for row in (0, 5, 69):
+    for row in per_device((last,), (0, 5, last)):
         assert torch.equal(scaled_linear_triton(row_of(x, row), weight, scales, is_fixed=True)[0], together[row])
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="of a CPU, which has the library's products of integers")
+@pytest.mark.skipif(ON_GPU, reason="of a CPU, which has the library's products of integers")
 @pytest.mark.parametrize("kind", ["tensor", "output"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_librarys_sums_of_integers_get_their_scales(kind: str, gated: bool) -> None:
+def test_sums_of_integers_from_the_library_get_their_scales(kind: str, gated: bool) -> None:
     weight, scales = weight_of(1100 * (2 if gated else 1), 64, torch.int8, kind)
     x = rows_of(5, 64, torch.int8, kind)
     bias = bias_of(len(weight), torch.float32)
@@ -213,6 +230,7 @@ def test_the_librarys_sums_of_integers_get_their_scales(kind: str, gated: bool) 
     assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), 1e-6)
 
 
+@settings(max_examples=times(60, 500))
 @given(
     *(st.integers(1, MAX_ROWS), st.integers(1, 2000).map(lambda count: 16 * count), st.integers(1, 9000)),
     *(st.sampled_from(["plain", "gated", "parts"]), st.sampled_from([(2, False), (1, False), (1, True)])),
@@ -268,9 +286,9 @@ def test_launchers_refuse_what_they_would_compute_wrongly() -> None:
 @given(
     st.sampled_from([1, 2, 7, 8, 9, 16, 31, 40, 64, 65, 96, 128, 129, 160, 192, MAX_ROWS]),
     st.sampled_from([(128, 64), (80, 40), (1040, 200), (1024, 4096), (4096, 96), (512, 9000), (4096, 6144)]),
-    *(hopper_kinds, st.booleans(), st.sampled_from(["plain", "gated", "parts"])),
+    *(st.sampled_from(OF_HOPPER), st.booleans(), st.sampled_from(["plain", "gated", "parts"])),
 )
-def test_hoppers_products_of_codes(
+def test_products_of_quantized_rows_on_hopper(
     num_rows: int, shape: tuple[int, int], kind: tuple[torch.dtype, str], has_bias: bool, form: str
 ) -> None:
     check_few_rows_on_hopper(num_rows, shape, *kind, has_bias, form)
@@ -281,9 +299,9 @@ def test_hoppers_products_of_codes(
 @given(
     st.integers(1, 700) | st.sampled_from([2048, 2100]),  # of those, several tiles for each program
     st.sampled_from([(128, 128), (80, 40), (1040, 200), (512, 3072), (2048, 1096), (4096, 4096)]),
-    *(hopper_kinds, st.booleans(), st.booleans(), st.sampled_from([0, 128, 512])),
+    *(st.sampled_from(OF_HOPPER), st.booleans(), st.booleans(), st.sampled_from([0, 128, 512])),
 )
-def test_hoppers_products_of_many_rows_of_codes(
+def test_products_of_many_quantized_rows_on_hopper(
     num_rows: int,
     shape: tuple[int, int],
     kind: tuple[torch.dtype, str],
@@ -297,7 +315,7 @@ def test_hoppers_products_of_many_rows_of_codes(
 @hopper_only
 @pytest.mark.parametrize("num_rows", [1, 64, 100, 256, 300, 2050])
 @pytest.mark.parametrize("form", ["plain", "gated", "parts"])
-def test_hoppers_products_of_a_model_with_blocks(num_rows: int, form: str) -> None:
+def test_products_of_a_model_with_blocks_on_hopper(num_rows: int, form: str) -> None:
     shape = {"plain": (4096, 6144), "gated": (4096, 12288), "parts": (12288, 4096)}[form]
     if num_rows <= MAX_ROWS:
         check_few_rows_on_hopper(num_rows, shape, torch.float8_e4m3fn, "block", True, form)
@@ -305,12 +323,12 @@ def test_hoppers_products_of_a_model_with_blocks(num_rows: int, form: str) -> No
         check_many_rows_on_hopper(num_rows, shape, torch.float8_e4m3fn, "block", True, form == "gated")
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="the library's products of a GPU")
+@pytest.mark.skipif(not ON_GPU, reason="the library's products of a GPU")
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_rows", [20, 256, 1001, 2050])
 @pytest.mark.parametrize("shape", [(512, 256), (4096, 6144), (12288, 4096)])
-def test_the_librarys_products(codes: torch.dtype, kind: str, num_rows: int, shape: tuple[int, int]) -> None:
+def test_products_of_the_library(codes: torch.dtype, kind: str, num_rows: int, shape: tuple[int, int]) -> None:
     weight, scales = weight_of(shape[1], shape[0], codes, kind)
     x = rows_of(num_rows, shape[0], codes, kind)
     if not fits_scaled_mm(x, weight, scales):
@@ -322,7 +340,7 @@ def test_the_librarys_products(codes: torch.dtype, kind: str, num_rows: int, sha
         assert_near(y, scaled_linear_reference(x, weight, scales, bias, gated), near)
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="a model's sizes are too many to interpret")
+@pytest.mark.skipif(not ON_GPU, reason="a model's sizes are too many to interpret")
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", [(4096, 6144, False), (4096, 4096, False), (4096, 12288, True), (12288, 4096, False)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
 
 import pytest
 import torch
@@ -25,44 +25,11 @@ from teachllm_kernels.sampling.random_sample import (
     token_of_best,
 )
 from tests.distributed.one_of_two import OneOfTwo
+from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
+from tests.kernels.sampling.sampling_cases import make_table, one_by_one, random_requests
+from tests.thorough import times
 
-pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EXAMPLES = 300 if DEVICE == "cuda" else 60
-FLOATS, INTS = ("temperature", "top_p", "min_p"), ("top_k", "seed", "child_index")
-
-
-def make_table(vocab_size: int, requests: list[dict]) -> dict[str, torch.Tensor]:
-    """Parameters of all requests, as columns of two wider tensors, on the device."""
-    plain = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": vocab_size, "seed": 0, "child_index": 0}
-    values = [plain | request for request in requests]
-    floats = torch.tensor([[0.5, *(v[name] for name in FLOATS)] for v in values], dtype=torch.float32)
-    ints = torch.tensor([[7, *(v[name] for name in INTS)] for v in values], dtype=torch.int64)
-    columns = (*floats.to(DEVICE).unbind(1)[1:], *ints.to(DEVICE).unbind(1)[1:])
-    return dict(zip(FLOATS + INTS, columns, strict=True))
-
-
-def one_by_one(
-    logits: torch.Tensor,
-    rows: list[int],
-    table: dict[str, torch.Tensor],
-    draw: Callable[[int, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor],
-) -> list[int]:
-    """One row after the other, by the references; `draw` gives row i's token from its filtered logits, at random."""
-    vocab_size, tokens = logits.shape[1], []
-    for i, row in enumerate(rows):
-        one = logits[i : i + 1].float()
-        p = {name: column[row : row + 1] for name, column in table.items()}
-        if row < 0:
-            tokens.append(0)
-        elif p["temperature"].item() == 0:
-            tokens.append(int(one.cpu().argmax()))  # on a CPU the lowest of equal ids wins
-        else:
-            if p["top_k"].item() < vocab_size or p["top_p"].item() < 1 or p["min_p"].item() > 0:
-                filters = (p["temperature"], p["top_k"], p["top_p"], p["min_p"])
-                one = apply_filters(one, *filters, num_candidates=int(p["top_k"]))
-            tokens.append(int(draw(i, one, p)))
-    return tokens
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 
 
 def expected_tokens(
@@ -85,67 +52,49 @@ def sample(
     return tokens.tolist()
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> dict:
-    vocab_size = draw(st.sampled_from([50, 61, 64, 513, 700]))
-    request = st.fixed_dictionaries(
-        {"temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]), "seed": st.integers(-(2**63), 2**63 - 1)},
-        optional={
-            "top_k": st.sampled_from([1, 2, 5, 20, vocab_size - 1]),
-            # No fraction that equal tokens add up to: on whose very edge the sum reaches p, rounding decides.
-            "top_p": st.sampled_from([0.0, 0.1037, 0.5071, 0.9013, 0.9991]),
-            "min_p": st.sampled_from([0.001, 0.1, 0.7, 1.0]),
-            "child_index": st.integers(0, 5),
-        },
-    )
-    requests = draw(st.lists(request, min_size=1, max_size=4))
-    return {
-        "vocab_size": vocab_size,
-        "requests": requests,
-        "rows": draw(st.lists(st.integers(-1, len(requests) - 1), min_size=1, max_size=4)),
-        "spread": draw(st.sampled_from([0.1, 1.0, 5.0])),
-        "quantum": draw(st.sampled_from([0.0, 0.0, 0.75])),
-        "padding": draw(st.sampled_from([0, 3])),
-        "seed": draw(st.integers(0, 10**6)),
-        "masked": draw(st.booleans()),
-        # Small ones, so that a small vocabulary takes every path of a large one.
-        "sizes": draw(st.sampled_from([{}, {"_BLOCK": 128, "_TILE": 2, "_FEW": 16, "_SCAN_PROGRAMS": 5}])),
-    }
-
-
-@settings(max_examples=EXAMPLES)
-@given(batches())
-def test_tokens_equal_the_references_for_every_mixture_of_rows(batch: dict) -> None:
-    generator = torch.Generator().manual_seed(batch["seed"])
-    rows, vocab_size = batch["rows"], batch["vocab_size"]
-    logits = torch.randn(len(rows), vocab_size + batch["padding"], generator=generator) * batch["spread"]
-    if batch["quantum"]:  # exact ties everywhere
-        logits = (logits / batch["quantum"]).round() * batch["quantum"]
-    if batch["masked"]:
-        logits[torch.rand(logits.shape, generator=generator) < 0.3] = float("-inf")
+@pairs(
+    most=300,
+    vocab_size=per_device([61, 200], [50, 61, 64, 513, 700]),
+    spread=[0.1, 5.0],
+    quantum=[0.0, 0.75],  # or ties everywhere
+    padding=[0, 3],
+    is_masked=[False, True],
+    # Small ones, so that a small vocabulary takes every path of a large one.
+    sizes=[{}, {"_BLOCK": 128, "_TILE": 2, "_FEW": 16, "_SCAN_PROGRAMS": 5}],
+    seed=per_device([0], range(100)),
+)
+def test_tokens_equal_the_references_for_every_mixture_of_rows(
+    vocab_size: int, spread: float, quantum: float, padding: int, is_masked: bool, sizes: dict[str, int], seed: int
+) -> None:
+    rng = random.Random(f"{seed} {vocab_size} {quantum} {spread} {padding}")
+    requests = random_requests(rng, vocab_size)
+    rows = rng.sample([-1, *range(len(requests))], per_device(3, len(requests) + 1))
+    logits = torch.randn(len(rows), vocab_size + padding) * spread
+    if quantum:
+        logits = (logits / quantum).round() * quantum
+    if is_masked:
+        logits[torch.rand(logits.shape) < 0.3] = float("-inf")
     logits = logits.to(DEVICE)[:, :vocab_size]
-    output_index = torch.randint(0, 5000, (len(rows),), generator=generator).to(DEVICE)
-    table = make_table(vocab_size, batch["requests"])
+    output_index = torch.randint(0, 5000, (len(rows),)).to(DEVICE)
+    table = make_table(vocab_size, requests)
     expected = expected_tokens(logits, rows, table, output_index)
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in batch["sizes"].items():
+        for name, size in sizes.items():
             patch.setattr(random_sample, name, size)
         assert sample(logits, rows, table, output_index) == expected
 
 
-@settings(max_examples=EXAMPLES // 2)
-@given(
-    vocab_size=st.sampled_from([50, 61, 513]),
-    num_ranks=st.integers(1, 4),
-    rows=st.lists(st.integers(-1, 2), min_size=1, max_size=4),
-    quantum=st.sampled_from([0.0, 0.75]),
-    block=st.sampled_from([32, 128]),
-    seed=st.integers(0, 10**6),
+@pairs(
+    vocab_size=per_device([61], [50, 61, 513]),
+    num_ranks=per_device([1, 3], [1, 2, 3, 4]),
+    quantum=[0.0, 0.75],
+    block=[32, 128],
+    seed=per_device([0], range(50)),
 )
 def test_the_best_of_each_rank_s_columns_is_the_token_of_all(
-    vocab_size: int, num_ranks: int, rows: list[int], quantum: float, block: int, seed: int
+    vocab_size: int, num_ranks: int, quantum: float, block: int, seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator, rows = torch.Generator().manual_seed(seed), [0, 2, -1, 1]
     logits = torch.randn(len(rows), vocab_size, generator=generator)
     if quantum:
         logits = (logits / quantum).round() * quantum
@@ -164,21 +113,21 @@ def test_the_best_of_each_rank_s_columns_is_the_token_of_all(
     assert token_of_best(torch.stack(best)).tolist() == expected_tokens(logits, rows, table, output_index)
 
 
-class Telling(OneOfTwo):
-    """Remembers what it would have told."""
+class Recorder(OneOfTwo):
+    """Records what the rank would have sent."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        self.told = list[torch.Tensor]()
+        self.sent = list[torch.Tensor]()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self.told.append(x)
+        self.sent.append(x)
         return x[None]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_columns_of_no_token_are_not_drawn_from(temperature: float) -> None:
-    # As on a GPU, where nobody fills them: 0.0, which is more than any logit here.
+    # As on a GPU, where nothing fills them: 0.0, which is more than any logit here.
     logits = torch.nn.functional.pad(-50 - torch.rand(3, 9, generator=torch.Generator().manual_seed(0)), (0, 1))
     rows, indices = torch.arange(3, dtype=torch.int32, device=DEVICE), torch.tensor([0, 3, 8], device=DEVICE)
     params = SamplingParams(temperature=temperature)
@@ -189,10 +138,10 @@ def test_the_columns_of_no_token_are_not_drawn_from(temperature: float) -> None:
         state.open_rows(new_rows)
         return state.draw(logits.to(DEVICE), rows, indices, temperature > 0, any_filtered=False, columns=columns)
 
-    groups = [Telling(0), Telling(1)]
+    groups = [Recorder(0), Recorder(1)]
     for group, part in zip(groups, logits.split(5, dim=1), strict=True):
         draw(Columns(9, group), part)
-    best = token_of_best(torch.cat([group.told[0][None] for group in groups]))
+    best = token_of_best(torch.cat([group.sent[0][None] for group in groups]))
     assert torch.equal(best, draw(Columns(9), logits[:, :9]))
     assert best.max() < 9
 
@@ -219,10 +168,12 @@ def test_the_lowest_of_equal_best_ids_wins_whatever_its_sign_of_zero() -> None:
     assert tokens == [1023, 700, 0, 0]
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 7}, {"top_p": 0.35}, {"top_k": 30, "top_p": 0.5}, {"min_p": 0.9}])
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 7}, {"top_k": 30, "top_p": 0.5}, *per_device([], [{"top_p": 0.35}, {"min_p": 0.9}])]
+)
 def test_of_tied_logits_the_lowest_ids_are_kept(filters: dict) -> None:
     """A row of two values: which ids can be drawn is then the tie rule's doing alone."""
-    vocab_size, num_draws = 150, 400 if DEVICE == "cuda" else 4
+    vocab_size, num_draws = 150, per_device(1, 400)
     one = torch.zeros(1, vocab_size)
     one[:, 11::13] = 1.0
     logits = one.expand(num_draws, -1).contiguous().to(DEVICE)
@@ -240,7 +191,7 @@ def test_zeros_of_either_sign_are_ties(filters: dict) -> None:
     logits = torch.zeros(1, 50)
     logits[:, ::2] = -0.0
     table = make_table(50, [{"temperature": 0.3, **filters}])
-    for step in range(3):
+    for step in range(per_device(1, 3)):
         output_index = torch.tensor([step], device=DEVICE)
         one = logits.roll(step, dims=1).to(DEVICE)
         assert sample(one, [0], table, output_index) == expected_tokens(one, [0], table, output_index)
@@ -254,10 +205,10 @@ def _words_and_noise(words_ptr, noise_ptr, seed_ptr, output_index_ptr, child_ind
     tl.store(noise_ptr + ids, gumbel_noise(quads, key, output, child))
 
 
-@settings(max_examples=20)
+@settings(max_examples=per_device(times(5, 60), 20))
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 100))
 def test_words_and_noise_are_the_references(seed: int, output_index: int, child_index: int) -> None:
-    size = 4096 if DEVICE == "cuda" else 256
+    size = per_device(256, 4096)
     words = torch.empty(size, dtype=torch.int64, device=DEVICE)
     noise = torch.empty(size, device=DEVICE)
     one = [torch.tensor([value], device=DEVICE) for value in (seed, output_index, child_index)]
@@ -276,23 +227,6 @@ def test_words_and_noise_are_the_references(seed: int, output_index: int, child_
     assert torch.equal(words.cpu(), philox_reference(counter, key).T.flatten())
     uniform = philox_uniform_reference(*(t.cpu() for t in one), size)[0].double()
     torch.testing.assert_close(noise.cpu().double(), -torch.log(-torch.log1p(-uniform)), rtol=1e-6, atol=3e-6)
-
-
-def test_draws_follow_the_softmax_of_what_the_filters_leave() -> None:
-    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, float("-inf"), 0.5, -3.0, 0.25])
-    # The interpreter takes 0.1 s for a filtered row, too long for a distribution: there, the filter is none.
-    num_draws, filters = (20_000, {"top_k": 6, "top_p": 0.93}) if DEVICE == "cuda" else (200, {})
-    table = make_table(8, [{"temperature": 1.5, "seed": 77, **filters}])
-    output_index = torch.arange(num_draws, device=DEVICE)
-    rows = [0] * num_draws
-    tokens = sample(logits.repeat(num_draws, 1).to(DEVICE), rows, table, output_index, any_filtered=bool(filters))
-    names = ("temperature", "top_k", "top_p", "min_p")
-    kept = apply_filters(logits[None], *(table[name].cpu() for name in names), num_candidates=int(table["top_k"]))[0]
-    expected = (kept / 1.5).softmax(0) * num_draws
-    counts = torch.bincount(torch.tensor(tokens), minlength=8).float()
-    assert counts[expected == 0].sum() == 0
-    chi_square = ((counts - expected).square() / expected)[expected > 0].sum().item()
-    assert chi_square < 27.9  # at most 6 degrees of freedom, probability 1e-4; the seed is fixed
 
 
 def test_a_wide_stride_between_rows_and_unequal_parameter_strides() -> None:
@@ -368,3 +302,20 @@ def test_a_rows_token_does_not_depend_on_the_batch() -> None:
     together = sample(logits, rows, table, output_index)
     alone = [sample(logits[i : i + 1], [rows[i]], table, output_index[i : i + 1])[0] for i in range(64)]
     assert together == alone
+
+
+@pytest.mark.gpu  # interpreted, a filtered row takes 0.1 s: too long for a distribution
+def test_draws_follow_the_softmax_of_what_the_filters_leave() -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, float("-inf"), 0.5, -3.0, 0.25])
+    num_draws, filters = 20_000, {"top_k": 6, "top_p": 0.93}
+    table = make_table(8, [{"temperature": 1.5, "seed": 77, **filters}])
+    output_index = torch.arange(num_draws, device=DEVICE)
+    rows = [0] * num_draws
+    tokens = sample(logits.repeat(num_draws, 1).to(DEVICE), rows, table, output_index, any_filtered=True)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    kept = apply_filters(logits[None], *(table[name].cpu() for name in names), num_candidates=int(table["top_k"]))[0]
+    expected = (kept / 1.5).softmax(0) * num_draws
+    counts = torch.bincount(torch.tensor(tokens), minlength=8).float()
+    assert counts[expected == 0].sum() == 0
+    chi_square = ((counts - expected).square() / expected)[expected > 0].sum().item()
+    assert chi_square < 27.9  # at most 6 degrees of freedom, probability 1e-4; the seed is fixed

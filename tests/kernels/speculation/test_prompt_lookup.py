@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from teachllm_kernels.speculation import prompt_lookup
 from teachllm_kernels.speculation.prompt_lookup import cost, prompt_lookup_reference, prompt_lookup_triton
+from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
+from tests.thorough import times
 
-pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # natively where there is a GPU, else interpreted
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 UNTOUCHED = -7
 TOKENS = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab - 1), min_size=1, max_size=60))
 
@@ -23,7 +24,7 @@ def ints(values: list, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def proposals(tokens: list[int], max_ngram: int, min_ngram: int, num_drafts: int) -> list[int]:
-    """The reference's, of one sequence."""
+    """Return the reference's proposals for one sequence."""
     rows, lengths = torch.zeros(1, dtype=torch.int64), torch.tensor([len(tokens)])
     drafts, counts = prompt_lookup_reference(torch.tensor([tokens]), rows, lengths, max_ngram, min_ngram, num_drafts)
     assert drafts[0, counts[0] :].tolist() == [tokens[-1]] * (num_drafts - int(counts[0]))
@@ -77,6 +78,7 @@ def test_what_never_stood_before_has_no_proposals() -> None:
     assert proposals([1, 2, 3, 4], 3, 1, 4) == []
 
 
+@settings(max_examples=times(40, 500))
 @given(TOKENS, st.integers(1, 8), st.integers(1, 8), st.integers(1, 16))
 def test_the_reference_equals_the_definition(
     tokens: list[int], max_ngram: int, min_ngram: int, num_drafts: int
@@ -95,9 +97,9 @@ def test_the_reference_takes_each_sequence_from_its_row_and_knows_its_length() -
 def check_kernel(
     sequences: list[list[int]], order: list[int], max_ngram: int, min_ngram: int, num_drafts: int, room: int = 0
 ) -> None:
-    """The kernels against the reference: sequences lie in the rows, which the batch names in some order, -1 padding."""
+    """Compare the kernels with the reference. The batch names the sequences' rows in this order; -1 is padding."""
     max_len = max(map(len, sequences)) + room
-    # What lies behind a sequence would match, were it looked at.
+    # What lies after a sequence's end would match, were it looked at.
     token_ids = ints([tokens + [tokens[-1]] * (max_len - len(tokens)) for tokens in sequences])
     num_known = ints([len(tokens) for tokens in sequences])
     drafts = torch.full((len(order), num_drafts), UNTOUCHED, dtype=torch.int32, device=DEVICE)
@@ -113,30 +115,33 @@ def check_kernel(
     assert torch.equal(token_ids, before)
 
 
-@settings(max_examples=60 if DEVICE.type == "cpu" else 300)
-@given(
-    st.lists(TOKENS, min_size=1, max_size=4),
-    st.data(),
-    st.sampled_from([(1, 1), (2, 1), (3, 2), (8, 1), (8, 4)]),
-    st.sampled_from([1, 3, 4, 16]),
-    st.sampled_from([(1024, 2048), (4, 2048), (4, 8)]),
+@pairs(
+    most=200,
+    vocab_size=[1, 3],
+    lengths=[[60, 1, 7], [23, 40]],
+    ngrams=[(1, 1), (3, 2), (8, 4)],
+    num_drafts=[1, 4, 16],
+    block_and_programs=[(1024, 2048), (16, 2048), (8, 4)],  # several blocks to a sequence, then several to a program
+    seed=per_device([0], range(50)),
 )
 def test_the_kernels_equal_the_reference(
-    sequences: list[list[int]],
-    data: st.DataObject,
+    vocab_size: int,
+    lengths: list[int],
     ngrams: tuple[int, int],
     num_drafts: int,
     block_and_programs: tuple[int, int],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    order = data.draw(st.permutations([*range(len(sequences)), -1]))
-    with pytest.MonkeyPatch.context() as patch:  # several blocks to a sequence, then several to a program
-        patch.setattr(prompt_lookup, "_BLOCK", block_and_programs[0])
-        patch.setattr(prompt_lookup, "_FIND_PROGRAMS", block_and_programs[1])
-        check_kernel(sequences, order, *ngrams, num_drafts, room=5)
+    rng = random.Random(seed)
+    sequences = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+    monkeypatch.setattr(prompt_lookup, "_BLOCK", block_and_programs[0])
+    monkeypatch.setattr(prompt_lookup, "_FIND_PROGRAMS", block_and_programs[1])
+    check_kernel(sequences, [1, -1, 0], *ngrams, num_drafts, room=5)
 
 
 def text_like(length: int, seed: int) -> list[int]:
-    """Ids of which few are frequent and most are rare, and a passage that comes again at the end."""
+    """Return ids of which few are frequent and most are rare, and a passage that comes again at the end."""
     rng = random.Random(seed)
     tokens = [int(150_000 * rng.random() ** 6) for _ in range(length)]
     passage, size = rng.randrange(length // 2), rng.randrange(2, 12)
@@ -146,8 +151,11 @@ def text_like(length: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("num_programs", [2048, 12])  # a block each; several
 def test_the_kernels_equal_the_reference_over_many_blocks(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_lookup, "_FIND_PROGRAMS", num_programs)
-    sequences = [text_like(length, seed) for seed, length in enumerate([5000, 1023, 2500, 60])]
-    check_kernel([*sequences, [3] * 4100], [4, 1, -1, 0, 3, 2], 4, 2, 8)
+    if not ON_GPU:
+        monkeypatch.setattr(prompt_lookup, "_BLOCK", 128)
+    small = per_device(8, 1)
+    sequences = [text_like(length // small, seed) for seed, length in enumerate([5000, 1023, 2500])]
+    check_kernel([*sequences, [3] * (4100 // small)], [3, 1, -1, 0, 2], 4, 2, 8)
 
 
 def test_launchers_refuse_what_they_would_compute_wrongly() -> None:
