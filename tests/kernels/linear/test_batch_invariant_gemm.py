@@ -32,7 +32,7 @@ def draw(num_rows: int, num_in: int, num_out: int, dtype: torch.dtype) -> tuple[
 
 @pairs(
     num_rows=per_device([1, 70], [1, 16, 100, 700]),
-    size=[(8, 5), (100, 33), *per_device([], [(300, 130)]), (256, WIDE)],
+    size=[(8, 5), (100, 33), *per_device([], [(300, 130)]), (128, WIDE)],
     has_bias=[False, True],
     dtype=FLOATS,
 )
@@ -46,7 +46,7 @@ def test_it_is_the_product(num_rows: int, size: tuple[int, int], has_bias: bool,
 
 
 @pytest.mark.usefixtures("products_in_order")
-@pairs(num_rows=per_device([3, 70], [3, 70, 333, 700]), size=[(100, 33), (256, WIDE)], dtype=FLOATS)
+@pairs(num_rows=per_device([3, 70], [3, 70, 333, 700]), size=[(100, 33), (128, WIDE)], dtype=FLOATS)
 def test_a_row_is_the_same_alone_and_anywhere_among_others(
     num_rows: int, size: tuple[int, int], dtype: torch.dtype
 ) -> None:

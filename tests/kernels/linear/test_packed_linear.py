@@ -38,7 +38,7 @@ SHAPES = [
     *[(64, 32, 64), (512, 40, 128), (96, 20, 32), (80, 22, 16), (192, 34, 96), (1088, 70, 64), (768, 34, 256)],
     *[(100, 34, 100), (75, 26, 75), (1024, 130, 1024), (4096, 24, 128), (6272, 18, 128)],
 ]
-OF_ONE_ROW = per_device([(512, 34, 128), (80, 22, 16), (75, 26, 75), (1088, 18, 64), (4096, 16, 128)], SHAPES)
+OF_ONE_ROW = per_device([(512, 34, 128), (80, 22, 16), (75, 26, 75), (1088, 18, 64)], SHAPES)
 OF_ROWS = per_device([(512, 40, 128), (80, 22, 16), (75, 26, 75), (320, 34, 64)], SHAPES)
 KINDS = ["4 bits", "4 bits, zeros", "8 bits", "8 bits, zeros", "e2m1"]
 NO_OR_YES = [False, True]
@@ -124,7 +124,7 @@ def size_of_gated(gates_and_ups: torch.Tensor) -> torch.Tensor:
     return 2 * gates.norm(dim=-1) * ups.norm(dim=-1) * gates.shape[-1] ** -0.5
 
 
-@pairs(num_out=[1, 18, 40], num_groups=[1, 5], group_size=[16, 48, 64], kind=KINDS, is_gated=NO_OR_YES)
+@pairs(num_out=[1, 18], num_groups=[1, 3], group_size=[16, 48], kind=KINDS, is_gated=NO_OR_YES)
 def test_unpacking_gives_back_what_was_packed(
     num_out: int, num_groups: int, group_size: int, kind: str, is_gated: bool
 ) -> None:
@@ -176,7 +176,7 @@ def test_dequantized_weights_are_those_of_the_definition() -> None:
 
 
 @pairs(
-    shape=per_device([(192, 34, 96), (320, 80, 64), (75, 26, 75), (80, 22, 16)], SHAPES),
+    shape=per_device([(320, 80, 64), (75, 26, 75), (80, 22, 16)], SHAPES),
     kind=KINDS,
     dtype=DTYPES,
     scale_dtype=[torch.float16, torch.bfloat16, torch.float32],
