@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.server.door import PATIENCE
 from tests.server.traffic import Ask
+from tests.waiting import HANG_SECONDS
 
 DONE = "[DONE]"
 
@@ -62,7 +62,7 @@ async def perform(session: aiohttp.ClientSession, ask: Ask, name: str) -> Seen:
     """
     seen = Seen(name, ask)
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             try:
                 async with asyncio.timeout(ask.leaves_after):
                     await _perform(session, seen)
@@ -71,7 +71,7 @@ async def perform(session: aiohttp.ClientSession, ask: Ask, name: str) -> Seen:
                     raise
                 seen.has_left = True
     except TimeoutError:
-        raise Violation(f"{name} ({ask.kind}) hung for {PATIENCE:.0f} seconds") from None
+        raise Violation(f"{name} ({ask.kind}) hung for {HANG_SECONDS:.0f} seconds") from None
     except (Violation, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
         raise Violation(f"{name} ({ask.kind}): {type(error).__name__}: {error}; it was {_short(ask.body)}") from error
     return seen

@@ -1,8 +1,9 @@
-"""One engine with the embedded model, and a server in front of it, for all tests that only ask."""
+"""One engine with the embedded model, and a server in front of it, for all tests of a module that only ask."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.server.door import Server, serving
 
 
 class Stats:
-    """What the engine tells goes to whatever server is asked."""
+    """Pass the engine's statistics on to whatever server is asked."""
 
     def __init__(self) -> None:
         self.sink: Any = None
@@ -24,16 +25,25 @@ class Stats:
             self.sink(stats)
 
 
-@pytest.fixture(scope="session")
-def engine() -> Iterator[tuple[AsyncLLM, Stats]]:
+@contextmanager
+def running_engine(**settings: Any) -> Iterator[tuple[AsyncLLM, Stats]]:
+    """Run an engine in a thread; with the embedded model, unless told otherwise."""
     stats = Stats()
-    config = EngineConfig(model="teachlm", device="cpu", max_model_len=1024)
-    door = AsyncLLM.start(config, own_process=False, on_stats=stats)
-    yield door, stats
-    door.close()
+    config = EngineConfig(**{"model": "teachlm", "device": "cpu", "max_model_len": 1024} | settings)
+    engine = AsyncLLM.start(config, own_process=False, on_stats=stats)
+    try:
+        yield engine, stats
+    finally:
+        engine.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def engine() -> Iterator[tuple[AsyncLLM, Stats]]:
+    with running_engine() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def server(engine: tuple[AsyncLLM, Stats]) -> Iterator[Server]:
     door, stats = engine
     with serving(door, served_model_names=("teachlm", "alias"), dev_endpoints=True) as running:
@@ -41,7 +51,7 @@ def server(engine: tuple[AsyncLLM, Stats]) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """What the server's answers have to equal."""
     llm = LLM("teachlm", device="cpu", max_model_len=1024)

@@ -5,9 +5,9 @@
 `KINDS` has them all. Ranks of other machines, of torchrun and of Ray, and replicas that share experts, are killed by
 tests alone: test_rank_hosts.py, test_torchrun.py, test_ray_ranks.py, test_expert_parallel.py.
 
-Whatever was killed, every request ends with an error within five seconds, the exit code is not 0, and no process, no
-memory with a name and no file is left: see kill.py here, and tests/worker/processes/kill.py for programs. Prints the
-longest times of each kind and "no violation"; or what was violated, and exits 1.
+Whatever was killed, every request ends with an error, the exit code is not 0, and no process, no memory with a name
+and no file is left: see kill.py here, and tests/worker/processes/kill.py for programs. Prints the longest times of
+each kind, which should be below five seconds, and "no violation"; or what was violated, and exits 1.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from teachllm.server.app import create_app
 from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
 from teachllm.server.trace_endpoint import TraceHub
-
-PATIENCE = 60.0  # seconds until a wait counts as failed
+from tests.waiting import HANG_SECONDS
 
 
 class FakeDoor:
@@ -116,9 +115,9 @@ class Server:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(PATIENCE)
+        assert self._ready.wait(HANG_SECONDS)
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self.http = httpx.Client(base_url=self.url, timeout=HANG_SECONDS)
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -141,7 +140,7 @@ class Server:
         async def run() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(HANG_SECONDS)
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Waits, in the server's thread, until something holds."""
@@ -150,7 +149,7 @@ class Server:
             while not holds():
                 await asyncio.sleep(0.005)
 
-        asyncio.run_coroutine_threadsafe(asyncio.wait_for(wait(), PATIENCE), self.loop).result(2 * PATIENCE)
+        asyncio.run_coroutine_threadsafe(asyncio.wait_for(wait(), HANG_SECONDS), self.loop).result(2 * HANG_SECONDS)
 
     def post(self, path: str, content: Any, **headers: str) -> httpx.Response:
         return self.http.post(path, json=content, headers=headers)
@@ -165,7 +164,7 @@ class Server:
     def close(self) -> None:
         self.http.close()
         self.uvicorn.should_exit = True
-        self._thread.join(PATIENCE)
+        self._thread.join(HANG_SECONDS)
 
 
 def chunks(text: str) -> list[dict[str, Any]]:

@@ -19,11 +19,9 @@ import aiohttp
 
 from tests.processes import descendants, is_gone, named_memory
 from tests.server.client import DONE, Violation, check_error, connect, events, hold
-from tests.server.door import PATIENCE
 from tests.server.process import engine_processes, started
+from tests.waiting import HANG_SECONDS, wait_for
 
-SECONDS_OF_STREAMS = 5.0  # from the kill to the end of the last one, with an error
-SECONDS_TO_END = 10.0  # for the processes, after that
 _SETTINGS = ("--max-model-len", "2048", "--max-num-seqs", "12", "--num-gpu-blocks-override", "512")
 _ENDLESS: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True}
 Victims: TypeAlias = Callable[[int], list[int]]
@@ -64,7 +62,7 @@ def kill_once(
         try:
             pids = victims(process.child.pid)
             seconds, killed_at, health = asyncio.run(_watch(process.url, pids, rng, num_streams))
-            code = process.child.wait(SECONDS_TO_END)
+            code = process.child.wait(HANG_SECONDS)
         except (aiohttp.ClientError, subprocess.TimeoutExpired) as error:
             raise Violation(f"{type(error).__name__}: {error}") from error
         ended_after = time.monotonic() - killed_at
@@ -96,11 +94,7 @@ def replica_of_server(replica: int) -> Victims:
 
 
 def kill_the_server(settings: Sequence[str]) -> None:
-    """Whoever kills the server itself, with no word to anybody, leaves none of its processes behind.
-
-    Raises:
-        Violation: one stays.
-    """
+    """Kill a server without a warning: none of its processes stays behind."""
     with started(*_SETTINGS, *settings) as process:
         process.event("ready")
         family = descendants(process.child.pid)
@@ -116,14 +110,14 @@ async def _watch(url: str, pids: list[int], rng: Random, num_streams: int) -> tu
         work = [_follow_stream(session, number, begun) for number in range(num_streams)]
         work += [_wait_for_answer(session, number) for number in range(4)]
         tasks = [asyncio.create_task(each) for each in work]
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             await begun.wait()
         await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 1.0)]))  # mid-load means any moment of it
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         killed_at = time.monotonic()
-        _, open_ones = await asyncio.wait(tasks, timeout=SECONDS_OF_STREAMS)
-        hold(not open_ones, f"{len(open_ones)} of {len(tasks)} requests are open {SECONDS_OF_STREAMS} seconds after")
+        _, open_ones = await asyncio.wait(tasks, timeout=HANG_SECONDS)
+        hold(not open_ones, f"{len(open_ones)} of {len(tasks)} requests hang")
         seconds = time.monotonic() - killed_at
         for task in tasks:
             task.result()
@@ -182,8 +176,5 @@ async def _health(session: aiohttp.ClientSession) -> int | None:
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    """Raises Violation if one is left after a while."""
-    deadline = time.monotonic() + SECONDS_TO_END
-    while left := [pid for pid in pids if not is_gone(pid)]:
-        hold(time.monotonic() < deadline, f"processes {left} stay behind")
-        time.sleep(0.02)
+    """Return when none of the processes is left; fail if one stays."""
+    wait_for(lambda: all(map(is_gone, pids)))

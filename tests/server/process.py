@@ -13,7 +13,7 @@ import httpx
 
 from tests.processes import children
 from tests.programs import start_program
-from tests.server.door import PATIENCE
+from tests.waiting import HANG_SECONDS
 
 
 class Process:
@@ -32,7 +32,7 @@ class Process:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = self.event("listening")["url"]
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self.http = httpx.Client(base_url=self.url, timeout=HANG_SECONDS)
 
     def _read(self) -> None:
         assert self.child.stderr is not None
@@ -54,14 +54,14 @@ class Process:
             return [line for line in self.log if line["event"] in (name, "end of the log")]
 
         with self._news:
-            assert self._news.wait_for(found, PATIENCE), self.other
+            assert self._news.wait_for(found, HANG_SECONDS), self.other
             assert found()[0]["event"] == name, (self.log, self.other)
             return found()[0]
 
     def end(self) -> int:
         """The exit code, waited for."""
-        code = self.child.wait(PATIENCE)
-        self._reader.join(PATIENCE)
+        code = self.child.wait(HANG_SECONDS)
+        self._reader.join(HANG_SECONDS)
         return code
 
     def stream(self, content: dict[str, Any]) -> AbstractContextManager[httpx.Response]:

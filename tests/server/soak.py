@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import aiohttp
 
@@ -30,8 +29,8 @@ from tests.server.client import Seen, Violation, connect, hold, perform
 from tests.server.deaths import KINDS, die_again_and_again
 from tests.server.process import Process, engine_processes, started
 from tests.server.traffic import SETTINGS, Pool, make_ask, make_pool
+from tests.waiting import wait_for
 
-SECONDS_UNTIL_IDLE = 1.0
 MAX_GROWTH = 0.05  # of memory, over the second half
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # beside other work, several wait for one another
 _SECONDS_BETWEEN_SAMPLES = 0.1
@@ -70,45 +69,66 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Soaked:
-    """
+class Load:
+    """What came of a load on a server that goes on running.
+
     Attributes:
-        all_seen: requests, as their clients saw them.
-        ended: completions, by what the metrics say of their end.
+        all_seen: Requests, as their clients saw them.
+        num_lines: Lines of the server's log before it.
+        before, after: Metrics, with no request open.
         seconds, seconds_until_idle: of the load, and from its end until nothing was held.
     """
 
     all_seen: list[Seen]
-    ended: Counter[str]
     memory: list[Memory]
-    page: ledger.Page
+    num_lines: int
+    before: ledger.Page
+    after: ledger.Page
     seconds: float
     seconds_until_idle: float
 
 
-def soak(seed: int, num_requests: int, num_clients: int) -> Soaked:
-    """Loads a server and looks at it.
+def soak(seed: int, num_requests: int, num_clients: int) -> tuple[Load, Counter[str]]:
+    """Start a server, load it, tell it to end and compare all accounts of it.
 
     Raises:
         Violation: what must hold does not.
     """
     with started(*SETTINGS, **_ENVIRONMENT) as process:
         process.event("ready")
-        pool = make_pool(Random(seed), process.http)
-        before = _page(process)
-        num_lines = len(process.log)
-        pids = {"front": process.child.pid, "engine": engine_processes(process.child.pid)[0]}
-        files = {name: _files(pid) for name, pid in pids.items()}
-        seconds, all_seen, memory = asyncio.run(_load(process.url, pool, pids, seed, num_requests, num_clients))
-        took, after = _until_idle(process, files, pids)
-        process.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1}).raise_for_status()
+        found = load(process, seed, num_requests, num_clients)
         process.child.terminate()
         hold(process.end() == 0, f"told to end, the server's exit code is {process.child.returncode}")
-        hold(not process.other, f"beside the log, the server wrote {process.other}")
-        named = {seen.name for seen in all_seen}
-        log = [line for line in process.log[num_lines:-1] if line.get("request_id", "") in named | {""}]
-        ended = ledger.check(before, after, log, all_seen)
-        return Soaked(all_seen, ended, memory, after, seconds, took)
+        return found, settle(process, found)
+
+
+def load(process: Process, seed: int, num_requests: int, num_clients: int) -> Load:
+    """Load a server that is ready, and wait until it holds nothing any more.
+
+    Raises:
+        Violation: an answer is not what it has to be.
+    """
+    pool = make_pool(Random(seed), process.http)
+    before = _page(process)
+    num_lines = len(process.log)
+    pids = {"front": process.child.pid, "engine": engine_processes(process.child.pid)[0]}
+    files = {name: _files(pid) for name, pid in pids.items()}
+    seconds, all_seen, memory = asyncio.run(_load(process.url, pool, pids, seed, num_requests, num_clients))
+    took, after = _until_idle(process, files, pids)
+    process.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1}).raise_for_status()
+    return Load(all_seen, memory, num_lines, before, after, seconds, took)
+
+
+def settle(process: Process, found: Load) -> Counter[str]:
+    """Compare clients, log and metrics of a server that has ended; return completions by what became of them.
+
+    Raises:
+        Violation: they do not agree, or the server complained.
+    """
+    hold(not process.other, f"beside the log, the server wrote {process.other}")
+    named = {seen.name for seen in found.all_seen}
+    log = [line for line in process.log[found.num_lines : -1] if line.get("request_id") in named]
+    return ledger.check(found.before, found.after, log, found.all_seen)
 
 
 async def _load(
@@ -147,23 +167,23 @@ async def _sample(pids: dict[str, int], samples: dict[str, list[int]]) -> None:
 
 
 def _until_idle(process: Process, files: dict[str, Counter[str]], pids: dict[str, int]) -> tuple[float, ledger.Page]:
-    """How long it took until nothing was held, and the metrics then.
+    """Wait until nothing is held; return how long that took, and the metrics then.
 
     Args:
         files: that were open before, one connection of ours among them.
     """
     began = time.monotonic()
-    while True:
+    page: ledger.Page = {}
+
+    def is_idle() -> bool:
+        nonlocal page
         page = _page(process)
-        held: dict[str, Any] = {name: page[name] for name in ledger.IDLE if page[name]}
-        for name, pid in pids.items():
-            if new := _files(pid) - files[name]:
-                held[f"files of the {name}"] = dict(new)
-        took = time.monotonic() - began
-        if not held:
-            return took, page
-        hold(took < SECONDS_UNTIL_IDLE, f"{took:.1f} seconds after the load, {held} are held")
-        time.sleep(0.02)
+        return not any(page[name] for name in ledger.IDLE) and not any(
+            _files(pid) - files[name] for name, pid in pids.items()
+        )
+
+    wait_for(is_idle)
+    return time.monotonic() - began, page
 
 
 def _page(process: Process) -> ledger.Page:
@@ -186,13 +206,13 @@ def check_memory(memory: Sequence[Memory]) -> None:
         hold(each.spread <= MAX_GROWTH, f"memory is not flat: {each}")
 
 
-def _report(soaked: Soaked) -> None:
-    page, seen = soaked.page, soaked.all_seen
+def _report(soaked: Load, ended: Counter[str]) -> None:
+    page, seen = soaked.after, soaked.all_seen
     kinds = Counter("bad" if each.ask.refused_with else each.ask.kind for each in seen)
     num_left, num_bad = sum(each.has_left for each in seen), kinds["bad"]
     print(f"{len(seen):,} requests in {soaked.seconds:.1f} s; {num_left:,} hung up, {num_bad:,} malformed")
     print("  " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items())))
-    print("completions " + ", ".join(f"{count:,} {name}" for name, count in soaked.ended.items()))
+    print("completions " + ", ".join(f"{count:,} {name}" for name, count in ended.items()))
     print(
         f"{page['prompt_tokens_total']:,.0f} prompt tokens, {page['generation_tokens_total']:,.0f} sampled, "
         f"{page['num_preemptions_total']:,.0f} preemptions, {page['prefix_cache_hits_total']:,.0f} cached"
@@ -221,8 +241,8 @@ def main() -> int:
 
 
 def _load_and_report(seed: int, num_requests: int, num_clients: int) -> None:
-    soaked = soak(seed, num_requests, num_clients)
-    _report(soaked)
+    soaked, ended = soak(seed, num_requests, num_clients)
+    _report(soaked, ended)
     check_memory(soaked.memory)
 
 
@@ -230,7 +250,7 @@ def _try(act: Callable[[], None]) -> bool:
     """Whether something was violated: one finding need not hide the next."""
     try:
         act()
-    except Violation as violation:
+    except (Violation, AssertionError) as violation:
         print(f"violation: {violation}", flush=True)
         return True
     return False

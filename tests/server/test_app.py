@@ -11,6 +11,7 @@ import pytest
 
 from teachllm import __version__
 from tests.server.door import FakeDoor, Server, error_of, serving
+from tests.waiting import HANG_SECONDS
 
 PATH = "/v1/completions"
 
@@ -110,7 +111,7 @@ def test_every_answer_has_the_request_s_id_the_client_s_own_if_it_is_plain(serve
 
 def test_the_same_id_twice_at_once_disturbs_nobody() -> None:
     door = FakeDoor()
-    with serving(door) as server, httpx.Client(base_url=server.url, timeout=60) as other:
+    with serving(door) as server, httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as other:
         server.call(door.go.clear)
         headers = {"X-Request-Id": "same"}
         request = {"prompt": "a", "stream": True}

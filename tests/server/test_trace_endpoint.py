@@ -13,6 +13,7 @@ import httpx
 
 from teachllm.server.trace_endpoint import TraceHub
 from tests.server.door import FakeDoor, serving
+from tests.waiting import HANG_SECONDS
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ T = TypeVar("T")
 def run(main: Coroutine[Any, Any, T]) -> T:
     """In a thread of its own: a browser's tests leave a loop running in this one."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, main).result(60)
+        return thread.submit(asyncio.run, main).result(HANG_SECONDS)
 
 
 def lines_of(text: str) -> list[str]:
@@ -92,7 +93,7 @@ def test_a_subscriber_over_http_sees_lines_as_they_are_written_and_may_leave() -
     with serving(FakeDoor(), trace=hub, api_keys=("secret",)) as server:
         assert server.http.get("/trace").status_code == 401
         headers = {"Authorization": "Bearer secret"}
-        with httpx.stream("GET", server.url + "/trace", headers=headers, timeout=60) as response:
+        with httpx.stream("GET", server.url + "/trace", headers=headers, timeout=HANG_SECONDS) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             found = response.iter_lines()
             assert [next(found) for _ in range(4)] == [": trace", "", "data: header", ""]

@@ -15,7 +15,7 @@ from teachllm.server.openai.batches.batch import LocalServer, Totals
 from teachllm.server.openai.batches.batch_file import Plan, make_plan, take_up
 from teachllm.server.options import ServerOptions
 from tests.server.conftest import Stats
-from tests.server.door import PATIENCE, FakeDoor, Server
+from tests.server.door import HANG_SECONDS, FakeDoor, Server
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -56,7 +56,7 @@ class Run:
         )
 
     async def until_open(self, number: int) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             while len(self.door.open) < number:
                 await asyncio.sleep(0)
 
@@ -118,7 +118,7 @@ def test_no_more_requests_are_open_than_asked_for_and_all_are_answered() -> None
             await asyncio.sleep(0)
             opened.append(len(run.door.open))
         run.door.go.set()
-        await asyncio.wait_for(answering, PATIENCE)
+        await asyncio.wait_for(answering, HANG_SECONDS)
 
     asyncio.run(play())
     assert max(opened) == 3
@@ -130,7 +130,7 @@ def test_a_cancelled_batch_has_written_what_was_complete_and_frees_the_rest() ->
 
     async def play() -> None:
         answering = asyncio.create_task(run.answer(*(line(f"r{i}", {"prompt": "x"}) for i in range(9))))
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             while not run.written:
                 await asyncio.sleep(0)
         run.door.go.clear()

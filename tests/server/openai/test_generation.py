@@ -12,6 +12,7 @@ import pytest
 
 from teachllm.engine.llm_engine import EngineDeadError
 from tests.server.door import FakeDoor, Server, chunks, error_of, serving
+from tests.waiting import HANG_SECONDS
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -21,7 +22,7 @@ def begin(server: Server, content: dict[str, Any], path: str = PATH) -> socket.s
     """Sends a request and does not read the answer."""
     body = json.dumps(content).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.sendall(head.encode() + body)
     return connection
@@ -61,7 +62,7 @@ def test_a_real_engine_has_its_blocks_back_after_a_hang_up(engine: tuple[Any, An
             server.until(lambda: server.service.num_open == 1)
             connection.close()
             server.until(lambda: server.service.num_open == 0)
-            assert not door.call(lambda: door._engine.has_unfinished_requests).result(60)
+            assert not door.call(lambda: door._engine.has_unfinished_requests).result(HANG_SECONDS)
 
 
 def test_a_reader_that_reads_nothing_stops_its_own_stream_alone() -> None:
@@ -185,13 +186,13 @@ def test_what_is_open_when_time_runs_out_is_told_so() -> None:
     door = FakeDoor()
     with serving(door) as server:
         server.call(door.go.clear)
-        with httpx.Client(base_url=server.url, timeout=60) as other:
+        with httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as other:
             request = other.build_request("POST", PATH, json={"prompt": "a", "stream": True})
             response = other.send(request, stream=True)
             server.until(lambda: len(door.open) == 1)
             server.call(server.service.stop)
             error_of(server.post(PATH, {"prompt": "a"}), 503)
             [generation] = server.service.open
-            asyncio.run_coroutine_threadsafe(generation.abort(), server.loop).result(60)
+            asyncio.run_coroutine_threadsafe(generation.abort(), server.loop).result(HANG_SECONDS)
             *_, last = chunks(response.read().decode())
             assert last["error"]["code"] == 503 and "shut down" in last["error"]["message"]

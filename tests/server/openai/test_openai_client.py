@@ -1,4 +1,4 @@
-"""OpenAI's own client, as it is installed, against the server as its users start it: a process of its own.
+"""OpenAI's own client, as it is installed, against a server with the embedded model.
 
 What is written greedily has to be what `LLM` writes with the same settings.
 """
@@ -6,9 +6,7 @@ What is written greedily has to be what `LLM` writes with the same settings.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -16,10 +14,11 @@ import pytest
 from openai import OpenAI
 
 from teachllm import LLM, SamplingParams
+from teachllm.engine.async_llm import AsyncLLM
 from teachllm.outputs import CompletionOutput
-from tests.server.checkpoints import reciting_checkpoint
-from tests.server.door import PATIENCE
-from tests.server.process import Process, started
+from tests.server.conftest import Stats, running_engine
+from tests.server.door import Server, serving
+from tests.waiting import HANG_SECONDS, wait_for
 
 KEY = "secret"
 MODEL, ALIAS = "teachlm", "alias"
@@ -28,55 +27,30 @@ PROMPT = "A KV cache keeps"
 QUESTION: list[Any] = [{"role": "user", "content": "What is a KV cache?"}]
 LONG = "The prefix of a prompt is computed once. " * 8
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-# What the reciting checkpoint writes, a token each.
-CALLS = ("Let me see.", "<tool_call>", '{"name": "', "get_weather", '", "arguments": {"', 'city": ', '"Paris', '"}}')
-CALLS += ("</tool_call>", "\n<tool_call>\n", '{"name": "get', '_weather", ', '"arguments": ', '{"city": "', "Os")
-CALLS += ("lo é🎲", '"}', "}\n", "\n</tool_call>")
-CITIES = ["Paris", "Oslo é🎲"]
-TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    names = ("--served-model-name", MODEL, "--served-model-name", ALIAS, "--api-key", KEY)
-    limits = ("--max-model-len", "1024", "--max-num-seqs", MAX_NUM_SEQS, "--max-queued-requests", MAX_QUEUED)
-    with started(MODEL, "--device", "cpu", *names, *map(str, limits), *TOOLS) as process:
-        process.event("ready")
-        yield process
+def engine() -> Iterator[tuple[AsyncLLM, Stats]]:
+    with running_engine(max_num_seqs=MAX_NUM_SEQS) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def client(process: Process) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{process.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as client:
+def server(engine: tuple[AsyncLLM, Stats]) -> Iterator[Server]:
+    door, stats = engine
+    limits = {"max_queued_requests": MAX_QUEUED, "tool_call_parser": "hermes", "enable_auto_tool_choice": True}
+    with serving(door, served_model_names=(MODEL, ALIAS), api_keys=(KEY,), **limits) as running:
+        stats.sink = running.service.metrics.on_step
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=HANG_SECONDS) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    llm = LLM(MODEL, device="cpu", max_model_len=1024, max_num_seqs=MAX_NUM_SEQS)
-    yield llm
-    llm.close()
-
-
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a server whose model calls tools, whatever it is asked."""
-    checkpoint = reciting_checkpoint(tmp_path_factory.mktemp("reciting"), CALLS)
-    arguments = ("--device", "cpu", "--max-model-len", "1024", "--served-model-name", MODEL, *TOOLS)
-    with started(checkpoint, *arguments) as process:
-        process.event("ready")
-        with OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
-            yield client
 
 
 def completed(llm: LLM, prompt: str, params: SamplingParams = GREEDY) -> CompletionOutput:
@@ -105,15 +79,18 @@ def reason(chunks: list[Any], index: int = 0) -> str:
     return found
 
 
-def until_idle(process: Process) -> None:
-    """Waits until the engine holds nothing any more; each look is a request, so that it cannot spin."""
-    for _ in range(2000):
-        lines = process.http.get("/metrics").text.splitlines()
+def until_idle(server: Server) -> None:
+    """Wait until the engine holds nothing any more."""
+
+    def is_idle() -> bool:
+        lines = server.http.get("/metrics").text.splitlines()
         values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("teachllm:")}
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        if not any(values[f"teachllm:{name}"] for name in names):
-            return
-    raise AssertionError(f"requests are left in the engine: {values}")
+        return not any(
+            values[f"teachllm:{name}"]
+            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        )
+
+    wait_for(is_idle)
 
 
 # -- texts -------------------------------------------------------------------------------------------------
@@ -121,7 +98,7 @@ def until_idle(process: Process) -> None:
 
 def test_a_completion_is_the_library_s_whole_and_streamed(client: OpenAI, llm: LLM) -> None:
     expected = completed(llm, PROMPT)
-    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     whole = client.completions.create(**options)
     assert (whole.object, whole.model, whole.id[:5]) == ("text_completion", MODEL, "cmpl-")
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected.text, expected.finish_reason)
@@ -143,7 +120,7 @@ def test_a_conversation_is_the_library_s_whole_and_streamed(client: OpenAI, llm:
     plain = [{**message, "content": message["content"]} for message in messages]
     plain[1]["content"] = "What is a KV cache?"
     expected = chatted(llm, plain)
-    options: dict[str, Any] = {"model": ALIAS, "messages": messages, "max_completion_tokens": 24, "temperature": 0}
+    options: dict[str, Any] = {"model": ALIAS, "messages": messages, "max_completion_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**options)
     assert (whole.object, whole.model, whole.id[:9]) == ("chat.completion", ALIAS, "chatcmpl-")
     [choice] = whole.choices
@@ -155,65 +132,22 @@ def test_a_conversation_is_the_library_s_whole_and_streamed(client: OpenAI, llm:
     assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
 
 
-def test_an_answer_may_end_by_itself(client: OpenAI, llm: LLM) -> None:
-    expected = chatted(llm, QUESTION, SamplingParams(temperature=0, max_tokens=900))
-    assert expected.finish_reason == "stop"
-    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0}
-    answer = client.chat.completions.create(**options)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected.text, "stop")
-    with client.chat.completions.stream(**options) as stream:  # the client's helper puts the answer together
-        final = stream.get_final_completion()
-    assert final.choices[0].message.content == expected.text
-
-
-def test_several_prompts_and_several_completions_are_numbered(client: OpenAI, llm: LLM) -> None:
-    prompts = [PROMPT, "Continuous batching means"]
-    answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=24, temperature=0)
-    assert [choice.text for choice in answer.choices] == [completed(llm, prompt).text for prompt in prompts]
-    options: dict[str, Any] = {"model": MODEL, "n": 3, "temperature": 3, "seed": 5, "max_tokens": 12}
-    options["extra_body"] = {"ignore_eos": True}
-    texts = [choice.text for choice in client.completions.create(**options, prompt=PROMPT).choices]
-    assert len(set(texts)) == 3
-    chunks = list(client.completions.create(**options, prompt=PROMPT, stream=True))
-    assert [written(chunks, i) for i in range(3)] == texts
-    choices = client.chat.completions.create(**options, messages=QUESTION).choices
-    replies = [choice.message.content for choice in choices]
-    assert len(set(replies)) == 3
-    chunks = list(client.chat.completions.create(**options, messages=QUESTION, stream=True))
-    assert [said(chunks, i) for i in range(3)] == replies
-    assert [reason(chunks, i) for i in range(3)] == ["length"] * 3
-
-
-def test_the_same_seed_writes_the_same_text(client: OpenAI) -> None:
-    def texts(seed: int) -> tuple[str, str | None]:
-        options: dict[str, Any] = {"model": MODEL, "seed": seed, "temperature": 3, "max_tokens": 12}
-        completion = client.completions.create(**options, prompt=PROMPT)
-        answer = client.chat.completions.create(**options, messages=QUESTION)
-        return completion.choices[0].text, answer.choices[0].message.content
-
-    first, again, other = texts(1), texts(1), texts(2)
-    assert first == again
-    assert first[0] != other[0] and first[1] != other[1]
-
-
 def test_a_text_ends_at_a_stop_string(client: OpenAI, llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=200)
     for text, ask in (
-        (completed(llm, PROMPT, params).text, _completion_until),
-        (chatted(llm, QUESTION, params).text, _chat_until),
+        (completed(llm, PROMPT).text, _completion_until),
+        (chatted(llm, QUESTION).text, _chat_until),
     ):
-        stop = text[20:26]
+        stop = text[10:14]
         before = text[: text.index(stop)]
-        for given in (stop, [stop], ["never written", stop]):
-            for stream in (False, True):
-                assert ask(client, given, stream) == (before, "stop")
-                assert ask(client, given, stream, include_stop_str_in_output=True) == (before + stop, "stop")
-    choice = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=200, stop=" ").choices[0]
+        for given, stream in ((stop, False), (["never written", stop], True)):
+            assert ask(client, given, stream) == (before, "stop")
+            assert ask(client, given, stream, include_stop_str_in_output=True) == (before + stop, "stop")
+    choice = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12, stop=" ").choices[0]
     assert choice.model_extra is not None and choice.model_extra["stop_reason"] == " "
 
 
 def _completion_until(client: OpenAI, stop: Any, stream: bool, **extra: Any) -> tuple[str, str]:
-    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 200, "stop": stop}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "stop": stop}
     if stream:
         chunks = list(client.completions.create(**options, stream=True, extra_body=extra))
         return written(chunks), reason(chunks)
@@ -222,7 +156,7 @@ def _completion_until(client: OpenAI, stop: Any, stream: bool, **extra: Any) -> 
 
 
 def _chat_until(client: OpenAI, stop: Any, stream: bool, **extra: Any) -> tuple[str | None, str]:
-    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 200, "stop": stop}
+    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 12, "stop": stop}
     if stream:
         chunks = list(client.chat.completions.create(**options, stream=True, extra_body=extra))
         return said(chunks), reason(chunks)
@@ -286,67 +220,6 @@ def test_usage_counts_tokens_and_those_that_were_cached(client: OpenAI, llm: LLM
     assert chunks[-1].choices == [] and chunks[-1].usage == usage
 
 
-def test_usage_of_a_conversation_is_the_same_whole_and_streamed(client: OpenAI) -> None:
-    options: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "max_tokens": 6}
-    options |= {"temperature": 0, "n": 2, "extra_body": {"cache_salt": "chat usage", "ignore_eos": True}}
-    first, again = (client.chat.completions.create(**options).usage for _ in range(2))
-    assert first is not None and again is not None and again.prompt_tokens_details is not None
-    assert first.completion_tokens == 12 and first.total_tokens == first.prompt_tokens + 12
-    assert (again.prompt_tokens_details.cached_tokens or 0) >= first.prompt_tokens - 16
-    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].choices == [] and chunks[-1].usage == again
-    assert all(chunk.usage is None for chunk in chunks[:-1])
-
-
-# -- tools -------------------------------------------------------------------------------------------------
-
-
-def test_calls_of_tools_are_told_apart_from_what_is_said(caller: OpenAI) -> None:
-    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": [WEATHER], "temperature": 0}
-    choice = caller.chat.completions.create(**options).choices[0]
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
-    calls: Any = choice.message.tool_calls
-    assert [call.type for call in calls] == ["function"] * 2 and len({call.id for call in calls}) == 2
-    assert [call.function.name for call in calls] == ["get_weather"] * 2
-    assert [json.loads(call.function.arguments) for call in calls] == [{"city": city} for city in CITIES]
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
-    followed = caller.chat.completions.create(
-        **options | {"messages": [*QUESTION, choice.message.model_dump(exclude_none=True), *results]}
-    )
-    assert followed.usage is not None and followed.usage.prompt_tokens > 0 and followed.choices[0].message.tool_calls
-    [only] = caller.chat.completions.create(**options, parallel_tool_calls=False).choices[0].message.tool_calls or ()
-    assert json.loads(only.model_dump()["function"]["arguments"]) == {"city": CITIES[0]}
-
-
-def test_calls_of_tools_are_streamed_as_they_are_written(caller: OpenAI) -> None:
-    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": [WEATHER], "temperature": 0}
-    chunks = list(caller.chat.completions.create(**options, stream=True))
-    assert (said(chunks), reason(chunks)) == ("Let me see.", "tool_calls")
-    parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or ()]
-    for index, city in enumerate(CITIES):
-        [first, *more] = [part for part in parts if part.index == index]
-        assert first.id and first.type == "function" and first.function is not None
-        assert first.function.name == "get_weather"
-        assert not any(part.id or (part.function and part.function.name) for part in more)
-        arguments = "".join(part.function.arguments or "" for part in (first, *more) if part.function)
-        assert json.loads(arguments) == {"city": city}
-    with caller.chat.completions.stream(**options) as stream:  # the client's helper puts the calls together
-        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
-        final: Any = stream.get_final_completion().choices[0].message
-    assert [json.loads(event.arguments) for event in done] == [{"city": city} for city in CITIES]
-    assert [call.function.name for call in final.tool_calls] == ["get_weather"] * 2
-
-
-def test_without_tools_or_where_they_are_not_to_be_called_a_call_is_text(caller: OpenAI, client: OpenAI) -> None:
-    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0}
-    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
-        choice = caller.chat.completions.create(**options, **more).choices[0]
-        assert (choice.message.content, choice.finish_reason) == ("".join(CALLS), "stop")
-        assert choice.message.tool_calls is None
-    choice = client.chat.completions.create(**options, tools=[WEATHER], tool_choice="auto").choices[0]
-    assert choice.message.content and choice.message.tool_calls is None  # the embedded model calls nothing
-
-
 # -- models, ids, raw answers ------------------------------------------------------------------------------
 
 
@@ -395,14 +268,8 @@ def refused(client: OpenAI, kind: type[openai.APIStatusError], path: str, conten
     ("field", "content"),
     [
         ("temperature", {"prompt": "a", "temperature": -1}),
-        ("max_tokens", {"prompt": "a", "max_tokens": 5000}),
         ("prompt", {}),
-        ("prompt", {"prompt": [4096]}),
-        ("n", {"prompt": "a", "n": "two"}),
-        ("stream_options", {"prompt": "a", "stream_options": {"include_usage": True}}),
-        ("messages", {"messages": []}),
         ("messages", {"messages": [{"role": "nobody", "content": "a"}]}),
-        ("top_logprobs", {"messages": QUESTION, "top_logprobs": 2}),
         ("tool_choice", {"messages": QUESTION, "tool_choice": "required"}),
     ],
 )
@@ -419,14 +286,7 @@ def test_what_is_malformed_is_a_bad_request_that_names_its_field(
     ("field", "feature", "content"),
     [
         ("response_format", "json_schema", {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}),
-        ("response_format", "json_object", {"response_format": {"type": "json_object"}}),
-        ("tool_choice", "required", {"tools": [WEATHER], "tool_choice": "required"}),
-        (
-            "tool_choice",
-            "get_weather",
-            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
-        ),
-        ("structured_outputs", "structured output", {"structured_outputs": {"regex": "a+"}}),
+        ("tool_choice", "required", {"tools": [TOOL], "tool_choice": "required"}),
         ("use_beam_search", "beam search", {"use_beam_search": True}),
     ],
 )
@@ -435,12 +295,6 @@ def test_what_is_not_built_is_named(client: OpenAI, field: str, feature: str, co
     error = refused(client, openai.InternalServerError, "/chat/completions", body)
     assert (error.status_code, error.type, error.param) == (501, "NotImplementedError", field)
     assert feature in error.message
-
-
-def test_adapters_are_not_built_either(client: OpenAI) -> None:
-    for path, content in (("/load_lora_adapter", {"lora_path": "b"}), ("/unload_lora_adapter", {})):
-        error = refused(client, openai.InternalServerError, path, {"lora_name": "a", **content})
-        assert error.status_code == 501 and "LoRA" in error.message
 
 
 def test_who_has_no_key_is_not_let_in(client: OpenAI) -> None:
@@ -462,74 +316,57 @@ def test_what_does_not_exist_is_not_found(client: OpenAI) -> None:
         client.embeddings.create(model=MODEL, input="a")
 
 
-def test_who_comes_when_the_queue_is_full_may_try_again_later(process: Process, client: OpenAI, llm: LLM) -> None:
-    until_idle(process)
+def test_who_comes_when_the_queue_is_full_may_try_again_later(server: Server, client: OpenAI, llm: LLM) -> None:
+    until_idle(server)
     limit = MAX_NUM_SEQS + MAX_QUEUED
     with client.completions.create(**ENDLESS, n=limit, stream=True) as stream:
         next(stream)
         error = refused(client, openai.RateLimitError, "/completions", {"model": MODEL, "prompt": "a"})
         assert error.type == "RateLimitError" and int(error.response.headers["retry-after"]) > 0
     patient = client.with_options(max_retries=10)  # by itself, it comes back
-    answer = patient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0)
+    answer = patient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0)
     assert answer.choices[0].text == completed(llm, PROMPT).text
 
 
 # -- many at once, and those who leave ---------------------------------------------------------------------
 
 
-def test_sixteen_streams_at_once_are_each_what_they_are_alone(process: Process, client: OpenAI, llm: LLM) -> None:
-    until_idle(process)
-    questions = [[{"role": "user", "content": f"What is step {i} of inference?"}] for i in range(MAX_NUM_SEQS)]
+def test_many_streams_at_once_are_each_what_they_are_alone(server: Server, client: OpenAI, llm: LLM) -> None:
+    until_idle(server)
+    questions = [[{"role": "user", "content": f"What is step {i} of inference?"}] for i in range(6)]
     expected = [output.outputs[0].text for output in llm.chat(questions, GREEDY, use_tqdm=False)]
 
     async def ask(client: openai.AsyncOpenAI, messages: Any) -> str:
-        options: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "temperature": 0, "stream": True}
+        options: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0, "stream": True}
         stream = await client.chat.completions.create(messages=messages, **options)
         return said([chunk async for chunk in stream])
 
     async def ask_all() -> list[str]:
-        url = f"{process.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=PATIENCE) as client:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=HANG_SECONDS) as client:
             return await asyncio.gather(*(ask(client, messages) for messages in questions))
 
     assert asyncio.run(ask_all()) == expected
 
 
-def test_threads_may_share_a_client(client: OpenAI, llm: LLM) -> None:
-    def ask(_: int) -> str:
-        return client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0).choices[0].text
-
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(ask, range(8))) == {completed(llm, PROMPT).text}
-
-
-def test_a_stream_that_is_closed_early_holds_nothing_any_more(process: Process, client: OpenAI) -> None:
+def test_a_stream_that_is_closed_early_holds_nothing_any_more(server: Server, client: OpenAI) -> None:
     with client.completions.create(**ENDLESS, n=4, stream=True) as stream:
         for _ in range(3):
             next(stream)
-    until_idle(process)
+    until_idle(server)
     messages: list[Any] = [{"role": "user", "content": "a"}]
     chat = client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
     )
     next(chat)
     chat.close()
-    until_idle(process)
+    until_idle(server)
 
 
-def test_a_client_that_runs_out_of_time_holds_nothing_any_more(process: Process, client: OpenAI, llm: LLM) -> None:
+def test_a_client_that_runs_out_of_time_holds_nothing_any_more(server: Server, client: OpenAI, llm: LLM) -> None:
     hurried = client.with_options(timeout=0.2)
     with pytest.raises(openai.APITimeoutError):
         hurried.completions.create(**ENDLESS, n=8)
-    until_idle(process)
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0)
+    until_idle(server)
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0)
     assert answer.choices[0].text == completed(llm, PROMPT).text
-
-
-def test_all_that_ended_is_in_the_log_and_nothing_went_wrong(process: Process, client: OpenAI) -> None:
-    client.models.list()
-    until_idle(process)
-    assert process.other == []
-    assert [line for line in process.log if line.get("level") in ("ERROR", "CRITICAL")] == []
-    paths = {line["path"] for line in process.log if line["event"] == "request"}
-    assert "/v1/models" in paths

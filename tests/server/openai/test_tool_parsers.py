@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.thorough import times
 
 FORMATS = list(TOOL_PARSERS)
 OPEN, CLOSE, TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
-EXAMPLES = times(60, 500)
+EXAMPLES = times(15, 500)
 every_format = pytest.mark.parametrize("name", FORMATS)
 
 
@@ -401,7 +400,7 @@ def test_brackets_in_brackets_are_read_to_a_limit(name: str) -> None:
         return '{"a": ' + "[" * depth + "]" * depth + "}"
 
     assert parse(name, f'{begin}{{"name": "f", "parameters": {nested(MAX_DEPTH)}}}') == [Call("f", nested(MAX_DEPTH))]
-    bomb = nested(10_000)
+    bomb = nested(5 * MAX_DEPTH)
     call, rest = parse(name, f'{begin}{{"name": "f", "parameters": {bomb}')
     assert isinstance(call, Call) and isinstance(rest, str)
     assert call.arguments + rest == bomb
@@ -444,36 +443,6 @@ def test_what_looks_like_a_marker_is_held_back_until_that_is_decided_and_no_long
     parser = tool_parser("llama3_json")
     assert parser.feed("\n<|python") == []
     assert parser.feed("_tang") == [ContentDelta("\n<|python_tang")]
-
-
-@pytest.mark.parametrize(
-    "begin",
-    [
-        "",
-        " ",
-        "<",
-        OPEN,
-        OPEN + '{"name": "f", "arguments": {"a": "',
-        OPEN + '{"name": "f", "arguments": {"a": [',
-        OPEN + '{"arguments": {"a": "',
-        OPEN + '{"name": "f", "arguments": "',
-        OPEN + '{"name": "',
-    ],
-)
-def test_time_grows_with_the_length_and_not_with_its_square(begin: str) -> None:
-    more = "1, " if begin.endswith("[") else begin or "text "
-    more = "\\n" if begin.endswith('"') else more
-
-    def seconds(num_chars: int) -> float:
-        text = begin + more * (num_chars // len(more))
-        times = []
-        for pieces in [list(text), [text]] * 2:
-            start = time.process_time()
-            stream("hermes", pieces)
-            times.append(time.process_time() - start)
-        return min(times[::2]) + min(times[1::2])
-
-    assert seconds(16_000) < 20 * seconds(2_000) + 0.05  # 8 times, were it not for noise; a square is 64
 
 
 def test_an_unknown_format_is_an_error_that_names_the_known_ones() -> None:
