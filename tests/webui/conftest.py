@@ -14,11 +14,42 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.waiting import HANG_SECONDS
+from tests.webui.trace_server import serve  # noqa: F401
+
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
+SIZE = {"width": 1280, "height": 720}
 SHARED = "You are a patient teacher. Answer in short and simple sentences, and give one example. "
 HOSTILE = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 1'>"
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    """Make runs of an engine that begin paused; close them at the end."""
+    from teachllm_webui.live import LiveRun
+    from teachllm_webui.plan import PlannedRequest, engine_plan
+    from tests.webui.runs import CONFIG
+
+    runs = []
+
+    def make_(*planned: PlannedRequest) -> LiveRun:
+        runs.append(LiveRun(engine_plan(CONFIG, planned)))
+        return runs[-1]
+
+    yield make_
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture
+def session() -> Iterator[Any]:
+    from teachllm_webui.session import LiveSession
+
+    found = LiveSession()
+    yield found
+    found.close()
 
 
 @pytest.fixture(scope="session")
@@ -58,11 +89,11 @@ def install_chromium() -> str | None:
     with FileLock(Path(tempfile.gettempdir()) / "teachllm-chromium.lock"):
         for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "--no-install-recommends", "chromium"]):
             if find_chromium() is None:
-                subprocess.run(command, capture_output=True, timeout=300, check=False)
+                subprocess.run(command, capture_output=True, timeout=HANG_SECONDS, check=False)
         return find_chromium()
 
 
-@pytest.fixture(scope="module")  # not longer: while it is there, this thread has an event loop, and others want theirs
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     path = find_chromium() or install_chromium()
     if path is None:
@@ -75,47 +106,104 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+class Watched:
+    """A tab that may neither complain nor ask for anything elsewhere.
+
+    Attributes:
+        complaints: Messages on its console, errors, and requests to anywhere else.
+    """
+
+    def __init__(self, browser: Any, own: tuple[str, ...], quiet: tuple[str, ...] = (), **options: Any) -> None:
+        """`own` begins what the page may ask for; `quiet` are kinds of console messages that are no complaint."""
+        self.complaints: list[str] = []
+        self.context = browser.new_context(**{"viewport": SIZE} | options)
+        self.context.set_default_timeout(1000 * HANG_SECONDS)
+        self.page = self.context.new_page()
+        self.page.on("console", lambda m: m.type in quiet or self.complaints.append(f"console: {m.text}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
+        self.page.on(
+            "request",
+            lambda request: (
+                request.url.startswith((*own, "data:", "blob:")) or self.complaints.append(f"request: {request.url}")
+            ),
+        )
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.complaints == []
+
+
 @pytest.fixture
 def open_watched(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens an address in a tab of its own. At the end: no complaint on the console, no request to anywhere else."""
-    complaints: list[str] = []
-    contexts = []
+    opened: list[Watched] = []
 
     def open_(url: str, own: tuple[str, ...], quiet: tuple[str, ...] = (), **options: Any) -> Any:
-        """`own` begins what the page may ask for; `quiet` are kinds of console messages that are no complaint."""
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 720}} | options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda m: m.type in quiet or complaints.append(f"console: {m.text}"))
-        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        page.on(
-            "request",
-            lambda request: (
-                request.url.startswith((*own, "data:", "blob:")) or complaints.append(f"request: {request.url}")
-            ),
-        )
-        page.goto(url)
-        return page
+        opened.append(Watched(browser, own, quiet, **options))
+        opened[-1].page.goto(url)
+        return opened[-1].page
 
     yield open_
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    for tab in opened:
+        tab.close()
+
+
+def export(lines: list[str], path: Path, with_plotly: bool = False) -> str:
+    """Write lines as an exported page; return its address. Plotly is most of its size, and most tests plot nothing."""
+    from unittest import mock
+
+    from teachllm_webui import export
+
+    plotly = export.plotly_script if with_plotly else lambda: ""
+    with mock.patch.object(export, "plotly_script", plotly):
+        path.write_text(export.html_page(lines, "a trace"), encoding="utf-8")
+    return path.as_uri()
 
 
 @pytest.fixture
-def open_page(open_watched: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """Opens lines as an exported page from disk."""
-    from teachllm_webui.export import html_page
+def open_exported(open_watched: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Opens lines as an exported page from disk, in a tab of its own."""
 
-    def open_(lines: list[str], **options: Any) -> Any:
-        path = tmp_path / f"page-{len(list(tmp_path.iterdir()))}.html"
-        path.write_text(html_page(lines, "a trace"), encoding="utf-8")
-        page = open_watched(path.as_uri(), ("file:",), **options)
+    def open_(lines: list[str], with_plotly: bool = False, **options: Any) -> Any:
+        address = export(lines, tmp_path / f"page-{len(list(tmp_path.iterdir()))}.html", with_plotly)
+        page = open_watched(address, ("file:",), **options)
         page.wait_for_selector("[data-teachllm][data-step-index]", state="attached")
         return page
 
     return open_
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """One tab with an exported page, in which the tests of a module show one trace after the other."""
+    tab = Watched(browser, ("file:",))
+    tab.page.goto(export([], tmp_path_factory.mktemp("tab") / "page.html"))
+    yield tab
+    tab.close()
+
+
+@pytest.fixture
+def open_page(tab: Watched) -> Iterator[Callable[..., Any]]:
+    """Shows lines in the module's tab, as they are shown by an exported page that was just opened."""
+
+    def open_(lines: list[str]) -> Any:
+        tab.page.set_viewport_size(SIZE)
+        tab.page.mouse.move(0, 0)
+        tab.page.evaluate(
+            """(lines) => {
+                for (const name of ["view", "live", "other"]) window[name]?.destroy();
+                delete window.live, delete window.other;
+                document.body.innerHTML = '<main id="view"></main>';
+                scrollTo(0, 0);
+                window.view = teachllm.mount(document.getElementById("view"), { lines });
+            }""",
+            lines,
+        )
+        tab.page.wait_for_selector("[data-teachllm][data-step-index]", state="attached")
+        return tab.page
+
+    yield open_
+    assert tab.complaints == []
 
 
 @pytest.fixture

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -21,143 +18,14 @@ from teachllm_webui.latecomer import Latecomer
 from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Seen, Timeline
 from tests.waiting import wait_for
-
-
-class TraceServer:
-    """`GET /trace` in threads of its own, as a server of teachllm gives it.
-
-    Args:
-        lines: of the trace.
-        num_gone: how many after the header are not to be had any more.
-        key: that it asks for.
-        status, kind: of its answers.
-
-    Attributes:
-        num_open: connections.
-        asked: the Authorization header of each request.
-    """
-
-    def __init__(
-        self,
-        lines: list[str],
-        num_gone: int = 0,
-        key: str | None = None,
-        status: int = 200,
-        kind: str = "text/event-stream; charset=utf-8",
-        port: int = 0,
-    ) -> None:
-        self.lines, self.num_gone, self.key, self.status, self.kind = list(lines), num_gone, key, status, kind
-        self.changed = threading.Condition()
-        self.num_open, self._num_cut = 0, 0
-        self.asked: list[str | None] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.asked.append(self.headers["Authorization"])
-                status = 404 if self.path != "/trace" else outer.status
-                if outer.key and self.headers["Authorization"] != f"Bearer {outer.key}":
-                    status = 401
-                self.send_response(status)
-                self.send_header("Content-Type", outer.kind)
-                self.end_headers()
-                if status == 200:
-                    outer.send(self.wfile.write, self.connection)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        class Door(ThreadingHTTPServer):
-            daemon_threads = allow_reuse_address = True
-            block_on_close = False
-
-        self._door = Door(("127.0.0.1", port), Handler)
-        self.port = self._door.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self._door.serve_forever, args=(0.01,), daemon=True).start()
-
-    def send(self, write: Callable[[bytes], Any], connection: socket.socket) -> None:
-        """All lines, then those to come, until the connection is cut or the other side leaves."""
-        at, num_cut = 0, self._num_cut
-        self.num_open += 1
-        try:
-            write(b": trace\n\n")
-            while True:
-                with self.changed:
-                    self.changed.wait_for(partial(self._has_news, at, num_cut), 0.02)
-                    lines = self.lines[at:]
-                if self._num_cut > num_cut or has_left(connection):
-                    return
-                if lines and at == 0:
-                    write(b"data: " + lines.pop(0).encode() + b"\n\n")
-                    if self.num_gone:
-                        write(b": the first %d lines after the header are gone\n\n" % self.num_gone)
-                    at, lines = 1 + self.num_gone, lines[self.num_gone :]
-                for line in lines:
-                    write(b"data: " + line.encode() + b"\n\n")
-                    at += 1
-        finally:
-            self.num_open -= 1
-
-    def _has_news(self, at: int, num_cut: int) -> bool:
-        return self._num_cut > num_cut or len(self.lines) > at
-
-    def push(self, *lines: str) -> None:
-        with self.changed:
-            self.lines += lines
-            self.changed.notify_all()
-
-    def cut(self) -> None:
-        """Ends the connections; new ones are welcome."""
-        with self.changed:
-            self._num_cut += 1
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        self._door.shutdown()
-        self._door.server_close()
-        self.cut()
-
-
-def has_left(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        connection.setblocking(True)
-
+from tests.webui.trace_server import Serve
 
 HEADER, OTHER = '{"event":"header","time":1}', '{"event":"header","time":2}'
-Serve = Callable[..., TraceServer]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    servers = []
-
-    def serve_(*lines: str, **settings: Any) -> TraceServer:
-        servers.append(TraceServer([*lines], **settings))
-        return servers[-1]
-
-    yield serve_
-    for server in servers:
-        server.close()
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "WAITS_S", (0.01, 0.05))
-
-
-@pytest.fixture
-def session() -> Iterator[LiveSession]:
-    found = LiveSession()
-    yield found
-    found.close()
 
 
 def shown(session: LiveSession) -> list[str]:
@@ -237,14 +105,12 @@ def test_a_server_that_comes_back_without_its_endpoint_is_told_about(session: Li
     wait_for(lambda: "--trace-endpoint" in (status(session)["notice"] or ""))
 
 
-def test_an_engine_with_nothing_to_do_is_not_taken_for_one_that_is_gone(
-    session: LiveSession, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attach, "CONNECT_S", 0.1)
+def test_an_engine_with_nothing_to_do_is_not_taken_for_one_that_is_gone(session: LiveSession, serve: Serve) -> None:
     server = serve(HEADER)
     session.attach(server.url)
     wait_for(lambda: shown(session) == [HEADER])
-    assert not threading.Event().wait(0.4)
+    timeouts = session.sides[0].source._request.extensions["timeout"]  # type: ignore[union-attr]
+    assert timeouts["read"] is None and timeouts["connect"] == attach.CONNECT_S
     server.push("a")
     wait_for(lambda: shown(session) == [HEADER, "a"])
     assert len(server.asked) == 1
@@ -378,7 +244,7 @@ def test_a_real_server_is_watched_and_its_trace_forked(session: LiveSession) -> 
 
     hub = TraceHub()
     config = EngineConfig(model="teachlm", device="cpu", num_gpu_blocks_override=32, max_model_len=256)
-    door = AsyncLLM.start(config, trace_sink=hub.sink)
+    door = AsyncLLM.start(config, own_process=False, trace_sink=hub.sink)
     try:
         with serving(door, hub, api_keys=("secret",)) as server:
             with closing(session):
@@ -408,52 +274,3 @@ def output_text(side: Timeline) -> str:
     assert trace.problem is None
     (request,) = trace.replay.requests.values()
     return "".join(request.output_text)
-
-
-@pytest.mark.slow
-def test_an_attached_run_is_drawn_followed_and_begun_anew_in_the_browser(
-    session: LiveSession, serve: Serve, open_watched: Callable[..., Any], trace: list[str]
-) -> None:
-    pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
-    from teachllm_webui.page import launch
-
-    def num_steps(lines: list[str]) -> int:
-        return sum('"event":"step"' in line for line in lines)
-
-    def is_at(k: int) -> None:
-        page.wait_for_selector(f"[data-side='0'] [data-step-index='{k}']", state="attached")
-
-    server = serve(*trace[:40])
-    session.attach(server.url)
-    up = launch(session)
-    try:
-        page = open_watched(up.url, (up.url, up.url.replace("127.0.0.1", "localhost")), ("log", "info", "debug"))
-        is_at(num_steps(trace[:40]) - 1)
-        assert page.locator("[data-status][role=status]").inner_text() == "attached"
-        assert page.locator("[data-block][data-state=used]").count() > 0
-        server.push(*trace[40:50])
-        is_at(num_steps(trace[:50]) - 1)
-        page.keyboard.press("Space")
-        page.wait_for_selector("[data-action=play][data-playing=false]")
-        server.push(*trace[50:])
-        page.wait_for_function(f"livePage.views[0].timeline.steps.length === {num_steps(trace)}")
-        is_at(num_steps(trace[:50]) - 1)
-        page.keyboard.press("End")
-        is_at(num_steps(trace) - 1)
-        server.close()
-        page.wait_for_selector("[data-problem]:not([hidden]):has-text('does not answer')")  # first: it is gone
-
-        header = trace[0].replace('"time":', '"time":1', 1)
-        later = serve(header, *trace[1:], num_gone=30, port=server.port)
-        page.wait_for_function(f"livePage.views[0].timeline.steps.length === {num_steps(trace[31:])}")
-        is_at(num_steps(trace[31:]) - 1)
-        assert page.evaluate("livePage.views[0].timeline.problem") is None
-        assert "30 lines are gone" in page.locator("[data-problem]").inner_text()
-        page.keyboard.press("Home")
-        is_at(0)
-        later.push('{"event":"abort","time":0,"request_id":"of long ago","block_events":[]}')
-        page.click("[data-open=fork]")
-        assert "Without its beginning" in page.locator("[data-form=fork]").inner_text()
-        page.close()
-    finally:
-        up.close()

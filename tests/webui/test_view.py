@@ -150,7 +150,7 @@ def test_tables_and_tokens_hold_the_tables_and_the_text_of_the_trace(page: Any, 
     assert shown == json.loads(page.evaluate("view.state.canonical()"))["tables"]
 
 
-def test_text_with_markup_is_shown_as_text(page: Any) -> None:
+def test_text_with_markup_is_shown_as_text(page: Any, trace: list[str]) -> None:
     show(page, 70)
     text = page.locator("[data-view=tokens] [data-request=hostile] .tl-text").text_content()
     assert text.startswith("<script>window.hacked = 1</script> <img")
@@ -178,8 +178,20 @@ def test_keys_step_play_and_jump_but_not_while_somebody_types(page: Any, trace: 
     page.wait_for_function("view.k >= 4")
     page.keyboard.press("Space")
     assert page.get_attribute("[data-action=play]", "data-playing") == "false"
+
+
+def test_it_plays_at_its_speed_until_it_is_paused_however_often_play_was_pressed(
+    open_exported: Callable[..., Any], trace: list[str]
+) -> None:
+    page = open_exported(trace)
+    page.clock.install()  # from here on time passes when it is told to
+    page.evaluate("view.show(0)")
+    page.evaluate("for (let i = 0; i < 7; i++) view.transport.toggle();")
+    page.clock.run_for(1000)
+    assert 9 <= step_index(page) <= 10  # ten a second
+    page.keyboard.press("Space")
     k = step_index(page)
-    page.wait_for_timeout(300)
+    page.clock.run_for(1000)
     assert step_index(page) == k
 
 
@@ -221,7 +233,7 @@ def test_a_click_on_a_column_of_the_timeline_goes_to_its_step_on_both_axes(page:
             "(x) => { const it = document.querySelector('.tl-scroller'); it.scrollLeft = x; return it.scrollLeft; }"
         )
         left -= page.evaluate(scrolled, max(left - 40, 0))
-        page.wait_for_timeout(100)
+        page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
         page.click(".tl-scroller", position={"x": 84 + left + min(width / 2, 20), "y": 60})
         assert step_index(page) == 9
 
@@ -231,10 +243,18 @@ def test_the_scrub_bar_goes_to_any_step(page: Any) -> None:
     assert step_index(page) == 33
 
 
-def test_metrics_are_drawn_once_they_come_into_sight(page: Any) -> None:
+def test_a_page_from_disk_runs_no_text_of_its_trace_follows_the_systems_colors_and_draws_metrics_once_they_are_seen(
+    open_exported: Callable[..., Any], trace: list[str]
+) -> None:
+    page = open_exported(trace, with_plotly=True, color_scheme="dark")
+    assert page.evaluate("window.hacked") is None
+    back = "getComputedStyle(document.querySelector('.teachllm')).backgroundColor"
+    dark = page.evaluate(back)
+    page.evaluate("document.documentElement.dataset.theme = 'light'")
+    assert page.evaluate(back) != dark
     assert page.evaluate("typeof Plotly") == "undefined"
     page.locator("[data-view=metrics]").scroll_into_view_if_needed()
-    page.wait_for_selector("[data-view=metrics] [data-drawn]", timeout=20_000)
+    page.wait_for_selector("[data-view=metrics] [data-drawn]")
     plots = page.locator("[data-view=metrics] .main-svg:visible")
     assert plots.count() >= 5
     assert plots.first.bounding_box()["width"] > 100
@@ -248,14 +268,6 @@ def test_main_views_are_in_sight_at_1280_by_720_and_a_phone_needs_no_sideways_sc
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     lefts = page.eval_on_selector_all("[data-view]", "views => views.map((v) => v.getBoundingClientRect().left)")
     assert len(set(lefts)) == 1
-
-
-def test_dark_follows_the_system_and_data_theme_overrides_it(open_page: Callable[..., Any], trace: list[str]) -> None:
-    page = open_page(trace, color_scheme="dark")
-    back = "getComputedStyle(document.querySelector('.teachllm')).backgroundColor"
-    dark = page.evaluate(back)
-    page.evaluate("document.documentElement.dataset.theme = 'light'")
-    assert page.evaluate(back) != dark
 
 
 def test_live_buttons_call_the_engine_and_the_view_follows_until_it_is_scrubbed_back(
