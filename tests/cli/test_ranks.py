@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from tests.processes import children, descendants, is_gone, num_rings
 from tests.programs import start_program
 from tests.thorough import THOROUGH
-from tests.waiting import wait_for
+from tests.waiting import HANG_SECONDS, wait_for
 
 CPU = ("--device", "cpu", "--dtype", "float32")
 TP, PP, DP = "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"
@@ -43,6 +42,7 @@ def test_what_ranks_cannot_share_is_one_line_and_nobody_is_started(
     assert (children(os.getpid()), num_rings(os.getpid())) == before
 
 
+@pytest.mark.skipif(not THOROUGH, reason="starts two processes each: make test-thorough")
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -65,7 +65,7 @@ def test_what_started_ranks_or_replicas_refuse_is_one_line_and_ends_all(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "is_loading"), [(TP, True), (DP, False), *([(TP, False)] if THOROUGH else [])], ids=str
+    ("ranks", "is_loading"), [(TP, True), *([(TP, False), (DP, False)] if THOROUGH else [])], ids=str
 )
 def test_ctrl_c_ends_all_of_them_without_a_word(ranks: str, is_loading: bool, tmp_path: Path) -> None:
     files = tmp_path / "temporary"
@@ -83,13 +83,13 @@ def test_ctrl_c_ends_all_of_them_without_a_word(ranks: str, is_loading: bool, tm
         if is_loading:
             wait_for(lambda: len(children(child.pid)) == 2)
         else:
-            wait_for(lambda: trace.exists() and '"event":"step"' in trace.read_text(), 60.0)
+            wait_for(lambda: trace.exists() and '"event":"step"' in trace.read_text())
         family = descendants(child.pid)
         assert len(family) == 2
         os.killpg(child.pid, signal.SIGINT)
-        began = time.monotonic()
-        assert child.communicate(timeout=10) == ("", "")  # which waits for whoever has them open, as ranks do
-        assert child.returncode == 130 and time.monotonic() - began < 8
+        # Waits for whatever has its pipes open, as ranks do.
+        assert child.communicate(timeout=HANG_SECONDS) == ("", "")
+        assert child.returncode == 130
         assert all(map(is_gone, family)) and not list(files.iterdir())
     finally:
         child.kill()

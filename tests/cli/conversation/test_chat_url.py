@@ -7,8 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +21,6 @@ from teachllm_cli.conversation.chat_session import ChatSession
 from teachllm_cli.conversation.history import Turn
 from teachllm_cli.conversation.openai_client import OpenAIClient, ServerError, TooLongError
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
-from tests.programs import environment_with
 from tests.server.door import FakeDoor, Server, serving
 
 TOO_LONG = {"error": {"message": "This model's maximum context length is 9 tokens.", "code": 400}}
@@ -184,21 +181,6 @@ def test_a_server_that_wants_a_key_is_told_apart(teachllm) -> None:
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (1, 1)
     assert "HTTP 401: this server needs an API key" in wrong.stderr and "--api-key" in wrong.stderr
     assert right.stdout == "one two three\n"
-
-
-def test_neither_torch_nor_an_engine_is_loaded_to_ask_a_server(ours: Server) -> None:
-    result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "teachllm_cli", "chat", "--url", ours.url],
-        env=environment_with(),
-        input="Hi",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.stdout == "one two three\n", result.stderr
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "httpx2" in imported
-    assert not imported & {"torch", "transformers", "tokenizers", "numpy", "teachllm.engine.llm_engine", "fastapi"}
 
 
 # -- what is typed -----------------------------------------------------------------------------------------
