@@ -189,6 +189,8 @@ def _reply(writer: asyncio.StreamWriter, status: int, content: dict[str, Any]) -
 @contextlib.contextmanager
 def running(server: FakeServer) -> Iterator[str]:
     """The server's address, while it runs in a thread."""
+    from tests.waiting import HANG_SECONDS  # which this file, as a program, need not find
+
     ready, port = threading.Event(), 0
     runner: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
 
@@ -207,11 +209,11 @@ def running(server: FakeServer) -> Iterator[str]:
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(HANG_SECONDS)
     yield f"http://127.0.0.1:{port}"
     loop, task = runner[0]
     loop.call_soon_threadsafe(task.cancel)
-    thread.join(10)
+    thread.join(HANG_SECONDS)
 
 
 def main() -> None:

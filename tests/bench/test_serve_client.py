@@ -16,11 +16,12 @@ from teachllm.bench.serve.dataset import Prompt
 from teachllm.bench.serve.load import run
 from teachllm.bench.serve.record import Record
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.waiting import HANG_SECONDS
 
 PROMPT = Prompt("three small words", 4)
 
 
-def asked(answer: Answer, endpoint: str = "/v1/completions", timeout_s: float = 10.0) -> Record:
+def asked(answer: Answer, endpoint: str = "/v1/completions", timeout_s: float = HANG_SECONDS) -> Record:
     """What became of one request to a server that answers so."""
     with running(FakeServer(lambda body: answer)) as url:
         target = Target(url, endpoint, MODEL, timeout_s=timeout_s)
@@ -31,7 +32,7 @@ def asked(answer: Answer, endpoint: str = "/v1/completions", timeout_s: float = 
             async with open_session() as session:
                 await ask(session, target, target.body(PROMPT), record, lambda: float(next(times)))
 
-        run(asyncio.wait_for(main(), 20))
+        run(asyncio.wait_for(main(), HANG_SECONDS))
     return record
 
 
@@ -164,7 +165,7 @@ def model_at(url: str, name: str = "") -> str:
         async with open_session() as session:
             return await ask_model(session, Target(url, model=name))
 
-    return run(asyncio.wait_for(main(), 20))
+    return run(asyncio.wait_for(main(), HANG_SECONDS))
 
 
 def test_a_server_is_asked_for_its_model_unless_one_is_named() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from teachllm import LLM
-from teachllm.bench import workloads
+from teachllm.bench import cold, workloads
 from teachllm.bench.batch import Batch, run_batch
-from teachllm.bench.cold import cold
 from teachllm.bench.workloads import WORKLOADS, is_rate, measure, mixed_batch
 
 VOCAB = 151_936
@@ -143,12 +145,35 @@ def test_a_batch_that_fails_leaves_nothing_running(llm, monkeypatch) -> None:
     run_batch(llm, Batch([[1, 2], [3]], [2, 2]))
 
 
-def test_a_cold_start_is_timed_from_process_to_first_token() -> None:
-    figures = cold({**DUMMY, "max_model_len": 64, "num_gpu_blocks_override": 8}, num_runs=1)
-    assert figures.keys() == {"s", "warm_s"}
-    assert all(0.1 < value < 60 for value in figures.values())
+def program(folder: Path, script: str) -> str:
+    """Write what is started in place of Python; return its path."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
-def test_a_cold_start_that_fails_says_why() -> None:
-    with pytest.raises(RuntimeError, match=r"ended with 1: ValueError: block_size=0: must be at least 1"):
-        cold({**DUMMY, "block_size": 0}, num_runs=1)
+def test_a_cold_start_finds_empty_caches_and_a_warm_one_what_the_cold_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    look = f'ls "$(dirname $TRITON_CACHE_DIR)" >> {seen}; echo end >> {seen}; mkdir $TRITON_CACHE_DIR; echo first token'
+    monkeypatch.setattr(sys, "executable", program(tmp_path, look))
+    figures = cold.cold(DUMMY, num_runs=2)
+    assert figures.keys() == {"s", "warm_s"} and min(figures.values()) > 0
+    assert seen.read_text().split() == ["stderr", "end", "stderr", "triton_cache_dir", "end"] * 2
+
+
+def test_the_process_of_a_cold_start_prints_its_first_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = DUMMY | {"max_model_len": 64, "num_gpu_blocks_override": 8}
+    monkeypatch.setattr(sys, "argv", ["cold", json.dumps(settings), "8"])
+    cold.main()
+    assert capsys.readouterr().out.startswith("first token [")
+
+
+def test_a_cold_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", program(tmp_path, "echo ValueError: block_size=0 >&2; exit 1"))
+    with pytest.raises(RuntimeError, match=r"ended with 1: ValueError: block_size=0"):
+        cold.cold(DUMMY, num_runs=1)
