@@ -8,3 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def no_garbage_collection(monkeypatch) -> None:
     monkeypatch.setattr("teachllm.bench.batch._settle", lambda llm: None)
+    monkeypatch.setattr("teachllm.bench.serve.load.gc.collect", lambda: 0)

@@ -17,6 +17,7 @@ from teachllm.simulator.shapes import SHAPES, model_shape
 from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Arrival, Workload
 from tests.simulator.doors import events, run, shape
+from tests.thorough import THOROUGH
 
 # The first table of docs/performance.md.
 MEASURED = {
@@ -45,8 +46,12 @@ def clock(model: str) -> Callable[[Batch], float]:
     return seconds
 
 
-@pytest.mark.parametrize("workload", MEASURED["qwen3-8b"])
-@pytest.mark.parametrize("model", MEASURED)
+CASES = [(model, workload) for model, workloads in MEASURED.items() for workload in workloads]
+
+
+@pytest.mark.parametrize(
+    ("model", "workload"), CASES if THOROUGH else [("qwen3-0.6b", "prefill16k"), ("qwen3-8b", "single")]
+)
 def test_what_was_measured_on_an_h200_is_met(model: str, workload: str) -> None:
     found = WORKLOADS[workload](clock(model), shape(model).vocab_size, 0)
     for name, measured in MEASURED[model][workload].items():

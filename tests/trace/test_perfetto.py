@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.worker.doors import drain
 Event = dict[str, Any]
 
 
+@cache
 def exported(ahead: bool) -> tuple[list[Event], list[dict[str, Any]]]:
     changes = {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 48, "async_scheduling": ahead}
     engine, lines = traced_engine(**changes)
@@ -59,7 +61,7 @@ def test_slices_of_one_row_do_not_overlap(ahead: bool) -> None:
 
 
 def test_each_request_has_a_row_with_its_tokens_its_waits_and_its_end() -> None:
-    events, lines = exported(ahead=False)
+    events, lines = exported(False)
     of_requests = [event for event in events if event["pid"] == 2]
     rows = {event["args"]["name"]: event["tid"] for event in of_requests if event["name"] == "thread_name"}
     arrived = [line["request_id"] for line in lines if line["event"] == "arrival"]
@@ -81,6 +83,6 @@ def test_each_request_has_a_row_with_its_tokens_its_waits_and_its_end() -> None:
 
 
 def test_counters_say_what_the_steps_do() -> None:
-    events, lines = exported(ahead=False)
+    events, lines = exported(False)
     blocks = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "KV blocks"]
     assert blocks == [line["blocks"] for line in lines if line["event"] == "step"]

@@ -191,7 +191,8 @@ def open_page(tab: Watched) -> Iterator[Callable[..., Any]]:
         tab.page.mouse.move(0, 0)
         tab.page.evaluate(
             """(lines) => {
-                view.destroy();
+                for (const name of ["view", "live", "other"]) window[name]?.destroy();
+                delete window.live, delete window.other;
                 document.body.innerHTML = '<main id="view"></main>';
                 scrollTo(0, 0);
                 window.view = teachllm.mount(document.getElementById("view"), { lines });

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -387,51 +387,42 @@ def test_a_tab_says_that_the_server_is_gone_and_shows_what_the_next_one_has(
     context.close()
 
 
-def test_an_attached_run_is_drawn_followed_and_begun_anew_in_the_browser(
-    serve: Serve, open_watched: Callable[..., Any], trace: list[str], monkeypatch: pytest.MonkeyPatch
+def test_an_attached_run_is_drawn_followed_and_begun_anew(
+    live: tuple[LiveSession, str], tab: Any, serve: Serve, trace: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from teachllm_webui.page import launch
-
     monkeypatch.setattr(attach, "WAITS_S", (0.01, 0.05))
-    session = LiveSession()
+    session, page = live[0], tab
 
     def num_steps(lines: list[str]) -> int:
         return sum('"event":"step"' in line for line in lines)
 
-    def is_at(k: int) -> None:
-        page.wait_for_selector(f"[data-side='0'] [data-step-index='{k}']", state="attached")
-
     server = serve(*trace[:40])
     session.attach(server.url)
-    up = launch(session)
-    try:
-        page = open_watched(up.url, (up.url, up.url.replace("127.0.0.1", "localhost")), ("log", "info", "debug"))
-        is_at(num_steps(trace[:40]) - 1)
-        assert page.locator("[data-status][role=status]").inner_text() == "attached"
-        assert page.locator("[data-block][data-state=used]").count() > 0
-        server.push(*trace[40:50])
-        is_at(num_steps(trace[:50]) - 1)
-        page.keyboard.press("Space")
-        page.wait_for_selector("[data-action=play][data-playing=false]")
-        server.push(*trace[50:])
-        page.wait_for_function(f"livePage.views[0].timeline.steps.length === {num_steps(trace)}")
-        is_at(num_steps(trace[:50]) - 1)
-        page.keyboard.press("End")
-        is_at(num_steps(trace) - 1)
-        server.close()
-        page.wait_for_selector("[data-problem]:not([hidden]):has-text('does not answer')")  # first: it is gone
+    page.wait_for_selector(f"[data-generation='{session.generation}']")
+    is_at(page, num_steps(trace[:40]) - 1)
+    assert page.locator("[data-status][role=status]").inner_text() == "attached"
+    assert page.locator("[data-block][data-state=used]").count() > 0
+    server.push(*trace[40:50])
+    is_at(page, num_steps(trace[:50]) - 1)
+    page.keyboard.press("Space")
+    page.wait_for_selector("[data-action=play][data-playing=false]")
+    server.push(*trace[50:])
+    page.wait_for_function(f"livePage.views[0].timeline.steps.length === {num_steps(trace)}")
+    is_at(page, num_steps(trace[:50]) - 1)
+    page.keyboard.press("End")
+    is_at(page, num_steps(trace) - 1)
+    server.close()
+    page.wait_for_selector("[data-problem]:not([hidden]):has-text('does not answer')")  # first: it is gone
 
-        header = trace[0].replace('"time":', '"time":1', 1)
-        later = serve(header, *trace[1:], num_gone=30, port=server.port)
-        page.wait_for_function(f"livePage.views[0].timeline.steps.length === {num_steps(trace[31:])}")
-        is_at(num_steps(trace[31:]) - 1)
-        assert page.evaluate("livePage.views[0].timeline.problem") is None
-        assert "30 lines are gone" in page.locator("[data-problem]").inner_text()
-        page.keyboard.press("Home")
-        is_at(0)
-        later.push('{"event":"abort","time":0,"request_id":"of long ago","block_events":[]}')
-        page.click("[data-open=fork]")
-        assert "Without its beginning" in page.locator("[data-form=fork]").inner_text()
-        page.close()
-    finally:
-        up.close()
+    header = trace[0].replace('"time":', '"time":1', 1)
+    later = serve(header, *trace[1:], num_gone=30, port=server.port)
+    page.wait_for_function(f"livePage.views[0].timeline.steps.length === {num_steps(trace[31:])}")
+    is_at(page, num_steps(trace[31:]) - 1)
+    assert page.evaluate("livePage.views[0].timeline.problem") is None
+    assert "30 lines are gone" in page.locator("[data-problem]").inner_text()
+    page.keyboard.press("Home")
+    is_at(page, 0)
+    later.push('{"event":"abort","time":0,"request_id":"of long ago","block_events":[]}')
+    page.click("[data-open=fork]")
+    assert "Without its beginning" in page.locator("[data-form=fork]").inner_text()
+    page.keyboard.press("Escape")

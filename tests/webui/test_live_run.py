@@ -66,7 +66,7 @@ def test_a_prompt_submitted_while_it_runs_is_answered_and_one_that_is_aborted_is
 
 def test_planned_requests_come_before_their_step_every_time(make: Make) -> None:
     def arrivals() -> list[tuple[str, int]]:
-        trace = trace_of(finish(make(ask(), ask(at_step=7), ask(at_step=500))))
+        trace = trace_of(finish(make(ask(max_tokens=12), ask(max_tokens=4, at_step=7), ask(max_tokens=2, at_step=500))))
         found, step = [], 0
         for line in trace.lines:
             step += line["event"] == "step"
@@ -88,7 +88,7 @@ def test_who_is_still_to_come_comes_when_the_last_one_under_way_is_aborted(make:
 
 
 def test_one_completion_can_be_aborted_alone_in_a_run_and_in_its_fork(make: Make) -> None:
-    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
     run = make(PlannedRequest(prompt="What is a GPU?", params=params))
     step(run)
     fork = LiveRun(fork_plan(run.log.upto(), 0, {}))
@@ -144,7 +144,7 @@ FORKS += [{"max_num_batched_tokens": 16}, {"block_size": 4}, {"num_gpu_blocks_ov
 
 @pytest.mark.parametrize("changes", FORKS)
 def test_a_fork_gives_the_same_greedy_tokens_on_another_timeline(make: Make, changes: dict[str, Any]) -> None:
-    run = make(ask(max_tokens=40), ask("What is a GPU?", 50), ask("What is a token? " * 6, 20, at_step=14))
+    run = make(ask(max_tokens=24), ask("What is a GPU?", 30), ask("What is a token? " * 6, 10, at_step=14))
     step(run, 10)
     lines, coming = run.so_far()
     fork = LiveRun(fork_plan(lines, 8, changes, coming))

@@ -123,7 +123,7 @@ def test_settings_that_cannot_be_loaded_are_an_error_on_the_page(session: LiveSe
 
 
 def test_the_session_shows_a_fork_beside_its_original_and_tells_every_tab(session: LiveSession) -> None:
-    session.start(CONFIG, [ask(max_tokens=25), ask("What is a GPU?", 25)], play=False)
+    session.start(CONFIG, [ask(max_tokens=12), ask("What is a GPU?", 12)], play=False)
     wait_for(lambda: session.sides)
     before = session.generation
     step(session.runs[0], 5)
@@ -145,7 +145,7 @@ def test_the_session_shows_a_fork_beside_its_original_and_tells_every_tab(sessio
 
 
 def test_a_prompt_goes_to_both_sides_or_to_none(session: LiveSession) -> None:
-    session.start(CONFIG, [ask(max_tokens=60)], play=False)
+    session.start(CONFIG, [ask(max_tokens=20)], play=False)
     wait_for(lambda: session.sides)
     session.step()
     wait_for(lambda: num_steps(session.runs[0]) == 1)
@@ -188,7 +188,7 @@ def test_a_fork_that_is_refused_says_so_and_leaves_the_original(session: LiveSes
 
 def test_a_recorded_trace_can_be_forked_and_goes_on(session: LiveSession, make: Make, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_text("".join(line + "\n" for line in finish(make(ask(), ask("What is a GPU?")))))
+    path.write_text("".join(line + "\n" for line in finish(make(ask(max_tokens=12), ask("What is a GPU?", 12)))))
     session.replay(path)
     session.fork(4, {"max_num_seqs": 1})
     wait_for(lambda: len(session.sides) == 2)

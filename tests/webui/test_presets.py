@@ -12,7 +12,12 @@ from teachllm.trace.reader import Trace
 from teachllm_webui.live import LiveRun
 from teachllm_webui.plan import engine_plan
 from teachllm_webui.presets import PRESETS, Preset, Variant, preset
+from tests.thorough import THOROUGH
 from tests.webui.runs import finish, trace_of
+
+only_thorough = pytest.mark.skipif(not THOROUGH, reason="needs a preset that only make test-thorough runs")
+# Where tests are not thorough: two variants beside each other, and one that shows most of the scheduler by itself.
+SHOWN = [each for each in PRESETS if THOROUGH or each.name in ("paged", "priorities", "pipeline")]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +31,7 @@ def traces() -> dict[str, list[Trace]]:
         assert live.error is None
         return trace_of(lines)
 
-    return {chosen.name: [run(chosen, variant) for variant in chosen.variants] for chosen in PRESETS}
+    return {chosen.name: [run(chosen, variant) for variant in chosen.variants] for chosen in SHOWN}
 
 
 def reasons(trace: Trace) -> set[str]:
@@ -34,8 +39,8 @@ def reasons(trace: Trace) -> set[str]:
 
 
 def test_every_preset_runs_to_its_end_and_is_small(traces: dict[str, list[Trace]]) -> None:
-    for chosen in PRESETS:
-        assert preset(chosen.name) is chosen and len(chosen.look_at) < 260
+    assert all(preset(each.name) is each and len(each.look_at) < 260 for each in PRESETS)
+    for chosen in SHOWN:
         for trace in traces[chosen.name]:
             requests = trace.replay.requests.values()
             assert 5 <= len(requests) <= 12 and all(r.finish_reason in ("stop", "length") for r in requests)
@@ -65,12 +70,14 @@ def test_contiguous_waits_for_blocks_where_paged_runs_all_at_once(traces: dict[s
     assert len(paged.steps) < len(contiguous.steps) / 2
 
 
+@only_thorough
 def test_a_static_batch_keeps_others_waiting_and_takes_longer(traces: dict[str, list[Trace]]) -> None:
     static, continuous = traces["batching"]
     assert "static_batch" in reasons(static) and "static_batch" not in reasons(continuous)
     assert len(continuous.steps) < len(static.steps)
 
 
+@only_thorough
 def test_chunks_let_the_others_go_on_beside_a_long_prompt(traces: dict[str, list[Trace]]) -> None:
     whole, chunked = (max(s["num_tokens"] for step in t.steps for s in step["scheduled"]) for t in traces["chunked"])
     assert whole > 300 and chunked <= 64
@@ -82,12 +89,14 @@ def phases(step: dict[str, Any]) -> set[str]:
     return {share["phase"] for share in step["scheduled"]}
 
 
+@only_thorough
 def test_a_shared_system_prompt_is_computed_once(traces: dict[str, list[Trace]]) -> None:
     requests = list(traces["prefix"][0].replay.requests.values())
     assert requests[0].num_cached_tokens == 0
     assert all((request.num_cached_tokens or 0) >= 48 for request in requests[1:])
 
 
+@only_thorough
 def test_a_pool_that_is_too_small_preempts(traces: dict[str, list[Trace]]) -> None:
     assert sum(len(step["preempted"]) for step in traces["preemption"][0].steps) >= 2
     assert {"preempted", "no_free_blocks"} & reasons(traces["preemption"][0])
@@ -105,6 +114,7 @@ def test_those_of_high_priority_go_before_all_who_came_earlier_and_wait(traces: 
     assert max(urgent) < max(others)
 
 
+@only_thorough
 def test_completions_of_one_prompt_share_its_blocks_and_differ(traces: dict[str, list[Trace]]) -> None:
     trace = traces["parallel"][0]
     children = [r for r in trace.replay.requests.values() if r.arrival.get("group") == "0"]

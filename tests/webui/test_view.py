@@ -150,8 +150,7 @@ def test_tables_and_tokens_hold_the_tables_and_the_text_of_the_trace(page: Any, 
     assert shown == json.loads(page.evaluate("view.state.canonical()"))["tables"]
 
 
-def test_text_with_markup_is_shown_as_text(open_exported: Callable[..., Any], trace: list[str]) -> None:
-    page = open_exported(trace)
+def test_text_with_markup_is_shown_as_text(page: Any, trace: list[str]) -> None:
     show(page, 70)
     text = page.locator("[data-view=tokens] [data-request=hostile] .tl-text").text_content()
     assert text.startswith("<script>window.hacked = 1</script> <img")
@@ -244,8 +243,15 @@ def test_the_scrub_bar_goes_to_any_step(page: Any) -> None:
     assert step_index(page) == 33
 
 
-def test_metrics_are_drawn_once_they_come_into_sight(open_exported: Callable[..., Any], trace: list[str]) -> None:
-    page = open_exported(trace, with_plotly=True)
+def test_a_page_from_disk_runs_no_text_of_its_trace_follows_the_systems_colors_and_draws_metrics_once_they_are_seen(
+    open_exported: Callable[..., Any], trace: list[str]
+) -> None:
+    page = open_exported(trace, with_plotly=True, color_scheme="dark")
+    assert page.evaluate("window.hacked") is None
+    back = "getComputedStyle(document.querySelector('.teachllm')).backgroundColor"
+    dark = page.evaluate(back)
+    page.evaluate("document.documentElement.dataset.theme = 'light'")
+    assert page.evaluate(back) != dark
     assert page.evaluate("typeof Plotly") == "undefined"
     page.locator("[data-view=metrics]").scroll_into_view_if_needed()
     page.wait_for_selector("[data-view=metrics] [data-drawn]")
@@ -264,20 +270,9 @@ def test_main_views_are_in_sight_at_1280_by_720_and_a_phone_needs_no_sideways_sc
     assert len(set(lefts)) == 1
 
 
-def test_dark_follows_the_system_and_data_theme_overrides_it(
-    open_exported: Callable[..., Any], trace: list[str]
-) -> None:
-    page = open_exported(trace, color_scheme="dark")
-    back = "getComputedStyle(document.querySelector('.teachllm')).backgroundColor"
-    dark = page.evaluate(back)
-    page.evaluate("document.documentElement.dataset.theme = 'light'")
-    assert page.evaluate(back) != dark
-
-
 def test_live_buttons_call_the_engine_and_the_view_follows_until_it_is_scrubbed_back(
-    open_exported: Callable[..., Any], trace: list[str]
+    page: Any, trace: list[str]
 ) -> None:
-    page = open_exported(trace)
     page.evaluate(
         """(lines) => {
             view.destroy();
@@ -307,8 +302,7 @@ def test_live_buttons_call_the_engine_and_the_view_follows_until_it_is_scrubbed_
     assert page.evaluate("live.k === live.timeline.last")
 
 
-def test_two_views_in_one_page_do_not_disturb_each_other(open_exported: Callable[..., Any], trace: list[str]) -> None:
-    page = open_exported(trace)
+def test_two_views_in_one_page_do_not_disturb_each_other(page: Any, trace: list[str]) -> None:
     page.evaluate(
         """(lines) => {
             const second = document.createElement("div");

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
-from teachllm.bench import ceilings
+from teachllm.bench import ceilings, step_profile
 
 ENGINE = ("--device", "cpu", "--load-format", "dummy", "--max-model-len", "256", "--max-num-seqs", "8")
 SHORT = ("--input-len", "5", "--output-len", "4")
@@ -44,13 +45,14 @@ def test_latency_writes_and_shows_every_figure_with_its_limit(teachllm, tmp_path
         assert text in result.stdout
 
 
-def test_a_profile_shows_where_a_step_goes_and_writes_a_trace(teachllm, tmp_path) -> None:
+def test_a_profile_shows_where_a_step_goes_and_writes_a_trace(teachllm, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(step_profile, "profile_decode", partial(step_profile.profile_decode, num_steps=4))
     trace, output = tmp_path / "trace.json", tmp_path / "latency.json"
     files = ("--profile-trace", str(trace), "--output-json", str(output))
     result = teachllm("bench", "latency", *LATENCY, *ENGINE, *files)
     assert result.exit_code == 0, result.stderr
     assert json.loads(trace.read_text())["traceEvents"]
-    for text in ("A decode step, mean of 16", "matrix products", "gaps between kernels", "the host is at work"):
+    for text in ("A decode step, mean of 4", "matrix products", "gaps between kernels", "the host is at work"):
         assert text in result.stdout
     found = json.loads(output.read_text())
     assert len(found["latencies"]) == 3

@@ -10,6 +10,8 @@ import pytest
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 from teachllm_lessons import index
+from teachllm_lessons.exercise import VERDICT_TYPE
+from tests.thorough import THOROUGH
 
 PIECE = """
 from teachllm_lessons.exercise import Exercise, check, require
@@ -35,6 +37,7 @@ def test_the_list_has_every_lesson(teachllm: Any) -> None:
         assert f"{lesson.number}  {lesson.concept[:12]}" in result.stdout
 
 
+@pytest.mark.skipif(not THOROUGH, reason="starts a kernel: make test-thorough")
 def test_a_saved_notebook_is_run_and_its_pieces_are_judged(teachllm: Any, tmp_path: Path) -> None:
     path = saved(tmp_path, PIECE, "check(DOUBLE, lambda x: x + x)", "check(DOUBLE, lambda x: x * x + 1)")
     before = Path(path).read_bytes()
@@ -44,6 +47,23 @@ def test_a_saved_notebook_is_run_and_its_pieces_are_judged(teachllm: Any, tmp_pa
     assert "✓ double keeps its contract in 1 cases. It ran." in said
     assert "✗ double double(2) is 5, not 4" in said
     assert Path(path).read_bytes() == before
+
+
+def test_every_piece_of_a_notebook_has_a_line_and_one_that_does_not_hold_is_exit_code_1(
+    teachllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = {"right": "keeps its contract in 1 cases.\nIt ran.", "wrong": "double(2) is 5, not 4"}
+
+    def execute(notebook: Any, folder: Path) -> None:
+        for cell, (verdict, text) in zip(notebook.cells, says.items(), strict=False):
+            data = {VERDICT_TYPE: {"exercise": "double", "verdict": verdict, "says": text}}
+            cell.outputs = [nbformat.v4.new_output("display_data", data)]
+
+    monkeypatch.setattr("teachllm_lessons.saved.execute", execute)
+    result = teachllm("lesson", "check", "05", "--notebook", saved(tmp_path, "check(...)", "check(...)"))
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == ["✓ double keeps its contract in 1 cases.", "✗ double double(2) is 5, not 4"]
+    assert teachllm("lesson", "check", "05", "--notebook", saved(tmp_path, "check(...)")).exit_code == 0
 
 
 @pytest.mark.parametrize(

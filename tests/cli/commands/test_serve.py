@@ -12,8 +12,10 @@ from teachllm.server import lifecycle
 
 
 @pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """The command takes these over; the tests need them afterwards."""
+def what_belongs_to_the_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command takes it over; the tests need it afterwards."""
+    monkeypatch.setattr(lifecycle.log, "set_up", lambda *_: None)
+    monkeypatch.setattr(lifecycle.sys, "setswitchinterval", lambda seconds: None)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
