@@ -1,12 +1,12 @@
-"""The judge of greedy tokens of a quantized model: transformers in float64, whose projections do as quantized values do.
+"""The reference for greedy tokens of a quantized model: transformers in float64 with dequantized projections.
 
 What it computes for `GOLDEN_NAMES` lies in golden/greedy.npz, which `python -m tests.quantization.judge` writes again.
 
-Written apart from the engine: a projection's numbers are what its quantized values stand for, and of a W8A8 one x is divided by
-its scale, rounded, and multiplied back. Where x lies between two quantized values, float32 and float64 may take different ones,
-and in models as small as these one quantized value is seen in the logits: so the gap that is permitted is wider than that of plain
-numbers. One wrong token in a prompt changes the log-probabilities behind it by 0.2 to 1. What runs beside a request may
-change less: that `tests/engine/quantized_reference.py` judges.
+It is independent of the engine. The input of a W8A8 projection is divided by its scale, rounded, and multiplied back.
+Where it lies between two quantized values, float32 and float64 may take different ones, and models as small as these
+show one such value in their logits: so the permitted gap is wider than that of unquantized models. One wrong token in a
+prompt changes the log-probabilities after it by 0.2 to 1. `tests/engine/quantized_reference.py` judges with a narrower
+gap what batching may change.
 """
 
 from __future__ import annotations

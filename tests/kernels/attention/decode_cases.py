@@ -53,7 +53,7 @@ def make_batch(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Put blocks in random order, and NaN wherever no sequence wrote. `quantized values`: the dtype of a quantized cache."""
+    """Put blocks in random order, and NaN wherever no sequence wrote."""
     num_heads, num_kv_heads = heads
     counts = [-(-length // block_size) for length in lens]
     blocks = torch.randperm(sum(counts) + 3).int()

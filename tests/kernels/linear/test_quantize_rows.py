@@ -59,7 +59,7 @@ def assert_same(quantized: QuantizedRows, expected: QuantizedRows) -> None:
     num_rows=per_device([2], [1, 5]),
     size=per_device([1, 128, 129], [1, 8, 100, 128, 129, 1000, 3000]),
     dtype=DTYPES,
-    values=QUANTIZED_DTYPES,
+    quantized_dtype=QUANTIZED_DTYPES,
     kind=KINDS,
 )
 def test_rows_are_quantized_as_defined(
@@ -139,7 +139,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     has_residual=[False, True],
     parts=[0, 2],
     dtype=DTYPES,
-    values=QUANTIZED_DTYPES,
+    quantized_dtype=QUANTIZED_DTYPES,
     kind=KINDS,
 )
 def test_a_norm_that_quantizes_quantizes_what_it_would_have_written(
@@ -164,7 +164,7 @@ def test_a_norm_that_quantizes_quantizes_what_it_would_have_written(
     num_rows=per_device([2], [1, 4]),
     size=per_device([8, 200], [8, 200, 1500]),
     dtype=DTYPES,
-    values=QUANTIZED_DTYPES,
+    quantized_dtype=QUANTIZED_DTYPES,
     kind=KINDS,
 )
 def test_silu_that_quantizes_quantizes_what_it_would_have_written(

@@ -76,7 +76,7 @@ def test_the_definition_is_the_product_of_the_values_that_are_stored(quantized_d
 @pairs(
     num_rows=per_device([2, 40, 70], [1, 2, 16, 17, 40, 70, 130]),
     shape=SHAPES,
-    qweight=QUANTIZED_DTYPES,
+    quantized_dtype=QUANTIZED_DTYPES,
     kind=KINDS,
     has_bias=NO_OR_YES,
     gated=NO_OR_YES,
@@ -134,7 +134,7 @@ def test_every_8_bit_float_but_nan_is_dequantized_exactly() -> None:
 
 @pairs(
     shape=per_device([(144, 9), (1040, 3)], [(128, 40), (144, 9), (1040, 12)]),
-    qweight=QUANTIZED_DTYPES,
+    quantized_dtype=QUANTIZED_DTYPES,
     kind=KINDS,
     dtype=DTYPES,
     has_bias=NO_OR_YES,
