@@ -76,7 +76,7 @@ class Pieces:
     """A stream that was read in these pieces."""
 
     def __init__(self, pieces: list[bytes]) -> None:
-        self.overrides = pieces
+        self.pieces = pieces
 
     async def iter_any(self) -> AsyncIterator[bytes]:
         for piece in self.pieces:
