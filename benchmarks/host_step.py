@@ -28,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parent / "host_step_parts"))
 
 from h200 import commit_of, names, provenance, script_parser  # noqa: E402
 from host_step_meter import PHASES  # noqa: E402
@@ -35,7 +36,7 @@ from host_step_worker import RUNNERS, Cells  # noqa: E402
 
 from teachllm.engine.observability.ceilings import device_name  # noqa: E402
 
-WORKER = ROOT / "benchmarks" / "host_step_worker.py"
+WORKER = ROOT / "benchmarks" / "host_step_parts" / "host_step_worker.py"
 WINGS = (".", "kernels", "cli", "webui", "lessons")
 NUM_WINDOWS_OF_CALLS = 2
 COLUMNS = (*PHASES, "sum", "calls")
