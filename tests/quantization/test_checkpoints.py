@@ -39,7 +39,7 @@ from tests.thorough import THOROUGH, times
 
 
 @cache
-def of_plain(unquantized: Path) -> Tokens:
+def of_unquantized(unquantized: Path) -> Tokens:
     """Return what an engine continues the prompts with before anything is quantized."""
     return generate(unquantized)
 
@@ -93,7 +93,7 @@ def test_an_engine_computes_with_the_dequantized_weights(name: str, unquantized:
     write_dequantized(quantized, unquantized, tmp_path / "dequantized")
     found = generate(tmp_path / "quantized")
     assert_same(found, generate(tmp_path / "dequantized"))
-    assert found != of_plain(unquantized)
+    assert found != of_unquantized(unquantized)
 
 
 @pytest.mark.parametrize("name", WITH_ACTIVATIONS if THOROUGH else ["fp8 static"])
@@ -157,7 +157,8 @@ INCOMPLETE = ["gptq int4", "awq", "fp8 of weights alone", "packed int8 asymmetri
 
 
 @pytest.mark.parametrize(
-    ("name", "without"), product(INCOMPLETE, PARTS) if THOROUGH else [("gptq int4", "k_proj"), ("awq", "layers.1.")]
+    ("name", "without"),
+    list(product(INCOMPLETE, PARTS)) if THOROUGH else [("gptq int4", "k_proj"), ("awq", "layers.1.")],
 )
 def test_projections_that_a_checkpoint_leaves_as_they_were_are_read_as_they_are(
     name: str, without: str, unquantized: Path, tmp_path: Path
@@ -170,7 +171,7 @@ def test_projections_that_a_checkpoint_leaves_as_they_were_are_read_as_they_are(
 
 @pytest.mark.parametrize("method", ["int4", "int8", "fp8"][: times(2, 3)])
 def test_unquantized_weights_are_quantized_as_they_are_read(method: str, unquantized: Path) -> None:
-    exact, found = of_plain(unquantized), generate(unquantized, quantization=method)
+    exact, found = of_unquantized(unquantized), generate(unquantized, quantization=method)
     assert found != exact
     assert found[0][1][0] == pytest.approx(exact[0][1][0], abs=2.0)
 

@@ -132,12 +132,18 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, like: torch.Tensor,
     assert found.shape == expected.shape and error.max() < near, float(error.max())
 
 
-@cases(("int4, in another order", 5), ("W8A8 fp8, blocks", 5), ("int8 of the weight alone", 1))
+@cases(("int4, in another order", 5), ("W8A8 fp8, blocks", 5))
 def test_products(name: str, num_rows: int) -> None:
     (quantized, weight), x = made(name), rows_of(num_rows)
     bias = torch.randn(NUM_OUT, generator=torch.Generator().manual_seed(2)).to(DEVICE, DTYPE)
     expected = product(quantized, x)
     assert_near(weight.product(x, bias), expected + bias.double(), expected + bias.double())
+
+
+@cases(("int8 of the weight alone", 1))
+def test_products_that_are_added_to_a_residual(name: str, num_rows: int) -> None:
+    (quantized, weight), x = made(name), rows_of(num_rows)
+    expected = product(quantized, x)
     stream = rows_of(num_rows)[:, :1].expand(-1, NUM_OUT).contiguous()
     total = expected + stream.double()
     y, kept = weight.add_to_residual(stream.clone(), x, None)

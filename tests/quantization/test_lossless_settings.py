@@ -77,7 +77,7 @@ def test_settings_do_not_change_greedy_tokens_of_a_model_with_quantized_products
 
 
 @settings(max_examples=times(2, 100))
-@given(name=st.sampled_from(OF_WEIGHTS_ALONE if THOROUGH else ["gptq in another order", "nvfp4"]), **WITH_KV)
+@given(name=st.sampled_from(OF_WEIGHTS_ALONE if THOROUGH else ["gptq in another order"]), **WITH_KV)
 def test_settings_do_not_change_greedy_tokens_of_a_model_of_quantized_weights(name: str, **drawn: Any) -> None:
     check_in_float64(name, **drawn)
 
@@ -86,10 +86,10 @@ def test_settings_do_not_change_greedy_tokens_of_a_model_of_quantized_weights(na
 def test_alone_its_answers_are_transformers_own_with_activations_rounded(name: str) -> None:
     """Up to a quantized value that rounds the other way, of few tokens."""
     ours, errors = alone(GOLDEN_FAMILY, name, "auto"), []
-    for prompt, expected in zip(GOLDEN_PROMPTS, golden_of(name), strict=True):
+    for prompt, expected in list(zip(GOLDEN_PROMPTS, golden_of(name), strict=True))[: times(4, 8)]:
         made = ours.alone(tuple(prompt))
         errors += compare(expected, made.token_ids, logprobs_of(made), max_gap=0.1, max_logprob_error=0.05)
-    assert len(errors) > 100 and median(errors) < 1e-3
+    assert len(errors) > 60 and median(errors) < 1e-3
 
 
 @only_thorough

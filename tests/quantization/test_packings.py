@@ -14,12 +14,13 @@ from teachllm.quantization.formats.scheme import QuantizedWeightLoader
 from teachllm.quantization.layer_schemes import of_config
 from teachllm.quantization.quantized_weights import GroupedWeight, ScaledWeight
 from tests.quantization.formats import E4M3, FORMATS
+from tests.thorough import times
 
 NAME = "model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=10)
+@settings(max_examples=times(4, 30))
 @given(
     num_out=st.integers(1, 34).map(lambda number: 8 * number),
     num_in=st.integers(1, 9).map(lambda number: 32 * number),

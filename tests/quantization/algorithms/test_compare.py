@@ -15,6 +15,7 @@ from teachllm.models.checkpoint import stored_tensors
 from teachllm.quantization.algorithms import compare
 from teachllm.quantization.algorithms.compare import Compared, Decoding, Scores, divergences, mean_and_error
 from teachllm.quantization.algorithms.plot import write_plot
+from tests.thorough import only_thorough
 
 
 def scores(*likeliest: dict[int, float]) -> Scores:
@@ -106,6 +107,7 @@ def test_a_file_that_no_tensor_is_read_from_does_not_count(short: Path, tmp_path
     assert found.num_bytes == (short / "model.safetensors").stat().st_size
 
 
+@only_thorough
 def test_the_picture_is_a_page_that_needs_no_network(tmp_path: Path) -> None:
     found = [
         Compared(name, 10**6, 2.0, 0.01, kl, 0.01, 100.0)

@@ -17,6 +17,7 @@ from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.calibrate import InputStatistics
 from teachllm.quantization.algorithms.folding import LayerGroup
 from tests.checkpoints import make_checkpoint
+from tests.thorough import times
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -36,7 +37,7 @@ def groups_of(family: str, folder: Path) -> dict[tuple[str, ...], LayerGroup]:
     return {group.names: group for group in folding.groups_of(block, hidden[:1])}
 
 
-@pytest.mark.parametrize("family", ["llama2", "qwen3", "mistral", "llama_linear"])
+@pytest.mark.parametrize("family", ["llama2", "qwen3", "mistral", "llama_linear"][: times(2, 4)])
 def test_norms_and_layers_before_are_found(family: str, tmp_path: Path) -> None:
     found = groups_of(family, tmp_path)
     assert list(found) == [QKV, ("self_attn.o_proj",), GATE_UP, ("mlp.down_proj",)]
@@ -46,7 +47,7 @@ def test_norms_and_layers_before_are_found(family: str, tmp_path: Path) -> None:
     assert found["mlp.down_proj",].source == "mlp.up_proj"
 
 
-@pytest.mark.parametrize("family", ["llama2", "mistral", "qwen3", "llama_linear"])
+@pytest.mark.parametrize("family", ["llama2", "qwen3", "mistral", "llama_linear"][: times(2, 4)])
 def test_a_folded_block_computes_the_same(family: str, tmp_path: Path) -> None:
     block, hidden = first_block(family, tmp_path)
     before = block.run(hidden)
@@ -125,7 +126,7 @@ def test_blocks_get_float32_whatever_lies_before_them(tmp_path: Path) -> None:
         hidden = block.run(hidden)
 
 
-@pytest.mark.parametrize("family", ["llama2", "qwen2_window", "gemma2", "gptneox"])
+@pytest.mark.parametrize("family", ["qwen2_window", "gptneox", "llama2", "gemma2"][: times(2, 4)])
 def test_blocks_one_after_the_other_are_the_model(family: str, tmp_path: Path) -> None:
     path = Path(make_checkpoint(family, tmp_path))
     model = blocks.load(path)

@@ -56,12 +56,12 @@ def test_what_is_quantized_already_is_refused(short: Path, tmp_path: Path) -> No
             Recipe("gptq", num_samples=10**6),
             r"calibration.jsonl is too short: .* set --num-samples \d+, or",
         ),
+        (Recipe("awq", seq_len=1), r"--seq-len 1 is too short: at least 2"),
         (
             Recipe("awq", seq_len=10**6),
             r"is too short: .* set --num-samples 1 and --seq-len \d+, or give a",
         ),
-        (Recipe("awq", seq_len=1), r"--seq-len 1 is too short: at least 2"),
-    ],
+    ][: times(4, 5)],
 )
 def test_a_setting_that_does_not_fit_is_named_with_its_layer_and_the_fix(
     recipe: Recipe, says: str, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
