@@ -9,9 +9,10 @@ from teachllm import EngineConfig, RequestOutput, SamplingParams
 from teachllm.engine.llm_engine import Engine
 from tests.engine.withheld import withheld
 from tests.spec_decode.listening import Listening, listen
+from tests.thorough import times
 from tests.worker.doors import drain, tokens
 
-NUM_OUTPUT = 24
+NUM_OUTPUT = times(16, 24)
 QUESTIONS = [
     "Our team is debating whether to bother with chunked prefill. What are the benefits?",
     "Hello! Who are you, and what can you do for me?",

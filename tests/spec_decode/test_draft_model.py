@@ -24,7 +24,7 @@ from tests.spec_decode.drafters import draft_model
 from tests.spec_decode.heads import forms
 from tests.spec_decode.listening import Heard, assert_naive, listen
 from tests.spec_decode.scenarios import SCENARIOS, TREE, answer, make, play
-from tests.thorough import only_thorough, times
+from tests.thorough import only_thorough
 
 EMBEDDED = {"method": "draft_model", "model": "teachlm-draft"}
 FAMILY = "llama2"  # of a tiny model and a tiny draft model, which are quick
@@ -50,7 +50,6 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 
 PROMPTS = random_prompts(19, 24, 33, 21)
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("several chunks", {}),
     ("prefix hits", {}),
     ("running ahead", {}),
     ("preemption", TREE),
@@ -83,7 +82,8 @@ def test_its_drafts_are_the_greedy_continuation_of_transformers() -> None:
         assert each.drafts == made[0, len(each.known) :].tolist()[: len(each.drafts)]
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "llama_dynamic"][: times(1, 3)])
+@only_thorough
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "llama_dynamic"])
 def test_a_draft_model_of_another_family_has_its_own_layers_windows_and_code(family: str) -> None:
     folder = draft_model(family)
     prompts = random_prompts(19, 24, 33, 40)

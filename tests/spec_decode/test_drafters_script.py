@@ -33,6 +33,7 @@ def test_it_records_what_each_drafter_yields_and_where_that_was_measured(tmp_pat
     assert found["copy"]["ngram"]["mean_length"] > found["test"]["ngram"]["mean_length"]
 
 
+@only_thorough
 def test_an_answer_that_is_not_the_one_without_drafts_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = drafters.answer
 

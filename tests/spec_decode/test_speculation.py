@@ -118,12 +118,7 @@ def greedy() -> list[RequestOutput]:
     return answers(None, GREEDY)
 
 
-# Heads are tried with eagle, a draft model with a tree; the other methods differ in how drafts are made alone, which
-# their own tests look at.
-SOME = ["eagle", "tree"]
-
-
-@pytest.mark.parametrize("method", METHODS if THOROUGH else SOME)
+@pytest.mark.parametrize("method", METHODS if THOROUGH else ["eagle"])
 def test_greedy_answers_are_the_same_and_take_fewer_steps(method: str) -> None:
     scheduler, before = llm(method).engine.core.scheduler, len(verified(method))
     first_step = scheduler.num_steps
@@ -134,7 +129,8 @@ def test_greedy_answers_are_the_same_and_take_fewer_steps(method: str) -> None:
     assert scheduler.num_steps - first_step <= 24
 
 
-@pytest.mark.parametrize("method", METHODS if THOROUGH else ["tree"])
+@only_thorough
+@pytest.mark.parametrize("method", METHODS)
 def test_running_ahead_and_adapting_change_nothing_either(method: str) -> None:
     settings: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 12}
     settings |= {"device": "cpu", "dtype": "float32", "max_model_len": 128, "check_invariants": True}
@@ -206,35 +202,37 @@ def without_drafts(case: str) -> list[RequestOutput]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("method", "case"),
-    [(m, c) for m in METHODS for c in CASES] if THOROUGH else [(SOME[i % 2], c) for i, c in enumerate(CASES)],
-)
+@only_thorough
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", METHODS)
 def test_what_a_request_asks_for_holds_of_drafted_tokens_too(method: str, case: str) -> None:
     before = len(verified(method))
     assert_same(answers(method, CASES[case], count=4), without_drafts(case))
     assert len(verified(method)) > before
 
 
-@only_thorough
-def test_requests_that_ask_for_different_things_share_a_batch() -> None:
+@pytest.mark.parametrize("method", METHODS if THOROUGH else ["eagle"])
+def test_requests_that_ask_for_different_things_share_a_batch(method: str) -> None:
     params = [*CASES.values(), GREEDY, SamplingParams(temperature=0.8, seed=5, max_tokens=20)]
-    assert_same(answers("ngram", params, count=len(params)), answers(None, params, count=len(params)))
-    mixed = answers("draft_model", params, count=len(params))
-    assert_same(mixed[:-1], answers(None, params, count=len(params))[:-1])
+    before = len(verified(method))
+    found, expected = answers(method, params, count=len(params)), answers(None, params, count=len(params))
+    is_certain = method == "ngram"  # then a random token is the same, too
+    assert_same(found if is_certain else found[:-1], expected if is_certain else expected[:-1])
+    assert len(verified(method)) > before
 
 
 # -- at random -------------------------------------------------------------------------------------------------
 
 
+@only_thorough
 def test_a_drafter_that_is_certain_changes_no_token_of_a_seeded_request() -> None:
     params = [
         SamplingParams(temperature=0.8, seed=seed, max_tokens=30, n=1 + seed % 2, top_p=0.9 if seed % 3 else 1.0)
-        for seed in range(times(6, 12))
+        for seed in range(12)
     ]
     before = len(verified("ngram"))
-    assert_same(answers("ngram", params, len(params)), answers(None, params, len(params)))
-    assert sum(num_accepted for _, num_accepted in verified("ngram")[before:]) > times(2, 5)
+    assert_same(answers("ngram", params), answers(None, params))
+    assert sum(num_accepted for _, num_accepted in verified("ngram")[before:]) > 5
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa", "tree"] if THOROUGH else ["tree"])
@@ -248,43 +246,53 @@ TEMPERATURE, NUM_SEEDS = 0.8, times(120, 300)
 FEW = (",", " t", " and", " has", " x", " i", " slot")  # of which all are likely there; the drafter is not told of them
 
 
-@cache
-def exact() -> tuple[dict[str, list[int]], list[int], list[torch.Tensor]]:
-    """A prompt, few ids, and their exact probabilities to be its second and its third output token."""
+POTATOES = "one potato, two potato, three"
+EXACT = [  # of each of these ids to be the second and the third output token after that
+    [0.217525, 0.182423, 0.059492, 0.187479, 0.148919, 0.002366, 0.201797],
+    [0.410033, 0.209196, 0.016705, 0.191895, 0.166947, 0.002522, 0.002703],
+]
+
+
+def few_ids() -> tuple[list[int], list[int]]:
+    """Return a prompt's ids, and the few ids that may follow."""
     tokenizer = llm(None).tokenizer
     assert tokenizer is not None
-    prompt = {"prompt_token_ids": tokenizer.encode("one potato, two potato, three")}
-    few_ids = [token_id for text in FEW for token_id in tokenizer.encode(text)]
-    assert len(few_ids) == len(FEW)
+    ids = [token_id for text in FEW for token_id in tokenizer.encode(text)]
+    assert len(ids) == len(FEW)
+    return tokenizer.encode(POTATOES), ids
+
+
+@only_thorough
+def test_the_exact_probabilities_are_transformers() -> None:
+    prompt, ids = few_ids()
     model = naive.transformers_model(str(find_folder("teachlm")))
-    prefixes = [prompt["prompt_token_ids"]]
-    weights = torch.ones(1, dtype=torch.float64)
-    found = []
+    prefixes, weights, found = [prompt], torch.ones(1, dtype=torch.float64), []
     for _ in range(3):
         with torch.inference_mode():
-            logits = model(torch.tensor(prefixes)).logits[:, -1, few_ids]
+            logits = model(torch.tensor(prefixes)).logits[:, -1, ids]
         joint = weights[:, None] * (logits / TEMPERATURE).softmax(dim=-1)  # [prefixes, ids]
-        found.append(joint.sum(dim=0))
-        prefixes, weights = [[*prefix, token] for prefix in prefixes for token in few_ids], joint.flatten()
-    return prompt, few_ids, found[1:]
+        found.append(joint.sum(dim=0).tolist())
+        prefixes, weights = [[*prefix, token] for prefix in prefixes for token in ids], joint.flatten()
+    for mine, theirs in zip(EXACT, found[1:], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
 
 
 @pytest.mark.parametrize("method", ["tree", "draft_model"][: times(1, 2)])
 def test_random_tokens_are_distributed_as_the_model_says_whoever_drafts(method: str) -> None:
-    prompt, few_ids, expected = exact()
+    prompt, ids = few_ids()
     params = [
-        SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=4, allowed_token_ids=few_ids, ignore_eos=True)
+        SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=4, allowed_token_ids=ids, ignore_eos=True)
         for seed in range(NUM_SEEDS)
     ]
     before = len(verified(method))
-    outputs = llm(method).generate([prompt] * NUM_SEEDS, params, use_tqdm=False)
+    outputs = llm(method).generate([{"prompt_token_ids": prompt}] * NUM_SEEDS, params, use_tqdm=False)
     num_drafted, num_accepted = map(sum, zip(*verified(method)[before:], strict=True))
     assert 0.02 * num_drafted < num_accepted < 0.98 * num_drafted
-    for place, probabilities in enumerate(expected, start=1):
+    for place, probabilities in enumerate(EXACT, start=1):
         tokens = [output.outputs[0].token_ids[place] for output in outputs]
-        counts = torch.tensor([tokens.count(each) for each in few_ids], dtype=torch.float64)
+        counts = torch.tensor([tokens.count(each) for each in ids], dtype=torch.float64)
         assert counts.sum() == NUM_SEEDS
-        assert_follows(counts, probabilities)
+        assert_follows(counts, torch.tensor(probabilities, dtype=torch.float64))
 
 
 def assert_follows(counts: torch.Tensor, probabilities: torch.Tensor) -> None:
@@ -305,7 +313,8 @@ def assert_follows(counts: torch.Tensor, probabilities: torch.Tensor) -> None:
 # -- what it is worth ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "least"), [("eagle", 3.0), ("draft_model", 2.5), ("medusa", 1.5)][: times(1, 3)])
+@only_thorough
+@pytest.mark.parametrize(("method", "least"), [("draft_model", 2.5), ("eagle", 3.0), ("medusa", 1.5)])
 def test_a_verification_yields_as_many_tokens_as_the_drafters_were_trained_for(method: str, least: float) -> None:
     before = len(verified(method))
     answers(method, replace(GREEDY, max_tokens=100), count=len(QUESTIONS))

@@ -98,7 +98,7 @@ def test_with_more_or_fewer_rows_of_padding_it_drafts_what_it_would_without(
     draft = sized(tmp_path / "draft", num_ids)
     write_tokenizer(tmp_path / "draft", TOKENS)  # it need not know every added token
     rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (19, 24, 33, 21)]
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (19, 24, 33, 21)[: times(2, 4)]]
     prompts[0][3] = VOCAB_SIZE - 1  # which the smallest of them does not have
     speculation = {"method": "draft_model", "model": draft}
     heard = play("several chunks", speculation, prompts, model=str(model), skip_tokenizer_init=True).heard

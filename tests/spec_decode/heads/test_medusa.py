@@ -27,7 +27,8 @@ def embedded() -> tuple[naive.Naive, naive.States]:
     return naive.medusa(*naive.read(find_folder("teachlm-medusa")), model, states), states
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS if THOROUGH else ["preemption"])
+@only_thorough
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_embedded_heads_draft_what_naive_ones_draft(scenario: str) -> None:
     listening = play(scenario, {"method": "medusa", "model": "teachlm-medusa"})
     assert {num_accepted > 0 for _, num_accepted in listening.verified} == {True, False}
