@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+import threading
 import traceback
 from collections import Counter
 from random import Random
@@ -91,8 +91,11 @@ def main() -> int:
     seed = Random().getrandbits(32) if arguments.seed is None else arguments.seed
     print(f"first seed {seed}", flush=True)
     counts: Counter[str] = Counter()
-    end = time.monotonic() + arguments.seconds
-    while time.monotonic() < end:
+    time_is_up = threading.Event()
+    timer = threading.Timer(arguments.seconds, time_is_up.set)
+    timer.daemon = True
+    timer.start()
+    while not time_is_up.is_set():
         try:
             world = run_world(seed)
         except Exception:
