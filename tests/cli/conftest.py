@@ -5,8 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from unittest import mock
 
 import pytest
+import typer.testing
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from teachllm.config import EngineConfig
@@ -90,8 +94,12 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     return fake
 
 
+_built = cache(get_command)  # which takes longer than most commands
+
+
 def run(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="teachllm")
+    with mock.patch.object(typer.testing, "_get_command", _built):
+        return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="teachllm")
 
 
 @pytest.fixture

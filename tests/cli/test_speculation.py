@@ -106,8 +106,9 @@ def test_generate_shows_the_line_behind_the_texts_but_not_in_json(teachllm, llm)
 
 def test_the_text_is_the_same_with_it(teachllm) -> None:
     question = "What is a KV cache?"
-    plain = teachllm("chat", *ON_CPU, stdin=question)
-    result = teachllm("chat", *ON_CPU, "--stats", "--speculative-config", EAGLE, stdin=question)
+    few = ("--max-tokens", "16")
+    plain = teachllm("chat", *ON_CPU, *few, stdin=question)
+    result = teachllm("chat", *ON_CPU, *few, "--stats", "--speculative-config", EAGLE, stdin=question)
     assert result.exit_code == 0, result.stderr
     assert result.stdout == plain.stdout != ""
     assert "drafted tokens accepted" in result.stderr and "x fewer steps" in result.stderr
@@ -120,7 +121,7 @@ def test_bench_writes_and_shows_it(teachllm, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(ceilings, "_ON_CPU", tiny)
     output = tmp_path / "found.json"
     always = EAGLE.replace("}", ', "adaptive": false}')
-    sizes = ("--input-len", "5", "--output-len", "12", "--num-prompts", "3", "--num-warmups", "1")
+    sizes = ("--input-len", "5", "--output-len", "8", "--num-prompts", "2", "--num-warmups", "1")
     flags = (*ON_CPU, "--speculative-config", always, "--output-json", str(output))
     result = teachllm("bench", "throughput", *sizes, *flags)
     assert result.exit_code == 0, result.stderr

@@ -16,6 +16,7 @@ SMALL = ("--num-prompts", "6", "--random-input-len", "5", "--random-output-len",
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("teachllm.bench.serve.load.gc.collect", lambda: 0)
     for name in ("OPENAI_API_KEY", "TEACHLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
