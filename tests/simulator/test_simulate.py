@@ -204,7 +204,7 @@ class Closed(ShortestFirst):
 
 
 def test_a_policy_of_ones_own_can_be_tried() -> None:
-    workload = Workload(num_requests=50, prompt_len=(10, 2000), output_len=4)
+    workload = Workload(num_requests=25, prompt_len=(10, 2000), output_len=4)
     model = shape("qwen3-8b")
     usual = run(workload, model, max_num_seqs=4).figures
     shortest = run(workload, model, max_num_seqs=4, more={"overrides": EngineOverrides(policy=ShortestFirst())}).figures

@@ -27,7 +27,7 @@ def test_the_replayed_pool_is_the_live_one_after_every_step_with_preemptions_and
         if '"event":"arrival"' not in line:
             states.append(live_state(engine.core.scheduler))
 
-    engine, lines = traced_engine(note, async_scheduling=ahead, **SMALL)
+    engine, lines = traced_engine(note, async_scheduling=ahead, **SMALL | {"num_gpu_blocks_override": times(11, 18)})
     busy(engine, num_requests=times(14, 32), output_lens=(25, 46) if THOROUGH else (10, 20))
     while engine.has_unfinished_requests:
         engine.step()
@@ -36,7 +36,7 @@ def test_the_replayed_pool_is_the_live_one_after_every_step_with_preemptions_and
                 engine.abort_request(name)
     trace = parse_trace(lines)
     assert trace.problem is None and trace.note is None
-    assert len(trace.steps) >= times(40, 200) and engine.core.scheduler.num_preemptions > times(1, 5)
+    assert len(trace.steps) >= times(30, 200) and engine.core.scheduler.num_preemptions > times(1, 5)
     assert any(event[0] == "hit" for line in trace.steps for event in line["block_events"])
     assert any(event[0] == "evict" for line in trace.steps for event in line["block_events"])
 
