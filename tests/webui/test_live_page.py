@@ -68,6 +68,8 @@ def tab(first_tab: Watched, live: tuple[LiveSession, str]) -> Iterator[Any]:
     """The module's tab, which shows what the session has now."""
     first_tab.page.set_viewport_size(SIZE)
     first_tab.page.mouse.move(0, 0)
+    first_tab.page.keyboard.press("Escape")
+    first_tab.page.evaluate("document.activeElement.blur()")  # what the test before has clicked takes keys for itself
     first_tab.page.wait_for_selector(f"[data-generation='{live[0].generation}']")
     yield first_tab.page
     assert first_tab.complaints == []

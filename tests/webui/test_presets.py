@@ -16,8 +16,8 @@ from tests.thorough import THOROUGH
 from tests.webui.runs import finish, trace_of
 
 only_thorough = pytest.mark.skipif(not THOROUGH, reason="needs a preset that only make test-thorough runs")
-# Where tests are not thorough: two variants beside each other, and one that shows most of the scheduler by itself.
-SHOWN = [each for each in PRESETS if THOROUGH or each.name in ("paged", "priorities", "pipeline")]
+# Where tests are not thorough: two variants beside each other, and one alone.
+SHOWN = [each for each in PRESETS if THOROUGH or each.name in ("paged", "priorities")]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,7 @@ def test_completions_of_one_prompt_share_its_blocks_and_differ(traces: dict[str,
     assert shared == 4
 
 
+@only_thorough
 def test_two_stages_have_one_batch_while_a_request_is_alone_and_then_two_that_take_turns(
     traces: dict[str, list[Trace]],
 ) -> None:
