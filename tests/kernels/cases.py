@@ -29,17 +29,25 @@ def per_device(interpreted: Any, on_gpu: Any) -> Any:
     return on_gpu if ON_GPU else interpreted
 
 
-def pairs(most: int = 60, **settings: Sequence[Any]) -> Callable[[Any], Any]:
+def pairs(most: int = 60, without: dict[str, Any] | None = None, **settings: Sequence[Any]) -> Callable[[Any], Any]:
     """Parametrize a test by `settings`, values by name, such that every pair of values occurs.
 
     Args:
         most: On a GPU, and where there is time, random combinations are added up to this number.
+        without: Values that do not go together where kernels are interpreted, by the settings' names.
     """
     indices = [range(len(values)) for values in settings.values()]
-    rows = [tuple(row) for row in (AllPairs(indices) if len(indices) > 1 else zip(*indices, strict=True))]
+
+    def is_wanted(row: Sequence[int]) -> bool:
+        """Judge a row that may be incomplete yet."""
+        chosen = {name: values[i] for (name, values), i in zip(settings.items(), row, strict=False)}
+        return ON_GPU or not without or any(chosen.get(name) != value for name, value in without.items())
+
+    found = AllPairs(indices, filter_func=is_wanted) if len(indices) > 1 else zip(*indices, strict=True)
+    rows = [tuple(row) for row in found]
     if ON_GPU or THOROUGH:
         rng, num_rows = random.Random(0), max(most, len(rows))
-        rows += [tuple(map(rng.choice, indices)) for _ in range(4 * most)]
+        rows += filter(is_wanted, [tuple(map(rng.choice, indices)) for _ in range(4 * most)])
         rows = list(dict.fromkeys(rows))[:num_rows]
     cases = [[values[i] for values, i in zip(settings.values(), row, strict=True)] for row in rows]
     return pytest.mark.parametrize(

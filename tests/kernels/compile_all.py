@@ -378,7 +378,7 @@ def main() -> None:
     JITFunction.run = compile_instead  # type: ignore[method-assign]
     if ONE_EACH:
         CUDABackend.make_llir = stop
-        random_sample._TILE, random_sample._FEW, skinny_gemm._BLOCKS_WANTED = 8, 256, 4  # compile faster
+        random_sample._TILE, random_sample._FEW, skinny_gemm._BLOCKS_WANTED = 2, 128, 4  # compile faster
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         compile_small(dtype)
         compile_packed(dtype)

@@ -63,7 +63,7 @@ def _batches(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(max_examples=times(100, 400))
+@settings(max_examples=times(40, 400))
 @given(_batches())
 def test_paged_attention_equals_the_definition_for_every_batch_and_layout(batch: dict) -> None:
     generator = torch.Generator().manual_seed(batch["seed"])
@@ -145,6 +145,7 @@ def test_rms_norm_takes_a_weight_per_head() -> None:
         torch.testing.assert_close(normed[:, head], rms_norm_reference(x[:, head], None, weight[head], 1e-5)[0])
 
 
+@settings(max_examples=times(20, 200))
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
 def test_rotated_dot_products_depend_on_distance_alone(a: int, b: int, shift: int) -> None:
     q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -197,6 +198,7 @@ def test_references_and_models_import_where_triton_is_not_installed() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)
 
 
+@settings(max_examples=times(20, 200))
 @given(rows=st.integers(1, 130), num_in=st.integers(1, 40), num_out=st.integers(1, 70), bias=st.booleans())
 def test_a_packed_layer_equals_the_plain_one(rows: int, num_in: int, num_out: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)

@@ -85,7 +85,7 @@ def test_kv_write_fills_its_slots_and_no_other(num_kv_heads: int, head_size: int
 
 
 @pairs(
-    heads=per_device([(4, 2), (9, 3)], [(1, 1), (4, 2), (9, 3), (16, 8)]),
+    heads=per_device([(4, 2), (3, 1)], [(1, 1), (4, 2), (9, 3), (16, 8)]),
     head_size=per_device([16, 80], [16, 80, 96, 128]),
     has_norm=YES_OR_NO,
     dtype=FLOATS,

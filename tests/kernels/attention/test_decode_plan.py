@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from teachllm_kernels.attention import decode_plan
 from teachllm_kernels.attention.decode_plan import TILE, DecodePlan, decode_shape, max_splits, plan_decode
-from tests.kernels.cases import DEVICE, ON_GPU, per_device
-from tests.thorough import times
+from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 MAX_SEQS = 16
 
 
-@settings(max_examples=per_device(times(6, 100), 30))
-@given(
-    lens=st.lists(st.one_of(st.just(0), st.integers(1, 5000)), min_size=1, max_size=MAX_SEQS),
-    window=st.sampled_from([None, 1, 100, 1000]),
-    num_kv_heads=st.sampled_from([1, 2, 8]),
-    multiprocessors=st.sampled_from([2, 10, 128]),
-    fused=st.booleans(),
-    on_hopper=st.booleans(),
+@pairs(
+    longest=[0, 70, *per_device([700], [1500, 5000])],  # of sequences of which one may be padding
+    num_seqs=[1, 5, MAX_SEQS],
+    window=[None, 100],
+    num_kv_heads=[1, 8],
+    multiprocessors=[2, 10, *per_device([], [128])],
+    fused=[False, True],
+    on_hopper=[False, True],
 )
 def test_every_visible_key_is_in_one_split(
-    lens: list[int], window: int | None, num_kv_heads: int, multiprocessors: int, fused: bool, on_hopper: bool
+    longest: int,
+    num_seqs: int,
+    window: int | None,
+    num_kv_heads: int,
+    multiprocessors: int,
+    fused: bool,
+    on_hopper: bool,
 ) -> None:
+    lens = [longest, *(torch.rand(num_seqs - 1).pow(3) * longest).int().tolist()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_plan, "_MULTIPROCESSORS", multiprocessors)
         plan = DecodePlan.allocate(MAX_SEQS, 8, num_kv_heads, 16, DEVICE, on_hopper=on_hopper)

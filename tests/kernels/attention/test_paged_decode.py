@@ -155,13 +155,14 @@ def test_a_tree_of_drafts(tree: list[list[int]], sizes: list[tuple[int, int]], f
     assert_near(out, torch.stack(expected))
 
 
-@pytest.mark.parametrize("i", range(len(KINDS)), ids=[str(kind) for kind in KINDS])
-def test_fused_is_norm_rotation_write_and_attention(i: int) -> None:
-    check_fused([70] if i % 3 == 0 else [66, 1], KINDS[i], has_norm=i % 2 == 0)
+# One sequence, whose splits programs share, or several.
+FUSED = [([130], 0, True), ([66, 1], 1, True), ([70], 2, False), ([66, 1], 3, False), ([1, 66], 5, True)]
+FUSED += [([1, 70], 6, False), ([70], 7, True), ([66, 1], 8, False), ([66, 1], 9, True)]
 
 
-def test_fused_for_one_sequence_that_programs_share() -> None:
-    check_fused([130], Kind((2, 1), 32, torch.float16), has_norm=True)
+@pytest.mark.parametrize(("lens", "kind", "has_norm"), FUSED, ids=str)
+def test_fused_is_norm_rotation_write_and_attention(lens: list[int], kind: int, has_norm: bool) -> None:
+    check_fused(lens, KINDS[kind], has_norm)
 
 
 HOPPER_KINDS = [

@@ -97,11 +97,10 @@ def test_many_tiles_to_a_program(prefill: Callable[..., torch.Tensor], window: i
     check(Shape(lens, contexts, dtype=torch.bfloat16, window=window, **heads), prefill=prefill)
 
 
-@settings(max_examples=per_device(times(5, 60), 60))
-@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 60), st.booleans()), min_size=1, max_size=9))
-def test_a_plan_lists_every_tile_once_and_those_with_the_most_keys_first(
-    sequences: list[tuple[int, int, bool]],
-) -> None:
+@pytest.mark.parametrize("seed", range(per_device(times(2, 30), 30)))
+def test_a_plan_lists_every_tile_once_and_those_with_the_most_keys_first(seed: int) -> None:
+    rng = random.Random(seed)
+    sequences = [(rng.randint(1, 60), rng.randint(0, 60), rng.random() < 0.3) for _ in range(rng.randint(2, 9))]
     query_lens, contexts, is_padding = zip(*sequences, strict=True)
     rows = [-1 if padding else 3 * i for i, padding in enumerate(is_padding)]
     starts = torch.tensor([0, *query_lens]).cumsum(0)

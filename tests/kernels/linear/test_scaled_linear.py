@@ -42,6 +42,7 @@ ON_HOPPER = ON_GPU and has_hopper(DEVICE)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NO_OR_YES = [False, True]
+GATED_BLOCKS = {"kind": "block", "gated": True}  # have 256 rows of the weight at least, so a test of their own
 SHAPES = per_device([(144, 40), (528, 130)], [(128, 40), (144, 130), (528, 70)])
 
 
@@ -81,6 +82,7 @@ def test_the_definition_is_the_product_of_the_values_that_are_stored(quantized_d
     has_bias=NO_OR_YES,
     gated=NO_OR_YES,
     dtype=DTYPES,
+    without=GATED_BLOCKS,
 )
 def test_products_of_quantized_rows(
     num_rows: int,
@@ -108,6 +110,7 @@ def test_products_of_quantized_rows(
     has_bias=NO_OR_YES,
     gated=NO_OR_YES,
     dtype=per_device(DTYPES[:2], DTYPES),
+    without=GATED_BLOCKS,
 )
 def test_products_with_weights_that_are_dequantized_first(
     num_rows: int, shape: tuple[int, int], kind: str, has_bias: bool, gated: bool, dtype: torch.dtype
@@ -141,6 +144,7 @@ def test_every_8_bit_float_but_nan_is_dequantized_exactly() -> None:
     has_residual=NO_OR_YES,
     gated=NO_OR_YES,
     how=["plain", "norm", "static", "quantized"],
+    without=GATED_BLOCKS,
 )
 def test_one_row(
     shape: tuple[int, int],
@@ -166,6 +170,20 @@ def test_one_row(
     # Sums of squares that differ in their last bit may turn a value, and so its quantized value, to the next one.
     near = 2e-2 if how == "norm" and dtype != torch.float32 else ROUNDED[dtype]
     assert_near(y, scaled_gemv_reference(x, *arguments).double(), 2 * near)
+
+
+@pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
+def test_gated_products_of_blocks(quantized_dtype: torch.dtype) -> None:
+    weight, scales = weight_of(2 * GROUP, 144, quantized_dtype, "block")
+    numbers, bias = torch.randn(3, 144, device=DEVICE), bias_of(2 * GROUP, torch.float32)
+    x = quantize_rows_reference(numbers, quantized_dtype, grouped=True)
+    expected = scaled_linear_reference(x, weight, scales, bias, True)
+    y = scaled_linear_triton(x, weight, scales, bias, True, torch.float32)
+    assert_near(y, expected, tolerance(quantized_dtype, torch.float32, True))
+    if quantized_dtype != torch.int8:
+        assert_near(scaled_gemv_triton(numbers[:1], weight, scales, bias, gated=True), expected[:1], 1e-5)
+        y = weight_only_triton(numbers, weight, scales, bias, True)
+        assert_near(y, weight_only_reference(numbers.double(), weight, scales, bias, True), 1e-5)
 
 
 @pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)

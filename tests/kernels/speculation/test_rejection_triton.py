@@ -76,11 +76,9 @@ def propose(batch: dict, table: dict[str, torch.Tensor], num_siblings: int) -> t
     vocab_size=per_device([61, 200], [50, 61, 64, 513, 700]),
     num_siblings=per_device([1, 2], [1, 2, 3, 5]),
     replaced=[False, True],
-    dtype=[torch.float32, torch.bfloat16],
-    draft_dtype=[torch.float32, torch.float16, *per_device([], [torch.bfloat16])],
-    likeness=[0.0, 0.7, 1.0],
-    spread=[0.1, 5.0],
-    quantum=[0.0, 0.75],  # or ties everywhere
+    dtypes=[(torch.float32, torch.bfloat16), (torch.float16, torch.float32), *per_device([], [(torch.bfloat16,) * 2])],
+    likeness=[0.0, 0.7, *per_device([], [1.0])],
+    spread_and_quantum=[(5.0, 0.0), (0.1, 0.0), (5.0, 0.75)],  # with a quantum there are ties everywhere
     padding=[0, 3],
     is_masked=[False, True],
     is_small=[False, True],
@@ -90,17 +88,16 @@ def test_tokens_equal_the_references_for_every_mixture_of_rows(
     vocab_size: int,
     num_siblings: int,
     replaced: bool,
-    dtype: torch.dtype,
-    draft_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     likeness: float,
-    spread: float,
-    quantum: float,
+    spread_and_quantum: tuple[float, float],
     padding: int,
     is_masked: bool,
     is_small: bool,
     seed: int,
 ) -> None:
-    rng = random.Random(f"{seed} {vocab_size} {num_siblings} {dtype} {draft_dtype} {likeness} {quantum}")
+    (dtype, draft_dtype), (spread, quantum) = dtypes, spread_and_quantum
+    rng = random.Random(f"{seed} {vocab_size} {num_siblings} {replaced} {dtype} {likeness} {spread}")
     requests = random_requests(rng, vocab_size)
     rows = rng.sample([-1, *range(len(requests))], per_device(3, len(requests) + 1))
     num_drafted = len(rows)
@@ -154,7 +151,7 @@ def one_request(num_rows: int, vocab_size: int, **request: float) -> tuple[dict,
 
 
 @pytest.mark.parametrize(
-    ("num_siblings", "filters"), [(1, {"top_k": 9}), (2, {}), *per_device([], [(1, {}), (2, {"top_k": 9}), (5, {})])]
+    ("num_siblings", "filters"), [(2, {"top_k": 9}), *per_device([], [(n, {}) for n in (1, 2, 5)])]
 )
 def test_accepted_and_rejected_proposals_both_come_out_as_the_reference_has_them(
     num_siblings: int, filters: dict
