@@ -44,10 +44,10 @@ class Ask:
 
 
 def sample(asks: list[Ask], rows: list[int] | None = None) -> SamplerOutput:
-    """One step with these requests, in the given rows."""
+    """Sample one step of these requests, in the given rows."""
     rows = rows or list(range(len(asks)))
     sampler = Sampler(max(rows) + 1, VOCAB, CPU)
-    token_ids = torch.full((max(rows) + 1, 40), -1)  # what lies behind a sequence's end must not be read as an id
+    token_ids = torch.full((max(rows) + 1, 40), -1)  # what lies after a sequence's end must not be read as an id
     for row, ask in zip(rows, asks, strict=True):
         sampler.open_rows([(row, ask.new_row())])
         sequence = [*ask.prompt, *ask.outputs]
@@ -57,24 +57,17 @@ def sample(asks: list[Ask], rows: list[int] | None = None) -> SamplerOutput:
 
 
 def one(**ask: Any) -> int:
-    """The greedy token of one request."""
+    """Return the greedy token of one request."""
     return sample([Ask({"temperature": 0, **ask.pop("params", {})}, **ask)]).token_ids.item()
 
 
 def frequencies(params: dict[str, Any], logits: list[float], num_draws: int = 12_000, **ask: Any) -> torch.Tensor:
-    """How often each token is drawn, over as many output positions of one request."""
+    """Return how often each token is drawn, over as many output positions of one request."""
     request = Ask({"temperature": 1.0, **params}, logits=logits, seed=5, **ask)
     sampler = Sampler(1, VOCAB, CPU)
     sampler.open_rows([(0, request.new_row())])
     num_known = len(request.prompt) + len(request.outputs)
-    token_ids = torch.tensor([[*request.prompt, *request.outputs]]).repeat(1, 1)
-    if request.outputs or "repetition_penalty" in params:
-        # Histories matter: the same position with another seed each time.
-        draws = []
-        for seed in range(num_draws):
-            sampler.open_rows([(0, Ask(request.params, request.prompt, request.outputs, seed=seed).new_row())])
-            draws.append(sampler.sample(torch.tensor([logits]), [0], torch.tensor([num_known]), token_ids).token_ids)
-        return torch.bincount(torch.cat(draws), minlength=VOCAB) / num_draws
+    token_ids = torch.tensor([[*request.prompt, *request.outputs]])
     lengths = num_known + torch.arange(num_draws)
     drawn = sampler.sample(torch.tensor([logits] * num_draws), [0] * num_draws, lengths, token_ids).token_ids
     return torch.bincount(drawn, minlength=VOCAB) / num_draws
@@ -95,7 +88,7 @@ SKEWED = [3.0, 2.5, 2.5, 1.0, 0.0, 0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
 
 
 def kept_by_hand(params: dict[str, Any]) -> torch.Tensor:
-    """Exact probabilities, by the definitions of the parameters, one token at a time."""
+    """Return exact probabilities, by the definitions of the parameters, one token at a time."""
     scaled = [logit / params.get("temperature", 1.0) for logit in SKEWED]
     weights = [math.exp(value) for value in scaled]
     order = sorted(range(VOCAB), key=lambda i: (-weights[i], i))
@@ -158,8 +151,10 @@ def test_draws_under_penalties_follow_the_exact_distribution() -> None:
         expected[token_id] = SKEWED[token_id] / 1.5 if SKEWED[token_id] > 0 else SKEWED[token_id] * 1.5
     expected[0] -= 0.4 + 2 * 0.3
     expected[3] -= 0.4 + 0.3
-    observed = frequencies(params, SKEWED, num_draws=2500, prompt=[1, 7], outputs=[0, 3, 0])
-    assert_distribution(observed, torch.tensor(expected).softmax(0), num_draws=2500)
+    # Histories matter: the same position of requests with other seeds.
+    asks = [Ask(params, [1, 7], [0, 3, 0], SKEWED, seed) for seed in range(2500)]
+    observed = torch.bincount(sample(asks).token_ids, minlength=VOCAB) / len(asks)
+    assert_distribution(observed, torch.tensor(expected).softmax(0), len(asks))
 
 
 def test_greedy_takes_the_most_likely_token_and_of_equals_the_lowest_id() -> None:
@@ -260,7 +255,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=times(80, 400))
+@settings(max_examples=times(25, 400))
 @given(st.lists(requests, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_a_request_samples_the_same_token_whatever_runs_beside_it(asks: list[Ask], random: Any) -> None:
     together = sample(asks)
@@ -394,7 +389,7 @@ def test_a_temperature_of_next_to_nothing_is_greedy_beside_a_random_request_too(
     logits = torch.zeros(2, VOCAB, device=device)
     logits[0, [4, 7, 9]] = 1.0  # noise would choose among them
     rows, both = torch.arange(2, dtype=torch.int32, device=device), (True, False)
-    for num_known in range(2, 20):
+    for num_known in range(2, 20 if torch.cuda.is_available() else 5):
         lengths = torch.full((2,), num_known, dtype=torch.int32, device=device)
         assert sampler.sample_plain(logits, rows, lengths, both)[0] == 4
 
@@ -418,7 +413,7 @@ def test_a_neighbour_that_asks_for_logprobs_or_penalties_changes_no_token() -> N
 
 
 @pytest.mark.gpu
-def test_nobody_waits_for_the_device_whatever_a_request_asks_for() -> None:
+def test_sampling_never_waits_for_the_device_whatever_a_request_asks_for() -> None:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 2},
         {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
@@ -434,8 +429,8 @@ def test_nobody_waits_for_the_device_whatever_a_request_asks_for() -> None:
     lengths = torch.full((len(kinds),), 2, device=device)
     logits = torch.randn(len(kinds), VOCAB, device=device)
     rows = list(range(len(kinds)))
-    sampler.sample(logits.clone(), rows, lengths, token_ids)  # what is made once and kept
-    sampler.close_row(len(kinds))  # another batch now, of which all has to be told anew
+    sampler.sample(logits.clone(), rows, lengths, token_ids)  # builds what is kept
+    sampler.close_row(len(kinds))  # another batch now, for which all must be built anew
     torch.cuda.set_sync_debug_mode("error")
     try:
         output = sampler.sample(logits.clone(), rows, lengths, token_ids)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.verify import Proposals, synthetic_tokens
 from teachllm.sampling_params import SamplingParams
+from tests.thorough import times
 
 VOCAB = 8
 NUM_DRAWS = 12_000
@@ -25,6 +26,7 @@ DRAFT = [0.0, 2.5, -1.0, 0.5, 1.0, 0.0, -2.0, 1.0]  # what the drafter holds lik
 # -- for benchmarks --------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=times(30, 500))
 @given(
     positions=st.lists(
         st.tuples(st.integers(0, 3), st.integers(-1, 3), st.sampled_from([0.125, 0.5, 0.75])), min_size=1
@@ -61,7 +63,7 @@ def row_of(params: dict[str, Any], prompt: list[int], seed: int = 3) -> NewRow:
 
 
 def assert_follows(tokens: torch.Tensor, expected: torch.Tensor) -> None:
-    """Chi-square against exact probabilities, at 1 in 10,000; seeds are fixed, so this does not flicker."""
+    """Compare with exact probabilities by chi-square, at 1 in 10,000; seeds are fixed, so this does not flicker."""
     counts = torch.bincount(tokens, minlength=VOCAB).double()
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
@@ -72,7 +74,7 @@ def assert_follows(tokens: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def verified_draws(params: dict[str, Any], prompt: list[int], num: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The drafts, `num` each, and the tokens of many output positions, all with the logits above."""
+    """Return the drafts, `num` each, and the tokens of many output positions, all with the logits above."""
     sampler = Sampler(2, VOCAB, CPU)
     sampler.open_rows([(1, row_of(params, prompt))])
     rows, lengths = [1] * NUM_DRAWS, len(prompt) + torch.arange(NUM_DRAWS)
@@ -98,7 +100,7 @@ def verified_draws(params: dict[str, Any], prompt: list[int], num: int = 1) -> t
     ],
     ids=lambda each: str(each) if each and isinstance(each, dict) else "-",
 )
-def test_tokens_follow_the_models_distribution_whatever_the_drafter_prefers(
+def test_tokens_follow_the_distribution_of_the_model_whatever_the_drafter_prefers(
     params: dict[str, Any], changed: dict[int, float], kept: list[int]
 ) -> None:
     params = {"temperature": 1.0} | params
@@ -114,8 +116,11 @@ def test_tokens_follow_the_models_distribution_whatever_the_drafter_prefers(
     assert (tokens == drafts[:, 0]).double().mean().item() == pytest.approx(as_often_as_it_can, abs=0.02)
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 3, "temperature": 1.4}, {"allowed_token_ids": [0, 2, 5, 7]}], ids=str)
-@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize(
+    ("params", "num"),
+    [({}, 2), ({"top_k": 3, "temperature": 1.4}, 3), ({"allowed_token_ids": [0, 2, 5, 7]}, 2), ({}, 3)],
+    ids=str,
+)
 def test_several_drafts_for_one_token_change_its_distribution_no_more_than_one(
     params: dict[str, Any], num: int
 ) -> None:
