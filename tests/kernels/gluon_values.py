@@ -1,4 +1,4 @@
-"""What names hold in a Gluon kernel that is interpreted: tensors, pointers, shared memory, barriers, tensor maps."""
+"""The values of an interpreted Gluon kernel: tensors, pointers, shared memory, barriers, tensor maps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 from teachllm_kernels._triton import gl, tl
 from teachllm_kernels.attention.kv_quantization import as_bytes
-
-LONGEST_WAIT = 20.0  # seconds for a barrier: then roles wait for each other
+from tests.waiting import HANG_SECONDS
 
 DTYPES = {
     gl.float32: torch.float32,
@@ -28,7 +27,7 @@ NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
 def bare(x: Any) -> Any:
-    """A tensor or a number."""
+    """Return a tensor or a number, without its wrapper."""
     if isinstance(x, tl.constexpr):
         return x.value
     return x.data if isinstance(x, Value) else x
@@ -90,7 +89,7 @@ for _name in (
 
 
 class Pointer:
-    """Where numbers of a tensor lie."""
+    """Addresses in a tensor."""
 
     def __init__(self, tensor: torch.Tensor, at: torch.Tensor | int = 0) -> None:
         self.tensor, self.at = tensor, at
@@ -106,7 +105,7 @@ class Pointer:
         return Pointer(self.tensor, torch.as_tensor(self.at)[key])
 
     def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(of each number its index, whether it counts), all of which lie in the tensor."""
+        """Return each number's index, and whether it counts; all that count lie in the tensor."""
         at = torch.as_tensor(self.at, dtype=torch.int64)
         at, kept = torch.broadcast_tensors(at, torch.as_tensor(True if mask is None else bare(mask)))
         chosen = at[kept]
@@ -151,7 +150,7 @@ class Barrier:
         self.changed = threading.Condition()
 
     def arrive(self, num_bytes: int = 0) -> None:
-        """One arrival, after which so many bytes are still to come."""
+        """Count one arrival, after which so many bytes are still to come."""
         with self.changed:
             self.arrived += 1
             self.num_bytes += num_bytes
@@ -169,13 +168,17 @@ class Barrier:
             self.changed.notify_all()
 
     def wait(self, parity: int) -> None:
-        """Until a phase of this parity is over: the one before the present one, or the present one."""
+        """Wait until a phase of this parity is over: the one before the present one, or the present one."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.phase & 1 != parity, LONGEST_WAIT), "a barrier nobody completes"
+            assert self.changed.wait_for(lambda: self.phase & 1 != parity, HANG_SECONDS), "no role completes a barrier"
 
 
 class Barriers:
-    """Attributes: is_of_use: somebody waits for them."""
+    """Several barriers.
+
+    Attributes:
+        is_of_use: whether any role has waited for them.
+    """
 
     def __init__(self, num: int) -> None:
         self.all: list[Barrier | None] = [None] * num
@@ -197,19 +200,19 @@ class Descriptor:
         self.block_shape, self.layout, self.dtype = list(given.block_shape), given.layout, NAMES[given.base.dtype]
 
     def _inside(self, at: Sequence[int]) -> torch.Tensor:
-        """What there is of a box."""
+        """Return the part of a box that lies inside."""
         whole = self.base.as_strided(self.sizes, self.strides)
         inside = [slice(min(i, n), min(i + box, n)) for i, n, box in zip(at, self.sizes, self.block_shape, strict=True)]
         return whole[tuple(inside)]
 
     def write(self, at: Sequence[int], box: torch.Tensor) -> None:
-        """A box, but for what lies outside."""
+        """Write a box, except for what lies outside."""
         there = self._inside(at)
         assert list(box.shape) == self.block_shape and box.dtype == there.dtype
         there.copy_(box[tuple(slice(n) for n in there.shape)])
 
     def copy(self, at: Sequence[int], to: torch.Tensor) -> None:
-        """A box, zeros where it lies outside."""
+        """Copy a box, with zeros where it lies outside."""
         found = self._inside(at)
         assert list(to.shape) == self.block_shape
         as_bytes(to).zero_()

@@ -1,8 +1,8 @@
 """Gluon kernels without a Hopper: their Python is run as it stands, over PyTorch's tensors, a thread for each role.
 
 What is checked is what a kernel computes, and that its roles wait for each other rightly: barriers count arrivals and
-bytes, copies arrive piece by piece, a product reads its operands from shared memory as late as it may, and what nobody
-has written is NaN. What is not: layouts (the compiler checks them), fences, and what the threads of one role owe each
+bytes, copies arrive piece by piece, a product reads its operands from shared memory as late as it may, and what was
+never written is NaN. What is not: layouts (the compiler checks them), fences, and what the threads of one role owe each
 other.
 """
 
@@ -36,7 +36,6 @@ from teachllm_kernels.linear import hopper_linear, hopper_sums
 from teachllm_kernels.linear.scaled import hopper_blocks, hopper_scaled_mm
 from tests.kernels.gluon_values import (
     DTYPES,
-    LONGEST_WAIT,
     Barrier,
     Barriers,
     Descriptor,
@@ -46,6 +45,7 @@ from tests.kernels.gluon_values import (
     bare,
     barrier_at,
 )
+from tests.waiting import HANG_SECONDS
 
 MODULES = [
     *(_hopper, hopper_kv_dequantize, hopper_decode, hopper_decode_quantized, hopper_new_token),
@@ -115,7 +115,7 @@ def _atomic_add(pointer: Pointer, value: int, **_: Any) -> Value:
 
 
 def _specialize(roles: Sequence[tuple[Any, Sequence[Any]]], num_warps: Sequence[int], *_: Any) -> Any:
-    """The first one's result; the others are threads, with so many warps each."""
+    """Run the first role here, the others in threads with so many warps each; return the first one's result."""
     failed: list[BaseException] = []
     here = (_now.id, _now.num)
 
@@ -132,7 +132,7 @@ def _specialize(roles: Sequence[tuple[Any, Sequence[Any]]], num_warps: Sequence[
         thread.start()
     result = roles[0][0](*roles[0][1])
     for thread in threads:
-        thread.join(LONGEST_WAIT)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()
     if failed:
         raise failed[0]
@@ -307,10 +307,10 @@ def _argument(given: Any) -> Any:
 
 @contextmanager
 def interpreted(*kernels: str) -> Iterator[list[list[bool]]]:
-    """Inside, launches of these kernels run here, over tensors of a CPU.
+    """Run launches of these kernels here, over tensors of a CPU.
 
     Yields:
-        of every launch, for each of the kernel's barriers, whether any program has waited for it.
+        For every launch and each of the kernel's barriers, whether any program has waited for it.
     """
     launches: list[list[bool]] = []
     with pytest.MonkeyPatch.context() as patch:

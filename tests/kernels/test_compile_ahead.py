@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from threading import Thread, local
-from time import sleep
+from threading import Event, Lock, Thread, local
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,9 @@ triton = pytest.importorskip("triton")
 from triton.runtime import _async_compile  # noqa: E402
 from triton.runtime._async_compile import active_mode  # noqa: E402
 
+from teachllm_kernels import compile_ahead as module  # noqa: E402
 from teachllm_kernels.compile_ahead import compiling_ahead  # noqa: E402
+from tests.waiting import HANG_SECONDS, wait_for  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -120,7 +121,7 @@ def test_kernels_are_ready_when_it_ends_and_one_that_fails_does_so_where_it_is_l
 
 
 @pytest.mark.parametrize("when", ["in the pass", "in the wait"])
-def test_who_interrupts_can_compile_again(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_after_an_interruption_everything_can_be_compiled_again(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     def interrupt(futures: Any) -> Any:
         if futures and when == "in the wait":
             raise KeyboardInterrupt
@@ -138,7 +139,17 @@ def test_who_interrupts_can_compile_again(monkeypatch: pytest.MonkeyPatch, when:
     as_completed, function = _async_compile.as_completed, triton.JITFunction(_kernel)
     function.device_caches = {0: ({}, "more")}
     monkeypatch.setattr(triton.JITFunction, "run", run)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: sleep(0.05))
+    # Threads begin to compile when what waits for them has been given up.
+    given_up, shut_down = Event(), module._Pool.shutdown
+
+    def shutdown(self: Any, wait: bool = True, cancel_futures: bool = False) -> None:
+        if not cancel_futures:
+            given_up.set()
+        shut_down(self, wait=wait, cancel_futures=cancel_futures)
+        given_up.set()
+
+    monkeypatch.setattr(module._Pool, "shutdown", shutdown)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: given_up.wait(HANG_SECONDS))
     monkeypatch.setattr(_async_compile, "as_completed", interrupt)
     with pytest.raises(KeyboardInterrupt), compiling_ahead(torch.device("cuda", 0)):
         for i in range(100):
@@ -157,14 +168,26 @@ def test_who_interrupts_can_compile_again(monkeypatch: pytest.MonkeyPatch, when:
 def test_of_two_threads_one_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self: Any, *args: Any, grid: Any, warmup: bool) -> None: ...
 
+    class CountingLock:
+        def __enter__(self) -> None:
+            asked.append(1)
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
     monkeypatch.setattr(triton.JITFunction, "run", run)
+    monkeypatch.setattr(module, "_one_at_a_time", CountingLock())
     inside: list[int] = []
+    asked: list[int] = []
+    most: list[int] = []
+    lock = Lock()
 
     def compile_ahead() -> None:
         with compiling_ahead(torch.device("cuda", 0)):
             inside.append(1)
-            sleep(0.02)
-            assert len(inside) == 1
+            wait_for(lambda: len(asked) == 3)  # the others are there, too
+            most.append(len(inside))
             inside.clear()
 
     threads = [Thread(target=compile_ahead) for _ in range(3)]
@@ -172,7 +195,7 @@ def test_of_two_threads_one_waits_for_the_other(monkeypatch: pytest.MonkeyPatch)
         thread.start()
     for thread in threads:
         thread.join()
-    assert triton.JITFunction.run is run and not inside
+    assert triton.JITFunction.run is run and most == [1, 1, 1]
 
 
 @pytest.mark.gpu

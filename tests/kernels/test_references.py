@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from teachllm_kernels.moe import grouped_gemm, moe_routing
 from teachllm_kernels.rms_norm import prepare_rms_norm, rms_norm_cpu, rms_norm_reference
 from teachllm_kernels.silu_and_mul import silu_and_mul_reference
 from teachllm_lessons.helpers.lesson_01 import contract_attend
+from tests.programs import run_program
 from tests.thorough import times
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,8 +193,8 @@ def test_references_and_models_import_where_triton_is_not_installed() -> None:
     lines = ["import sys", "sys.modules['triton'] = None"]
     lines += [f"import {'.'.join(path.parts)}" for path in paths if path.stem != "__init__"]
     lines += ["import teachllm.models.loader"]
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": ""}
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)
+    done = run_program("-c", "\n".join(lines))
+    assert done.returncode == 0, done.stderr
 
 
 @settings(max_examples=times(20, 200))

@@ -141,7 +141,7 @@ def check_one_token(lens: list[int], kind: Kind, num_launches: int = 1) -> None:
 
 def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = False) -> None:
     """Check `fused_paged_decode`: norm, rotation, write and attention, each step rounded as the two kernels round."""
-    (num_heads, num_kv_heads), head_size, dtype, size, window, _, kv_dtype = kind
+    (num_heads, num_kv_heads), head_size, dtype, size, window, cap, kv_dtype = kind
     query_lens = [1] * len(lens)
     batch = make_batch(lens, query_lens, kind.heads, head_size, size, dtype, kv_dtype)
     qkv = torch.randn(len(lens), num_heads + 2 * num_kv_heads, head_size).to(dtype).to(DEVICE)
@@ -165,7 +165,7 @@ def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = F
     plan = plan_for(batch, num_heads, 1, window, True, on_hopper)
     before = qkv.clone()
     out = fused_paged_decode(
-        *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window),
+        *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window, cap),
         scales=batch.scales,
     )
     assert torch.equal(qkv, before) and not plan.finished.any()
@@ -174,7 +174,7 @@ def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = F
     written = batch._replace(q=read[0])
     if batch.scales is None:
         written = written._replace(k_cache=read[1], v_cache=read[2])
-    assert_near(out, reference(written, query_lens, 0.3, window, None))
+    assert_near(out, reference(written, query_lens, 0.3, window, cap))
     for cache, expected in zip(
         (batch.k_cache, batch.v_cache) if kv_dtype is None else batch.dequantized(), caches, strict=True
     ):

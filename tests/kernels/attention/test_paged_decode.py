@@ -83,7 +83,7 @@ def test_quantized_keys_with_and_without_an_instruction_for_e4m3(
 SEVERAL = [
     (3, [(66, 3), (1, 1)], KINDS[1]),
     (9, [(3, 9), (1, 4)], KINDS[2]),  # more queries than one program takes
-    (9, [(80, 9)], KINDS[3]),
+    (9, [(130, 9)], Kind((4, 1), 80, torch.float32)),  # in several splits
     (2, [(40, 2)], KINDS[7]),
     (5, [(100, 5), (2, 1)], KINDS[9]),
     *per_device([], [(most, [(1500, 64), (1, most), (70, 1)], KINDS[i]) for most in (8, 17, 64) for i in (1, 2, 3, 7)]),

@@ -32,7 +32,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 # (experts, experts per token): one for all, all for each, and numbers that are no powers of two.
 MIXTURES = per_device([(1, 1), (5, 2), (3, 3)], [(1, 1), (2, 2), (5, 2), (8, 3), (20, 8)])
 NUMS_TOKENS = per_device([1, 7], [1, 9, 40, 700])
-SIZES = per_device([(16, 8), (140, 33)], [(16, 8), (72, 33), (130, 80)])  # of a token, of an expert's activations
+SIZES = per_device([(128, 8), (140, 33)], [(16, 8), (72, 33), (130, 80)])  # of a token, of an expert's activations
 
 
 def scores(num_tokens: int, num_experts: int, is_crowded: bool) -> torch.Tensor:

@@ -72,7 +72,7 @@ def propose(batch: dict, table: dict[str, torch.Tensor], num_siblings: int) -> t
 
 
 @pairs(
-    most=300,
+    most=per_device(60, 300),
     vocab_size=per_device([61, 200], [50, 61, 64, 513, 700]),
     num_siblings=per_device([1, 2], [1, 2, 3, 5]),
     replaced=[False, True],
