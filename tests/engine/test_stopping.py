@@ -87,9 +87,9 @@ def test_a_stop_string_inside_accepted_drafts_drops_the_tokens_after_it(
 
 def test_n_completions_stop_each_at_its_own_place(teachlm: dict[bool, LLM]) -> None:
     llm = teachlm[True]
-    params = SamplingParams(n=4, temperature=1.5, seed=2, max_tokens=16, ignore_eos=True, logprobs=1)
+    params = SamplingParams(n=4, temperature=1.5, seed=1, max_tokens=16, ignore_eos=True, logprobs=1)
     [whole] = llm.chat(QUESTION, params, use_tqdm=False)
-    stop = whole.outputs[2].text[12:16]
+    stop = whole.outputs[0].text[12:16]
     [output] = llm.chat(QUESTION, replace(params, stop=stop), use_tqdm=False)
     for before, after in zip(whole.outputs, output.outputs, strict=True):
         assert after.text == before.text.partition(stop)[0]

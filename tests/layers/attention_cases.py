@@ -65,8 +65,14 @@ class Batch:
         self.scales: KVScales | None = None
         if kv_dtype is not None:
             k_scale, v_scale = self.scales = (torch.rand(2, KV_HEADS) * 0.02 + 0.03).to(DEVICE).unbind()
-            k, v = quantize_kv_reference(self.dequantized[0], k_scale, kv_dtype), quantize_kv_reference(self.dequantized[1], v_scale, kv_dtype)
-            self.kv_cache, self.dequantized = (k, v), (dequantize_kv_reference(k, k_scale), dequantize_kv_reference(v, v_scale))
+            k, v = (
+                quantize_kv_reference(self.dequantized[0], k_scale, kv_dtype),
+                quantize_kv_reference(self.dequantized[1], v_scale, kv_dtype),
+            )
+            self.kv_cache, self.dequantized = (
+                (k, v),
+                (dequantize_kv_reference(k, k_scale), dequantize_kv_reference(v, v_scale)),
+            )
         self.window = window
         self.metadata = AttentionMetadata(
             query_start=starts,

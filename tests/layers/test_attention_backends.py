@@ -70,7 +70,9 @@ def test_kernels_of_this_project(sizes: list[tuple[int, int]], window: int | Non
 
 
 @pytest.mark.usefixtures("prompts")
-@pytest.mark.parametrize(("sizes", "kv_dtype"), [(MIXED, torch.float8_e4m3fn), (DECODES, torch.int8)], ids=["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("sizes", "kv_dtype"), [(MIXED, torch.float8_e4m3fn), (DECODES, torch.int8)], ids=["fp8", "int8"]
+)
 def test_kernels_of_this_project_read_what_is_stored(sizes: list[tuple[int, int]], kv_dtype: torch.dtype) -> None:
     """They do for the step's own tokens, too: `Batch.k` and `Batch.v` are not what the cache holds."""
     Batch(sizes, kv_dtype=kv_dtype).plan_decodes().check(TritonBackend(), FULL)

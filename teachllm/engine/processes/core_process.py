@@ -229,7 +229,9 @@ class CoreProcess:
         self._num_failures = 0
 
     def _leave(self, lockstep: Lockstep) -> None:
-        """The end, as soon as nobody wants this replica's experts: others may be in the middle of a step."""
+        """End as soon as no other replica needs this one's experts: others may be in the middle of a step."""
+        if self._is_leaving:  # the others count one word per replica
+            return
         self._is_leaving = True
         for request in list(self._requests.values()):
             self._forget(request)

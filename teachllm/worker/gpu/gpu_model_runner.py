@@ -262,8 +262,13 @@ class GPUModelRunner:
             self._drafting.largest_step(hidden)
         logits: list[torch.Tensor] = []
         if self._ranks.coords.is_last_stage:
-            rows = hidden.index_select(0, batch.logit_index[:-1])  # none of padding
-            logits.append(self.model.logits(rows, sharded=True, in_float32=False))
+            logits.append(
+                self.model.logits(
+                    hidden.index_select(0, batch.logit_index[:-1]),  # freed before sampling; none of padding
+                    sharded=True,
+                    in_float32=False,
+                )
+            )
             if not self._columns.are_all:
                 logits.append(self._columns.gathered(logits[0]))
         return hidden, *logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)

@@ -27,7 +27,7 @@ def imagined_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_has_pdl", lambda device: False)
     monkeypatch.setattr(DeviceBatch, "_on_host", lambda self, count: torch.empty(count, dtype=torch.int32))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(attention, "borrowed", lambda tensor: tensor)
+    monkeypatch.setattr(attention, "weak_tensor", lambda tensor: tensor)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from teachllm.spec_decode.draft_length import FixedLength
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.worker import kv_scales
 from teachllm.worker.executor import Executor
-from teachllm.worker.gpu import gpu_model_runner
+from teachllm.worker.gpu import graph_runner
 from teachllm.worker.gpu.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.spec_decode import gpu_drafting
 from teachllm.worker.spec_decode.gpu_draft_batch import GPUDraftBatch
@@ -387,8 +387,8 @@ def test_every_size_of_decodes_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(
             interpreted_gpu._Graphs, "capture", lambda self, key, run: not self._full.update({key: run})
         )
-        monkeypatch.setattr(gpu_model_runner, "seconds_of", lambda run, batch: 1.0)
-        monkeypatch.setattr(gpu_model_runner, "per_token_behind", lambda drafting: 1e-6)
+        monkeypatch.setattr(graph_runner, "seconds_of", lambda run, batch: 1.0)
+        monkeypatch.setattr(graph_runner, "per_token_behind", lambda drafting: 1e-6)
     llm = engine("medusa", {}, max_num_seqs=2, num_drafts=2)
     graphs = llm.engine.core.executor._runner._graphs  # type: ignore[attr-defined]
     recorded, batch = set(graphs._full), llm.engine.core.executor._runner._batch  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from teachllm.worker.processes import rank_processes, worker_process
 from teachllm.worker.processes.child import start_child
 from teachllm.worker.processes.rank_lines import RankWork
 from tests.distributed.threads import abort_meetings, connected_in_threads
+from tests.waiting import HANG_SECONDS
 
 _NO_FREEZING = SimpleNamespace(collect=lambda: None, freeze=lambda: None)  # the test's own objects are to be collected
 
@@ -103,7 +104,7 @@ class ChildThread:
     # -- as a `Popen` --------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> int:
-        self._thread.join(timeout)
+        self._thread.join(HANG_SECONDS if timeout is None else timeout)
         if self._thread.is_alive():
             raise subprocess.TimeoutExpired("child", timeout or 0.0)
         assert self.returncode is not None
