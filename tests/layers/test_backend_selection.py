@@ -26,7 +26,12 @@ def test_the_fastest_that_suits_is_chosen_by_itself(monkeypatch: pytest.MonkeyPa
     assert select_backend(None, NEEDS, CPU).name == "reference"
     assert select_backend(None, NEEDS, GPU).name == "sdpa"
     assert select_backend(None, replace(NEEDS, windows=frozenset({None, 100})), GPU).name == "sdpa"
-    for odd in ({"dtype": "float32"}, {"windows": frozenset({100})}, {"has_soft_cap": True}, {"has_quantized_kv": True}):
+    for odd in (
+        {"dtype": "float32"},
+        {"windows": frozenset({100})},
+        {"has_soft_cap": True},
+        {"has_quantized_kv": True},
+    ):
         assert select_backend(None, replace(NEEDS, **odd), GPU).name == "triton"
     assert select_backend(None, NEEDS, GPU, batch_invariant=True).name == "invariant"
     assert type(select_backend("triton", NEEDS, GPU)) is TritonBackend
@@ -48,7 +53,7 @@ def test_a_package_that_is_chosen_says_that_there_are_no_graphs(monkeypatch: pyt
         ("sdpa", {"dtype": "float32"}, "cuda", "runs in float32: use attention_backend=triton"),
         ("sdpa", {"windows": frozenset({64})}, "cuda", "every layer of this model has a window: use .*=triton"),
         ("sdpa", {"has_soft_cap": True}, "cuda", "has no soft cap, .*: use attention_backend=triton"),
-        ("sdpa", {"has_quantized_kv": True}, "cuda", "before kv_cache_dtype rounded them: use attention_backend=triton"),
+        ("sdpa", {"has_quantized_kv": True}, "cuda", "kv_cache_dtype rounded them: use attention_backend=triton"),
         ("flash_attn", {"has_quantized_kv": True}, "cuda", "set kv_cache_dtype=auto, or use attention_backend=triton"),
         ("flashinfer", {"has_quantized_kv": True}, "cuda", "set kv_cache_dtype=auto, or use attention_backend=triton"),
         ("flash_attn", {"dtype": "float32"}, "cuda", "set dtype=bfloat16, or use attention_backend=triton"),
