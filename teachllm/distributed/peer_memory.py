@@ -51,7 +51,7 @@ def reaches(own: Whereabouts, all_ranks: list[Whereabouts]) -> bool:
 def open_symmetric_buffer(
     process_group: Any, rank: int, num_ranks: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> SymmetricBuffer:
-    """For sums of rows of `size` numbers. All ranks must call it, and send nothing before all have done so.
+    """Open the buffer for all-reduces of rows of `size` elements. No rank may send before all have called this.
 
     Args:
         process_group: torch.distributed's, of ranks that reach each other.

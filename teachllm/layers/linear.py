@@ -163,7 +163,7 @@ class Linear(nn.Module):
             first += rows
 
     def finish(self) -> None:
-        """Makes of what was read what is multiplied with; on a CPU laid out for it."""
+        """Build the execution weights from the loaded tensors; on a CPU, prepack them."""
         if self._reading:
             self._merge()
         weights = self.weight.weights if isinstance(self.weight, SeveralWeights) else [self.weight]
@@ -172,7 +172,7 @@ class Linear(nn.Module):
                 weight.pack()
 
     def fill_randomly(self, generator: torch.Generator | None) -> None:
-        """Random numbers in place of what a file holds, of a layer that is quantized, or in part."""
+        """Fill a layer that is quantized, wholly or in part, with random weights instead of a file's."""
         for part in list(self._reading.values()):
             if isinstance(part, torch.Tensor):
                 part.normal_(0.0, part.shape[-1] ** -0.5, generator=generator)

@@ -19,12 +19,12 @@ from teachllm_kernels.rms_norm import (
 
 
 class InputQuantization(NamedTuple):
-    """What a product takes in place of numbers.
+    """Tells a norm how the linear layer after it quantizes its input.
 
     Attributes:
-        dtype: of codes, int8 or float8_e4m3fn.
-        scale: [1] float32, of all; None: a row has its own.
-        grouped: or each 128 numbers of a row.
+        dtype: the dtype of the quantized values, int8 or float8_e4m3fn.
+        scale: [1] float32, the scale of all values; None: each row has its own.
+        grouped: each 128 values of a row have a scale instead.
     """
 
     dtype: torch.dtype
@@ -68,7 +68,10 @@ class RMSNorm(nn.Module):
         residual: torch.Tensor | None,
         input_quantization: InputQuantization | None,
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
-        """As `forward`, with codes in place of the first, on a GPU; None: there are none."""
+        """Return what `forward` returns, but with the first tensor quantized; on a GPU only.
+
+        Without `input_quantization` nothing is quantized.
+        """
         if input_quantization is None:
             return self(y, residual)
         if y is None:

@@ -365,7 +365,7 @@ class LlamaForCausalLM(nn.Module):
         return layer
 
     def finish(self) -> None:
-        """Makes plain numbers of a quantized output head that was read."""
+        """Dequantize a quantized output head that was read."""
         if (
             self._quantized_head is not None and self._quantized_head.is_begun
         ):  # of load_format="dummy" it is random already

@@ -101,13 +101,13 @@ class LlamaConfig:
         return attention + norms + mlp
 
     def num_beside(self, max_len: int, holds_head_twice: bool) -> int:
-        """Numbers that our own model keeps beside its parameters.
+        """Return the number of elements that our own model keeps beside its parameters.
 
-        A norm that all heads share is held once per head, cosines and sines by position.
+        It holds a norm that all heads share once per head, and cosines and sines per position.
 
         Args:
-            max_len: positions.
-            holds_head_twice: by rows for look-ups and packed for logits, as a CPU does with one that is tied.
+            max_len: the number of positions.
+            holds_head_twice: a CPU holds a tied output head by rows for look-ups and packed for logits.
         """
         norms = self.qk_norm * self.num_layers * (self.num_heads + self.num_kv_heads - 2) * self.head_size
         head = self.vocab_size * self.hidden_size if holds_head_twice else 0

@@ -234,7 +234,7 @@ def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
 
 
 def finish(model: nn.Module, device: torch.device) -> None:
-    """Makes of the numbers that linear layers and norms were filled with what they compute with."""
+    """Build the execution weights of linear layers and norms from the loaded tensors."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.finish()

@@ -44,7 +44,7 @@ def model_of_rank(model: ModelConfig, coords: RankCoords) -> ModelConfig:
     }
     saved_bytes, num_w8a8 = 0, 0
     dequantized: tuple[Dequantized, ...] = ()
-    quantization = None if model.device_type == "cpu" else of_model(model)  # a CPU multiplies plain numbers
+    quantization = None if model.device_type == "cpu" else of_model(model)  # a CPU multiplies float weights
     if quantization is not None:
         needs = needs_of(model.raw, quantization.schemes, size, coords)
         saved_bytes, dequantized, num_w8a8 = needs.saved_bytes, needs.dequantized, needs.num_w8a8_parameters

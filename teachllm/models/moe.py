@@ -111,10 +111,10 @@ def unstacked(
 
 
 def peak_width(config: MoeConfig, hidden_size: int) -> int:
-    """Numbers that a token keeps alive beside the residual and what is given to it, as `peak_width.peak_width`.
+    """Return the elements that a token keeps alive beside the residual and the block's input; see `peak_width.py`.
 
-    Of each of its experts the activations and then the result, or the results and their sum; and, in numbers of 16
-    bits, the expert's id, its weight and the pair's place.
+    Either the activations and the results of its experts are alive, or the results and their sum. Each expert's id, its
+    weight and the position of the token-expert pair are counted in 16-bit elements.
     """
     activations, results = config.top_k * config.intermediate_size, config.top_k * hidden_size
     return max(activations + results, results + hidden_size) + 6 * config.top_k

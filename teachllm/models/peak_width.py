@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a token takes while it goes through the layers."""
+"""Predict how much of a GPU's memory a token takes while it goes through the layers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from teachllm.models.llama_config import LlamaConfig
 
 
 def peak_width(config: LlamaConfig, is_gated: bool = False, is_fixed: bool = False) -> int:
-    """Numbers a token keeps alive at the widest point of the forward pass on a GPU, in steps of thousands of tokens.
+    """Return the elements per token that are alive at the widest point of the forward pass on a GPU.
 
-    Alive all the way are cosine, sine, the residual stream and what the last norm made of it. Beside them either QKV
-    and what attention makes of it, or gate, up and their product; of these the product alone if it `is_gated` before it
-    is written. A projection with a bias, one that `is_fixed`, and experts do not add to the residual themselves: what a
-    block was given stays beside the sum, and so does what attention gave; at its end the MLP's result, too.
+    This holds for steps of thousands of tokens.
+
+    Cosine, sine, the residual and the output of the last norm are alive throughout. Beside them are either QKV and the
+    attention output, or gate, up and their product; if `is_gated`, only the product, since gate and up are never
+    written. A projection with a bias, a projection that `is_fixed`, and experts do not add to the residual in place:
+    then the block's input stays beside the sum, and so does the attention output; at the end so does the MLP's result.
     """
     heads_size = config.num_heads * config.head_size
     qkv_size = heads_size + 2 * config.num_kv_heads * config.head_size

@@ -1,12 +1,12 @@
-"""What a quantized model takes on a GPU, before anything of it is read: weights, and activations at their widest.
+"""Predict the GPU memory of a quantized model before any of it is read: its weights, and its activations at their peak.
 
-    weights       codes and scales in place of numbers
-    8-bit rows    what a product is given is there as codes, too, and as it does not add to the residual, its
-                  result
-    weight only   a product of many rows makes numbers of the codes first, of one projection at a time, and then is like
-                  any other
+    weights            quantized values and scales replace the float weights
+    W8A8               a linear layer holds its input quantized as well as unquantized. It does not add to the residual
+                       in place, so it holds its result, too
+    weight only        a linear layer of many rows first dequantizes its weight, one projection at a time; the rest is
+                       as without quantization
 
-Counted as the code allocates: a test holds it against that.
+The prediction counts what the engine allocates. A test compares the two.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from teachllm.quantization.quantized_weights import Activations
 
 
 class Dequantized(NamedTuple):
-    """What is there while numbers are made of the codes of one kind of projection.
+    """Holds the memory needs of a step while it dequantizes one kind of projection.
 
     Attributes:
-        size: numbers of the largest one.
-        width: numbers that a token keeps alive beside them.
-        gated_width: the same where the product gates its result before it is written.
+        size: elements of the largest projection of this kind.
+        width: elements per token that are alive beside the dequantized weight.
+        gated_width: `width` where the linear layer gates its result before writing it.
     """
 
     size: int
@@ -47,13 +47,13 @@ class Dequantized(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Of a model on a GPU.
+    """Holds the memory needs of a quantized model on a GPU.
 
     Attributes:
-        saved_bytes: by which its projections are smaller than plain numbers.
-        widths: peak widths that are not those of plain numbers, by their names in `Shape`.
-        dequantized: of steps of many tokens.
-        num_w8a8_parameters: parameters whose products are of codes on both sides.
+        saved_bytes: bytes that quantization saves on the projections.
+        widths: peak widths that differ from the unquantized model's, by their names in `Shape`.
+        dequantized: the needs of steps of many tokens, for each kind of projection that they dequantize.
+        num_w8a8_parameters: parameters of linear layers whose weight and input are both quantized.
     """
 
     saved_bytes: int
@@ -63,7 +63,7 @@ class Needs(NamedTuple):
 
 
 def of_model(model: ModelConfig) -> Quantization | None:
-    """What the layers of a model that was described are; None: plain numbers."""
+    """Return how the layers of a model are quantized; None: they are not."""
     if model.quantization is None:
         return None
     folder, is_known = Path(model.path), model.load_format not in ("dummy", "pt")
@@ -72,12 +72,12 @@ def of_model(model: ModelConfig) -> Quantization | None:
 
 
 def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, coords: RankCoords = ALONE) -> Needs:
-    """Of one rank's part of a model of our own family.
+    """Return the memory needs of one rank's part of a model that runs on the project's own code.
 
     Args:
-        raw: config.json.
+        raw: the model's config.json.
     """
-    whole, sums = parse(raw), coords.layout.tensor > 1  # which are not added to the residual on the way
+    whole, sums = parse(raw), coords.layout.tensor > 1  # all-reduced results are not added to the residual in place
     config = of_rank(whole, coords)
     with torch.device("meta"):
         model = LlamaForCausalLM(whole, 1, schemes, Ranks(coords))
@@ -98,7 +98,10 @@ def needs_of(raw: dict[str, Any], schemes: Schemes, dtype_bytes: int, coords: Ra
 
 
 def _dequantized(config: LlamaConfig, linears: Sequence[Linear], sums: bool) -> tuple[Dequantized, ...]:
-    """At the products that need most: of gate and up, and of the last one, whose result may stay apart."""
+    """Return the needs of the projections that need the most memory while they are dequantized.
+
+    One is gate and up. The other is down, whose result may be held apart from the residual.
+    """
     size = config.intermediate_size
     result = config.hidden_size if config.mlp_bias or sums else 0
     beside = peak_width(config, is_gated=True, is_fixed=sums) - max(_attended(config), size + result)
@@ -111,7 +114,7 @@ def _dequantized(config: LlamaConfig, linears: Sequence[Linear], sums: bool) -> 
 
 
 def quantizes_rows(part: QuantizedWeightLoader) -> bool:
-    """Whether x becomes codes as well."""
+    """Return whether a linear layer with this weight quantizes its input, too."""
     scheme = part.scheme
     if isinstance(scheme, OnTheFly):
         scheme = scheme.of_size(part.in_features)
@@ -119,12 +122,15 @@ def quantizes_rows(part: QuantizedWeightLoader) -> bool:
 
 
 def _width_with_quantized_inputs(config: LlamaConfig) -> int:
-    """As `llama.peak_width`. A block keeps what it was given, result of a product and stream, until it has ended."""
+    """Return the peak width, as `peak_width.peak_width` does, of a model whose linear layers quantize their inputs.
+
+    Until a block ends, its input, the result of a linear layer and the residual stay alive.
+    """
     hidden, heads_size = config.hidden_size, config.num_heads * config.head_size
-    attention = 7 * hidden // 2 + max(_attended(config), 3 * heads_size // 2 + hidden)  # codes are half a number
+    attention = 7 * hidden // 2 + max(_attended(config), 3 * heads_size // 2 + hidden)  # 8-bit: half an element
     return 2 * config.head_size + max(attention, 11 * hidden // 2 + 3 * config.intermediate_size // 2)
 
 
 def _attended(config: LlamaConfig) -> int:
-    """QKV, and what attention makes of it."""
+    """Return the elements per token of QKV and of the attention output."""
     return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size

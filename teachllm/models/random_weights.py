@@ -1,8 +1,8 @@
-"""Random weights in place of a checkpoint's (`load_format="dummy"`), which keep activations at unit size.
+"""Random weights replace a checkpoint's (`load_format="dummy"`); they keep activations at unit size.
 
-Several ranks make the same model as one does. A tensor's numbers are drawn some rows at a time, each time from a seed
-made of its name and the place of the rows: a rank draws the rows that hold its part, and keeps that. Of a projection
-that is quantized it draws all, as it would read all.
+Several ranks make the same model as one rank. A tensor's values are drawn some rows at a time, each time from a seed
+made of the tensor's name and the position of the rows: a rank draws the rows that hold its part and keeps that part. It
+draws all of a quantized projection, just as it would read all of it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from teachllm.distributed.shards import ShardDestination
 from teachllm.layers.linear import Destination, Linear
 from teachllm.quantization.formats.scheme import Slot
 
-_AT_ONCE = 1 << 22  # numbers
+_AT_ONCE = 1 << 22  # values
 
 
 def fill_randomly(model: nn.Module, seed: int) -> None:
-    """All parameters of any model; equal for equal seeds on equal devices."""
+    """Fill all parameters of any model; equal seeds on equal devices give equal weights."""
     parameters = dict(model.named_parameters())
     generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
     with torch.no_grad():
@@ -35,12 +35,14 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
 
 
 def fill_parts_randomly(destinations: Iterable[tuple[str, Destination]], seed: int) -> None:
-    """What a checkpoint would fill, whole or a rank's part; equal for equal seeds on equal devices.
+    """Fill the tensors that a checkpoint would fill, whole or a rank's part of them.
+
+    Equal seeds on equal devices give equal weights.
 
     Args:
-        destinations: by the names of the checkpoint's tensors.
+        destinations: where each tensor goes, by the names of the checkpoint's tensors.
     """
-    for name, place in destinations:  # one at a time: codes that are merged need not stay as they were made
+    for name, place in destinations:  # one at a time: unpacked quantized weights are freed once they are merged
         if isinstance(place, Slot):
             part = place.part
             if part is not None and not part.is_read:
@@ -54,12 +56,12 @@ def fill_parts_randomly(destinations: Iterable[tuple[str, Destination]], seed: i
 
 
 def _seeded(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """What draws the numbers of one thing among many."""
+    """Return the generator of one of the model's random tensors, or of one part of it."""
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def _fill_with_constant(name: str, tensor: torch.Tensor) -> bool:
-    """Whether it is a norm's weight or a bias, which are not drawn."""
+    """Fill a norm's weight or a bias with its constant; return False for other tensors, whose values are drawn."""
     if "norm" in name or (tensor.dim() == 1 and name.endswith("weight")):
         tensor.fill_(1.0)
     elif name.endswith("bias"):
@@ -77,7 +79,7 @@ def _fill(name: str, part: ShardDestination, seed: int) -> None:
     for first in range(own.start // at_once * at_once, own.stop, at_once):
         size = (min(at_once, part.shape[0] - first), *part.shape[1:])
         generator = _seeded(seed, f"{name} {first}", part.target.device)
-        numbers = torch.randn(size, dtype=part.target.dtype, device=part.target.device, generator=generator)
+        values = torch.randn(size, dtype=part.target.dtype, device=part.target.device, generator=generator)
         start, stop = max(first, own.start), min(first + at_once, own.stop)
-        drawn = numbers[(slice(start - first, stop - first), *columns)]
+        drawn = values[(slice(start - first, stop - first), *columns)]
         part.target[start - own.start : stop - own.start] = drawn * part.shape[-1] ** -0.5

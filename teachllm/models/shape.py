@@ -17,7 +17,7 @@ class Shape:
         num_parameters: tied ones counted once.
         num_active_parameters: of them, those that a token meets between embeddings and output head. Where a router
             picks experts these are as many of them as one token is sent to, or fewer if that is not known.
-        peak_width: numbers that a token keeps alive at the widest point of the forward pass on a GPU; exact for our
+        peak_width: elements that a token keeps alive at the widest point of the forward pass on a GPU; exact for our
             own models, an estimate for others.
         gated_peak_width: the same where a product gates its result before it is written.
         fixed_peak_width: the same where a token's products do not depend on the others.

@@ -292,10 +292,10 @@ def _peak_width(config: Any) -> int:
 
 
 def _context_len(config: Any) -> int:
-    """`max_position_embeddings`, or less where rope changes with the longest text of a batch.
+    """Return `max_position_embeddings`, or less where rope changes with the longest text of a batch.
 
-    Such a rope (dynamic, longrope) makes one request's numbers depend on the others that run beside it, except
-    below the length at which it starts to change.
+    Such a rope (dynamic, longrope) makes one request's values depend on the requests that it is batched with,
+    except below the length at which it starts to change.
     """
     length = config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None) or {}

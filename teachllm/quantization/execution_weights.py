@@ -1,4 +1,4 @@
-"""From a loaded weight, quantized or not, to the weight that a layer executes with, on its device."""
+"""Turn a loaded weight, quantized or not, into the weight that a layer executes with on its device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def weight_of(quantized: Quantized | torch.Tensor, dtype: torch.dtype, is_gated:
     """Build a layer's execution weight from a loaded one.
 
     Args:
-        quantized: the loaded weight; a tensor is unquantized.
-        dtype: the model's.
-        is_gated: its upper half is gate, its lower one up, and they are multiplied with each other.
+        quantized: the loaded weight; a tensor is an unquantized weight.
+        dtype: the dtype of the model.
+        is_gated: the upper half of the weight is gate and the lower half is up, so silu(gate) is multiplied by up.
     """
     if isinstance(quantized, torch.Tensor):
         return DenseWeight(quantized)
@@ -34,7 +34,7 @@ def weight_of(quantized: Quantized | torch.Tensor, dtype: torch.dtype, is_gated:
 
 
 def as_groups(quantized: Quantized) -> Quantized:
-    """Return integers for unquantized activations as one group per row; other weights as they are."""
+    """Return weight-only int8 as one group per row; return any other weight as it is."""
     if isinstance(quantized, GroupedWeight) or quantized.block is not None or quantized.qweight.dtype is not torch.int8:
         return quantized
     if quantized.activations is not Activations.UNQUANTIZED:
@@ -44,7 +44,7 @@ def as_groups(quantized: Quantized) -> Quantized:
 
 
 def _fits(quantized: GroupedWeight) -> bool:
-    """Return whether kernels multiply this weight. On a CPU none does: quantization saves disk there, not memory."""
+    """Return whether a kernel multiplies this weight. No CPU kernel does: there it saves disk space, not memory."""
     num_groups, num_in = quantized.scales.shape[1], quantized.qweight.shape[1]
     are_equal = num_groups * quantized.group_size == num_in
     if not (quantized.qweight.is_cuda and are_equal and fits_kernels(num_groups, quantized.group_size)):

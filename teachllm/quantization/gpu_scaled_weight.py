@@ -1,12 +1,12 @@
-"""`scaled_weight.py` on a GPU: whose product of 8-bit codes is the fastest for how many rows of x.
+"""An 8-bit weight on a GPU (see `scaled_weight.py`) picks the fastest kernel for the number of rows of x.
 
-    few, or one   Hopper's own kernel up to 256 rows
-    one           elsewhere a matrix-vector product that quantizes the row for itself, with norm and residual around it
-    many          Hopper's own, which gates gate and up before they are written; elsewhere the library
-    the rest      the portable kernel: blocks of 128 x 128 elsewhere, cards before Hopper
+    up to 256 rows    Hopper's own kernel
+    one row           on other GPUs a matrix-vector product that quantizes the row itself, fused with norm and residual
+    more rows         Hopper's own kernel, which gates gate and up before writing them; on other GPUs the library
+    the rest          the portable kernel: few rows and blocks of 128 x 128 on other GPUs, sizes that the others lack
 
-Every way quantizes x alike, so a request's tokens do not depend on what runs beside it. Cards before compute capability
-8.9 know no e4m3: there only the weight is quantized.
+All of them quantize x alike, so a request's tokens do not depend on the requests that it is batched with. GPUs before
+compute capability 8.9 lack e4m3: on them only the weight is quantized.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HAS_E4M3 = (8, 9)  # compute capability
 
 
 class GPUScaledWeight(nn.Module):
-    """The methods are those of `Weight`."""
+    """Multiplies x by an 8-bit weight with GPU kernels; its methods are those of `Weight`."""
 
     def __init__(self, quantized: ScaledWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,19 +48,19 @@ class GPUScaledWeight(nn.Module):
 
     @property
     def input_quantization(self) -> InputQuantization | None:
-        """As `Weight`."""
+        """Return how the norm before this layer may quantize x; None: only the weight is quantized."""
         if self.activations is Activations.UNQUANTIZED:
             return None
         return InputQuantization(self.qweight.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
 
     def product(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, in] -> [num_tokens, out]."""
+        """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
         return self._product(x, bias, gated=False)
 
     def add_to_residual(
         self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.add_to_residual`."""
+        """Multiply, and add to the residual or leave that to the next norm; see `Linear.add_to_residual`."""
         if self._on_hopper:
             rows = self._rows(x)
             if rows.values.shape[0] <= MAX_ROWS:
@@ -69,7 +69,7 @@ class GPUScaledWeight(nn.Module):
         return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, in] -> [num_tokens, out / 2]."""
+        """Return silu(gate) * up: [num_tokens, in] -> [num_tokens, out / 2]."""
         return self._product(x, bias, gated=True)
 
     def one_row(
@@ -80,7 +80,7 @@ class GPUScaledWeight(nn.Module):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """As `Linear.one_row`."""
+        """Multiply one row, fused with the norm before and the residual after; see `Linear.one_row`."""
         if self.input_quantization is None:
             y = self._product(x if norm is None else norm(x)[0], bias, gated)
             return y if residual is None else residual + y
@@ -101,7 +101,7 @@ class GPUScaledWeight(nn.Module):
         return scaled_linear_triton(*what, gated=gated, dtype=self.dtype)
 
     def _rows(self, x: torch.Tensor | QuantizedRows) -> QuantizedRows:
-        """x as codes."""
+        """Quantize x, unless the norm before has done so."""
         if isinstance(x, QuantizedRows):
             return x
         return quantize_rows(x, self.qweight.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)

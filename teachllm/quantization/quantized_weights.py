@@ -1,14 +1,14 @@
-"""Quantized weights, whatever file they came from: quantized values, and what dequantizes them.
+"""A quantized weight holds quantized values, and the scales and zeros to dequantize them, whatever file it came from.
 
-Weights lie close together, and a product needs them only roughly. So each is stored as a value of 4 or 8 bits, and many
-values share a scale, the size of one step:
+Weights are close to each other, and a product needs them only roughly. So each is stored as a value of 4 or 8 bits, and
+many values share a scale, the size of one step:
 
     grouped   weight = (qweight - zero) * scale, with a scale (and a zero) per group of inputs of each output. Only the
-              weight is quantized: a product dequantizes it first. What this saves is bytes to read
-    scaled    weight = qweight * scale, 8-bit values that tensor cores multiply by themselves (integers or e4m3), a
+              weight is quantized: a product dequantizes it first. This saves bytes to read
+    scaled    weight = qweight * scale, 8-bit values that tensor cores multiply directly (integers or e4m3), with a
               scale per weight, per output, or per block of 128 x 128. Activations are quantized, too
 
-Every format on disk is one of the two in some packing; `qweight` has a byte per value here, in the weight's order.
+Every format on disk is one of the two in some packing; here `qweight` has a byte per value, in the weight's order.
 
 Source: Gholami et al., "A Survey of Quantization Methods for Efficient Neural Network Inference", 2021.
 """
@@ -25,11 +25,11 @@ from teachllm_kernels.linear.packed.packed_weight import E2M1, INPUTS_OF_A_STEP
 
 BLOCK = 128  # rows and columns of a block that has a scale
 _FEWER_RANKS = "set tensor_parallel_size lower"
-_ROWS = 4096  # dequantized at a time: intermediate results take 16 bytes per weight; a multiple of `BLOCK`
+_ROWS = 4096  # rows dequantized at a time: intermediate results take 16 bytes per weight; a multiple of `BLOCK`
 
 
 class Activations(Enum):
-    """How x is quantized before it is multiplied with an 8-bit weight."""
+    """Says how x is quantized before it is multiplied by an 8-bit weight."""
 
     UNQUANTIZED = "unquantized: only the weight is quantized"
     BY_TOKEN = "quantized, with a scale for each token"
@@ -39,15 +39,15 @@ class Activations(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A quantized weight; every `group_size` inputs of an output share a scale.
+    """Holds a quantized weight; every `group_size` inputs of an output share a scale.
 
     Attributes:
-        qweight: [out, in] uint8, 0 to 2^bits - 1.
-        scales: [out, num_groups], a float dtype, as stored; of any sign.
-        zeros: [out, num_groups] int32, the quantized 0.0; None: the middle, 2^(bits - 1).
+        qweight: [out, in] uint8, the quantized values, 0 to 2^bits - 1.
+        scales: [out, num_groups], of any sign, in the float dtype of the file.
+        zeros: [out, num_groups] int32, the quantized value of 0.0; None: it is 2^(bits - 1), the middle.
         bits: bits per weight, 4 or 8.
-        group_index: [in] int32, the group of each input; None: they are in order, `group_size` each.
-        is_e2m1: quantized values are 4-bit floats (`E2M1`), and there are no zeros.
+        group_index: [in] int32, the group of each input; None: groups of `group_size` adjacent inputs.
+        is_e2m1: the quantized values are 4-bit floats (`E2M1`), and there are no zeros.
     """
 
     qweight: torch.Tensor
@@ -59,11 +59,11 @@ class GroupedWeight:
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale; the last group may have fewer."""
+        """Return the number of inputs that share a scale; the last group may have fewer."""
         return -(-self.qweight.shape[1] // self.scales.shape[1])
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """[out, in], the numbers: products in float32, rounded once."""
+        """Return the dequantized weight, [out, in]: products in float32, rounded once."""
         dequantized = torch.empty(self.qweight.shape, dtype=dtype, device=self.qweight.device)
         for first in range(0, len(dequantized), _ROWS):
             rows = slice(first, first + _ROWS)
@@ -77,13 +77,13 @@ class GroupedWeight:
         return dequantized
 
     def with_zeros(self) -> torch.Tensor:
-        """Return `zeros`, also where all of them are the middle of the range."""
+        """Return `zeros`, even if all of them are the middle of the range."""
         if self.zeros is not None:
             return self.zeros
         return torch.full(self.scales.shape, 1 << (self.bits - 1), dtype=torch.int32, device=self.scales.device)
 
     def _of_inputs(self, of_groups: torch.Tensor) -> torch.Tensor:
-        """[out, num_groups] -> [out, in]."""
+        """Repeat each group's value for its inputs: [out, num_groups] -> [out, in]."""
         if self.group_index is not None:
             return of_groups.index_select(1, self.group_index.long())
         return of_groups.repeat_interleave(self.group_size, dim=1)[:, : self.qweight.shape[1]]
@@ -91,14 +91,15 @@ class GroupedWeight:
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """A weight of 8-bit values that are multiplied as they are.
+    """Holds a weight of 8-bit values that tensor cores multiply directly.
 
     Attributes:
-        qweight: [out, in] int8 or float8_e4m3fn.
-        scales: float32; [1, 1] of the whole weight, [out, 1] of each output, or one of each block, rounded up.
+        qweight: [out, in] int8 or float8_e4m3fn, the quantized values.
+        scales: float32; [1, 1] for the whole weight, [out, 1] for outputs, or one scale per block, incomplete ones
+            included.
         block: (outputs, inputs) that share a scale; None: there are no blocks.
-        activations: what x becomes.
-        input_scale: [1] float32, of x, if that is calibrated.
+        activations: how x is quantized.
+        input_scale: [1] float32, the scale of x, if it was calibrated.
     """
 
     qweight: torch.Tensor
@@ -108,7 +109,7 @@ class ScaledWeight:
     block: tuple[int, int] | None = None
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """[out, in], the numbers: products in float32, rounded once."""
+        """Return the dequantized weight, [out, in]: products in float32, rounded once."""
         num_out, num_in = self.qweight.shape
         dequantized = torch.empty(self.qweight.shape, dtype=dtype, device=self.qweight.device)
         of_rows = self.scales if self.block is None else self.scales.repeat_interleave(self.block[0], 0)[:num_out]
@@ -128,7 +129,7 @@ def part_of(quantized: Quantized, rows: slice, columns: slice) -> Quantized:
     """Return some outputs and inputs of a weight, with the same values.
 
     Raises:
-        ValueError: blocks would be cut; "why: what would do".
+        ValueError: the part would cut blocks; the message has the reason, a colon, and the fix.
     """
     at, inputs = (
         slice(*each.indices(size)) for each, size in zip((rows, columns), quantized.qweight.shape, strict=True)
@@ -144,7 +145,7 @@ def part_of(quantized: Quantized, rows: slice, columns: slice) -> Quantized:
 
 
 def _blocks(part: slice, size: int) -> slice:
-    """Those of a part, which begins with one or lies in one."""
+    """Return the blocks of a part. The part must begin with a block or lie within one."""
     first, last = part.start // size, (part.stop - 1) // size
     if part.start % size and first != last:
         raise ValueError(f"a part from {part.start} on cuts blocks of {size}, which have a scale: {_FEWER_RANKS}")
@@ -152,7 +153,7 @@ def _blocks(part: slice, size: int) -> slice:
 
 
 def _part_of_groups(quantized: GroupedWeight, at: slice, inputs: slice) -> GroupedWeight:
-    """Cut groups keep their scale: `group_index` then maps each input to its group."""
+    """Return a part of a grouped weight. Cut groups keep their scale: `group_index` maps each input to its group."""
     size, num_in = quantized.group_size, quantized.qweight.shape[1]
     groups, index = slice(None), quantized.group_index
     if index is not None:
@@ -167,15 +168,15 @@ def _part_of_groups(quantized: GroupedWeight, at: slice, inputs: slice) -> Group
 
 
 def fits_kernels(num_groups: int, group_size: int) -> bool:
-    """Return whether a GPU's kernels multiply such groups; weights with others are dequantized when loaded."""
+    """Return whether GPU kernels support such groups; a weight with other groups is dequantized when it is loaded."""
     return num_groups == 1 or group_size % INPUTS_OF_A_STEP == 0
 
 
 def merged(parts: Sequence[Quantized | torch.Tensor]) -> Quantized | torch.Tensor | None:
-    """Merge several weights, one below the other; None: they are too different.
+    """Merge several weights, one below the other; return None if they are too different.
 
     Args:
-        parts: of the same inputs; a tensor is unquantized.
+        parts: weights with the same inputs; a tensor is an unquantized weight.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,10 +1,10 @@
-"""A linear layer whose weight and activations are quantized to 8 bits: W8A8, integers or e4m3.
+"""A linear layer may quantize its weight and its input to 8 bits, integers or e4m3: W8A8.
 
-    y = (q_x W_q^T) * s_x * s_w + b     q_x: x / s_x, rounded; s_x of each token, s_w of each output
+    y = (q_x W_q^T) * s_x * s_w + b     q_x: x / s_x, rounded; a scale s_x per token, a scale s_w per output
 
-Tensor cores multiply 8-bit values twice as fast as 16-bit ones, so prompts gain as well as decodes, unlike with
-weight-only quantization. What a token's x becomes depends on that token alone, so a request's tokens do not depend
-on what runs beside it.
+Tensor cores multiply 8-bit values twice as fast as 16-bit values, so prompts gain as well as decodes, unlike with
+weight-only quantization. The quantized x of a token depends on that token alone, so a request's tokens do not depend on
+the requests that it is batched with.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; Dettmers et al., "LLM.int8()", NeurIPS 2022.
 """
@@ -22,7 +22,10 @@ from teachllm_kernels.silu_and_mul import silu_and_mul
 
 
 class CPUScaledWeight(nn.Module):
-    """The methods are those of `Weight`. oneDNN multiplies quantized values as floats, which hold them exactly."""
+    """Multiplies x by an 8-bit weight on a CPU; its methods are those of `Weight`.
+
+    oneDNN multiplies the quantized values as floats, which hold them exactly.
+    """
 
     input_quantization = None
     fuses_one_row = False
@@ -32,7 +35,7 @@ class CPUScaledWeight(nn.Module):
         self.num_out = quantized.qweight.shape[0]
         self.activations, self.quantized_dtype = quantized.activations, quantized.qweight.dtype
         self.input_scale = quantized.input_scale
-        # The weight stays quantized where all inputs of an output share a scale; else it is dequantized.
+        # The weight stays quantized if all inputs of an output share a scale; otherwise it is dequantized.
         self.scales = None if quantized.block is not None else quantized.scales.reshape(1, -1)
         self._dtype = (
             torch.float32 if dtype is torch.float16 else dtype
@@ -42,7 +45,7 @@ class CPUScaledWeight(nn.Module):
         self._weight = weight if self._packed is None else None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, in] -> [num_tokens, out]."""
+        """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
         rows = self._rows(x)
         if self.scales is None:
             return self._multiply(rows.dequantize().to(self._dtype), bias).to(x.dtype)
@@ -52,11 +55,11 @@ class CPUScaledWeight(nn.Module):
     def add_to_residual(
         self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.add_to_residual`."""
+        """Multiply, and leave the addition to the residual to the next norm; see `Linear.add_to_residual`."""
         return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, in] -> [num_tokens, out / 2]."""
+        """Return silu(gate) * up: [num_tokens, in] -> [num_tokens, out / 2]."""
         return silu_and_mul(self.product(x, bias))
 
     def one_row(
@@ -67,7 +70,7 @@ class CPUScaledWeight(nn.Module):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """As `Linear.one_row`."""
+        """Multiply one row, with the norm before and the residual after; see `Linear.one_row`."""
         h = x if norm is None else norm(x)[0]
         y = self.gated(h, bias) if gated else self.product(h, bias)
         return y if residual is None else residual + y

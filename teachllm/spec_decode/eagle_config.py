@@ -71,7 +71,7 @@ class EagleConfig:
         return self.draft_vocab_size if self.has_head else self.llama.vocab_size
 
     def peak_width(self, is_gated: bool) -> int:
-        """Numbers that a token of a step keeps alive beside what the model made of it, as `llama.peak_width`."""
+        """Return the elements that a token of a step keeps alive beside the model's output, as `peak_width.py` does."""
         llama, size = self.llama, self.llama.hidden_size
         num_fused = len(self.feature_layers)
         fusing = (num_fused * (2 + self.fc_norm + self.norm_before_fc) + 1) * size

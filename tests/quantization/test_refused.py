@@ -195,7 +195,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "auto-round",
             {"data_type": "mx_fp"},
-            "numbers of the type 'mx_fp' is not supp.* 'int': take a checkpoint with",
+            "data_type 'mx_fp' is not supp.* 'int': take a checkpoint with this",
         ),
         ("auto-round", {"packing_format": "x"}, "AutoRound in the packing 'x' is not .*: take a checkpoint in these"),
         ("auto-round", {"bits": "4"}, r"'auto-round' for model.layers.0.self_attn.q_proj has a value of another type"),

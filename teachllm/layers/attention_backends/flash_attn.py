@@ -43,7 +43,7 @@ class FlashAttnBackend:
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:
-        """Raises ValueError where the package is missing, or takes no such heads, numbers or blocks."""
+        """Raise ValueError if the package is missing or does not support these heads, this dtype or this block size."""
         reason = None
         if needs.has_quantized_kv:
             reason = "is not told the scales of a quantized KV cache: set kv_cache_dtype=auto, or"

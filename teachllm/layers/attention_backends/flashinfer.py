@@ -38,7 +38,7 @@ class FlashInferBackend:
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:
-        """Raises ValueError where the package is missing, or takes no such heads or numbers."""
+        """Raise ValueError if the package is missing or does not support these heads or this dtype."""
         reason = None
         if needs.has_quantized_kv:
             reason = "is not told the scales of a quantized KV cache: set kv_cache_dtype=auto, or"

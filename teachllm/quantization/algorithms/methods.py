@@ -1,11 +1,11 @@
-"""What each method does with a block: from its linear layers, and what goes through it, to their codes.
+"""Each method quantizes a block: it turns the block's linear layers and hidden states into quantized weights.
 
 | method | looks at | then |
 |---|---|---|
-| int8, fp8, rtn | nothing; int8 with SmoothQuant: how large inputs are | the nearest code |
-| gptq | the inputs of each layer, behind the layers that are rounded already | column by column |
-| awq | the inputs of each layer | scales inputs, clips, the nearest code |
-| autoround | what the block puts out | all layers together, by gradients |
+| int8, fp8, rtn | nothing; int8 with SmoothQuant: how large inputs are | rounds to nearest |
+| gptq | the inputs of each layer, after the layers before it are quantized | rounds column by column |
+| awq | the inputs of each layer | scales inputs, clips, rounds to nearest |
+| autoround | the output of the block | learns the rounding of all layers together, by gradients |
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ OVERFLOW = (
     "{}: activations of the calibration text overflow: give another text (--calibration), or use --method int8, fp8 or "
     "rtn, which need none"
 )
-_ROWS_AT_ONCE = 8  # of an iteration of autoround
+_ROWS_AT_ONCE = 8  # per iteration of autoround
 
 
 @dataclass(frozen=True)
 class Task:
-    """A block to quantize.
+    """Describes one block to quantize.
 
     Attributes:
-        block: its parameters are float32.
-        stored_dtypes: what its parameters are in the file, by name.
-        groups: its linear layers, by the inputs that they share, in the order in which they run. Sources are found for
-            methods that scale inputs.
-        hidden: [num_rows, seq_len, hidden_size], what the blocks before put out, quantized as they are.
-        wanted: the same size: what the block would put out if nothing were quantized. For autoround only.
-        done: called with the part of the block, 0 to 1, that is done since the last call.
+        block: the block; its parameters are float32.
+        stored_dtypes: the dtypes of the block's parameters in the file, by name.
+        groups: the block's linear layers, grouped by the inputs that they share, in the order in which they run. A
+            method that scales inputs needs the groups' sources, too.
+        hidden: [num_rows, seq_len, hidden_size], the output of the blocks before this one, which are quantized already.
+        wanted: [num_rows, seq_len, hidden_size], the output of this block if nothing were quantized; for autoround
+            only.
+        done: a callback; its argument is the fraction of the block, 0 to 1, that was done since the last call.
     """
 
     recipe: Recipe
@@ -60,14 +61,14 @@ class Task:
     wanted: torch.Tensor | None = None
 
     def weight(self, name: str) -> torch.Tensor:
-        """[out, in] float32 of a linear layer."""
+        """Return the weight of a linear layer, [out, in] float32."""
         return self.block.linears()[name].weight
 
     def statistics(self, group: LayerGroup) -> InputStatistics:
-        """Of the inputs that a group's layers share.
+        """Return the statistics of the inputs that a group's layers share.
 
         Raises:
-            ModelError: they are not finite.
+            ModelError: the statistics are not finite.
         """
         assert self.hidden is not None
         found = InputStatistics.of(self.block, group.names[0], self.hidden)
@@ -76,12 +77,12 @@ class Task:
         return found
 
     def fold(self, group: LayerGroup, of_source: torch.Tensor) -> torch.Tensor:
-        """See `folding.fold`."""
+        """Divide a group's inputs by the scales of its source and return the divisors; see `folding.fold`."""
         return folding.fold(self.block, group, of_source, self.stored_dtypes[f"{group.source}.weight"])
 
 
 def nearest(task: Task) -> QuantizedWeights:
-    """Each number's nearest code. compressed-tensors has scales in the model's dtype."""
+    """Round each weight to the nearest quantized value. compressed-tensors has scales in the model's dtype."""
     method, quantized = task.recipe.method, QuantizedWeights()
     names = task.block.linears()
     for name in names:
@@ -95,7 +96,7 @@ def nearest(task: Task) -> QuantizedWeights:
 
 
 def with_smoothquant(task: Task) -> QuantizedWeights:
-    """The nearest codes, once outliers have moved from activations to weights, where a norm can divide them."""
+    """Move outliers from activations to weights, where a norm can divide the activations; then round to nearest."""
     linears = task.block.linears()
     for group in task.groups:
         if group.source is not None and group.source not in linears:
@@ -105,11 +106,11 @@ def with_smoothquant(task: Task) -> QuantizedWeights:
 
 
 def with_gptq(task: Task) -> QuantizedWeights:
-    """Layers behind one another: each sees the error of those before."""
+    """Quantize one layer after the other with GPTQ: each layer sees the errors of the layers before it."""
     quantized = QuantizedWeights()
     for group in task.groups:
         weights = [task.weight(name) for name in group.names]
-        # Outputs do not meddle with each other, so layers of one input are rounded as one.
+        # Outputs do not depend on each other, so layers that share their inputs are rounded as one layer.
         together = gptq(torch.cat(weights), task.statistics(group).hessian, task.recipe.grid, task.recipe.desc_act)
         found = dict(zip(group.names, _split(together, [len(weight) for weight in weights]), strict=True))
         install(task.block, found)
@@ -119,7 +120,7 @@ def with_gptq(task: Task) -> QuantizedWeights:
 
 
 def with_awq(task: Task) -> QuantizedWeights:
-    """Scales first, then codes: scales of one group may change the weights of another, its source."""
+    """Scale all groups with AWQ, then quantize: scales of one group may change the weights of another, its source."""
     grid = task.recipe.grid
     hessians: dict[str, torch.Tensor] = {}
     for group in task.groups:
@@ -135,7 +136,7 @@ def with_awq(task: Task) -> QuantizedWeights:
 
 
 def with_autoround(task: Task) -> QuantizedWeights:
-    """All of the block's layers together, some rows of the text at a time."""
+    """Learn the rounding of all of the block's layers together, from some rows of the text at a time."""
     hidden, wanted, num_iters = task.hidden, task.wanted, task.recipe.num_iters
     assert hidden is not None and wanted is not None
     generator = torch.Generator().manual_seed(0)
@@ -149,14 +150,14 @@ def with_autoround(task: Task) -> QuantizedWeights:
 
 
 def method_of(recipe: Recipe) -> Callable[[Task], QuantizedWeights]:
-    """What a recipe does with a block."""
+    """Return the function that quantizes a block as a recipe says."""
     if recipe.smoothquant:
         return with_smoothquant
     return {"gptq": with_gptq, "awq": with_awq, "autoround": with_autoround}.get(recipe.method, nearest)
 
 
 def _awq_scales(task: Task, group: LayerGroup, statistics: InputStatistics) -> torch.Tensor:
-    """Of each output of a group's source."""
+    """Return a scale for each output of a group's source."""
     size, num_in = folding.source_size(task.block, group), len(statistics.mean_abs)
     return best_scales(
         [task.weight(name) for name in group.names],
@@ -169,14 +170,14 @@ def _awq_scales(task: Task, group: LayerGroup, statistics: InputStatistics) -> t
 
 @torch.no_grad()
 def install(block: DecoderBlock, quantized: Mapping[str, Quantized]) -> None:
-    """Puts numbers of codes in the place of those that they were made of."""
+    """Replace the weights of a block's linear layers by the dequantized ones."""
     linears = block.linears()
     for name, each in quantized.items():
         linears[name].weight.copy_(each.dequantize(torch.float32))
 
 
 def _split(quantized: GroupedWeight, sizes: Sequence[int]) -> list[GroupedWeight]:
-    """Weights that were one below the other."""
+    """Split a weight into weights of `sizes` outputs each."""
     zeros = [None] * len(sizes) if quantized.zeros is None else quantized.zeros.split(list(sizes))
     parts = zip(quantized.qweight.split(list(sizes)), quantized.scales.split(list(sizes)), zeros, strict=True)
     return [GroupedWeight(*part, quantized.bits, quantized.group_index) for part in parts]

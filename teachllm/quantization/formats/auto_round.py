@@ -1,8 +1,9 @@
-"""Checkpoints of AutoRound: 4 or 8 bits by group, each weight rounded as serves its block (`algorithms/autoround.py`).
+"""Checkpoints of AutoRound have 4 or 8 bits by group, with rounding learned per block (`algorithms/autoround.py`).
 
-It packs as others do, and says which: `packing_format` is "auto_round:auto_gptq" (GPTQ, without `g_idx`; each zero less
-one by itself), "auto_round" (the same with zeros as they are) or "auto_round:auto_awq". `extra_config` has what differs
-for some layers. Scales may be negative: that way the largest weight of a group is met exactly.
+AutoRound packs weights as other formats do, and names the packing: `packing_format` is "auto_round:auto_gptq" (GPTQ
+without `g_idx`; each zero is stored minus 1, without a borrow from its neighbours), "auto_round" (the same with zeros
+as they are) or "auto_round:auto_awq". `extra_config` has the settings of layers that differ. Scales may be negative:
+then the quantized value of a group's largest weight is exact.
 
 Sources: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023;
 intel/auto-round.
@@ -21,14 +22,14 @@ from teachllm.quantization.formats.compressed_tensors import parse as parse_comp
 from teachllm.quantization.formats.gptq import Gptq, checked_bits
 from teachllm.quantization.formats.scheme import Scheme
 
-_SPECIAL = set(r"*+?^$()[]{}|\\")  # of a pattern, in place of a name
+_SPECIAL = set(r"*+?^$()[]{}|\\")  # a name with one of these is a pattern
 _AS_GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", "auto")
 _AUTO_ROUND = ("auto_round", "auto_round:gptqmodel")
 _AS_AWQ = ("auto_round:auto_awq", "auto_round:awq")
 
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
-    """As of `gptq.py`."""
+    """Return the function that returns a projection's scheme by its name; see `gptq.parse`."""
     packing = config.get("packing_format") or "auto"
     if packing == "auto_round:llm_compressor":
         return parse_compressed_tensors(config, names)
@@ -40,15 +41,15 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
     kind = config.get("data_type", "int")
     if not str(kind).startswith("int"):
         raise ModelError(
-            f"AutoRound with numbers of the type {kind!r} is not supported in the packing {packing!r}, only 'int': "
-            "take a checkpoint with these"
+            f"AutoRound with data_type {kind!r} is not supported in the packing {packing!r}, only 'int': "
+            "take a checkpoint with this"
         )
-    config = {**config, "bits": config["bits"], "group_size": config["group_size"]}  # or KeyError, here
+    config = {**config, "bits": config["bits"], "group_size": config["group_size"]}  # or raise KeyError, here
     blocks = _names(config.get("block_name_to_quantize") or config.get("to_quant_block_names"))
     extra = dict(config.get("extra_config") or {})
 
     def settings_of(name: str) -> Mapping[str, Any] | None:
-        """None: not quantized."""
+        """Return the settings of a projection; None: it is not quantized."""
         found = extra.get(name)
         if found is None:
             patterns = (each for each in extra if _SPECIAL & set(each) and re.search(each, name))
@@ -75,7 +76,7 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
 
 
 def _names(given: Any) -> list[str]:
-    """One name, several with commas between, a list, or a list of lists."""
+    """Return the names in a name, in several names with commas between them, in a list, or in a list of lists."""
     if not given:
         return []
     if isinstance(given, str):

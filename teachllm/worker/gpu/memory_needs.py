@@ -105,7 +105,7 @@ def _drafter_width(config: EngineConfig, drafter: DrafterConfig | None, device: 
 
 
 def _width(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
-    """Numbers that a token of the largest step keeps alive."""
+    """Return the elements that a token of the largest step keeps alive."""
     return model.gated_peak_width if _is_gated(config, model, device) else _peak_width(config, model)
 
 
