@@ -1,9 +1,10 @@
-"""A tensor over memory that somebody else keeps.
+"""A weak tensor reads and writes another tensor's memory without keeping that memory allocated.
 
-A CUDA graph's addresses stay its own as long as it lives, whether or not a tensor holds them, and its pool hands out
-again what no tensor holds to the graphs recorded after it. Between two replays nothing in the pool is of use any more,
-so what a recording wants to find again it borrows: kept, every layer's q, k, v and output of every size would be
-memory for itself. vLLM's weak references are the same.
+A CUDA graph uses the same addresses for as long as it exists, whether or not a tensor still holds the memory there. Its
+memory pool hands memory that no tensor holds to the graphs that are captured after it. This is safe: between two
+replays nothing in the pool is needed. So a captured graph keeps weak tensors of its inputs and outputs. With ordinary
+tensors, q, k, v and the output of every layer would take separate memory for every captured batch size. vLLM's
+`weak_ref_tensor` does the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers at the same place, without keeping them there."""
+    """Return a tensor with the same memory, shape and strides, which does not keep the memory allocated."""
     storage = tensor.untyped_storage()
     other = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
