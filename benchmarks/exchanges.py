@@ -112,7 +112,7 @@ def measured(exchange: Callable[[], Any], group: ProcessGroup, device: torch.dev
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = script_parser(__doc__)
     parser.add_argument("--ranks", default="2", help="how many, with commas between them")
-    parser.add_argument("--size", type=int, default=4096, help="numbers of a row")
+    parser.add_argument("--size", type=int, default=4096, help="elements per row")
     parser.add_argument("--rows", default="1,8,64,256,512,2048,8192")
     options = parser.parse_args(arguments)
     found: dict[str, Any] = provenance("exchanges.py", arguments, device_name("cuda"), options.commit)

@@ -1,15 +1,16 @@
-"""Whose product of 8-bit codes is the fastest for how many rows, and how near it comes to what the card can do.
+"""Measure which product of 8-bit values is the fastest for how many rows, and how close it comes to the GPU's limits.
 
     python3 benchmarks/scaled_linear.py [--rows N ...] [--kinds bf16 e4m3 int8 blocks] [--output FILE]
 
-The products of a layer of Qwen3-8B, beside those of bfloat16. Each figure is that of a CUDA graph that holds the
-product many times over, each time with another weight, as a model does: from a rest, and after 0.2 seconds of nothing
-else, when power bounds what a card can do. The fraction is of the time that the bytes take, or the arithmetic,
-whichever is longer: reads and bfloat16 as measured here (or the best that is known of such a card), 8-bit codes by the
-best that the library has shown on an H200. The error is that of 128 outputs of some rows against float64.
+It measures the products of a layer of Qwen3-8B, and the bfloat16 ones to compare with. Each figure is of a CUDA graph
+that repeats the product many times, each time with another weight, as in a model: once after a rest, and once after 0.2
+seconds of nothing else, when power limits the GPU. The fraction is the lower bound divided by the measured time. The
+lower bound is the time of the bytes or of the arithmetic, whichever is longer: bandwidth and bfloat16 FLOP/s as
+measured here (or the best known for such a GPU), 8-bit FLOP/s as the best that the library has shown on an H200. The
+error is that of 128 outputs of some rows against float64.
 
-What quantizes rows is timed apart, beside what it takes the place of; not if only some kinds are asked for. All of it
-takes more than ten minutes, most of them the compiler's.
+Kernels that quantize rows are timed separately, beside the kernels that they replace, unless only some kinds are asked
+for. All of it takes more than ten minutes; most of that time is compilation.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ PRODUCTS = {
 
 
 class Weight(NamedTuple):
-    """Codes, and scales of outputs or of blocks."""
+    """Holds quantized values, and a scale per output or per block."""
 
     qweight: torch.Tensor
     scales: torch.Tensor
@@ -99,7 +100,7 @@ class Way(NamedTuple):
 
 
 def weights_of(product: Product, quantized_dtype: torch.dtype, by_block: bool = False) -> list[Weight]:
-    """As many as a product may use in turns."""
+    """Return as many quantized weights as a product uses in turn."""
     shape = (product.num_weight_rows, product.num_in)
     made = []
     for _ in range(max(min(OTHER_WEIGHTS // (shape[0] * shape[1]), CALLS), 2)):
@@ -113,7 +114,7 @@ def weights_of(product: Product, quantized_dtype: torch.dtype, by_block: bool = 
 
 
 def dense_ways(product: Product, num_rows: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """How bfloat16 is multiplied today, and by weights of 8-bit floats that become bfloat16 first."""
+    """Yield the bfloat16 product that the engine uses for so many rows, by name."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     shape = (product.num_weight_rows, product.num_in)
     count = max(min(OTHER_WEIGHTS // (2 * shape[0] * shape[1]), CALLS), 2)
@@ -134,7 +135,7 @@ def dense_ways(product: Product, num_rows: int) -> Iterator[tuple[str, Callable[
 
 
 def ways(product: Product, num_rows: int, quantized_dtype: torch.dtype) -> Iterator[Way]:
-    """Products of codes with scales of rows and outputs."""
+    """Yield the products of quantized values with a scale per row and a scale per output."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     rows = quantize_rows_triton(x, quantized_dtype)
     gated, adds_to_residual = product.gated, product.adds_to_residual
@@ -162,7 +163,7 @@ def ways(product: Product, num_rows: int, quantized_dtype: torch.dtype) -> Itera
 
 
 def ways_by_block(product: Product, num_rows: int) -> Iterator[Way]:
-    """Products of 8-bit floats with scales of groups and blocks."""
+    """Yield the products of 8-bit floats with a scale per group of x and a scale per block of the weight."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     rows = quantize_rows_triton(x, torch.float8_e4m3fn, grouped=True)
     gated, adds_to_residual = product.gated, product.adds_to_residual
@@ -233,7 +234,7 @@ def in_turns(way: Way, weights: list[Weight]) -> Callable[[], torch.Tensor]:
 
 
 def row_calls(num_rows: int, size: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
-    """What makes codes of rows, and what it takes the place of: name, bytes moved, call."""
+    """Yield the kernels that quantize rows, and the kernels that they replace: (name, bytes moved, call)."""
     many = max(min(OTHER_WEIGHTS // (4 * num_rows * size), CALLS), 2)
     x = cycle([torch.randn(num_rows, size, device="cuda").bfloat16() for _ in range(many)])
     quantized_dtype, num_values = torch.float8_e4m3fn, num_rows * size
@@ -254,7 +255,7 @@ def row_calls(num_rows: int, size: int) -> Iterator[tuple[str, int, Callable[[],
 
 
 def measure_rows(ceilings: Ceilings, num_rows: int) -> Iterator[dict[str, Any]]:
-    """What makes codes of rows."""
+    """Time the kernels that quantize rows."""
     for size in (HIDDEN, 12288):
         for way, num_bytes, call in row_calls(num_rows, size):
             yield timed(f"rows of {size:,}", num_rows, way, call, num_bytes / ceilings.read_bandwidth, None)

@@ -2,7 +2,7 @@
 
     python3 benchmarks/verdict.py [--output FILE]
 
-    8B, decode of one request          bandwidth   every weight is read for two FLOPs a number
+    8B, decode of one request          bandwidth   every weight is read for two FLOPs each
     8B, prefill of 16,384 tokens       compute     every weight is used 16,384 times
     0.6B, decode of one, no graphs     overhead    launching hundreds of kernels takes longer than their work
 

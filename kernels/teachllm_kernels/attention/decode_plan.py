@@ -108,15 +108,15 @@ def fitting_tile(
 ) -> int:
     """Return the keys per tile: the shape's, or fewer if its tiles do not fit in shared memory.
 
-    Shared memory holds the queries, K and V of all stages but one, one tile's weights and one number per row; with a
+    Shared memory holds the queries, K and V of all stages but one, one tile's weights and one value per row; with a
     quantized cache also the dequantized values of one tile. Hopper's products of 64 rows and more need the last stage
     as well, but no weights: there is room for it.
 
     Args:
         rows: query rows per program, padded.
         head_padded: head size, padded.
-        stored_bytes: bytes per number in the cache.
-        operand_bytes: bytes per number in a matrix product.
+        stored_bytes: bytes per element of the cache.
+        operand_bytes: bytes per element of the operands of a matrix product.
         most_bytes: shared memory per program.
     """
 
@@ -285,5 +285,5 @@ def plan_decode(
 
 
 def cost(num_seqs: int, num_splits: int) -> tuple[int, int]:
-    """Return (bytes, FLOPs): per sequence three numbers in, per split its item out. Latency-bound."""
+    """Return (bytes, FLOPs): per sequence three values in, per split its item out. Latency-bound."""
     return num_seqs * 3 * 4 + num_splits * _FIELDS * 4, 0

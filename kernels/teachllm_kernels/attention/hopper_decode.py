@@ -341,7 +341,7 @@ def cost(
     counts.
 
     Args:
-        kv_bytes: bytes per number in the cache; None: as in q.
+        kv_bytes: bytes per element of the cache; None: as in q.
     """
     num_seqs, kept = len(kv_lens), dtype_bytes if kv_bytes is None else kv_bytes
     num_bytes, flops = paged_attention.cost(

@@ -281,7 +281,7 @@ def hopper_prefill(
     leave half of the shared memory unused: neither has been tuned.
 
     Args:
-        q: [num_tokens, num_heads, head_size], heads contiguous; the stride between tokens is any multiple of 8 numbers.
+        q: [num_tokens, num_heads, head_size], heads contiguous; the stride between tokens is any multiple of 8.
         out: [num_tokens, num_heads, head_size] contiguous.
         scales: scales of K and V, if the cache is quantized.
     """

@@ -123,7 +123,7 @@ def cost(
     """Return (bytes, FLOPs) that any implementation must spend: K and V in and out, the slots once.
 
     Args:
-        kv_bytes: bytes per number in the cache; None: as outside.
+        kv_bytes: bytes per element of the cache; None: as outside.
     """
     both = dtype_bytes + (dtype_bytes if kv_bytes is None else kv_bytes)
     return 2 * num_tokens * num_kv_heads * head_size * both + 8 * num_tokens, 0

@@ -368,7 +368,7 @@ def cost(
     """Return (bytes, FLOPs) that any implementation must spend without a window: q in, out out, each K and V once.
 
     Args:
-        kv_bytes: bytes per number in the cache; None: as in q.
+        kv_bytes: bytes per element of the cache; None: as in q.
     """
     num_tokens, num_keys = sum(query_lens), sum(kv_lens)
     # The tokens of a sequence see kv_len - query_len + 1, ..., kv_len keys.

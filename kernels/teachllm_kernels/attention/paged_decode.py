@@ -19,7 +19,7 @@ Several query tokens per sequence, and a tree mask, are for verifying drafts. Wi
 (`kv_quantization.py`) the scores are multiplied by K's scale, the sums by V's. `decode_tile.py` has the loop's body.
 
 `fused_paged_decode` also does what comes before attention (q/k norm, rotary embedding, KV write) for one new token per
-sequence: at small batches one kernel less per layer is worth more than the few numbers that each split computes again.
+sequence: at small batches one kernel less per layer is worth more than the few values that each split computes again.
 On Hopper it is `hopper_decode.py`, for any number of sequences except one.
 
 Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; Kwon et al., "Efficient Memory Management for

@@ -158,7 +158,7 @@ def cost(
     This includes for cos and sin what `rotary.cost` counts: one of their two halves, which hold the same angles.
 
     Args:
-        kv_bytes: bytes per number in the cache; None: as outside.
+        kv_bytes: bytes per element of the cache; None: as outside.
     """
     per_token = (2 * num_heads + 2 * num_kv_heads + 1) * dtype_bytes
     per_token += 2 * num_kv_heads * (dtype_bytes if kv_bytes is None else kv_bytes)

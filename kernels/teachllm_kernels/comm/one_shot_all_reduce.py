@@ -1,6 +1,6 @@
 """One-shot all-reduce: each of several GPUs writes its part straight into the memory of the others, and all add up.
 
-A ring of n GPUs sends the fewest bytes, in 2 (n - 1) steps that wait for each other. A decode's row of 4,096 numbers
+A ring of n GPUs sends the fewest bytes, in 2 (n - 1) steps that wait for each other. A decode's row of 4,096 elements
 takes 20 ns to send, and a step takes microseconds: so here every rank sends its whole part to all others at once, and
 adds up what arrived. Two GPUs send no more than in a ring.
 

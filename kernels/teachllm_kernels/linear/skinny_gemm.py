@@ -72,7 +72,7 @@ def _skinny_gemm(
             tl.store(arrived_ptr + block, 0)
             acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
             acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            for part in tl.static_range(SPLITS):  # past the L1 cache, which may hold older numbers
+            for part in tl.static_range(SPLITS):  # past the L1 cache, which may hold older values
                 acc += tl.load(partial_ptr + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
                     other_half_ptrs = partial_ptr + (SPLITS + part) * size + at

@@ -6,7 +6,7 @@ dequantizes two values at a time, in the two halves of a word:
     4 bits     a mask puts the value where a float of 128 has its last digits, and 128 + zero is subtracted
     8 bits     the same with seven bits; the highest bit decides between subtracting 128 and 256
     e2m1       sign, exponent and digit move to those of a float that is 2^126 times too small. The scales make up for
-               one half of that factor, the sum for the other: at no time is a number too large or too small
+               one half of that factor, the sum for the other: at no time is a value too large or too small
     scales     one of 11 binary digits is the sum of two bfloat16, high and low. value * low is exact for 4 bits, and
                value * high plus that is rounded once, as in the definition; with 8 bits it is rounded, too
 

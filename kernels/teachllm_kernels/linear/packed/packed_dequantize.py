@@ -34,7 +34,7 @@ __all__ = [
 
 
 def conversion(dtype: torch.dtype, weight: PackedWeight) -> int:
-    """Return the bits of the float that quantized values are added to, for `numbers` or `nibbles`.
+    """Return the bits of the float that quantized values are added to, for `dequantize_unscaled` or `nibbles`.
 
     They are an argument of a kernel, not a constant: the GPU's instruction for `word & mask | bits` takes one constant,
     and with two constants the compiler makes two instructions.
@@ -123,8 +123,9 @@ def dequantize_unscaled(
 
 @triton.jit
 def nibbles(words, magic, DTYPE: tl.constexpr, FROM: tl.constexpr):
-    """Return 128 + the four bits from bit FROM of 8-bit values, as bfloat16; words, magic, result as in
-    `numbers`.
+    """Return 128 + the four bits from bit FROM of 8-bit values, as bfloat16.
+
+    The arguments and the shape of the result are those of `dequantize_unscaled`.
     """
     words = words.to(tl.uint32, bitcast=True)
     pairs = tl.join((words >> FROM) & 0x000F000F, (words >> (FROM + 8)) & 0x000F000F) | magic
@@ -151,7 +152,7 @@ def load_pairs(values_ptr, pair, mask):
 
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr):
-    """Return the numbers that `load_pairs` loaded: [..., 2] of DTYPE."""
+    """Return the values that `load_pairs` loaded: [..., 2] of DTYPE."""
     if DTYPE.primitive_bitwidth == 16:
         return tl.join(_low_half(pairs, DTYPE), _low_half(pairs >> 16, DTYPE))
     else:
@@ -166,7 +167,8 @@ def of_steps(of_groups, KB: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.conste
         of_groups: [num_groups * BLOCKS, 32 threads, LAST], groups that divide KB blocks' inputs equally.
 
     Returns:
-        [KB * BLOCKS, 8, 4, STEPS, LAST] for the blocks of `numbers`, whose first dimension is (k block, block).
+        [KB * BLOCKS, 8, 4, STEPS, LAST] for the blocks of `dequantize_unscaled`, whose first dimension is
+        (k block, block).
     """
     GROUPS: tl.constexpr = of_groups.numel // (BLOCKS * 32 * LAST)
     by_group = tl.permute(tl.reshape(of_groups, [GROUPS, 1, BLOCKS, 8, 4, LAST]), [2, 3, 4, 0, 1, 5])
@@ -177,7 +179,10 @@ def of_steps(of_groups, KB: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.conste
 
 @triton.jit
 def scaled(found, scale):
-    """Multiply [..., 2, 2, 2] of `numbers` by the scales of outputs g and g + 8, [..., 2]; rounded once."""
+    """Multiply the result of `dequantize_unscaled`, [..., 2, 2, 2], by the scales of outputs g and g + 8, [..., 2].
+
+    The product is rounded once.
+    """
     if scale.dtype == found.dtype and found.dtype != tl.float32:  # made from one word, as above
         twice = scale.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
         twice = tl.join(_low_half(twice, scale.dtype), _low_half(twice >> 16, scale.dtype))

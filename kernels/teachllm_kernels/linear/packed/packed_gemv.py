@@ -161,7 +161,7 @@ def _multiply(
 
 @triton.jit
 def _in_order(found, SCALES: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr):
-    """Reorder the result of `numbers` to [SCALES * WARPS, 8 pieces of 16 outputs, inputs]."""
+    """Reorder the result of `dequantize_unscaled` to [SCALES * WARPS, 8 pieces of 16 outputs, inputs]."""
     found = tl.reshape(found, [8, WARPS, 8, 4, SCALES, STEPS, 2, 4])  # piece, warp, g, q, scale, step, i, (j, h)
     return tl.reshape(tl.permute(found, [4, 1, 0, 6, 2, 5, 3, 7]), [SCALES * WARPS, 128, STEPS * 16])
 

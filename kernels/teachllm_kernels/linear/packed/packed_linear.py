@@ -139,7 +139,7 @@ def _packed_linear(
         if is_last:
             tl.store(counter_ptr, 0)
             acc = tl.zeros([BLOCKS * 16, ROWS], tl.float32)
-            for other in tl.static_range(SPLITS):  # past the L1 cache, which may hold older numbers
+            for other in tl.static_range(SPLITS):  # past the L1 cache, which may hold older values
                 acc += tl.load(partial_ptr + other * size + at, cache_modifier=".cg")
     if is_last:
         if IN_TURNS:

@@ -126,7 +126,7 @@ def _scaled_linear(
             tl.store(arrived_ptr + block, 0)
             acc = tl.zeros([BLOCK_N, ROWS], SUMS)
             acc_up = tl.zeros([BLOCK_N, ROWS], SUMS)
-            for part in tl.static_range(SPLITS):  # past the L1 cache, which may hold older numbers
+            for part in tl.static_range(SPLITS):  # past the L1 cache, which may hold older values
                 acc += tl.load(partial_ptr + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
                     other_half_ptrs = partial_ptr + (SPLITS + part) * size + at
