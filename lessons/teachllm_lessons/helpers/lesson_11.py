@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # in a notebook tqdm misses a widget, which nobody needs here
     import tqdm.auto  # noqa: F401
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, scales, zeros
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # quantized values, scales, zeros
 Quantize = Callable[[torch.Tensor, int, int], Parts]
 
 WHOLE, ROW = 0, -1  # in place of a group's size
@@ -43,7 +43,7 @@ def own(weight: torch.Tensor, bits: int, group_size: int) -> Parts:
 
 
 def dequantize(parts: Parts, bits: int) -> torch.Tensor:
-    """[out, in] float32 that codes stand for, by the engine's own reading."""
+    """Return the dequantized weight, [out, in] float32, as the engine itself dequantizes it."""
     values, scales, zeros = parts
     return GroupedWeight(values, scales.float(), zeros.to(torch.int32), bits).dequantize(torch.float32)
 
@@ -72,13 +72,13 @@ def _home() -> Path:
 
 
 def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
-    """A copy of teachlm of which every projection's numbers went through codes and back: any number of bits.
+    """Write a copy of teachlm whose projections were quantized and dequantized, with any number of bits.
 
     Args:
-        group_size: of inputs that share a scale; `ROW`: all of an output's; `WHOLE`: all of the weight.
+        group_size: the number of inputs that share a scale; `ROW`: all inputs of an output; `WHOLE`: the whole weight.
 
     Returns:
-        its folder.
+        The copy's folder.
     """
     from safetensors.torch import save_file
 
@@ -96,7 +96,7 @@ def rounded(bits: int, group_size: int, quantize: Quantize = own) -> str:
 
 
 def packed(bits: int, group_size: int, quantize: Quantize = own) -> str:
-    """A checkpoint of teachlm with the codes themselves, 8 or 4 bits each, as compressed-tensors packs them."""
+    """Write a checkpoint of teachlm in quantized values of 8 or 4 bits, as compressed-tensors packs them."""
     recipe = Recipe("rtn", bits=bits, group_size=group_size, is_symmetric=False)
     made = Made("model.layers")
     for name in filter(is_projection, weights()):
@@ -182,7 +182,7 @@ _SLACK = 1.001  # of a step: float32's own rounding
 
 
 def contract_quantize(piece: Quantize) -> int:
-    """What codes, scales and zeros have to do, from one group of four weights up."""
+    """Check the quantized values, scales and zeros of `piece`, from one group of four weights up."""
     exact = torch.tensor([[-1.0, 0.0, 1.0, 2.0]])
     back = _tried(piece, exact, 2, 4)
     require(
@@ -237,7 +237,7 @@ def contract_quantize(piece: Quantize) -> int:
 
 
 def _tried(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """The numbers that come back, if codes have the right form."""
+    """Return the dequantized weight, if the quantized values, scales and zeros have the right form."""
     num_out, num_in = weight.shape
     asked = f"quantize({_of(weight)}, {bits}, {group_size})"
     found = piece(weight.clone() if num_in < 9 else weight, bits, group_size)
@@ -266,7 +266,7 @@ def _tried(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int) ->
 
 
 def _close(piece: Quantize, weight: torch.Tensor, bits: int, group_size: int, why: str) -> None:
-    """Raises `Wrong` unless each number is off by half a step at most, of a grid that is as fine as it can be."""
+    """Raise `Wrong` unless each weight is off by half a step at most, with steps as small as they can be."""
     back = _tried(piece, weight, bits, group_size)
     groups = weight.unflatten(1, (-1, group_size))
     span = groups.amax(dim=2).clamp_min(0.0) - groups.amin(dim=2).clamp_max(0.0)
@@ -332,7 +332,7 @@ QUANTIZE = Exercise(
 
 
 def three_packings() -> None:
-    """The same codes, written as three formats have them."""
+    """Write the same quantized values in three formats, and print what the engine answers with each."""
     for method in ("gptq", "awq", "autoround"):
         recipe = Recipe(method, group_size=64, is_symmetric=True)
         made = Made("model.layers")

@@ -13,11 +13,11 @@ from teachllm_lessons.watch import Watch
 
 
 def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Picture:
-    """Some of an output's weights, and the numbers that codes can stand for, with one scale for ever fewer of them.
+    """Draw some weights of an output, and the values that they can be rounded to, with a scale for ever fewer weights.
 
     Args:
-        name: of a weight.
-        first, count: its inputs that are drawn, which are the smallest group.
+        name: the name of a linear layer.
+        first, count: the inputs whose weights are drawn; they are the smallest group.
     """
     weight = weights()[f"{name}.weight"]
     row = weight[output : output + 1]
@@ -28,7 +28,7 @@ def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Pic
     for place, (what, group) in enumerate(ranges.items()):
         _, scales, zeros = own(group, bits, group.shape[1])
         step, zero = float(scales), int(zeros)
-        levels = [(code - zero) * step for code in range(1 << bits)]
+        levels = [(value - zero) * step for value in range(1 << bits)]
         ax.plot([levels[0], levels[-1]], [-place, -place], color=LINE, linewidth=1)
         ax.plot(levels, [-place] * len(levels), "|", color=BAD, markersize=17, markeredgewidth=1.4)
         ax.plot(part[0].tolist(), [-place] * count, "o", color=color(4), markersize=4, alpha=0.6)
@@ -46,7 +46,7 @@ def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Pic
 
 
 def draw_speeds(ways: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Picture:
-    """One request's tokens, and many prompts, by what numbers are stored as."""
+    """Draw the speed of one request and of many prompts, by the dtype of the stored weights."""
     names = [name for name in ("bf16", "fp8", "int8", "int4") if name in ways]
     figure, both = axes(9, 2.2, ncols=2, sharey=True)
     figures = (
