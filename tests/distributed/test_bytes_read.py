@@ -1,4 +1,4 @@
-"""A rank reads no more of a checkpoint than it has to: of plain numbers its part, of a quantized projection all."""
+"""A rank reads no more of a checkpoint than it has to: its part of an unquantized projection, all of a quantized one."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class TransformersReference(Reference):
     def __init__(self, family: str, name: str, folder: Path) -> None:
         super().__init__(family, reference(family).path)
         self.quantized_by, self._unquantized = name, Path(self.path)
-        self._codes = write_checkpoint(name, self._unquantized, folder)
+        self._checkpoint = write_checkpoint(name, self._unquantized, folder)
         self.path = str(folder)
         self.max_gap, self.max_logprob_error = MAX_GAP, MAX_LOGPROB_ERROR
         if FORMATS[name].activations is not Activations.UNQUANTIZED:
@@ -63,7 +63,7 @@ class TransformersReference(Reference):
         from tests.golden.make import load
 
         model = load(str(self._unquantized), torch.float64)
-        for key, each in self._codes.items():
+        for key, each in self._checkpoint.items():
             layer: Any = model.get_submodule(key)
             layer.weight.data = each.dequantize(torch.float64)
             if FORMATS[self.quantized_by].activations is not Activations.UNQUANTIZED:

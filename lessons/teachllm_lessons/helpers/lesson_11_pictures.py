@@ -33,8 +33,8 @@ def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Pic
         ax.plot(levels, [-place] * len(levels), "|", color=BAD, markersize=17, markeredgewidth=1.4)
         ax.plot(part[0].tolist(), [-place] * count, "o", color=color(4), markersize=4, alpha=0.6)
         used = len({round(min(max(float(x) / step + zero, 0), len(levels) - 1)) for x in part[0]})
-        said.append(f"one scale for {what}: a step of {step:.4f}, and these weights use {used} of {1 << bits} codes")
-        text = f"a step is {step:.3f}: {used} of {1 << bits} codes"
+        said.append(f"one scale for {what}: a step of {step:.4f}, and these weights use {used} of {1 << bits} values")
+        text = f"a step is {step:.3f}: {used} of {1 << bits} values"
         ax.text(levels[-1], 0.26 - place, text, ha="right", fontsize=8, color=INK)
     ax.set_yticks([-place for place in range(len(ranges))], [f"one scale for\n{what}" for what in ranges])
     ax.set_ylim(0.7 - len(ranges), 0.7)

@@ -40,6 +40,6 @@ def imagined_hopper(imagined_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making codes of all of them takes longest, and what a step holds does not depend on it."""
+    """Quantizing all of them takes longest, and what a step holds does not depend on it."""
     for name in () if THOROUGH else ("qwen3-0.6b", "qwen3-8b"):
         monkeypatch.setitem(h200.SHAPES, name, h200.SHAPES[name] | {"num_hidden_layers": 2})
