@@ -1,10 +1,12 @@
-"""Runs a function on ranks that are processes, each with a group over gloo; they may compute on one GPU, too. Or each
-has a GPU of its own, and groups are NCCL's."""
+"""Run a function on ranks that are processes of one test, each with a group over gloo; they may share one GPU.
+
+Or each has a GPU of its own, and groups are NCCL's.
+"""
 
 from __future__ import annotations
 
 import math
-import multiprocessing.forkserver
+import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,8 +24,6 @@ from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS
 from tests.waiting import HANG_SECONDS
 
 T = TypeVar("T")
-MOST_RANKS = 8
-_pool: list[ProcessPoolExecutor] = []  # to start a process takes longer than most of what one is asked
 
 
 class ThroughHost:
@@ -68,17 +68,17 @@ def through_host(ranks: Ranks) -> Ranks:
     return Ranks(ranks.coords, *(ThroughHost(group) if group.size > 1 else group for group in groups))
 
 
-def boxes_in(folder: Path, num_ranks: int, num_rows: int, size: int) -> list[torch.Tensor]:
-    """Of a `SymmetricBuffer` of each rank, in files that all map; empty where there were none."""
+def buffers_in(folder: Path, num_ranks: int, num_rows: int, size: int) -> list[torch.Tensor]:
+    """Return the `SymmetricBuffer` of each rank, in files that all ranks map; new ones are empty."""
     shape = (NUM_SLOTS, num_ranks, num_rows, size)
-    boxes = []
+    buffers = []
     for rank in range(num_ranks):
-        file = folder / f"box-{rank}"
+        file = folder / f"buffer-{rank}"
         is_new = not file.exists()
-        boxes.append(torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=torch.float32).view(shape))
+        buffers.append(torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=torch.float32).view(shape))
         if is_new:
-            boxes[-1].fill_(-0.0)
-    return boxes
+            buffers[-1].fill_(-0.0)
+    return buffers
 
 
 def _run(work: Callable[[Ranks], T], layout: Layout, number: int, port: int, timeout_s: float, on_gpus: bool) -> T:
@@ -97,24 +97,14 @@ def on_processes(
     Args:
         on_gpus: each has a GPU of its own, and groups are NCCL's.
     """
-    assert layout.num_connected <= MOST_RANKS  # they wait for each other: each needs a process
+    begins = "spawn" if torch.cuda.is_available() else "forkserver"  # a process that has looked for a GPU must not fork
+    context = multiprocessing.get_context(begins)
+    context.set_forkserver_preload([work.__module__])  # and all that it imports
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    if not _pool:
-        multiprocessing.set_forkserver_preload([work.__module__])  # and all that it imports
-        begins = "spawn" if torch.cuda.is_available() else "forkserver"  # who has looked for a GPU must not fork
-        _pool.append(ProcessPoolExecutor(MOST_RANKS, multiprocessing.get_context(begins)))
     numbers = range(layout.num_connected)
-    done = [_pool[0].submit(_run, work, layout, number, store.port, timeout_s, on_gpus) for number in numbers]
-    failed = [each.exception() for each in done]
-    if any(failed):
-        close_processes()  # who knows what they hold
+    with ProcessPoolExecutor(len(numbers), context) as pool:  # ranks wait for each other: each needs a process
+        done = [pool.submit(_run, work, layout, number, store.port, timeout_s, on_gpus) for number in numbers]
+        failed = [each.exception() for each in done]
     for error in sorted(filter(None, failed), key=lambda error: isinstance(error, CollectiveError)):
         raise error  # the first that is not for another's sake
     return [each.result() for each in done]
-
-
-def close_processes() -> None:
-    """Those that the last ones ran on; others are started when somebody asks."""
-    while _pool:
-        _pool.pop().shutdown()
-        multiprocessing.forkserver._forkserver._stop()  # it would stay as long as this process

@@ -36,7 +36,7 @@ from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.gpu.launched_step import PendingStep
 from teachllm_kernels.comm.one_shot_all_reduce import SymmetricBuffer
 from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
-from tests.distributed.processes import boxes_in, on_processes, through_host
+from tests.distributed.processes import buffers_in, on_processes, through_host
 from tests.distributed.threads import on_ranks
 from tests.thorough import THOROUGH
 from tests.worker.gpu.interpreted_gpu import InterpretedRunner, interpret
@@ -259,7 +259,7 @@ def through_memory(ranks: Ranks, boxes: Path, **more: Any) -> dict[str, list[int
         interpret(patch)
         assert isinstance(ranks.tensor, ProcessGroup)
         ranks.tensor._symmetric_buffer = SymmetricBuffer(
-            ranks.tensor.rank, boxes_in(boxes, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
+            ranks.tensor.rank, buffers_in(boxes, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
         )
         return work(ranks, make_runner=InterpretedRunner, **more)
 
@@ -291,7 +291,7 @@ def test_interpreted_stages_sample_what_one_alone_does(folder: str) -> None:
 def test_interpreted_ranks_that_write_to_each_other_sample_what_one_alone_does(folder: str, tmp_path: Path) -> None:
     params = PARAMS["random"] | FEW_TOKENS
     [expected] = generate(folder, Layout(), params)
-    boxes = boxes_in(tmp_path, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
+    boxes = buffers_in(tmp_path, 2, NUM_BOX_ROWS, HIDDEN_SIZE)
     through = partial(through_memory, folder=folder, boxes=tmp_path, params=params)
     assert on_processes(Layout(2, 1), through) == [expected] * 2
     for rank, box in enumerate(boxes):  # the other one's last sums are there
