@@ -21,7 +21,7 @@ CPU_INDEX_ANSWERS := $(BIN)/python -c 'import os, threading, urllib.request; \
 	timer = threading.Timer(5, os._exit, [1]); timer.daemon = True; timer.start(); \
 	urllib.request.urlopen("$(CPU_INDEX)/torch/")' 2>/dev/null
 
-# Tests start hundreds of interpreters, which share the bytecode that the first of them compiles.
+# Both test workers and the programs that tests start share the bytecode that the first of them compiles.
 test: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help chat serve viz lessons test test-thorough lint format-check types pytest format soak soak-server mutants clean

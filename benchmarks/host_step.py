@@ -12,7 +12,8 @@ measured, and how, is in `host_step_worker.py`. The phases of a step:
     loop       the rest of `EngineCore.step`; unless steps run ahead, it hashes the blocks that have become full
 
 Times are those of the best of 15 processes, each a fresh interpreter; calls are counted in a process of their own. With
-`--against` three kinds of process take turns: this checkout ("here"), the same once more, and the other one ("there").
+`--against` three kinds of process take turns, in one order and then in the other: this checkout ("here"), the same once
+more, and the other one ("there").
 The ratio of the first two is the machine's noise, to hold the ratio of here to there against. Calls have no noise.
 """
 
@@ -91,7 +92,8 @@ def measure(
     }
     processes: dict[str, list[Cells]] = {side: [] for side in sides}
     for turn in range(num_processes):
-        for side, checkout in sides.items():
+        order = list(sides.items())
+        for side, checkout in order if turn % 2 == 0 else reversed(order):  # no side always comes last
             processes[side].append(run_worker(checkout, *cells))
         print(f"turn {turn + 1} of {num_processes}", file=sys.stderr, flush=True)
     return {side: least(found) for side, found in processes.items()}, calls
@@ -115,14 +117,12 @@ def print_table(title: str, rows: Mapping[tuple[str, str], Mapping[str, float]],
 
 
 def show(times: Mapping[str, Cells], calls: Mapping[str, Cells], commits: Mapping[str, str]) -> None:
-    """Print both sides, the noise, and how they compare.
+    """Print the noise, how both sides compare, and what each takes.
 
     Args:
         times, calls: per step, by side.
     """
     rows = {side: rows_of(times[side], calls[side]) for side in times}
-    for side, commit in commits.items():
-        print_table(f"{side} ({commit[:9]}): us of CPU time and calls per step", rows[side], digits=1)
     for title, other in (("here / here again: the noise", "here again"), ("here / there", "there")):
         if other in rows:
             ratios = {
@@ -130,6 +130,8 @@ def show(times: Mapping[str, Cells], calls: Mapping[str, Cells], commits: Mappin
                 for key, row in rows["here"].items()
             }
             print_table(title, ratios, digits=4)
+    for side, commit in commits.items():
+        print_table(f"{side} ({commit[:9]}): us of CPU time and calls per step", rows[side], digits=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ at the end of the run; nothing fails. `make test-thorough` prints the figures wi
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Generator
@@ -17,6 +18,15 @@ import pytest
 from tests.thorough import THOROUGH
 
 TABLE = Path(__file__).with_name("budget.toml")
+_starts: list[str] = []
+
+
+def _note_start(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "subprocess.Popen" and str(arguments[0]) == sys.executable:
+        _starts.append(event)
+
+
+sys.addaudithook(_note_start)
 
 
 def cpu_seconds() -> float:
@@ -36,6 +46,7 @@ class Budget:
     def __init__(self) -> None:
         self.table: dict[str, float] = tomllib.loads(TABLE.read_text())["cpu_seconds"]
         self.used: Counter[str] = Counter()
+        self.num_starts = 0
         self._before = cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
@@ -43,10 +54,13 @@ class Budget:
         report = yield
         now = cpu_seconds()
         report.cpu_seconds, self._before = now - self._before, now
+        report.num_starts = len(_starts)
+        _starts.clear()
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.used[folder_of(report.nodeid.partition("::")[0], self.table)] += getattr(report, "cpu_seconds", 0.0)
+        self.num_starts += getattr(report, "num_starts", 0)
 
     def pytest_runtest_logstart(self) -> None:
         self._before = cpu_seconds()
@@ -60,6 +74,7 @@ class Budget:
             over = share is not None and used > share and not THOROUGH
             of = "no share in tests/budget.toml" if share is None else f"of {share:4.0f}"
             terminalreporter.write_line(f"{used:7.1f} {of}  {folder}{'  OVER ITS SHARE' if over else ''}")
+        terminalreporter.write_line(f"{self.num_starts:7} Python processes that tests started themselves (at most 50)")
         total = sum(self.used.values())
         terminalreporter.write_line(
             f"{total:7.1f} of {sum(self.table.values()):4.0f}  all tests, without collecting them"

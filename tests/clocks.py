@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 CLOCKS = {f"time.{name}{unit}" for name in _NAMES for unit in ("", "_ns")}
-CLOCKS |= {"timeit.default_timer", "resource.getrusage"}
+CLOCKS |= {"time.clock_gettime", "time.clock_gettime_ns", "timeit.default_timer", "resource.getrusage", "os.times"}
 _MODULES = {name.partition(".")[0] for name in CLOCKS}
 # What returns times when it is given times. Any other function may return whatever it likes.
 _KEEPING = {"abs", "dict", "divmod", "float", "int", "list", "max", "min", "next", "reversed", "round", "set", "sorted"}
@@ -34,11 +34,12 @@ _KEEPING |= {
 _KEEPING |= {"array", "pstdev", "timedelta", "Decimal", "copy"}
 _FILLING = {"add", "append", "appendleft", "extend", "insert", "put", "setdefault", "update"}
 _A_FUNCTION = "a function that returns times"
-_JUDGING = {"approx", "skipif", "xfail"}
+_JUDGING = {"approx", "skipif", "xfail", "lt", "le", "gt", "ge"}
+_JUDGING |= {f"assert{name}" for name in ("Less", "LessEqual", "Greater", "GreaterEqual", "AlmostEqual")}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _TEACHING = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.AugAssign, ast.For, ast.AsyncFor)
 _TEACHING += (ast.comprehension, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.withitem)
-_NEEDED = re.compile(rf"\b(?:import|from)\b.*\b(?:{'|'.join(sorted(_MODULES))})\b")
+_NEEDED = re.compile(rf"\b(?:import|from)\b.*\b(?:asyncio|{'|'.join(sorted(_MODULES))})\b")
 
 
 @dataclass(frozen=True, order=True)
@@ -145,6 +146,8 @@ class ClockComparisons:
                 self._assign(one, other)
         elif isinstance(target, ast.Name) and self._is_clock(value):
             self._scopes[target].clocks[target.id] = _A_FUNCTION
+        elif isinstance(target, ast.Attribute) and self._is_clock(value):
+            self._module.clocks[target.attr] = _A_FUNCTION
         elif self._is_time(value):
             self._hold(target)
 
@@ -177,11 +180,17 @@ class ClockComparisons:
             case ast.Name(id=name):
                 known = (scope.clocks[name] for scope in self._known_in(node) if name in scope.clocks)
                 return any(clock not in _MODULES for clock in known)
+            case ast.Attribute(value=ast.Call(func=maker), attr="time"):  # of an event loop
+                return _name_of(maker) in ("get_running_loop", "get_event_loop")
+            case ast.Attribute(value=ast.Name(id="loop"), attr="time"):
+                return True
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
                 modules = [scope.clocks.get(name) for scope in self._known_in(node)]
                 if any(f"{module}.{attribute}" in CLOCKS for module in modules):
                     return True
                 return name in ("self", "cls") and attribute in self._module.clocks
+            case ast.Call(func=ast.Name(id="partial") | ast.Attribute(attr="partial"), args=[made, *_]):
+                return self._is_clock(made)
             case ast.Lambda(body=body):
                 return self._is_time(body)
         return False

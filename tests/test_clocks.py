@@ -48,6 +48,13 @@ PLANTED = [
     "import resource\nassert resource.getrusage(0).ru_utime < 3",
     "from timeit import default_timer\nassert default_timer() < 3",
     "import asyncio, time\nasync def test():\n    async def took(): return time.time()\n    assert await took() < 3",
+    "import time\nclass A:\n    def __init__(self): self.now = time.time\n    def f(self): assert self.now() > 3",
+    "import asyncio\nasync def test():\n    assert asyncio.get_running_loop().time() < 3",
+    "import asyncio\nasync def test(loop):\n    due = loop.time()\n    assert due < 3",
+    "import operator, time\nassert operator.lt(time.time(), 3)",
+    "import time\nclass A:\n    def test(self): self.assertLess(time.time(), 3)",
+    "from functools import partial\nimport time\nclock = partial(time.monotonic)\nassert clock() < 3",
+    "from time import clock_gettime\nassert clock_gettime(1) < 3",
 ]
 INNOCENT = [
     "import time\nrecorder = Recorder(time.perf_counter)",
@@ -67,7 +74,7 @@ INNOCENT = [
 
 def test_no_test_compares_a_clock() -> None:
     found = []
-    for path in sorted(set(TESTS.rglob("*.py")) - {TESTS / "core" / "soak.py"}):  # it is told how long to run
+    for path in sorted(TESTS.rglob("*.py")):
         name = str(path.relative_to(TESTS))
         findings = ClockComparisons(path.read_text(encoding="utf-8")).findings()
         if len(findings) != ALLOWED.get(name, 0):

@@ -72,7 +72,7 @@ def test_an_endpoint_that_is_not_there_is_named_by_the_server() -> None:
     assert asked(Answer(), "/v2/completions").error == "HTTP 404: no route /v2/completions"
 
 
-class Pieces:
+class ChunkStream:
     """A stream that was read in these pieces."""
 
     def __init__(self, pieces: list[bytes]) -> None:
@@ -86,7 +86,7 @@ class Pieces:
 def read(*pieces: bytes) -> Record:
     """The record of a stream, with a clock that counts its pieces."""
     record, times = Record(0.0, 4), iter(range(1, 100_000))
-    asyncio.run(client._read(Pieces(list(pieces)), record, lambda: float(next(times))))  # type: ignore[arg-type]
+    asyncio.run(client._read(ChunkStream(list(pieces)), record, lambda: float(next(times))))  # type: ignore[arg-type]
     return record
 
 

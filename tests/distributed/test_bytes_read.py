@@ -1,4 +1,4 @@
-"""A rank reads no more of a checkpoint than it has to: its part of an unquantized projection, all of a quantized one."""
+"""A rank reads no more of a checkpoint than it needs: of an unquantized projection its part, of a quantized one all."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_forks_trace_goes_on_in_steps_and_time_and_replays_to_the_live_state()
         assert parse_trace(lines).replay.state_text() == live_state(engine.core.scheduler)
     steps = parse_trace(lines).steps
     assert [line["step"] for line in steps] == list(range(STEP + 1, STEP + 1 + len(steps)))
-    assert all(at <= line["time"] < at + 60 for line in steps)
+    assert all(at <= line["time"] for line in steps)
 
 
 def test_what_no_longer_fits_begins_as_preempted() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -378,7 +379,8 @@ def main() -> None:
     JITFunction.run = compile_instead  # type: ignore[method-assign]
     if ONE_EACH:
         CUDABackend.make_llir = stop
-        random_sample._TILE, random_sample._FEW, skinny_gemm._BLOCKS_WANTED = 2, 128, 4  # compile faster
+        mock.patch.multiple(random_sample, _TILE=2, _CANDIDATES=128).start()  # these compile faster
+        mock.patch.multiple(skinny_gemm, _BLOCKS_WANTED=4).start()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         compile_small(dtype)
         compile_packed(dtype)

@@ -56,14 +56,14 @@ class TraceServer:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        class Door(ThreadingHTTPServer):
+        class HTTPServer(ThreadingHTTPServer):
             daemon_threads = allow_reuse_address = True
             block_on_close = False
 
-        self._door = Door(("127.0.0.1", port), Handler)
-        self.port = self._door.server_address[1]
+        self._http = HTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._http.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self._door.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
 
     def send(self, write: Callable[[bytes], Any], connection: socket.socket) -> None:
         """All lines, then those to come, until the connection is cut or the other side leaves."""
@@ -103,8 +103,8 @@ class TraceServer:
             self.changed.notify_all()
 
     def close(self) -> None:
-        self._door.shutdown()
-        self._door.server_close()
+        self._http.shutdown()
+        self._http.server_close()
         self.cut()
 
 

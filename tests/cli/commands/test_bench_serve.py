@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.waiting import HANG_SECONDS
 
-SMALL = ("--num-prompts", "6", "--random-input-len", "5", "--random-output-len", "4", "--request-timeout", "20")
+SMALL = (
+    "--num-prompts",
+    "6",
+    "--random-input-len",
+    "5",
+    "--random-output-len",
+    "4",
+    "--request-timeout",
+    str(HANG_SECONDS),
+)
 
 
 @pytest.fixture(autouse=True)
