@@ -5,7 +5,7 @@
 Launchers are called as always, with small tensors of the CPU; a launch compiles its kernel for the arguments it was
 given instead of running it. Prints each kernel and how often it was compiled. Run without TRITON_INTERPRET.
 
-    --one-each  compile only one variant of each kernel, for Hopper, and no further than to Triton's GPU dialect
+    --one-each  compile only one variant of each kernel, for Hopper, and no further than to Triton's own dialects
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
 
 
 class FarEnough(Exception):
-    """A kernel has been compiled to Triton's GPU dialect."""
+    """A kernel has been compiled to one of Triton's own dialects."""
 
 
 def stop(*_: Any) -> None:
@@ -378,7 +378,7 @@ def compile_sampling() -> None:
 def main() -> None:
     JITFunction.run = compile_instead  # type: ignore[method-assign]
     if ONE_EACH:
-        CUDABackend.make_llir = stop
+        CUDABackend.make_ttgir = CUDABackend.make_llir = stop  # Gluon begins with the second
         mock.patch.multiple(random_sample, _TILE=2, _CANDIDATES=128).start()  # these compile faster
         mock.patch.multiple(skinny_gemm, _BLOCKS_WANTED=4).start()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -20,7 +20,7 @@ from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
 from teachllm_kernels.attention.prefill_plan import plan_prefill
 from tests.kernels.attention.prefill_cases import TOLERANCE, Shape, check, draw_inputs, expected, prefill_on_hopper
 from tests.kernels.cases import DEVICE, FLOATS, HALF, ON_GPU, pairs, per_device
-from tests.thorough import times
+from tests.thorough import THOROUGH, times
 
 # Rows of a tile past its sequence's end: in a window they see nothing, 0 / 0, and are never stored.
 pytestmark = [
@@ -236,7 +236,7 @@ FIXED_KINDS = [
     *(Shape([], [], dtype=torch.float32, window=window) for window in per_device([40], [None, 40])),
     Shape([], [], num_kv_heads=1, group=4, head_size=64, dtype=HALF),
     *per_device([], [Shape([], [], num_kv_heads=1, group=3, dtype=torch.float16, window=100, soft_cap=30.0)]),
-    Shape([], [], num_kv_heads=1, group=4, dtype=torch.float16, kv_dtype=FP8),
+    *[Shape([], [], num_kv_heads=1, group=4, dtype=torch.float16, kv_dtype=FP8)] * (THOROUGH or ON_GPU),
 ]
 FIXED_LENGTHS = per_device(
     [([38, 5], [19, 7])], [([700, 60, 1500], [100, 17, 60]), ([1100], [60] * 9), ([90, 1], [1, 60])]

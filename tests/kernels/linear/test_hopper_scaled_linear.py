@@ -21,7 +21,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_scaled_mm, "num_multiprocessors", lambda device: 2)
 
 
-@pairs(num_rows=[1, 9, 64], shape=[(80, 40), (1040, 200)], kind=OF_HOPPER, has_bias=[False, True], form=FORMS)
+@pairs(num_rows=[1, 9, 64], shape=[(80, 40), (528, 200)], kind=OF_HOPPER, has_bias=[False, True], form=FORMS)
 def test_few_rows(
     num_rows: int, shape: tuple[int, int], kind: tuple[torch.dtype, str], has_bias: bool, form: str
 ) -> None:
@@ -38,7 +38,7 @@ def test_further_rows(num_rows: int, kind: tuple[torch.dtype, str], form: str) -
 @pytest.mark.parametrize(("num_rows", "form"), [(9, "plain"), (64, "gated"), (130, "parts")])
 def test_few_rows_of_many_tiles_and_several_stripes(num_rows: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with interpreted("_hopper_linear") as launches:
-        check_few_rows_on_hopper(num_rows, (4000, 128), *FLOATS, True, form)
+        check_few_rows_on_hopper(num_rows, (2064, 128), *FLOATS, True, form)
         monkeypatch.setattr(hopper_tiling, "PLACES", 10)  # as 9000 columns on a GPU: more programs than places
         monkeypatch.setattr(hopper_tiling, "_PARTS_WANTED", 10)
         check_few_rows_on_hopper(num_rows, (528, 696), *FLOATS, False, form)
@@ -49,7 +49,7 @@ def test_few_rows_of_many_tiles_and_several_stripes(num_rows: int, form: str, mo
 def test_many_rows_of_blocks(columns: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_scaled_mm, "_columns", lambda *sizes: columns)
     with interpreted("_hopper_scaled_mm") as launches:
-        for num_rows, shape in ((140, (1040, 520)), (70, (128, 264))):  # more tiles than there are stages, and fewer
+        for num_rows, shape in ((140, (1040, 264)), (70, (128, 40))):  # more tiles than there are stages, and fewer
             check_many_rows_on_hopper(num_rows, shape, *FLOATS, True, gated)
     assert all(all(barriers) for barriers in launches), "a barrier that nothing waits for"
 

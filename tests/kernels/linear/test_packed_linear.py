@@ -27,7 +27,7 @@ from teachllm_kernels.linear.packed.packed_weight import (
 )
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.kernels.rounding import round_as_a_gpu
-from tests.thorough import times
+from tests.thorough import THOROUGH, times
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -38,9 +38,11 @@ SHAPES = [
     *[(64, 32, 64), (512, 40, 128), (96, 20, 32), (80, 22, 16), (192, 34, 96), (1088, 70, 64), (768, 34, 256)],
     *[(100, 34, 100), (75, 26, 75), (1024, 130, 1024), (4096, 24, 128), (6272, 18, 128)],
 ]
-OF_ONE_ROW = per_device([(512, 34, 64), (80, 22, 16), (75, 26, 75), (1152, 18, 128)], SHAPES)
+OF_ONE_ROW = per_device([(80, 22, 16), (75, 26, 75), (1152, 18, 128), *[(512, 34, 64)] * THOROUGH], SHAPES)
 OF_ROWS = per_device([(512, 40, 128), (80, 22, 16), (192, 34, 64)], SHAPES)
 KINDS = ["4 bits", "4 bits, zeros", "8 bits", "8 bits, zeros", "e2m1"]
+ANY = THOROUGH or ON_GPU
+KINDS_TO_MULTIPLY = KINDS if ANY else [kind for kind in KINDS if kind != "8 bits, zeros"]
 NO_OR_YES = [False, True]
 QWEN3_8B = {"qkv": (4096, 6144), "o": (4096, 4096), "gate, up": (4096, 24576), "down": (12288, 4096)}
 
@@ -145,11 +147,11 @@ def test_unpacking_gives_back_what_was_packed(
 def test_a_thread_has_the_weights_of_its_fragments_in_one_piece(bits: int, is_gated: bool) -> None:
     qweight = torch.randint(1 << bits, (32, 128), dtype=torch.uint8)
     weight = pack(qweight, torch.ones(32, 1), None, bits, is_gated=is_gated)
-    words = weight.qweight.long() & 0xFFFFFFFF
+    words, values = (weight.qweight.long() & 0xFFFFFFFF).tolist(), qweight.tolist()
     for block, g, q, step, i, j, h in np.ndindex(2, 8, 4, 8, 2, 2, 2):
         output = i * 16 + block * 8 + g if is_gated else block * 16 + i * 8 + g
-        value = int(qweight[output, 16 * step + 8 * j + 2 * q + h])
-        of_block = words[block, step * bits // 16, 4 * g + q]
+        value = values[output][16 * step + 8 * j + 2 * q + h]
+        of_block = words[block][step * bits // 16][4 * g + q]
         word = of_block[step % 4] if bits == 4 else of_block[step % 2 * 2 + i]
         shift = 4 * (i + 2 * j) if bits == 4 else 8 * j
         assert word >> (shift + 16 * h) & (1 << bits) - 1 == value
@@ -176,7 +178,7 @@ def test_dequantized_weights_are_those_of_the_definition() -> None:
 
 
 @pairs(
-    shape=per_device([(320, 80, 64), (75, 26, 75)], SHAPES),
+    shape=per_device([(272, 68, 16), (75, 26, 75)], SHAPES),
     kind=KINDS,
     dtype=DTYPES,
     scale_dtype=[torch.float16, torch.bfloat16, torch.float32],
@@ -188,13 +190,14 @@ def test_dequantizing_is_exact(
     weight = weight_of(shape, kind, scale_dtype, is_gated)
     dequantized = dequantize_triton(weight, dtype)
     assert torch.equal(dequantized, dequantize_reference(weight, dtype))
-    out = torch.full_like(dequantized, torch.nan)
-    assert dequantize_triton(weight, dtype, out) is out and torch.equal(out, dequantized)
+    if is_gated or ANY:
+        out = torch.full_like(dequantized, torch.nan)
+        assert dequantize_triton(weight, dtype, out) is out and torch.equal(out, dequantized)
 
 
 @pairs(
     shape=OF_ONE_ROW,
-    kind=KINDS,
+    kind=KINDS_TO_MULTIPLY,
     dtype=DTYPES,
     scale_dtype=[torch.float16, torch.float32],
     has_bias=NO_OR_YES,
@@ -233,7 +236,7 @@ def test_one_row(
 @pairs(
     num_rows=per_device([2, 17], [2, 9, 16, 17, 40, 64, 130, MAX_ROWS]),
     shape=OF_ROWS,
-    kind=KINDS,
+    kind=KINDS_TO_MULTIPLY,
     dtype=DTYPES,
     scale_dtype=[torch.float16, torch.bfloat16, torch.float32],
     has_bias=NO_OR_YES,
@@ -266,7 +269,7 @@ def test_few_rows(
             assert torch.equal(packed_linear_triton(x, weight, bias, how == "gated"), y)
 
 
-@pairs(num_rows=[1, 4], shape=SHAPES, kind=KINDS, dtype=[torch.float16, torch.bfloat16])
+@pairs(num_rows=[1, 4], shape=SHAPES if ANY else SHAPES[:6], kind=KINDS, dtype=[torch.float16, torch.bfloat16])
 def test_the_definition_rounds_numbers_and_is_near_all_the_same(
     num_rows: int, shape: tuple[int, int, int], kind: str, dtype: torch.dtype
 ) -> None:

@@ -22,6 +22,7 @@ from teachllm_kernels.speculation.rejection import rejection_sample_triton, work
 from teachllm_kernels.speculation.rejection_reference import draft_sample_reference, rejection_sample_reference
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.kernels.sampling.sampling_cases import make_table, one_by_one, random_requests
+from tests.thorough import times
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 INFINITY = float("inf")
@@ -73,7 +74,7 @@ def propose(batch: dict, table: dict[str, torch.Tensor], num_siblings: int) -> t
 
 @pairs(
     most=per_device(60, 300),
-    vocab_size=per_device([61, 200], [50, 61, 64, 513, 700]),
+    vocab_size=per_device([61, 140], [50, 61, 64, 513, 700]),
     num_siblings=per_device([1, 2], [1, 2, 3, 5]),
     replaced=[False, True],
     dtypes=[(torch.float32, torch.bfloat16), (torch.float16, torch.float32), *per_device([], [(torch.bfloat16,) * 2])],
@@ -99,7 +100,7 @@ def test_tokens_equal_the_references_for_every_mixture_of_rows(
     (dtype, draft_dtype), (spread, quantum) = dtypes, spread_and_quantum
     rng = random.Random(f"{seed} {vocab_size} {num_siblings} {replaced} {dtype} {likeness} {spread}")
     requests = random_requests(rng, vocab_size)
-    rows = rng.sample([-1, *range(len(requests))], per_device(3, len(requests) + 1))
+    rows = rng.sample([-1, *range(len(requests))], per_device(times(2, 3), len(requests) + 1))
     num_drafted = len(rows)
     noise, other = torch.randn(2, num_drafted, vocab_size + padding)
     logits, drafted = noise * spread, likeness * noise + (1 - likeness) * other
