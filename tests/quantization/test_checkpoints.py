@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import weakref
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -42,6 +43,19 @@ from tests.thorough import THOROUGH, times
 def of_unquantized(unquantized: Path) -> Tokens:
     """Return what an engine continues the prompts with before anything is quantized."""
     return generate(unquantized)
+
+
+@pytest.fixture(scope="module")
+def of_format(unquantized: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tokens]:
+    """Return what an engine continues the prompts with if all weights are quantized in a format, by its name."""
+
+    @cache
+    def generated(name: str, **settings: Any) -> Tokens:
+        folder = tmp_path_factory.mktemp("format")
+        write_checkpoint(name, unquantized, folder)
+        return generate(folder, **settings)
+
+    return generated
 
 
 @pytest.mark.parametrize("settings", [{}, {"load_format": "dummy"}], ids=["read", "dummy"])
@@ -114,15 +128,16 @@ def test_the_same_quantized_weights_by_other_names_are_the_same_model(name: str,
 
 
 @pytest.mark.parametrize("name", ["fp8 of ModelOpt", "nvfp4 of ModelOpt"][: times(1, 2)])
-def test_the_quantization_config_may_lie_in_a_file_beside(name: str, unquantized: Path, tmp_path: Path) -> None:
+def test_the_quantization_config_may_lie_in_a_file_beside(
+    name: str, unquantized: Path, of_format: Callable[..., Tokens], tmp_path: Path
+) -> None:
     write_checkpoint(name, unquantized, tmp_path)
-    expected = generate(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     config = raw.pop("quantization_config")
     (tmp_path / "config.json").write_text(json.dumps(raw))
     beside = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
-    assert_same(generate(tmp_path), expected)
+    assert_same(generate(tmp_path), of_format(name))
 
 
 @pytest.mark.parametrize("name", ["packed int4", "nvfp4 of ModelOpt"][: times(1, 2)])
@@ -201,27 +216,28 @@ def test_int4_as_it_is_read_wants_inputs_in_groups(unquantized: Path, tmp_path: 
     ],
 )
 def test_what_other_tools_write_beside_it_changes_nothing(
-    name: str, changes: dict[str, Any], unquantized: Path, tmp_path: Path
+    name: str, changes: dict[str, Any], unquantized: Path, of_format: Callable[..., Tokens], tmp_path: Path
 ) -> None:
-    write_checkpoint(name, unquantized, tmp_path / "usual")
     write_checkpoint(name, unquantized, tmp_path / "other")
     edit(tmp_path / "other", lambda config: config.update(changes))
     bias = {"model.layers.1.mlp.down_proj.bias": torch.zeros(64)}
     edit_tensors(tmp_path / "other", lambda tensors: tensors.update(bias))
     settings = {"kv_cache_dtype": "fp8"} if name == "fp8" else {}
-    assert_same(generate(tmp_path / "other", **settings), generate(tmp_path / "usual", **settings))
+    assert_same(generate(tmp_path / "other", **settings), of_format(name, **settings))
 
 
-def test_groups_of_compressed_tensors_without_weights_are_passed_over(unquantized: Path, tmp_path: Path) -> None:
+def test_groups_of_compressed_tensors_without_weights_are_passed_over(
+    unquantized: Path, of_format: Callable[..., Tokens], tmp_path: Path
+) -> None:
     write_checkpoint("fp8", unquantized, tmp_path)
-    expected = generate(tmp_path)
     edit(tmp_path, lambda config: config["config_groups"].update(kv={"targets": ["re:.*attn"], "weights": None}))
-    assert_same(generate(tmp_path), expected)
+    assert_same(generate(tmp_path), of_format("fp8"))
 
 
-def test_a_head_is_quantized_if_the_file_has_its_scales(unquantized: Path, tmp_path: Path) -> None:
+def test_a_head_is_quantized_if_the_file_has_its_scales(
+    unquantized: Path, of_format: Callable[..., Tokens], tmp_path: Path
+) -> None:
     write_checkpoint("fp8", unquantized, tmp_path)
-    expected = generate(tmp_path)
 
     def quantize_head(tensors: Tensors) -> None:
         quantized = FORMATS["fp8"].quantize(tensors.pop("lm_head.weight"))
@@ -229,7 +245,7 @@ def test_a_head_is_quantized_if_the_file_has_its_scales(unquantized: Path, tmp_p
 
     edit_tensors(tmp_path, quantize_head)
     edit(tmp_path, lambda config: config.update(ignore=[]))
-    found = generate(tmp_path)
+    found, expected = generate(tmp_path), of_format("fp8")
     assert found != expected
     for (_, logprobs), (_, theirs) in zip(found, expected, strict=True):
         assert logprobs[0] == pytest.approx(theirs[0], abs=0.5)

@@ -15,6 +15,7 @@ from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 from teachllm.quantization.quantized_weights import Activations, GroupedWeight, ScaledWeight
+from teachllm_kernels.linear.scaled import scaled_linear
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 from tests.kernels.rounding import round_as_a_gpu
@@ -81,11 +82,18 @@ def weights(*usual: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", WEIGHTS if EVERY_CASE else usual)
 
 
+def few_programs(patch: pytest.MonkeyPatch) -> None:
+    """Let fewer interpreted programs share a product."""
+    scaled_linear._arrivals(DEVICE)  # is cached: with all of its counters
+    patch.setattr(scaled_linear, "_BLOCKS_WANTED", 4)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def as_on_a_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             round_as_a_gpu(patch)
+            few_programs(patch)
             patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         yield
 

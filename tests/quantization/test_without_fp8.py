@@ -15,7 +15,16 @@ from teachllm.quantization import rounding
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 from teachllm.quantization.quantized_weights import Activations
 from tests.kernels.rounding import round_as_a_gpu
-from tests.quantization.test_gpu_weights import DEVICE, DTYPE, NUM_IN, NUM_OUT, ON_GPU, assert_near, rows_of
+from tests.quantization.test_gpu_weights import (
+    DEVICE,
+    DTYPE,
+    NUM_IN,
+    NUM_OUT,
+    ON_GPU,
+    assert_near,
+    few_programs,
+    rows_of,
+)
 from tests.thorough import times
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
@@ -25,6 +34,7 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GP
 def rounds_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         round_as_a_gpu(monkeypatch)
+        few_programs(monkeypatch)
 
 
 def made(dtype: torch.dtype, per: str, activations: Activations) -> tuple[Any, GPUScaledWeight]:
