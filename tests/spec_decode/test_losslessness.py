@@ -101,9 +101,9 @@ def test_a_draft_is_accepted_as_often_as_the_two_distributions_overlap() -> None
 
 def test_the_same_seed_is_the_same_experiment_and_another_one_is_not() -> None:
     rule = RULES["tree"]
-    assert check(rule, 1000, seed=1) == check(rule, 1000, seed=1)
-    other = check(rule, 1000, seed=2)
-    assert other.expected != check(rule, 1000, seed=1).expected
+    first = check(rule, 1000, seed=1)
+    assert check(rule, 1000, seed=1) == first
+    assert check(rule, 1000, seed=2).expected != first.expected
 
 
 def test_how_many_samples_are_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

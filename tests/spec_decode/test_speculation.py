@@ -49,6 +49,7 @@ TEXTS = [
     "Hello!",
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
+NUM_PROMPTS = times(8, 12)
 
 
 @cache
@@ -69,7 +70,7 @@ def prompts() -> list[dict[str, list[int]]]:
 
 
 def answers(
-    method: str | None, params: SamplingParams | Sequence[SamplingParams], count: int = 12
+    method: str | None, params: SamplingParams | Sequence[SamplingParams], count: int = NUM_PROMPTS
 ) -> list[RequestOutput]:
     return llm(method).generate(prompts()[:count], params, use_tqdm=False)
 

@@ -254,7 +254,11 @@ def test_it_goes_on_when_drafts_begin_to_hold() -> None:
 
     machine = MACHINES["drafts dearly"]
     for num_requests in (1, 12)[: times(1, 2)]:
-        asked = Simulated(adaptive(), machine, constant(num_requests), acceptance, num_output=150).run(6000).asked
+        asked = (
+            Simulated(adaptive(), machine, constant(num_requests), acceptance, num_output=150)
+            .run(times(3500, 6000))
+            .asked
+        )
         assert sum(asked[600:1500]) < 0.1 * 900
         assert sum(asked[-1000:]) > 2.5 * 1000, f"{num_requests} at once"
 
@@ -282,7 +286,7 @@ def test_a_slow_step_now_and_then_changes_nothing() -> None:
 
 def test_that_the_first_steps_are_slow_changes_nothing() -> None:
     machine = MACHINES["waits for weights"]
-    for num_slow in (1, 5, 9):
+    for num_slow in (1, 5, 9) if THOROUGH else (1, 9):
         steps = count()
 
         def compiles(work: Work, steps: count[int] = steps, num_slow: int = num_slow) -> float:
@@ -407,7 +411,7 @@ def test_of_a_tree_whole_levels_are_asked_for(is_adaptive: bool) -> None:
     length = make_draft_length(config, 0.1)
     requests = [request("a"), request("b"), request("c")]
     seen = set[int]()
-    for step in range(1500):
+    for step in range(times(600, 1500)):
         chosen = [num_drafts for num_drafts, _ in length.choose(requests, 3)]
         seen |= set(chosen)
         for each, num_drafts in zip(requests, chosen, strict=True):
