@@ -38,7 +38,7 @@ from teachllm_kernels.comm.one_shot_all_reduce import SymmetricBuffer
 from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.processes import buffers_in, on_processes, through_host
 from tests.distributed.threads import on_ranks
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, times
 from tests.worker.gpu.interpreted_gpu import InterpretedRunner, interpret
 
 NUM_BOX_ROWS, HIDDEN_SIZE = 8, 64  # some steps have more tokens
@@ -80,7 +80,7 @@ def work(
         Request(
             request_id=str(i),
             prompt_token_ids=[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(3, 30))],
-            sampling_params=SamplingParams(ignore_eos=True, **{"max_tokens": 12} | params),
+            sampling_params=SamplingParams(ignore_eos=True, **{"max_tokens": times(8, 12)} | params),
             eos_token_ids=frozenset(),
             arrival_time=0.0,
         )
@@ -218,7 +218,7 @@ def test_nobody_samples_a_row_of_no_token(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     [expected] = generate(str(tmp_path), Layout(), PARAMS[kind])
-    assert all(found == expected for found in generate(str(tmp_path), Layout(4, 1), PARAMS[kind]))
+    assert all(found == expected for found in generate(str(tmp_path), Layout(times(2, 4), 1), PARAMS[kind]))
 
 
 @pytest.mark.parametrize("num_tokens", [(9, 14), (0, 5)], ids=["both have tokens", "one is idle"])

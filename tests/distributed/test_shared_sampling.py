@@ -97,7 +97,7 @@ def assert_same_logprobs(found: list[TokenLogprobs | None], expected: list[Token
 
 
 @pytest.mark.parametrize(
-    "case", pairwise(kind=list(EVERY), size=[2, 8], has_ties=[False, True], most=[4, 1024]), ids=repr
+    "case", pairwise(kind=list(EVERY), size=[2, times(4, 8)], has_ties=[False, True], most=[4, 1024]), ids=repr
 )
 def test_rows_of_one_kind_are_sampled_as_by_one(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_filters, "MOST_CANDIDATES", case["most"])
