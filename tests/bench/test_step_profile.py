@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,15 +85,20 @@ def test_every_kernel_of_this_project_has_its_group() -> None:
     }
 
 
-def test_more_requests_than_run_at_once_are_refused() -> None:
-    llm = LLM("teachlm", device="cpu", load_format="dummy", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=2)
-    with pytest.raises(ValueError, match="3 requests do not run all at once with max_num_seqs=2"):
-        profile_decode(llm, Batch([[5] * 4] * 3, [1] * 3), CEILINGS, num_steps=2)
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 2}
+    llm = LLM("teachlm", device="cpu", max_model_len=128, **settings)
+    yield llm
     llm.engine.close()
 
 
-def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
-    llm = LLM("teachlm", device="cpu", load_format="dummy", skip_tokenizer_init=True, max_model_len=128)
+def test_more_requests_than_run_at_once_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="3 requests do not run all at once with max_num_seqs=2"):
+        profile_decode(llm, Batch([[5] * 4] * 3, [1] * 3), CEILINGS, num_steps=2)
+
+
+def test_a_decode_step_of_the_embedded_model(llm: LLM, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     steps = profile_decode(llm, Batch([[5] * 9, [6] * 20], [1, 1]), CEILINGS, num_steps=4, trace_path=trace)
     assert steps.num_steps == 4 and not llm.engine.has_unfinished_requests
@@ -102,10 +109,8 @@ def test_a_decode_step_of_the_embedded_model(tmp_path: Path) -> None:
     total = sum(floor.ms for floor in steps.floors.values()) / 1000 * CEILINGS.read_bandwidth
     lens = [9 + 15 - 2, 20 + 15 - 2]
     assert total == pytest.approx(step_work(llm.engine.model_config, StepShape([1, 1], lens, 2)).num_bytes)
-    llm.engine.close()
 
 
-def test_steps_beyond_the_longest_sequence_are_refused() -> None:
-    llm = LLM("teachlm", device="cpu", load_format="dummy", skip_tokenizer_init=True, max_model_len=64)
-    with pytest.raises(ValueError, match="more than max_model_len=64"):
-        profile_decode(llm, Batch([[5] * 20], [1]), CEILINGS)
+def test_steps_beyond_the_longest_sequence_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="more than max_model_len=128"):
+        profile_decode(llm, Batch([[5] * 84], [1]), CEILINGS)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,11 +39,18 @@ def llm() -> Iterator[LLM]:
     llm.close()
 
 
+@cache
+def run_of(name: str, seed: int = 0) -> tuple[list[Batch], dict[str, float]]:
+    """Return the batches of a workload at its full size, and its figures."""
+    clock = FakeClock()
+    figures = WORKLOADS[name](clock, VOCAB, seed)
+    return clock.batches, figures
+
+
 def sent(name: str) -> tuple[list[tuple[int, int, int]], dict[str, float]]:
     """([(requests, prompt tokens, output tokens) of each batch], figures) of a workload at its full size."""
-    clock = FakeClock()
-    figures = WORKLOADS[name](clock, VOCAB, 0)
-    return [(len(b.prompts), sum(b.prompt_lens), sum(b.output_lens)) for b in clock.batches], figures
+    batches, figures = run_of(name)
+    return [(len(b.prompts), sum(b.prompt_lens), sum(b.output_lens)) for b in batches], figures
 
 
 def test_mixed_with_seed_0_has_the_tokens_that_its_definition_names() -> None:
@@ -74,20 +81,15 @@ def test_rates_are_told_from_times() -> None:
 
 
 def test_requests_of_shared_have_the_cached_part_in_common_and_nothing_after_it() -> None:
-    clock = FakeClock()
-    workloads.shared(clock, VOCAB, 0)
-    first, together = clock.batches
+    (first, together), _ = run_of("shared")
     assert (first.num_shared, together.num_shared) == (0, 4096)
     assert {tuple(prompt[:4096]) for prompt in together.prompts} == {tuple(first.prompts[0][:4096])}
     assert len({tuple(prompt[4096:4112]) for prompt in together.prompts}) == 64
 
 
 def test_no_prompt_is_sent_twice_in_any_run_of_any_workload_but_the_shared_part() -> None:
-    clock = FakeClock()
-    for name in WORKLOADS:
-        for seed in range(2):
-            WORKLOADS[name](clock, VOCAB, seed)
-    starts = [tuple(prompt[:16]) for batch in clock.batches for prompt in batch.prompts if not batch.num_shared]
+    batches = [batch for name in WORKLOADS for seed in range(2) for batch in run_of(name, seed)[0]]
+    starts = [tuple(prompt[:16]) for batch in batches for prompt in batch.prompts if not batch.num_shared]
     assert len(set(starts)) == len(starts) > 600
 
 
