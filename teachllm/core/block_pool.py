@@ -1,8 +1,8 @@
-"""The block pool (lesson 02): all KV memory in equal blocks, the free ones in a list from the least recently used on.
+"""Pool the blocks (lesson 02): all KV memory in equal blocks, the free ones in a list, least recently used first.
 
     used    ref_count > 0, in the block table of that many requests
     cached  ref_count = 0 and has a hash: free, but a request with the same prefix may still claim it
-    free    ref_count = 0 and no hash: nobody can want its content
+    free    ref_count = 0 and no hash: no request can find its content
 
 Cached and free blocks wait in one doubly linked list. The head is handed out next, so a block's content lives
 until the list has turned over once. A prefix hit takes a cached block out of the middle: that is why the list
@@ -20,12 +20,12 @@ from itertools import islice
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """Something that happened to a block.
+    """Record what happened to a block.
 
     Attributes:
         kind: "allocate" (a request takes it empty), "hit" (a request shares its content), "commit" (its content
             becomes findable), "evict" (its content is forgotten), "free" (a request lets it go).
-        request_id: who, for allocate, hit, commit and free.
+        request_id: the request, for allocate, hit, commit and free.
         block_hash, parent_hash: of its content, for commit.
     """
 
@@ -66,16 +66,18 @@ class BlockPool:
         return len(self.blocks)
 
     def take(self, count: int) -> list[Block]:
-        """The `count` least recently used free blocks, now used once. They may still carry hashes: evict those first.
+        """Take the `count` least recently used free blocks, with one user each. Evict the hashes that they still carry.
 
         Raises:
-            IndexError: fewer are free.
+            IndexError: fewer blocks are free.
         """
         if count > self.num_free_blocks:
             raise IndexError(f"{count} blocks are wanted, {self.num_free_blocks} are free")
         blocks = list(islice(self.free_blocks(), count))
         if blocks:  # out of the ring all at once
-            self._ring.next, blocks[-1].next.previous = blocks[-1].next, self._ring
+            first_left = blocks[-1].next
+            self._ring.next = first_left
+            first_left.previous = self._ring
         for block in blocks:
             block.ref_count = 1
         self.num_free_blocks -= count
@@ -83,20 +85,20 @@ class BlockPool:
         return blocks
 
     def share(self, block: Block) -> None:
-        """One more user of a block, which leaves the free list if it was there."""
+        """Add a user to a block, which leaves the free list if it was there."""
         if block.ref_count == 0:
             self._unlink(block)
         block.ref_count += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """One user less of each; those without any become the most recently used of the free list, in this order."""
+        """Remove one user from each block; unused ones become the free list's most recently used, in this order."""
         for block in blocks:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._append(block)
 
     def free_blocks(self) -> Iterator[Block]:
-        """The free list from the block that goes next to the one that goes last."""
+        """Yield the free list, from the block that is taken next to the one that is taken last."""
         block = self._ring.next
         while block is not self._ring:
             yield block
@@ -104,13 +106,17 @@ class BlockPool:
 
     def _append(self, block: Block) -> None:
         last = self._ring.previous
-        block.previous, block.next = last, self._ring
-        last.next = self._ring.previous = block
+        block.previous = last
+        block.next = self._ring
+        last.next = block
+        self._ring.previous = block
         self.num_free_blocks += 1
         self.num_cached_blocks += block.block_hash is not None
 
     def _unlink(self, block: Block) -> None:
-        block.previous.next, block.next.previous = block.next, block.previous
-        block.previous = block.next = block
+        block.previous.next = block.next
+        block.next.previous = block.previous
+        block.previous = block
+        block.next = block
         self.num_free_blocks -= 1
         self.num_cached_blocks -= block.block_hash is not None

@@ -1,4 +1,4 @@
-"""Running ahead (lesson 09): plans that were handed out and whose sampled tokens the host has not seen yet.
+"""Run ahead (lesson 09): keep the plans that were handed out and whose sampled tokens the host has not seen yet.
 
 With asynchronous scheduling one plan is in flight while the next is made, with pipeline parallelism as many as
 there are stages. Each assumes the best of those before it: that every draft was accepted and nothing stopped.
@@ -20,14 +20,14 @@ from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, T
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """What a step changed for one request.
+    """Describe what a step changed for one request.
 
     Attributes:
         new_token_ids: ids appended to it, the stop token included.
-        num_drafted, num_accepted: drafts that were verified, and those that held.
+        num_drafted, num_accepted: drafts that were verified, and drafts that were accepted.
         logprobs: one entry for each new id, if asked for.
         prompt_logprobs: entries for the prompt tokens from index `start` + 1 on, if asked for.
-        start: the first token index its share of the step computed.
+        start: the index of the first token that the step computed for it.
         num_planned: drafts that it was to verify; a drafter may have found fewer.
     """
 
@@ -43,20 +43,20 @@ class RequestUpdate:
 
 @dataclass(slots=True)
 class PlanInFlight:
-    """A plan with the requests it names, and how often each had been preempted when it was made."""
+    """Hold a plan with its requests, and how often each had been preempted when the plan was made."""
 
     plan: SchedulerOutput
     requests: list[Request]
     generations: list[int]
 
     def is_late(self, index: int) -> bool:
-        """Whether the tokens of the plan's request `index` are no longer wanted."""
+        """Return whether the tokens of the plan's request `index` are no longer wanted."""
         request = self.requests[index]
         return request.finished or request.num_preemptions != self.generations[index]
 
 
 class PlansInFlight:
-    """The plans in flight, oldest first. They come back in order."""
+    """Keep the plans in flight, oldest first. They come back in order."""
 
     def __init__(self) -> None:
         self._plans: deque[PlanInFlight] = deque()
@@ -68,7 +68,7 @@ class PlansInFlight:
         self._plans.append(PlanInFlight(plan, requests, [request.num_preemptions for request in requests]))
 
     def pop(self, plan: SchedulerOutput) -> PlanInFlight:
-        """The oldest plan, which must be this one.
+        """Remove and return the oldest plan, which must be this one.
 
         Raises:
             ValueError: it is not.
@@ -78,24 +78,26 @@ class PlansInFlight:
         return self._plans.popleft()
 
     def pop_all(self, plan: SchedulerOutput) -> list[PlanInFlight]:
-        """This plan, which must be the oldest, and all after it."""
+        """Remove and return this plan, which must be the oldest, and all after it."""
         entries = [self.pop(plan), *self._plans]
         self._plans.clear()
         return entries
 
     def pinning_step(self, request: Request) -> int | None:
-        """The last step in flight that names the request and may still write to its blocks."""
+        """Return the last step in flight that names the request and may still write to its blocks."""
         return request.last_step if self._plans and request.last_step >= self._plans[0].plan.step else None
 
 
 def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate]:
-    """Gives each request of a plan its sampled tokens and takes back what was assumed and did not come true."""
+    """Give each request of a plan its sampled tokens and take back what was assumed and did not come true."""
     updates: list[RequestUpdate] = []
     for index, scheduled in enumerate(entry.plan.scheduled):
         if entry.is_late(index):
             continue
-        request, sampled = entry.requests[index], result.sampled_token_ids[index]
-        num_drafts, new_token_ids = len(scheduled.draft_token_ids), list[int]()
+        request = entry.requests[index]
+        sampled = result.sampled_token_ids[index]
+        num_drafts = len(scheduled.draft_token_ids)
+        new_token_ids: list[int] = []
         if scheduled.samples:
             if not 1 <= len(sampled) <= num_drafts + 1:
                 raise ValueError(f"{request.request_id}: {len(sampled)} tokens came back for {num_drafts} drafts")
@@ -109,7 +111,9 @@ def settle(entry: PlanInFlight, result: ModelRunnerOutput) -> list[RequestUpdate
                 request.draft_token_ids = result.draft_token_ids[index]
         num_accepted = min(len(sampled) - 1, len(new_token_ids)) if scheduled.samples else 0
         num_drafted = num_drafts if result.num_drafted is None else result.num_drafted[index]
-        logprobs = (result.logprobs[index] or [])[: len(new_token_ids)] or None if result.logprobs else None
+        logprobs = None
+        if result.logprobs:
+            logprobs = (result.logprobs[index] or [])[: len(new_token_ids)] or None
         prompt_logprobs = result.prompt_logprobs[index] if result.prompt_logprobs else None
         updates.append(
             RequestUpdate(

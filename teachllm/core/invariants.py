@@ -1,4 +1,4 @@
-"""What must hold after every step. A scheduler that breaks one of these gives wrong answers sooner or later.
+"""Check what must hold after every step. A scheduler that breaks one of these gives wrong answers sooner or later.
 
 Tests call `check` after every step; `--check-invariants` makes the engine do it too.
 """
@@ -22,8 +22,9 @@ def _require(holds: bool, message: str) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """A plan keeps to its limits: budget, sequences, one share a request, blocks for every token."""
-    budget, limit = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    """Check a plan's limits: the budget, the sequences, each request at most once, blocks for every token."""
+    budget = scheduler.max_num_batched_tokens
+    limit = scheduler.max_num_seqs
     _require(plan.num_tokens <= budget, f"step {plan.step}: {plan.num_tokens} tokens, the budget is {budget}")
     _require(len(plan.scheduled) <= limit, f"step {plan.step}: {len(plan.scheduled)} sequences, the limit is {limit}")
     names = [scheduled.request_id for scheduled in plan.scheduled]
@@ -31,25 +32,24 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     for scheduled in plan.scheduled:
         request = scheduler.requests[scheduled.request_id]
         room = len(request.block_ids) * scheduler.kv.block_size
-        _require(
-            scheduled.num_tokens > len(scheduled.draft_token_ids),
-            f"{scheduled.request_id}: a share without a known token",
-        )
+        has_known = scheduled.num_tokens > len(scheduled.draft_token_ids)
+        _require(has_known, f"{scheduled.request_id}: scheduled without a known token")
         _require(scheduled.start + scheduled.num_tokens <= room, f"{scheduled.request_id}: tokens without blocks")
 
 
 def check(scheduler: Scheduler) -> None:
-    """The books after a step.
+    """Check the scheduler's books after a step.
 
     Raises:
-        InvariantViolation: which one, with the numbers.
+        InvariantViolation: one is broken; the message has the numbers.
     """
     _check_blocks(scheduler)
     _check_requests(scheduler)
 
 
 def _check_blocks(scheduler: Scheduler) -> None:
-    kv, pool = scheduler.kv, scheduler.kv.pool
+    kv = scheduler.kv
+    pool = kv.pool
     free_list = list(pool.free_blocks())
     _require(len(free_list) == len(set(free_list)) == pool.num_free_blocks, "the free list lost or repeats a block")
     used = sum(block.ref_count > 0 for block in pool.blocks)
@@ -59,8 +59,9 @@ def _check_blocks(scheduler: Scheduler) -> None:
     _require(cached == pool.num_cached_blocks, f"{cached} free blocks are cached, not {pool.num_cached_blocks}")
     owners = Counter(block_id for request in scheduler.requests.values() for block_id in request.block_ids)
     owners.update(block_id for entries in kv.pinned.values() for _, ids in entries for block_id in ids)
-    for block in pool.blocks:  # thousands, after every step: no message is put together that nobody needs
-        if block.ref_count != (count := owners.get(block.block_id, 0)):
+    for block in pool.blocks:  # thousands, after every step: a message is formatted only when it is raised
+        count = owners.get(block.block_id, 0)
+        if block.ref_count != count:
             raise InvariantViolation(f"{block} stands in {count} tables")
         if block.block_hash and block not in kv.cache.blocks_with(block.block_hash):
             raise InvariantViolation(f"{block} has a hash and cannot be found by it")
@@ -76,7 +77,9 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    waiting, running, limit = list(scheduler.waiting), scheduler.running, scheduler.max_num_seqs
+    waiting = list(scheduler.waiting)
+    running = scheduler.running
+    limit = scheduler.max_num_seqs
     _require(len(running) <= limit, f"{len(running)} requests run, the limit is {limit}")
     listed = Counter(request.request_id for request in waiting + running)
     _require(listed == Counter(list(scheduler.requests)), "a request is in no queue, or in two")

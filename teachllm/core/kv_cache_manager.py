@@ -1,4 +1,4 @@
-"""Who owns which block (lessons 02 and 05): matching prefixes, allocating, committing content, and letting go.
+"""Manage the block tables (lessons 02 and 05): match prefixes, allocate, commit content, and free.
 
 The token at index i of a sequence lives in slot `block_table[i // block_size] * block_size + i % block_size`.
 A table only grows while its request runs. What each block may be doing:
@@ -9,7 +9,7 @@ A table only grows while its request runs. What each block may be doing:
     "own" becomes findable, and from then on read-only, when its last slot is scheduled to be written with a token
     that is known (in every layer KV is written before attention reads it, so a request of the same step may
     already share it). Hashing is put off until that step is under way, or another request begins with the same
-    tokens. "spare" was reserved for drafts that did not hold; the next tokens use it.
+    tokens. "spare" was reserved for drafts that were rejected; the next tokens use it.
 
 When a request ends while a plan in flight names it, its blocks stay pinned until that plan, which writes, retires.
 """
@@ -26,15 +26,15 @@ from teachllm.core.request import Request
 
 
 class KVCacheManager:
-    """The block tables of all requests over one pool.
+    """Keep the block tables of all requests over one pool.
 
     Args:
         num_blocks: blocks in the pool.
-        block_size: tokens a block.
+        block_size: tokens per block.
         enable_prefix_caching: False still shares blocks within a group (`n` completions of one prompt).
         root: digest of what decides the content of every block, see `prefix_cache.hash_root`.
         recomputes_last_hit: a drafter needs hidden states from just before where a request begins to compute.
-        make_pool, hash_block: pieces that may be your own: what hands out blocks, and what names their content.
+        make_pool, hash_block: build the pool, and hash a block's content; either may be your own.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KVCacheManager:
     # -- finding and taking --------------------------------------------------------------------------------
 
     def match(self, request: Request) -> list[Block]:
-        """The longest cached prefix of a request's known tokens. At least the last token is left to compute."""
+        """Return the longest cached prefix of a request's known tokens. At least the last token is left to compute."""
         findable = self._enable_prefix_caching or request.group is not None
         if not findable or request.sampling_params.prompt_logprobs is not None:
             return []
@@ -76,12 +76,12 @@ class KVCacheManager:
         return hits[:-1] if self._recomputes_last_hit else hits
 
     def num_missing_blocks(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> int:
-        """Blocks that leave the free list if the table is to cover `num_tokens` tokens."""
+        """Return how many blocks leave the free list if the table is to cover `num_tokens` tokens."""
         revived = sum(block.ref_count == 0 for block in hits)
         return max(-(-num_tokens // self.block_size) - len(request.block_ids) - len(hits), 0) + revived
 
     def allocate(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> list[int] | None:
-        """Extends the table, first by `hits`, then by new blocks, to cover `num_tokens` tokens.
+        """Extend the table, first by `hits`, then by new blocks, to cover `num_tokens` tokens.
 
         Returns:
             The block ids appended, or None, with nothing changed, if too few blocks are free.
@@ -105,8 +105,9 @@ class KVCacheManager:
     # -- content -------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
-        """Makes findable every block whose tokens are known and computed, or being computed by a plan in flight."""
-        first, end = request.num_committed_blocks, self._num_full_blocks(request)
+        """Make findable every block whose tokens are known and computed, or being computed by a plan in flight."""
+        first = request.num_committed_blocks
+        end = self._num_full_blocks(request)
         if first >= end:
             return
         hashes = self.cache.hashes(request, end)
@@ -118,20 +119,21 @@ class KVCacheManager:
         request.num_committed_blocks = end
 
     def commit_later(self, request: Request) -> None:
-        """As `commit`, at the next `commit_all`, or earlier if another request asks for what it would find."""
+        """Commit at the next `commit_all`, or earlier if another request looks up the same content."""
         first = request.num_committed_blocks
         if first < self._num_full_blocks(request):
             block_hash = self.cache.hashes(request, first + 1)[first]
             self._uncommitted.setdefault(block_hash, []).append(request)
 
     def commit_all(self) -> None:
-        """Does now what `commit_later` has put off."""
-        put_off, self._uncommitted = self._uncommitted, {}
+        """Do now what `commit_later` has put off."""
+        put_off = self._uncommitted
+        self._uncommitted = {}
         for request in chain.from_iterable(put_off.values()):
             self.commit(request)
 
     def _num_full_blocks(self, request: Request) -> int:
-        """Blocks that may be findable: their tokens are known, and computed or being computed."""
+        """Return how many blocks may be findable: their tokens are known, and computed or being computed."""
         if not self._enable_prefix_caching and request.group is None:
             return 0
         return min(len(request.token_ids), request.num_computed_tokens) // self.block_size
@@ -139,7 +141,7 @@ class KVCacheManager:
     # -- letting go ----------------------------------------------------------------------------------------
 
     def free(self, request: Request, until_step: int | None = None) -> None:
-        """Empties the table. The blocks stay pinned until `until_step` retires, if a plan in flight names them."""
+        """Empty the table. The blocks stay pinned until `until_step` retires, if a plan in flight names them."""
         self.commit_all()
         if until_step is None:
             self._release(request.request_id, request.block_ids)
@@ -149,7 +151,7 @@ class KVCacheManager:
         request.num_committed_blocks = 0
 
     def retire(self, step: int, failed: bool = False) -> None:
-        """A plan has come back: what was pinned for it is free, what it was to fill is filled; empty if it failed."""
+        """Free what was pinned for a plan that has come back; if it failed, forget the content that it was to write."""
         filled = self._committed.pop(step, ())
         if failed:
             self._forget(filled)
@@ -157,7 +159,7 @@ class KVCacheManager:
             self._release(request_id, block_ids)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the content of every free block."""
+        """Forget the content of every free block."""
         self._forget(self.pool.free_blocks())
 
     def _release(self, request_id: str, block_ids: list[int]) -> None:
@@ -180,12 +182,13 @@ class KVCacheManager:
         return len(self.pool) - self.pool.num_free_blocks
 
     def record_events(self) -> None:
-        """From now on block events are kept for `drain_events`."""
+        """Start keeping block events for `drain_events`."""
         self._events = []
 
     def drain_events(self) -> list[BlockEvent]:
-        """The events since the last call."""
-        events, self._events = self._events or [], self._events and []
+        """Return the events since the last call."""
+        events = self._events or []
+        self._events = self._events and []
         return events
 
     def _record(self, kind: str, blocks: Sequence[Block], request_id: str | None = None, *hashes: bytes) -> None:

@@ -1,8 +1,8 @@
-"""Where the memory goes (lesson 01): bytes of KV per token and per block, how many blocks fit, a table that says so.
+"""Plan the memory (lesson 01): bytes of KV per token and per block, how many blocks fit, and a table of it all.
 
     bytes per token = sum over layers of 2 (K and V) * num_kv_heads * head_size * dtype_bytes
 
-What everything else leaves of the budget is KV cache, and KV cache is how many tokens can be in the air at once.
+The KV cache gets what everything else leaves of the budget, and its size is how many tokens can be in the air at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one layer keeps per token; `window` is how many tokens back it looks, None for all."""
+    """Describe what one layer keeps per token; `window` is how many tokens back it looks, None for all."""
 
     num_kv_heads: int
     head_size: int
@@ -26,7 +26,7 @@ class KVCacheSpec:
 
 
 class NotEnoughMemoryError(ValueError):
-    """One line says what does not fit and what would; `table` says where the memory goes."""
+    """The memory is too small: one line says what does not fit and what would; `table` shows where the memory goes."""
 
     def __init__(self, message: str, table: str) -> None:
         super().__init__(f"{message}\n{table}")
@@ -34,7 +34,7 @@ class NotEnoughMemoryError(ValueError):
 
 
 def format_bytes(num_bytes: int) -> str:
-    """For people: 1.5 GiB, 12.0 KiB, 7 B."""
+    """Return a number of bytes for people: 1.5 GiB, 12.0 KiB, 7 B."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:
@@ -45,13 +45,13 @@ def format_bytes(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How a budget of bytes is shared out.
+    """Divide a budget of bytes.
 
     Attributes:
         budget: bytes the engine may use in all.
         weights, activations: bytes taken before the KV cache; buffers, graphs, libraries: the same, on a GPU.
         specs: one for each layer.
-        block_size: tokens a block.
+        block_size: tokens per block.
         max_model_len: the longest sequence, which must fit alone.
     """
 
@@ -67,7 +67,7 @@ class MemoryPlan:
 
     @property
     def taken(self) -> int:
-        """Bytes that are not KV cache."""
+        """Return the bytes that are not KV cache."""
         return self.weights + self.activations + self.buffers + self.graphs + self.libraries
 
     @property
@@ -80,11 +80,11 @@ class MemoryPlan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that fit in what is left."""
+        """Return how many blocks fit in what is left."""
         return max(self.budget - self.taken, 0) // self.bytes_per_block
 
     def of_blocks(self, num_blocks: int) -> MemoryPlan:
-        """The same with so many blocks, no more than these."""
+        """Return the same plan with a budget for exactly `num_blocks` blocks."""
         return replace(self, budget=self.taken + num_blocks * self.bytes_per_block)
 
     @property
@@ -92,13 +92,15 @@ class MemoryPlan:
         return self.num_blocks * self.block_size
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The table: what, how much, why."""
-        spec, layers = self.specs[0], len(self.specs)
+        """Return the table: what, how much, why."""
+        spec = self.specs[0]
+        layers = len(self.specs)
         size = f"{spec.dtype_bytes} bytes" if spec.dtype_bytes > 1 else "1 byte"
         formula = f"2 x {layers} layers x {spec.num_kv_heads} KV heads x {spec.head_size} x {size}"
         if any(other.bytes_per_token != spec.bytes_per_token for other in self.specs):
             formula = f"summed over {layers} layers of different shapes"
-        longest, kv_bytes = self.max_model_len, self.num_blocks * self.bytes_per_block
+        longest = self.max_model_len
+        kv_bytes = self.num_blocks * self.bytes_per_block
         on_gpu = [
             ("step buffers", self.buffers, "rows, block tables, attention's partial results"),
             ("CUDA graphs", self.graphs, "kept free for what recordings hold"),
@@ -106,7 +108,7 @@ class MemoryPlan:
         ]
         return [
             ("budget", format_bytes(self.budget), "what the engine may use"),
-            ("weights", format_bytes(self.weights), "read once a step"),
+            ("weights", format_bytes(self.weights), "read once per step"),
             ("activations", format_bytes(self.activations), "the largest step's, kept free"),
             *((what, format_bytes(amount), why) for what, amount, why in on_gpu if amount),
             ("KV per token", format_bytes(self.bytes_per_token), formula),

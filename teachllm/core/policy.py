@@ -1,7 +1,7 @@
-"""Who goes first, who gives way, and how much at once (lessons 03 and 06): a policy is a sort key and two questions.
+"""Order the requests (lessons 03 and 06): a policy is a sort key and two questions.
 
 The waiting queue is kept sorted by the key; when blocks run out, the running request with the largest key is
-preempted. So a preempted request, having arrived before all that still wait behind it, returns to the front by
+preempted. So a preempted request, which arrived before all others that still wait, returns to the head of the queue by
 itself. To try another order, write a class with these methods and pass it to `Scheduler`.
 """
 
@@ -18,17 +18,17 @@ Key = tuple[int, ...]
 
 class Policy(Protocol):
     def key(self, request: Request) -> Key:
-        """Smaller goes first; no two requests may have the same key."""
+        """Return the sort key: the smallest goes first, and no two requests may have the same."""
 
     def opens_batch(self, num_running: int) -> bool:
-        """Whether waiting requests may join now, asked once at the start of a step."""
+        """Return whether waiting requests may join now; called once at the start of a step."""
 
     def chunk(self, request: Request, num_tokens: int) -> int:
         """Return how many of the `num_tokens` that budget and settings allow to compute now; 0 passes it over."""
 
 
 class FirstComeFirstServed:
-    """Continuous batching in order of arrival."""
+    """Batch continuously, in order of arrival."""
 
     def key(self, request: Request) -> Key:
         return (request.arrival_index,)
@@ -41,14 +41,14 @@ class FirstComeFirstServed:
 
 
 class Priority(FirstComeFirstServed):
-    """The lower `priority` goes first, ties in order of arrival."""
+    """Put the lower `priority` first, ties in order of arrival."""
 
     def key(self, request: Request) -> Key:
         return (request.priority, request.arrival_index)
 
 
 class Static(FirstComeFirstServed):
-    """Static batching, to see what it wastes: no request joins until the whole batch has finished."""
+    """Batch statically, to see what it wastes: no request joins until the whole batch has finished."""
 
     def opens_batch(self, num_running: int) -> bool:
         return num_running == 0
@@ -58,7 +58,7 @@ POLICIES: dict[str, type[FirstComeFirstServed]] = {"fcfs": FirstComeFirstServed,
 
 
 class WaitingQueue:
-    """Waiting and preempted requests in the policy's order; each knows why it waits."""
+    """Keep waiting and preempted requests in the policy's order; each knows why it waits."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -82,7 +82,7 @@ class WaitingQueue:
             old_head.wait = Wait(WaitReason.BEHIND_HEAD)  # why it was refused as the head no longer matters
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it stands."""
+        """Remove a request from any position."""
         index = bisect_left(self._entries, self._policy.key(request), key=lambda entry: entry[0])
         assert self._entries[index][1] is request, "two requests share a policy key"
         del self._entries[index]

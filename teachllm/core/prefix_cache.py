@@ -1,4 +1,4 @@
-"""Prefix caching (lesson 05): full blocks are findable by a hash of everything that decided their content.
+"""Cache prefixes (lesson 05): full blocks are findable by a hash of everything that decided their content.
 
 A block's K and V depend on its tokens and on every token before them, so its hash covers its parent's hash, its
 token ids, and extra keys (adapter, cache salt). Equal hash means equal prefix, and finding a prefix is walking a
@@ -21,7 +21,7 @@ HASH_VERSION = 1
 
 
 def hash_block(parent: bytes, token_ids: array[int], extra_keys: tuple[str, ...] = ()) -> bytes:
-    """The 32-byte hash of a full block.
+    """Return the 32-byte hash of a full block.
 
     Args:
         parent: hash of the block before it, or the cache's root.
@@ -39,27 +39,31 @@ HashBlock = Callable[..., bytes]  # as `hash_block`
 
 
 def hash_root(*facts: object) -> bytes:
-    """The parent of every first block: a digest of what decides all KV (model, dtype, block size, ...)."""
+    """Return the parent of every first block: a digest of what decides all KV (model, dtype, block size, ...)."""
     return hash_block(b"", array("q", [HASH_VERSION]), tuple(str(fact) for fact in facts))
 
 
 class PrefixCache:
-    """Hash to block, for all blocks whose content is known, used or not.
+    """Map hashes to blocks, for all blocks whose content is known, used or not.
 
     Two requests may compute the same block at once, so several blocks can carry one hash; block tables are
     append-only, so neither is swapped for the other. Any of them answers.
     """
 
     def __init__(self, block_size: int, root: bytes, hash_block: HashBlock = hash_block) -> None:
-        self.block_size, self.root, self._hash_block = block_size, root, hash_block
+        self.block_size = block_size
+        self.root = root
+        self._hash_block = hash_block
         self._blocks: dict[bytes, dict[int, Block]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._blocks.values()))
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """The request's block hashes, at least `num_blocks` of them; its tokens must be known that far."""
-        hashes, token_ids, size = request.block_hashes, request.token_ids, self.block_size
+        """Return the request's block hashes, at least `num_blocks` of them; its tokens must be known that far."""
+        hashes = request.block_hashes
+        token_ids = request.token_ids
+        size = self.block_size
         if not hashes and num_blocks:
             hashes.append(self._hash_block(self.root, token_ids[:size], request.cache_keys))
         for start in range(len(hashes) * size, num_blocks * size, size):
@@ -67,20 +71,20 @@ class PrefixCache:
         return hashes
 
     def find(self, block_hash: bytes) -> Block | None:
-        """A block with this content, the longest known one if there are several."""
+        """Return a block with this content, the longest known one if there are several."""
         return next(iter(self._blocks.get(block_hash, {}).values()), None)
 
     def blocks_with(self, block_hash: bytes) -> list[Block]:
-        """All blocks with this content."""
+        """Return all blocks with this content."""
         return list(self._blocks.get(block_hash, {}).values())
 
     def insert(self, block: Block, block_hash: bytes) -> None:
-        """Makes a block findable."""
+        """Make a block findable."""
         block.block_hash = block_hash
         self._blocks.setdefault(block_hash, {})[block.block_id] = block
 
     def remove(self, block: Block) -> None:
-        """Forgets a block's content; nothing happens if it has none."""
+        """Forget a block's content; nothing happens if it has none."""
         if block.block_hash is None:
             return
         same = self._blocks[block.block_hash]

@@ -1,4 +1,4 @@
-"""A request: the tokens it knows, the tokens it has computed, and where it stands.
+"""Define a request: the tokens it knows, the tokens it has computed, and its status.
 
 The scheduler's one rule is about two numbers. `token_ids` are known (prompt and outputs); the KV of the first
 `num_computed_tokens` of them is in the cache. A step computes some of the others. While plans are in flight
@@ -6,7 +6,7 @@ The scheduler's one rule is about two numbers. `token_ids` are known (prompt and
 
     token_ids              | 0 ........ prompt ........ | ... outputs ... |              known on the host
     num_in_flight_tokens                                                  | + 1 + drafts | each plan may append
-    num_computed_tokens    | 0 ................................................. |         if all drafts hold
+    num_computed_tokens    | 0 ................................................. |         if all drafts are accepted
 
 `Scheduler.update` moves what came true from the second line to the first and takes back the rest.
 """
@@ -23,7 +23,7 @@ from teachllm.sampling_params import SamplingParams
 
 
 class RequestStatus(Enum):
-    """Every request is in exactly one of these."""
+    """Name the states of a request; it is in exactly one of them."""
 
     WAITING = "waiting"  # in the queue, holds no blocks
     RUNNING = "running"  # admitted, holds blocks
@@ -38,7 +38,7 @@ class FinishReason(Enum):
 
 
 class WaitReason(Enum):
-    """Why a request waits, decided at the branch that refuses it. The value is the sentence shown to people."""
+    """Name why a request waits, decided at the branch that refuses it. The value is the sentence shown to people."""
 
     BEHIND_HEAD = "behind the head of the queue"
     TOKEN_BUDGET = "needs {needed} tokens of the step's budget, {available} left"
@@ -50,7 +50,7 @@ class WaitReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait reason with its numbers."""
+    """Hold a wait reason with its numbers."""
 
     reason: WaitReason
     needed: int = 0
@@ -63,7 +63,7 @@ class Wait:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One completion being generated.
+    """Track one completion that is being generated.
 
     Attributes:
         token_ids: prompt and outputs known so far, packed: hashed, and sent to a worker, as they lie in memory.
@@ -76,7 +76,7 @@ class Request:
         waits_for_ids: never runs ahead (a grammar or a drafter on the host needs the sampled ids).
         max_len: longest the sequence may get; set when the scheduler takes it.
         draft_token_ids: proposals for the tokens after the known ones; -1 where only the device knows them.
-        draft_hits, draft_trials: how many of its drafts held, and how many were put to the test; the `DraftLength`
+        draft_hits, draft_trials: how many of its drafts were accepted, and how many were verified; the `DraftLength`
             that counts them may forget old ones.
         block_ids: the block table; append-only while it runs.
         block_hashes: of the full blocks of known tokens, as far as they were needed.
@@ -135,12 +135,12 @@ class Request:
 
     @property
     def num_expected_tokens(self) -> int:
-        """Length of the sequence once every plan in flight has come true, all drafts accepted."""
+        """Return the length of the sequence once every plan in flight has come true, all drafts accepted."""
         return len(self.token_ids) + self.num_in_flight_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens still to compute, of those it knows and those in flight: what the scheduler hands out."""
+        """Return the number of known and in-flight tokens still to compute, which the scheduler hands out."""
         return len(self.token_ids) + self.num_in_flight_tokens - self.num_computed_tokens
 
     @property
@@ -149,17 +149,18 @@ class Request:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """All ids that end the output."""
+        """Return all ids that end the output."""
         own = frozenset(self.sampling_params.stop_token_ids)
         return own if self.sampling_params.ignore_eos else own | self.eos_token_ids
 
     def longest(self, max_model_len: int, block_size: int, num_blocks: int) -> int:
-        """How long the sequence may get, if the cache can hold that much.
+        """Return how long the sequence may get, if the cache can hold that much.
 
         Raises:
             ValueError: its prompt is empty, or it could never run; the message has the numbers.
         """
-        num_prompt, max_tokens = self.num_prompt_tokens, self.sampling_params.max_tokens
+        num_prompt = self.num_prompt_tokens
+        max_tokens = self.sampling_params.max_tokens
         if num_prompt == 0:
             raise ValueError("the prompt is empty: it needs at least one token")
         if num_prompt + 1 > max_model_len:
@@ -168,7 +169,8 @@ class Request:
                 f"output token: shorten it to {max_model_len - 1}, or raise max_model_len"
             )
         longest = max_model_len if max_tokens is None else min(num_prompt + max_tokens, max_model_len)
-        if (needed := -(-longest // block_size)) > num_blocks:
+        needed = -(-longest // block_size)
+        if needed > num_blocks:
             raise ValueError(
                 f"prompt and output may reach {longest} tokens, {needed} blocks of {block_size}, and the KV "
                 f"cache has {num_blocks}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
@@ -176,20 +178,21 @@ class Request:
         return longest
 
     def append(self, token_id: int) -> bool:
-        """Takes a sampled id; returns whether the output ends with it, having set why."""
+        """Append a sampled id; return whether the output ends with it, and set the reason if so."""
         self.token_ids.append(token_id)
         params = self.sampling_params
         if self.num_output_tokens >= params.min_tokens:
             if token_id in self.eos_token_ids and not params.ignore_eos:
                 self.finish_reason = FinishReason.STOP
             elif token_id in params.stop_token_ids:
-                self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
+                self.finish_reason = FinishReason.STOP
+                self.stop_reason = token_id
         if self.finish_reason is None and len(self.token_ids) >= self.max_len:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason is not None
 
     def new_row(self) -> NewRow:
-        """What a worker needs to know of it."""
+        """Return what a worker needs to open a row for it."""
         return NewRow(
             token_ids=self.token_ids[:],
             num_prompt_tokens=self.num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""The scheduler (lessons 03, 04 and 06): who computes which tokens in the next step. One rule does everything.
+"""Schedule requests (lessons 03, 04 and 06): choose the tokens of each step. One rule does everything.
 
 A request has tokens it knows and tokens it has computed; each step hands out a token budget so that computed
 catches up with known. A prompt has many tokens still to compute, a decode has one. Chunked prefill is a budget smaller
@@ -35,15 +35,15 @@ Chosen = dict[Request, tuple[int, list[int]]]  # request -> (tokens, new blocks)
 
 
 class Scheduler:
-    """Queues, budget and blocks of one engine.
+    """Manage the queues, budget and blocks of one engine.
 
     Args:
         config: a resolved configuration.
         num_blocks: KV blocks in the pool.
         cache_root: digest of what decides all KV, see `prefix_cache.hash_root`.
         policy: overrides `config.scheduling_policy`.
-        overrides: of its `KVCacheManager`, by name.
-        draft_length: how far the worker's drafter is to go; None: there is no drafter.
+        overrides: arguments of its `KVCacheManager`, by name.
+        draft_length: decides how many tokens the worker's drafter proposes; None: there is no drafter.
     """
 
     def __init__(
@@ -63,9 +63,15 @@ class Scheduler:
         self.policy = policy or POLICIES[config.scheduling_policy]()
         self.draft_length = draft_length
         self.drafter_len: int | None = None  # tokens of the drafter's context, if that is shorter than the model's
-        caching, speculation = bool(config.enable_prefix_caching), config.speculative_config
-        recomputes = speculation is not None and speculation.reads_features
-        self.kv = KVCacheManager(num_blocks, config.block_size, caching, cache_root, recomputes, **overrides)
+        speculation = config.speculative_config
+        self.kv = KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=bool(config.enable_prefix_caching),
+            root=cache_root,
+            recomputes_last_hit=speculation is not None and speculation.reads_features,
+            **overrides,
+        )
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []
@@ -74,15 +80,15 @@ class Scheduler:
         self.num_preemptions = 0
         self._arrivals = count()
         self._dropped: list[str] = []  # rows that the next plan tells the worker to close
-        self._preempted: list[str] = []  # those of them that it reports as preempted
-        self._chunks = config.enable_chunked_prefill and config.enable_kv_cache  # a gap may take several steps
+        self._preempted: list[str] = []  # the dropped ones that it reports as preempted
+        self._chunks = config.enable_chunked_prefill and config.enable_kv_cache  # a prompt may take several steps
         self._budget = 0
         self._short_of_blocks = False  # in this step a running request found too few
 
-    # -- doors ---------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Queue a request.
 
         Raises:
             ValueError: its id is taken, its prompt is empty, or it could never run; the message has the numbers.
@@ -91,19 +97,21 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is already in use")
         request.max_len = request.longest(self.max_model_len, self.kv.block_size, len(self.kv.pool))
         if not self.config.enable_kv_cache:  # scratch blocks last one step
-            request.waits_for_ids, request.group = True, None
+            request.waits_for_ids = True
+            request.group = None
         elif request.group is not None and not self.config.enable_prefix_caching:
-            request.cache_keys += (f"group {request.group}",)  # found by its siblings and nobody else
+            request.cache_keys += (f"group {request.group}",)  # found by its siblings only
         request.arrival_index = next(self._arrivals)
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool:
-        """Ends a request from outside: an abort, or a stop string. False if it has ended already."""
+        """End a request from outside: an abort, or a stop string. Return False if it has ended already."""
         request = self.requests.get(request_id)
         if request is None:
             return False
-        request.finish_reason, request.stop_reason = reason, stop_reason
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
         self._end(request)
         return True
 
@@ -114,10 +122,11 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """The next plan. It is empty if nobody can compute anything now; such a plan is not executed."""
+        """Return the next plan. It is empty if no request can compute anything now; such a plan is not executed."""
         self.kv.commit_all()
         plan = SchedulerOutput(step=self.num_steps)
-        self._budget, self._short_of_blocks = self.max_num_batched_tokens, False
+        self._budget = self.max_num_batched_tokens
+        self._short_of_blocks = False
         open_to_join = self.policy.opens_batch(len(self.running))
         self._schedule_running(plan)
         self._schedule_waiting(plan, open_to_join)
@@ -126,8 +135,10 @@ class Scheduler:
         if self.draft_length is not None and plan.scheduled:
             ask_for_drafts(plan, self.requests, self.kv, self.draft_length, self.drafter_len, has_blocks)
         if plan.scheduled:
-            plan.dropped, self._dropped = self._dropped, []
-            plan.preempted, self._preempted = self._preempted, []
+            plan.dropped = self._dropped
+            plan.preempted = self._preempted
+            self._dropped = []
+            self._preempted = []
             self.num_steps += 1
             self.in_flight.push(plan, [self.requests[scheduled.request_id] for scheduled in plan.scheduled])
         return plan
@@ -136,9 +147,9 @@ class Scheduler:
         chosen: Chosen = {}
         decodes = [request for request in self.running if request.num_uncomputed_tokens <= 1]
         prompts = [request for request in self.running if request.num_uncomputed_tokens > 1]
-        # Decodes first. A pipeline's plans share them out: all in one would leave nothing for the other stages.
-        share = -(-len(decodes) // self.config.pipeline_parallel_size)
-        ready = list(filter(self._can_compute, decodes))[:share]
+        # Decodes first. A pipeline's plans divide them: all in one would leave nothing for the other stages.
+        most_decodes = -(-len(decodes) // self.config.pipeline_parallel_size)
+        ready = list(filter(self._can_compute, decodes))[:most_decodes]
         for request in [*ready, *filter(self._can_compute, prompts)]:
             num_tokens = self._chunk(request, request.num_uncomputed_tokens)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
@@ -151,7 +162,7 @@ class Scheduler:
             self._launch(plan, request, num_tokens, new_blocks)
 
     def _make_room(self, request: Request, num_tokens: int, chosen: Chosen) -> list[int] | None:
-        """Blocks for the first `num_tokens` tokens, preempting from the back of the policy's order if it must."""
+        """Return new blocks for the first `num_tokens` tokens, preempting from the end of the policy's order."""
         while (new_blocks := self.kv.allocate(request, num_tokens)) is None:
             self._short_of_blocks = True
             if self.kv.pinned or not self.config.enable_kv_cache:
@@ -172,7 +183,7 @@ class Scheduler:
                 return
 
     def _admit(self, plan: SchedulerOutput, request: Request, open_to_join: bool) -> Wait | None:
-        """Starts a waiting request, or says why not."""
+        """Start a waiting request, or return why not."""
         if not open_to_join:
             return Wait(WaitReason.STATIC_BATCH, len(self.running))
         if len(self.running) >= self.max_num_seqs:
@@ -215,22 +226,30 @@ class Scheduler:
     def _launch(
         self, plan: SchedulerOutput, request: Request, num_tokens: int, new_blocks: list[int], new: bool = False
     ) -> None:
-        """Writes a request's share into the plan and counts its tokens as computed."""
+        """Add a request to the plan and count its scheduled tokens as computed."""
         start = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
         samples = request.num_uncomputed_tokens == 0
         request.num_in_flight_tokens += samples
         request.last_step = plan.step
         self.kv.commit_later(request)
-        first_new, row = len(request.block_ids) - len(new_blocks), request.new_row() if new else None
         plan.scheduled.append(
-            ScheduledRequest(request.request_id, start, num_tokens, [], samples, first_new, new_blocks, row)
+            ScheduledRequest(
+                request_id=request.request_id,
+                start=start,
+                num_tokens=num_tokens,
+                draft_token_ids=[],
+                samples=samples,
+                first_new_block=len(request.block_ids) - len(new_blocks),
+                new_block_ids=new_blocks,
+                new_row=request.new_row() if new else None,
+            )
         )
 
-    # -- what came of it -----------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
-        """Takes the oldest plan's result: appends tokens, rolls back rejected drafts, commits, ends, frees."""
+        """Take the oldest plan's result: append tokens, roll back rejected drafts, commit, end, free."""
         updates = settle(self.in_flight.pop(plan), result)
         for update in updates:
             request = update.request
@@ -246,17 +265,17 @@ class Scheduler:
         return updates
 
     def fail(self, plan: SchedulerOutput) -> None:
-        """The oldest plan could not be executed: it and all that built on it start over as after a preemption."""
+        """Start the oldest plan, which failed, and all after it over, as after a preemption."""
         for entry in self.in_flight.pop_all(plan):
             for index, request in enumerate(entry.requests):
                 if not entry.is_late(index):
                     self._preempt(request)
             self.kv.retire(entry.plan.step, failed=True)
-            self._dropped += entry.plan.dropped  # the worker may not have come to it
+            self._dropped += entry.plan.dropped  # the worker may not have done it
             self._preempted += entry.plan.preempted
 
     def _preempt(self, request: Request) -> None:
-        """Takes a running request's blocks; it keeps its tokens and queues again, before all that arrived later."""
+        """Take a running request's blocks; it keeps its tokens and queues again, before all that arrived later."""
         self._leave(request)
         self._preempted.append(request.request_id)
         request.num_computed_tokens = request.num_in_flight_tokens = 0

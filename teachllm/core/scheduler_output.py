@@ -1,6 +1,6 @@
-"""All that crosses between the scheduler and a worker: a plan goes down, sampled token ids come back.
+"""Define what crosses between the scheduler and a worker: a plan goes down, sampled token ids come back.
 
-Plain integers on both ways, so that the same plan can be executed in this process, sent to another one, or
+Plain integers both ways, so that the same plan can be executed in this process, sent to another one, or
 replayed from a trace. The worker keeps a row per request (its tokens, its block table); a plan therefore
 carries only what changed.
 """
@@ -16,7 +16,7 @@ from teachllm.sampling_params import SamplingParams
 
 @dataclass(slots=True, frozen=True)
 class NewRow:
-    """What a worker needs to open a row: for a new request, or again after a preemption.
+    """Hold what a worker needs to open a row: for a new request, or again after a preemption.
 
     Attributes:
         token_ids: prompt and outputs known so far.
@@ -37,7 +37,7 @@ class NewRow:
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One request's share of a step: compute tokens [start, start + num_tokens).
+    """Schedule one request in a step: compute its tokens [start, start + num_tokens).
 
     Attributes:
         start: index in the sequence of the first token to compute. While a plan that samples for this request
@@ -47,8 +47,8 @@ class ScheduledRequest:
         samples: whether the last known token is among them, so that a next one is sampled.
         new_block_ids: entries to write into the block table from index `first_new_block` on.
         new_row: set when the worker has no row for this request (new, or resumed).
-        num_next_drafts, why: so many drafts the worker is to propose for the step after this one, and the reason; of a
-            request that does not sample yet, whether its drafter is to follow at all.
+        num_next_drafts, why: how many drafts the worker is to propose for the step after this one, and the reason; for
+            a request that does not sample yet, whether its drafter is to follow at all.
     """
 
     request_id: str
@@ -65,14 +65,14 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's plan.
+    """Plan one step.
 
     Attributes:
         step: counts from 0.
-        scheduled: who computes what; a request appears at most once.
+        scheduled: what each request computes; a request appears at most once.
         dropped: request ids whose rows the worker must close, if open, before it opens new ones (finished, aborted,
             or preempted since the plan before). After a failed step an id may be named again.
-        preempted: those of them that were preempted.
+        preempted: the dropped ones that were preempted.
     """
 
     step: int
@@ -87,7 +87,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, before penalties and temperature.
+    """Hold log-probabilities at one position, before penalties and temperature.
 
     Attributes:
         token_id, logprob, rank: of the sampled (or, for a prompt, the given) token; rank 1 is the most likely.
@@ -103,18 +103,18 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What a step produced, aligned with `SchedulerOutput.scheduled`.
+    """Hold what a step produced, aligned with `SchedulerOutput.scheduled`.
 
     Attributes:
         sampled_token_ids: per request the accepted drafts and the one token after them; empty if it did not sample.
         logprobs: per request one entry for each sampled id; None where not asked for.
         prompt_logprobs: per request, entries for prompt tokens [start + 1, start + num_tokens + 1) that exist.
-        num_drafted: per request, how many of its drafts the drafter stood behind; None: all.
+        num_drafted: per request, how many of its drafts the drafter really proposed; None: all.
         draft_token_ids: proposals for the next steps, -1 where they stay on the device; None without a drafter.
-        seconds: that a device took which works on its own, where that is asked for.
+        seconds: device time of the step, on a device with its own queue, where asked for.
         expert_load: per layer with experts, how many of the step's tokens each expert got; None: not counted.
         graph_mode: "full", "piecewise" or "eager" on a GPU: how much of the step was replayed from CUDA graphs.
-        ranks: what each rank did, as a trace tells it; None: there is one, or nobody wants to know.
+        ranks: what each rank did, in a trace's form; None: there is one rank, or no trace.
     """
 
     sampled_token_ids: list[list[int]]

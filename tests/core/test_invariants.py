@@ -149,7 +149,7 @@ def test_a_share_that_makes_no_sense_is_found() -> None:
     with pytest.raises(InvariantViolation, match="a: tokens without blocks"):
         invariants.check_plan(scheduler, plan)
     share.num_tokens, share.draft_token_ids = 1, [5]
-    with pytest.raises(InvariantViolation, match="a: a share without a known token"):
+    with pytest.raises(InvariantViolation, match="a: scheduled without a known token"):
         invariants.check_plan(scheduler, plan)
     plan.scheduled[0] = plan.scheduled[1]
     with pytest.raises(InvariantViolation, match="schedules a request twice"):
