@@ -91,7 +91,7 @@ watch.add("B", INSTRUCTIONS + QUESTIONS[1], max_tokens=12)
 watch.step()
 
 # %% [markdown]
-# B's share starts far behind token 0: everything before was found. The tables show which blocks both read.
+# B's scheduled tokens start long after token 0: everything before was found. The tables show which blocks both read.
 
 # %%
 watch.tables()

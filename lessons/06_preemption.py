@@ -39,7 +39,7 @@ crowded.timeline()
 
 # %% [markdown]
 # C was running like the others, and then stopped in the middle of its answer. It waits until A and B are done, begins
-# again with one large share (full colour), and goes on as if nothing had happened. An engine that refused C at the
+# again with many tokens in one step (full colour), and goes on as if nothing had happened. An engine that refused C at the
 # start would have left memory empty for half of the time; one that had no way to stop C would have hung.
 #
 # ## Show: one place decides
@@ -107,7 +107,7 @@ yours = None
 
 while "C" not in (scheduled := watch.step().scheduled):
     pass
-predict("C's first share after its return, tokens:", yours, scheduled["C"]["num_tokens"])
+predict("tokens scheduled for C on its return:", yours, scheduled["C"]["num_tokens"])
 
 # %%
 watch.run()

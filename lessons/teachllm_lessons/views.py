@@ -98,7 +98,7 @@ def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, 
     Args:
         lines: a trace's, behind its header.
         first, last: steps to show.
-        numbers: tokens of each share in its cell.
+        numbers: each request's scheduled tokens in its cell.
     """
     names = [line["request_id"] for line in lines if line["event"] == "arrival"]
     names = list(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""How many tokens were to be drafted next, how often, and why: the `next_draft` of a trace's shares, put together."""
+"""Count how many tokens were to be drafted next, and why: the `next_draft` of a trace's scheduled requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 
 @dataclass(frozen=True)
 class DraftLengthCount:
-    """One length with one reason.
+    """Count how often one length was chosen for one reason.
 
     Attributes:
         length: tokens to draft.
-        count: shares of steps for which it was chosen.
-        why: the reason; where its numbers differed from share to share, from the smallest to the largest.
+        count: scheduled requests, over all steps, for which it was chosen.
+        why: the reason; where its numbers differed between them, from the smallest to the largest.
     """
 
     length: int
@@ -28,7 +28,7 @@ class DraftLengthCount:
 
 
 def draft_lengths(steps: Iterable[Line]) -> list[DraftLengthCount]:
-    """The most frequent first. Shares that gave no token are left out: nothing is drafted within a prompt."""
+    """Return the most frequent first, without requests that sampled no token: nothing is drafted within a prompt."""
     found: dict[tuple[int, tuple[str, ...]], list[list[str]]] = defaultdict(list)
     for scheduled in (scheduled for step in steps for scheduled in step["scheduled"]):
         if "next_draft" in scheduled and scheduled.get("num_sampled"):

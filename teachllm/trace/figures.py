@@ -127,7 +127,7 @@ def figures(lines: Iterable[str | Event]) -> Figures:
 
 
 def _num_drafted(scheduled: Event) -> int:
-    """Drafts of a share that were verified, and by which the drafter stood; of one that came too late, none."""
+    """Return the verified drafts that the drafter proposed for a scheduled request; 0 if its result came too late."""
     num_draft: int = scheduled.get("num_draft", 0) if scheduled.get("num_sampled") else 0
     return min(scheduled.get("num_proposed", num_draft), num_draft)
 

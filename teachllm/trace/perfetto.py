@@ -2,7 +2,7 @@
 
     engine     the host's parts of each step one after the other; the steps themselves, which overlap when it runs
                ahead; counters of blocks, tokens and requests
-    requests   a row each: waiting, with the reason, then a slice for each step it has a share in
+    requests   a row each: waiting, with the reason, then a slice for each step that schedules it
     ranks      if there are several, a row each: its part of each step, the exchanges inside, and bytes sent
 
 Source: "Trace Event Format", the Chromium project.
@@ -115,7 +115,7 @@ class _Requests:
         for scheduled in line["scheduled"]:
             name = scheduled["request_id"]
             if name not in self._since:
-                continue  # it has ended, and its share came too late
+                continue  # it had ended before this step's result came
             if name in self._reason:
                 yield from self._waited(name, start)
             begin = max(start, self._since[name])  # running ahead, steps overlap; what is shown of one does not

@@ -167,13 +167,13 @@ def _check_step(line: Line) -> None:
         raise ReplayError(f"'expert_load' is {load!r}, not the tokens of each expert by layer")
     for scheduled in line["scheduled"]:
         if not {"request_id", "start", "num_tokens", "phase"} <= scheduled.keys():
-            raise ReplayError("a share that does not say whose it is, its start, num_tokens and phase")
+            raise ReplayError("a scheduled request without request_id, start, num_tokens or phase")
         if scheduled.get("num_sampled", 0) > scheduled["num_tokens"]:
-            raise ReplayError(f"a share of {scheduled['num_tokens']} tokens that yields {scheduled['num_sampled']}")
+            raise ReplayError(f"{scheduled['num_tokens']} scheduled tokens yield {scheduled['num_sampled']}")
         match scheduled.get("next_draft", [0, ""]):
             case [int(), str()]:
                 continue
-        raise ReplayError(f"'next_draft' of a share is {scheduled['next_draft']!r}, not a number and a reason")
+        raise ReplayError(f"'next_draft' of a scheduled request is {scheduled['next_draft']!r}, not a number and a reason")
 
 
 def _check_ranks(line: Line) -> None:

@@ -8,7 +8,7 @@ The pool follows from the block events alone. All blocks are free at first, and 
     evict      it loses it
     free       a request lets go; with the last one the block goes to the end of the list
 
-Requests follow from arrivals, shares and ends. An event that cannot have happened is an error, so a whole trace that
+Requests follow from arrivals, scheduled tokens and ends. An event that cannot have happened is an error, so a whole trace that
 replays is sound.
 """
 
@@ -221,7 +221,7 @@ class Replay:
 
 
 def num_computed_after(scheduled: Line) -> int:
-    """Tokens of a request whose KV is in the cache after its share of a step; rejected drafts do not count."""
+    """Return the tokens of a request whose KV is in the cache after a step, rejected drafts not counted."""
     num_rejected: int = scheduled.get("num_draft", 0) - scheduled.get("num_accepted", 0)
     return scheduled["start"] + scheduled["num_tokens"] - num_rejected
 

@@ -179,4 +179,4 @@ def test_a_next_draft_that_is_no_number_with_a_reason_is_a_broken_line(wrong: An
     line = json.loads(lines[2])
     line["scheduled"][0]["next_draft"] = wrong
     problem = parse_trace([*lines[:2], json.dumps(line)]).problem
-    assert problem is not None and problem.startswith("line 3: 'next_draft' of a share is")
+    assert problem is not None and problem.startswith("line 3: 'next_draft' of a scheduled request is")

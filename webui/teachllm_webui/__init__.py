@@ -1,1 +1,1 @@
-"""The visualizer of block tables and batch timelines. It comes later; this package holds its place."""
+"""The visualizer: draw a trace's block tables, batch timeline, ranks and metrics in the browser."""

@@ -1,7 +1,7 @@
 """A trace whose beginning is missing: what is left of it, told so that it makes sense on its own.
 
-Who comes late to a server finds lines about requests that arrived before. Nothing can be said of those, so they are
-taken out: their shares, their blocks, their ends. What is left is whole for every request that arrives from here on.
+A viewer that connects late finds lines about requests that arrived before. Nothing can be said of those, so they are
+taken out: their scheduled tokens, blocks and ends. What is left is whole for every request that arrives from here on.
 The blocks of the others look free until they really are, and in which order blocks are reused is not known: the header
 gets `is_partial`, by which a view knows not to expect one.
 """

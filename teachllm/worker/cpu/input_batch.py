@@ -175,7 +175,7 @@ class InputBatch(Rows):
         return StepInputs(self._tensor(input_ids), self._tensor(positions), metadata, rows, starts, query_ends)
 
     def _write(self, row: int, scheduled: ScheduledRequest, drafts: Sequence[int]) -> int:
-        """Brings a row up to date with its share of the plan; returns where its computation truly starts."""
+        """Update a row for its scheduled request and return the index at which its computation actually starts."""
         first, known = scheduled.first_new_block, int(self._num_known[row])
         self._block_table[row, first : first + len(scheduled.new_block_ids)] = scheduled.new_block_ids
         self._token_ids[row, known : known + len(drafts)] = drafts

@@ -235,21 +235,23 @@
 
     _tell(line, state) {
       const waiting = [...state.live].filter((id) => state.requests.get(id).status !== "running");
-      const shares = line ? line.scheduled : [];
+      const scheduled = line ? line.scheduled : [];
       patch(this.told, { "data-timeline-step": line ? String(line.step) : null });
-      const entries = [...shares.map((share) => [share.request_id, share]), ...waiting.map((id) => [id, null])];
+      const entries = [...scheduled.map((each) => [each.request_id, each]), ...waiting.map((id) => [id, null])];
       list(this.told, entries, {
-        key: ([id, share]) => `${share ? "s" : "w"} ${id}`,
+        key: ([id, scheduled]) => `${scheduled ? "s" : "w"} ${id}`,
         create: () => h("li"),
-        update: (item, [id, share]) => {
+        update: (item, [id, scheduled]) => {
           const { status, wait } = state.requests.get(id);
           const refused = wait ? wait[1] : "has just arrived";
-          const what = share ? `${share.phase}, ${format.count(share.num_tokens, "token")}` : `${status}, ${refused}`;
+          const what = scheduled
+            ? `${scheduled.phase}, ${format.count(scheduled.num_tokens, "token")}`
+            : `${status}, ${refused}`;
           patch(item, {
             text: `${id}: ${what}`,
             "data-request": id,
-            "data-phase": share ? share.phase : status,
-            "data-num-tokens": share ? String(share.num_tokens) : null,
+            "data-phase": scheduled ? scheduled.phase : status,
+            "data-num-tokens": scheduled ? String(scheduled.num_tokens) : null,
           });
         },
       });

@@ -110,7 +110,7 @@
         if (!cell) continue;
         const [x, w] = batch.span(k);
         const box = { x: GUTTER + x - left, y, w, h: height - 1, faded };
-        if (cell.share) this._paintShare(cell, color, box);
+        if (cell.scheduled) this._paintScheduled(cell, color, box);
         else if (cell.kind === "preempted") this._paintPreempted(box);
         else this._paintWait(row, cell, k, k0, end, box);
         if (k === row.last) {
@@ -121,18 +121,18 @@
       }
     }
 
-    _paintShare(cell, color, { x, y, w, h, faded }) {
+    _paintScheduled(cell, color, { x, y, w, h, faded }) {
       const { plot, batch } = this;
-      const { share } = cell;
+      const { scheduled } = cell;
       const { ink } = batch.context.colors;
-      const solid = share.phase === "prefill";
+      const solid = scheduled.phase === "prefill";
       plot.fillStyle = color.css;
       plot.globalAlpha = faded * (solid ? 1 : 0.38);
       plot.fillRect(x + 0.5, y + 1, Math.max(w - 1, 0.7), h - 2);
-      if (share.num_draft) this._paintDrafts(share, color, { x, y, w, h, faded });
+      if (scheduled.num_draft) this._paintDrafts(scheduled, color, { x, y, w, h, faded });
       if (cell.preempted) this._paintPreempted({ x, y, w: 3, h, faded });
-      const drafts = `${share.num_accepted}/${share.num_draft}`;
-      const texts = share.num_draft ? [`+${drafts}`, drafts] : [String(share.num_tokens)];
+      const drafts = `${scheduled.num_accepted}/${scheduled.num_draft}`;
+      const texts = scheduled.num_draft ? [`+${drafts}`, drafts] : [String(scheduled.num_tokens)];
       const text = texts.find((longest) => w >= 5 + 5 * longest.length);
       if (h < 9 || !text) return;
       plot.globalAlpha = faded;
@@ -142,10 +142,10 @@
     }
 
     // From the bottom: the accepted ones solid, above them the rejected ones hatched.
-    _paintDrafts(share, color, { x, y, w, h, faded }) {
+    _paintDrafts(scheduled, color, { x, y, w, h, faded }) {
       const { plot } = this;
-      const part = (h - 2) / (share.num_draft + 1);
-      const accepted = part * share.num_accepted;
+      const part = (h - 2) / (scheduled.num_draft + 1);
+      const accepted = part * scheduled.num_accepted;
       plot.globalAlpha = faded;
       plot.fillStyle = color.css;
       plot.fillRect(x + 0.5, y + h - 1 - accepted, w - 1, accepted);
@@ -260,11 +260,11 @@
     const { label } = timeline.palette.of(row.id);
     const title = `${label} · ${row.id} in step ${timeline.steps[k].step}`;
     const data = { "data-card": "cell", "data-card-id": row.id, "data-card-step": String(k) };
-    if (!cell.share) return { title, data, facts: [["status", cell.kind], ["waits", cell.words]] };
-    const { start, num_tokens: n, num_draft: planned, num_accepted: accepted, text } = cell.share;
-    const { num_proposed: drafts = planned, next_draft: next } = cell.share;
+    if (!cell.scheduled) return { title, data, facts: [["status", cell.kind], ["waits", cell.words]] };
+    const { start, num_tokens: n, num_draft: planned, num_accepted: accepted, text } = cell.scheduled;
+    const { num_proposed: drafts = planned, next_draft: next } = cell.scheduled;
     const computes = `${format.count(n, "token")}: ${start}${n > 1 ? ` to ${start + n - 1}` : ""}`;
-    const facts = [["phase", cell.share.phase], ["computes", computes]];
+    const facts = [["phase", cell.scheduled.phase], ["computes", computes]];
     if (drafts) facts.push(["drafts", `${accepted} of ${drafts} accepted`]);
     if (next) facts.push(["drafts next", `${next[0]}: ${next[1]}`]);
     if (text) facts.push(["samples", format.oneLine(text.join(""))]);

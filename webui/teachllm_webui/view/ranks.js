@@ -164,7 +164,7 @@
       facts.push([operation, `${format.count(calls, "call")}, ${format.bytes(bytes)}${took}`]);
     }
     if (line.scheduled) {
-      const tokens = line.scheduled.reduce((sum, share) => sum + share.num_tokens, 0);
+      const tokens = line.scheduled.reduce((sum, request) => sum + request.num_tokens, 0);
       facts.push(["tokens", `${tokens} of ${format.count(line.scheduled.length, "request")}`]);
     }
     return { title, facts, data: { "data-card": "rank", "data-card-id": String(rank), "data-card-step": String(plan.k) } };

@@ -133,10 +133,10 @@
 
     #applyStep(line) {
       for (const id of line.preempted) this.#request(id).num_preemptions += 1;
-      for (const share of line.scheduled) {
-        const request = this.#request(share.request_id);
+      for (const scheduled of line.scheduled) {
+        const request = this.#request(scheduled.request_id);
         // Else it is of one that had the id before, and too late.
-        if (request.arrival.time <= line.time) this.#applyShare(request, share, line.end);
+        if (request.arrival.time <= line.time) this.#applyScheduled(request, scheduled, line.end);
       }
       for (const [id, reason] of Object.entries(line.finished)) this.#end(this.#request(id), reason, line.end);
       for (const id of this.live) this.#place(this.requests.get(id), line.waiting[id]);
@@ -156,13 +156,13 @@
       }
     }
 
-    #applyShare(request, share, time) {
-      const numRejected = (share.num_draft ?? 0) - (share.num_accepted ?? 0);
-      request.num_computed_tokens = share.start + share.num_tokens - numRejected;
-      request.num_cached_tokens ??= share.start;
-      request.output_ids.push(...(share.token_ids ?? []));
-      request.output_text.push(...(share.text ?? []));
-      const numSampled = share.num_sampled ?? 0;
+    #applyScheduled(request, scheduled, time) {
+      const numRejected = (scheduled.num_draft ?? 0) - (scheduled.num_accepted ?? 0);
+      request.num_computed_tokens = scheduled.start + scheduled.num_tokens - numRejected;
+      request.num_cached_tokens ??= scheduled.start;
+      request.output_ids.push(...(scheduled.token_ids ?? []));
+      request.output_text.push(...(scheduled.text ?? []));
+      const numSampled = scheduled.num_sampled ?? 0;
       request.num_output_tokens += numSampled;
       for (let i = 0; i < numSampled; i++) request.token_times.push(time);
     }

@@ -60,16 +60,16 @@
       const time = line.end - start;
       const gaps = [];
       let sampled = 0;
-      for (const share of line.scheduled) {
-        const id = share.request_id;
+      for (const scheduled of line.scheduled) {
+        const id = scheduled.request_id;
         const { arrival } = timeline.rows.get(id);
         if (!this._seen.has(arrival)) {
           this._seen.add(arrival);
           this._last.delete(id);
-          this._cached += Math.min(share.start, arrival.num_prompt_tokens);
+          this._cached += Math.min(scheduled.start, arrival.num_prompt_tokens);
           this._prompt += arrival.num_prompt_tokens;
         }
-        const n = share.num_sampled ?? 0;
+        const n = scheduled.num_sampled ?? 0;
         if (!n) continue;
         sampled += n;
         if (this._last.has(id)) gaps.push((line.end - this._last.get(id)) / n);

@@ -52,26 +52,26 @@
     }
 
     _drawBudget(scheduled, budget, palette) {
-      const used = scheduled.reduce((sum, share) => sum + share.num_tokens, 0);
-      const of = (phase) => scheduled.filter((share) => share.phase === phase);
-      const tokens = (shares) => shares.reduce((sum, share) => sum + share.num_tokens, 0);
+      const used = scheduled.reduce((sum, request) => sum + request.num_tokens, 0);
+      const of = (phase) => scheduled.filter((request) => request.phase === phase);
+      const tokens = (requests) => requests.reduce((sum, request) => sum + request.num_tokens, 0);
       const parts = ["prefill", "decode"].map((phase) => `${tokens(of(phase))} ${phase}`);
       const text = `${used} of ${budget} tokens · ${parts.join(", ")}`;
       patch(this.budgetText, { text, "data-used": String(used), "data-budget": String(budget) });
       patch(this.budget, { "aria-label": text });
       list(this.budget, scheduled, {
-        key: (share) => share.request_id,
-        create: (share) => {
-          const { css, ink } = palette.of(share.request_id);
-          return h("span", { "data-request": share.request_id, "--fill": css, "--ink": ink });
+        key: (request) => request.request_id,
+        create: (request) => {
+          const { css, ink } = palette.of(request.request_id);
+          return h("span", { "data-request": request.request_id, "--fill": css, "--ink": ink });
         },
-        update: (part, share) => {
-          const width = share.num_tokens / budget;
-          const { label } = palette.of(share.request_id);
-          const text = width > 0.1 ? `${label} ${share.num_tokens}` : width > 0.045 ? label : "";
-          const numTokens = String(share.num_tokens);
+        update: (part, request) => {
+          const width = request.num_tokens / budget;
+          const { label } = palette.of(request.request_id);
+          const text = width > 0.1 ? `${label} ${request.num_tokens}` : width > 0.045 ? label : "";
+          const numTokens = String(request.num_tokens);
           patch(part, { "--share": width, text, "data-thin": width < 0.012 });
-          patch(part, { "data-phase": share.phase, "data-num-tokens": numTokens });
+          patch(part, { "data-phase": request.phase, "data-num-tokens": numTokens });
         },
       });
     }

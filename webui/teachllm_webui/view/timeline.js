@@ -13,7 +13,7 @@
   const TRACE_VERSION = 1;
   const MAX_BLOCKS = 1e7;
 
-  // What each step did with a request: `cells[k - first]` is a share, a wait, or undefined.
+  // What each step did with a request: `cells[k - first]` is a scheduled request, a wait, or undefined.
   class Row {
     constructor(arrival, index, first) {
       Object.assign(this, { id: arrival.request_id, arrival, index, first, last: Infinity, ended: null, cells: [] });
@@ -173,9 +173,9 @@
         const kind = preempted.has(id) ? "preempted" : "waiting";
         this.rows.get(id).put(k, { kind, reason, words });
       }
-      for (const share of line.scheduled) {
-        const id = share.request_id;
-        this.rows.get(id).put(k, { kind: share.phase, share, preempted: preempted.has(id) });
+      for (const scheduled of line.scheduled) {
+        const id = scheduled.request_id;
+        this.rows.get(id).put(k, { kind: scheduled.phase, scheduled, preempted: preempted.has(id) });
       }
       for (const [id, reason] of Object.entries(line.finished)) this._close(id, reason, k);
       if (this.steps.length % this._interval === 0) {
