@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 00 · The first token: what happens between a question and its answer
 #
-# You type a question, and words come back, one after the other. In between there is no answer that somebody looks
-# up, and no sentence that is planned. There is one function, called again and again: it takes token ids and gives a
-# number for each token of its vocabulary. This lesson follows one question through it, with a model of seven million
-# weights that runs on your CPU. All later lessons make the same function run less often, or do more at once.
+# You type a question, and words come back, one after the other. Nothing looks the answer up; nothing plans the
+# sentence. There is one function, called again and again: it takes token ids and gives a number for each token of its
+# vocabulary. This lesson follows one question through it, with a model of seven million weights that runs on your CPU.
+# All later lessons make the same function run less often, or do more at once.
 #
 # *Needs: Python. About 25 minutes.*
 

@@ -29,8 +29,8 @@ from teachllm_lessons.watch import Watch
 memory_map([100, 500, 1000], slot=2048, block_size=16)
 
 # %% [markdown]
-# Now live: twelve requests, and memory for 1,024 tokens. `block_size=max_model_len` is the engine of old, with one
-# slot of 256 tokens for each request.
+# Now live: twelve requests, and memory for 1,024 tokens. `block_size=max_model_len` is a pre-paging engine, with
+# one slot of 256 tokens per request.
 
 # %%
 IN_SLOTS = {"block_size": 256, "num_gpu_blocks_override": 4, "max_model_len": 256, "enable_prefix_caching": False}

@@ -101,8 +101,8 @@ predict("Steps for the prompt:", yours, prompt_steps)
 # %% [markdown]
 # ## Build: a chunk that is polite
 #
-# A budget protects those who are *answering*. It does not protect those who have just come: a long prompt that was
-# there first takes all of it, step after step, and short questions behind it wait.
+# A budget protects requests that are *answering*. It does not protect new ones: a long prompt that arrived first takes
+# all of it, step after step, and short questions after it wait.
 
 # %%
 crowd = newcomers()
@@ -110,7 +110,7 @@ crowd.timeline(last=10)
 
 # %% [markdown]
 # Write `chunk(request, num_tokens)`. The scheduler asks it whenever more than one token of a request could be computed
-# now: `num_tokens` is what budget and gap allow, and you return how many it gets. Prompts of up to **64** tokens
+# now: `num_tokens` is what budget and prompt allow, and you return how many it gets. Prompts of up to **64** tokens
 # (`request.num_prompt_tokens`) are taken as they are; of a longer one a step takes **16** at most. What a long prompt
 # leaves, others get.
 #
@@ -130,9 +130,8 @@ polite = newcomers(EngineOverrides(policy=Cut(checked.piece)))
 polite.timeline(last=10)
 
 # %% [markdown]
-# A, B and C have their first tokens at once, and the long prompt pays for it: it needs more steps now. Nothing is free
-# here, somebody's wait is only handed to somebody else. `long_prefill_token_threshold` is the engine's own setting for
-# such a limit.
+# A, B and C have their first tokens at once, and the long prompt pays for it: it needs more steps now. Nothing is free:
+# we only moved the wait to another request. `long_prefill_token_threshold` is the engine's own setting for such a limit.
 
 # %% [markdown]
 # ## Break: the wrong way round

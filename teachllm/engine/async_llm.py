@@ -142,7 +142,7 @@ class AsyncLLM(EngineThread):
         try:
             await asyncio.wrap_future(added)
         except asyncio.CancelledError:
-            if not added.cancel():  # who gives up waiting for room is forgotten; who is in has to go
+            if not added.cancel():  # a cancelled waiter is dropped; an admitted request is aborted
                 await leave()
             raise
         return RequestStream(stream, leave)
