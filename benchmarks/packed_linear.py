@@ -56,7 +56,7 @@ CHECKED = 128  # outputs, whole blocks
 KINDS = ("4 bits", "4 bits, zeros", "4 bits, groups of 32", "8 bits", "e2m1")
 
 
-class Product(NamedTuple):
+class PackedGemm(NamedTuple):
     """One of a layer's: inputs, weight's outputs, whether SiLU-and-multiply follows, whether a norm comes first."""
 
     num_in: int
@@ -71,14 +71,14 @@ class Product(NamedTuple):
 
 
 PRODUCTS = {
-    "qkv": Product(4096, 6144, has_norm=True),
-    "o": Product(4096, 4096),
-    "gate, up": Product(4096, 24576, gated=True, has_norm=True),
-    "down": Product(12288, 4096),
+    "qkv": PackedGemm(4096, 6144, has_norm=True),
+    "o": PackedGemm(4096, 4096),
+    "gate, up": PackedGemm(4096, 24576, gated=True, has_norm=True),
+    "down": PackedGemm(12288, 4096),
 }
 
 
-def weight_of(shape: Product, kind: str) -> PackedWeight:
+def weight_of(shape: PackedGemm, kind: str) -> PackedWeight:
     """Random words, and scales that leave rows about as large as they were."""
     bits, is_e2m1 = 8 if kind == "8 bits" else 4, kind == "e2m1"
     group_size = 16 if is_e2m1 else 32 if "32" in kind else 128
@@ -97,12 +97,12 @@ def copies(num_bytes: int) -> int:
     return max(min(OTHER_WEIGHTS // num_bytes, CALLS), 2)
 
 
-def weights_of(shape: Product, kind: str) -> list[PackedWeight]:
+def weights_of(shape: PackedGemm, kind: str) -> list[PackedWeight]:
     first = weight_of(shape, kind)
     return [first, *(weight_of(shape, kind) for _ in range(copies(first.num_bytes) - 1))]
 
 
-def dense_of(shape: Product) -> list[torch.Tensor]:
+def dense_of(shape: PackedGemm) -> list[torch.Tensor]:
     size = (shape.num_out, shape.num_in)
     count = copies(2 * shape.num_out * shape.num_in)
     return [torch.randn(size, device="cuda").bfloat16() * shape.num_in**-0.5 for _ in range(count)]
@@ -112,13 +112,13 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def before_and_after(shape: Product) -> tuple[tuple[torch.Tensor, float] | None, torch.Tensor | None]:
+def before_and_after(shape: PackedGemm) -> tuple[tuple[torch.Tensor, float] | None, torch.Tensor | None]:
     """(norm, residual) of one row, as the model has them."""
     norm = (torch.ones(shape.num_in, device="cuda").bfloat16(), 1e-6) if shape.has_norm else None
     return norm, randn(1, shape.num_out) if shape.adds_to_residual else None
 
 
-def dense_call(shape: Product, num_rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def dense_call(shape: PackedGemm, num_rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """How bfloat16 is multiplied."""
     x, (norm, residual) = randn(num_rows, shape.num_in), before_and_after(shape)
     if num_rows == 1:
@@ -139,7 +139,7 @@ def few_rows(x: torch.Tensor, weight: PackedWeight, gated: bool = False, parts: 
     return (hopper_packed_linear if on_hopper else packed_linear_triton)(x, weight, None, gated, parts)
 
 
-def packed_calls(shape: Product, num_rows: int) -> Iterator[tuple[str, Callable[[PackedWeight], torch.Tensor]]]:
+def packed_calls(shape: PackedGemm, num_rows: int) -> Iterator[tuple[str, Callable[[PackedWeight], torch.Tensor]]]:
     """Yield every way to multiply so many rows by a packed weight."""
     x, (norm, residual) = randn(num_rows, shape.num_in), before_and_after(shape)
     if num_rows == 1:
@@ -156,7 +156,7 @@ def packed_calls(shape: Product, num_rows: int) -> Iterator[tuple[str, Callable[
         yield "dequantized", lambda w: library(x, dequantize_triton(w, torch.bfloat16, dequantized), shape.gated)
 
 
-def error_of(shape: Product, kind: str, num_rows: int) -> float:
+def error_of(shape: PackedGemm, kind: str, num_rows: int) -> float:
     """Of `CHECKED` outputs, relative to their length."""
     weight, x = weight_of(shape, kind), randn(num_rows, shape.num_in)
     ours = packed_gemv_triton if num_rows == 1 else few_rows

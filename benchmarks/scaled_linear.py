@@ -63,7 +63,7 @@ FEW, MANY = 16, 2048  # rows up to which the portable kernel, and from which eve
 NO_SILU = "library, one scale, no SiLU"
 
 
-class Product(NamedTuple):
+class ScaledGemm(NamedTuple):
     """One of a layer's: inputs, outputs, whether SiLU-and-multiply follows, whether it may be left in parts."""
 
     num_in: int
@@ -77,29 +77,29 @@ class Product(NamedTuple):
 
 
 PRODUCTS = {
-    "qkv": Product(4096, 6144),
-    "o": Product(4096, 4096, adds_to_residual=True),
-    "gate, up": Product(4096, 12288, gated=True),
-    "down": Product(12288, 4096, adds_to_residual=True),
+    "qkv": ScaledGemm(4096, 6144),
+    "o": ScaledGemm(4096, 4096, adds_to_residual=True),
+    "gate, up": ScaledGemm(4096, 12288, gated=True),
+    "down": ScaledGemm(12288, 4096, adds_to_residual=True),
 }
 
 
-class Weight(NamedTuple):
+class BenchmarkWeight(NamedTuple):
     """Holds quantized values, and a scale per output or per block."""
 
     qweight: torch.Tensor
     scales: torch.Tensor
 
 
-class Way(NamedTuple):
+class ScaledCall(NamedTuple):
     """A product of some rows with a weight, and the rows, if what comes out can be checked by them."""
 
     name: str
-    call: Callable[[Weight], torch.Tensor]
+    call: Callable[[BenchmarkWeight], torch.Tensor]
     rows: QuantizedRows | None
 
 
-def weights_of(product: Product, quantized_dtype: torch.dtype, by_block: bool = False) -> list[Weight]:
+def weights_of(product: ScaledGemm, quantized_dtype: torch.dtype, by_block: bool = False) -> list[BenchmarkWeight]:
     """Return as many quantized weights as a product uses in turn."""
     shape = (product.num_weight_rows, product.num_in)
     made = []
@@ -109,11 +109,11 @@ def weights_of(product: Product, quantized_dtype: torch.dtype, by_block: bool = 
         scales = rows.scales.contiguous() * product.num_in**-0.5
         if by_block:
             scales = scales[::GROUP].expand(-1, product.num_in // GROUP).contiguous()
-        made.append(Weight(rows.values, scales))
+        made.append(BenchmarkWeight(rows.values, scales))
     return made
 
 
-def dense_ways(product: Product, num_rows: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+def dense_ways(product: ScaledGemm, num_rows: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the bfloat16 product that the engine uses for so many rows, by name."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     shape = (product.num_weight_rows, product.num_in)
@@ -134,51 +134,55 @@ def dense_ways(product: Product, num_rows: int) -> Iterator[tuple[str, Callable[
         yield "bf16", lambda: F.linear(x, next(weights))
 
 
-def ways(product: Product, num_rows: int, quantized_dtype: torch.dtype) -> Iterator[Way]:
+def ways(product: ScaledGemm, num_rows: int, quantized_dtype: torch.dtype) -> Iterator[ScaledCall]:
     """Yield the products of quantized values with a scale per row and a scale per output."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     rows = quantize_rows_triton(x, quantized_dtype)
     gated, adds_to_residual = product.gated, product.adds_to_residual
     if num_rows == 1:
         norm = None if adds_to_residual else (torch.ones(product.num_in, device="cuda").bfloat16(), 1e-6)
-        yield Way("gemv that quantizes", lambda w: scaled_gemv_triton(x, *w, norm=norm, gated=gated), None)
-        yield Way("gemv", lambda w: scaled_gemv_triton(rows, *w, gated=gated, dtype=torch.bfloat16), rows)
+        yield ScaledCall("gemv that quantizes", lambda w: scaled_gemv_triton(x, *w, norm=norm, gated=gated), None)
+        yield ScaledCall("gemv", lambda w: scaled_gemv_triton(rows, *w, gated=gated, dtype=torch.bfloat16), rows)
     if num_rows <= hopper_linear.MAX_ROWS:
-        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=adds_to_residual), rows)
+        yield ScaledCall(
+            "hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=adds_to_residual), rows
+        )
     if num_rows <= FEW or num_rows == 64:
-        yield Way("scaled_linear", lambda w: scaled_linear_triton(rows, *w, gated=gated), rows)
+        yield ScaledCall("scaled_linear", lambda w: scaled_linear_triton(rows, *w, gated=gated), rows)
     if num_rows > FEW:
-        yield Way("hopper_scaled_mm", lambda w: hopper_scaled_mm(rows, *w, gated=gated), rows)
-        yield Way("library", lambda w: scaled_mm(rows, *w, gated=gated), rows)
+        yield ScaledCall("hopper_scaled_mm", lambda w: hopper_scaled_mm(rows, *w, gated=gated), rows)
+        yield ScaledCall("library", lambda w: scaled_mm(rows, *w, gated=gated), rows)
     if quantized_dtype == torch.int8:
         return
     if num_rows >= MANY:
-        yield Way("hopper_scaled_mm, 128", lambda w: hopper_scaled_mm(rows, *w, gated=gated, level=128), rows)
-        yield Way("hopper_scaled_mm, 512", lambda w: hopper_scaled_mm(rows, *w, gated=gated, level=512), rows)
-        yield Way("library, exact", lambda w: scaled_mm(rows, *w, gated=gated, fast=False), rows)
+        yield ScaledCall("hopper_scaled_mm, 128", lambda w: hopper_scaled_mm(rows, *w, gated=gated, level=128), rows)
+        yield ScaledCall("hopper_scaled_mm, 512", lambda w: hopper_scaled_mm(rows, *w, gated=gated, level=512), rows)
+        yield ScaledCall("library, exact", lambda w: scaled_mm(rows, *w, gated=gated, fast=False), rows)
         one, kinds = torch.ones((), device="cuda"), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-        yield Way(NO_SILU, lambda w: torch._scaled_mm(rows.values, w.qweight.t(), one, one, **kinds), None)
+        yield ScaledCall(NO_SILU, lambda w: torch._scaled_mm(rows.values, w.qweight.t(), one, one, **kinds), None)
     if num_rows in (2, 16, 64, 256):
-        yield Way("weight only", lambda w: weight_only_triton(x, *w, gated=gated), None)
+        yield ScaledCall("weight only", lambda w: weight_only_triton(x, *w, gated=gated), None)
 
 
-def ways_by_block(product: Product, num_rows: int) -> Iterator[Way]:
+def ways_by_block(product: ScaledGemm, num_rows: int) -> Iterator[ScaledCall]:
     """Yield the products of 8-bit floats with a scale per group of x and a scale per block of the weight."""
     x = torch.randn(num_rows, product.num_in, device="cuda").bfloat16()
     rows = quantize_rows_triton(x, torch.float8_e4m3fn, grouped=True)
     gated, adds_to_residual = product.gated, product.adds_to_residual
     if num_rows == 1:
-        yield Way("gemv", lambda w: scaled_gemv_triton(rows, *w, gated=gated, dtype=torch.bfloat16), rows)
+        yield ScaledCall("gemv", lambda w: scaled_gemv_triton(rows, *w, gated=gated, dtype=torch.bfloat16), rows)
     if num_rows <= hopper_linear.MAX_ROWS:
-        yield Way("hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=adds_to_residual), rows)
+        yield ScaledCall(
+            "hopper_linear", lambda w: hopper_scaled_linear(rows, *w, gated=gated, parts=adds_to_residual), rows
+        )
     if num_rows <= 64:
-        yield Way("scaled_linear", lambda w: scaled_linear_triton(rows, *w, gated=gated), rows)
+        yield ScaledCall("scaled_linear", lambda w: scaled_linear_triton(rows, *w, gated=gated), rows)
     if num_rows > 64:
-        yield Way("hopper_scaled_mm", lambda w: hopper_scaled_mm(rows, *w, gated=gated), rows)
-        yield Way("library", lambda w: scaled_mm(rows, *w, gated=gated), rows)
+        yield ScaledCall("hopper_scaled_mm", lambda w: hopper_scaled_mm(rows, *w, gated=gated), rows)
+        yield ScaledCall("library", lambda w: scaled_mm(rows, *w, gated=gated), rows)
 
 
-def error_of(way: Way, weight: Weight, product: Product) -> float | None:
+def error_of(way: ScaledCall, weight: BenchmarkWeight, product: ScaledGemm) -> float | None:
     """Of `CHECKED` outputs of some rows, relative to their length."""
     if way.rows is None:
         return None
@@ -227,7 +231,7 @@ def measure_products(ceilings: Ceilings, num_rows: int, kinds: Sequence[str]) ->
             torch.cuda.empty_cache()
 
 
-def in_turns(way: Way, weights: list[Weight]) -> Callable[[], torch.Tensor]:
+def in_turns(way: ScaledCall, weights: list[BenchmarkWeight]) -> Callable[[], torch.Tensor]:
     """A product with one of the weights after the other."""
     turns = cycle(weights)
     return lambda: way.call(next(turns))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafting import NUM_DRAFTS, Batch, ahead, chain_mask, distil, lesson, read_config
+from drafting import NUM_DRAFTS, TrainingBatch, ahead, chain_mask, distil, lesson, read_config
 from torch import Tensor
 from train import save
 
@@ -24,13 +24,13 @@ SHAPE = {
 }
 
 
-class DraftModel(torch.nn.Module):
+class TrainedDraftModel(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     @classmethod
-    def fresh(cls, target: Any, shape: dict[str, int] = SHAPE) -> DraftModel:
+    def fresh(cls, target: Any, shape: dict[str, int] = SHAPE) -> TrainedDraftModel:
         """Untrained, like the target but for its shape."""
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -38,17 +38,17 @@ class DraftModel(torch.nn.Module):
         return cls(Qwen3ForCausalLM(Qwen3Config(**same | shape)))
 
     @classmethod
-    def load(cls, folder: Path) -> DraftModel:
+    def load(cls, folder: Path) -> TrainedDraftModel:
         from transformers import AutoModelForCausalLM
 
         return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         wanted, target_logits = lesson(batch, 1)
         hidden = self.model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
         return distil(self.model.lm_head(hidden[wanted]), target_logits)
 
-    def drafts(self, batch: Batch) -> Tensor:
+    def drafts(self, batch: TrainingBatch) -> Tensor:
         from transformers import DynamicCache
 
         rows, length = batch.ids.shape

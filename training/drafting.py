@@ -22,7 +22,7 @@ NUM_DRAFTS = 4
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Conversations as the target reads them."""
 
     ids: Tensor  # [rows, length]
@@ -31,11 +31,11 @@ class Batch:
     embedding: Tensor  # [vocab_size, hidden_size]; the target's lm_head is the same matrix
 
 
-class Drafter(Protocol):
-    def loss(self, batch: Batch) -> Tensor:
+class TrainedDrafter(Protocol):
+    def loss(self, batch: TrainingBatch) -> Tensor:
         """How far its guesses are from the target's, where the assistant speaks."""
 
-    def drafts(self, batch: Batch) -> Tensor:
+    def drafts(self, batch: TrainingBatch) -> Tensor:
         """[rows, length, NUM_DRAFTS]: greedy guesses from every position, each chain fed with nothing but its own."""
 
     def save(self, folder: Path) -> None: ...
@@ -49,9 +49,9 @@ def load_target(folder: Path, device: str) -> Any:
 
 
 @torch.no_grad()
-def read(target: Any, ids: Tensor, spoken: Tensor) -> Batch:
+def read(target: Any, ids: Tensor, spoken: Tensor) -> TrainingBatch:
     hidden = target.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
-    return Batch(ids, spoken, hidden, target.lm_head.weight)
+    return TrainingBatch(ids, spoken, hidden, target.lm_head.weight)
 
 
 def ahead(x: Tensor, distance: int) -> Tensor:
@@ -59,7 +59,7 @@ def ahead(x: Tensor, distance: int) -> Tensor:
     return torch.cat([x[:, distance:], torch.zeros_like(x[:, :distance])], dim=1)
 
 
-def lesson(batch: Batch, distance: int) -> tuple[Tensor, Tensor]:
+def lesson(batch: TrainingBatch, distance: int) -> tuple[Tensor, Tensor]:
     """Positions whose next `distance` tokens are all the assistant's, and the target's logits for the last of these.
 
     Returns a mask [rows, length] and logits [num_positions, vocab_size].

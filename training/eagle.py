@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from drafting import NUM_DRAFTS, Batch, ahead, chain_mask, distil, lesson, load_heads, read_config, save_heads
+from drafting import NUM_DRAFTS, TrainingBatch, ahead, chain_mask, distil, lesson, load_heads, read_config, save_heads
 from torch import Tensor, nn
 from train import ROPE_THETA
 
@@ -56,7 +56,7 @@ def rotate(x: Tensor, start: int, theta: float) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-class Attention(nn.Module):
+class EagleAttention(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.head_dim: int = config["head_dim"]
@@ -103,7 +103,7 @@ class Layer(nn.Module):
         size, eps = config["hidden_size"], config["rms_norm_eps"]
         self.input_layernorm = nn.RMSNorm(size, eps)
         self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(config)
+        self.self_attn = EagleAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = MLP(config)
 
@@ -113,7 +113,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle(nn.Module):
+class TrainedEagle(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
@@ -125,19 +125,19 @@ class Eagle(nn.Module):
         self.norm = nn.RMSNorm(size, config["rms_norm_eps"])
 
     @classmethod
-    def fresh(cls, target: Any, config: dict[str, Any] = CONFIG) -> Eagle:
+    def fresh(cls, target: Any, config: dict[str, Any] = CONFIG) -> TrainedEagle:
         """Untrained, but for the last norm: lm_head is the target's, so the states before it should be too."""
         eagle = cls(config)
         eagle.norm.load_state_dict(target.model.norm.state_dict())
         return eagle
 
     @classmethod
-    def load(cls, folder: Path) -> Eagle:
+    def load(cls, folder: Path) -> TrainedEagle:
         eagle = cls(read_config(folder))
         load_heads(folder, eagle)
         return eagle
 
-    def unroll(self, batch: Batch, teacher_forced: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def unroll(self, batch: TrainingBatch, teacher_forced: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Per step: what lm_head reads for the next guess [rows, length, hidden_size], and the greedy guess.
 
         The tokens fed are the text's, or its own guesses; the states are its own after the first step either way.
@@ -152,14 +152,14 @@ class Eagle(nn.Module):
             tokens = ahead(batch.ids, step + 2) if teacher_forced else F.linear(normed, batch.embedding).argmax(dim=-1)
             yield normed, tokens
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         total = torch.zeros((), device=batch.ids.device)
         for step, (normed, _) in enumerate(self.unroll(batch, teacher_forced=True)):
             wanted, target_logits = lesson(batch, step + 2)
             total = total + STEP_WEIGHT**step * distil(F.linear(normed[wanted], batch.embedding), target_logits)
         return total
 
-    def drafts(self, batch: Batch) -> Tensor:
+    def drafts(self, batch: TrainingBatch) -> Tensor:
         return torch.stack([tokens for _, tokens in self.unroll(batch, teacher_forced=False)], dim=-1)
 
     def save(self, folder: Path) -> None:

@@ -23,13 +23,13 @@ MAX_TOKENS = 200
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     text: str
     token_ids: list[int]
     ended: bool  # by the model itself, before MAX_TOKENS
 
 
-def run_teachllm(path: Path, cases: list[Case], temperature: float = 0.0) -> list[Answer]:
+def run_teachllm(path: Path, cases: list[Case], temperature: float = 0.0) -> list[ModelAnswer]:
     from teachllm import LLM, SamplingParams
 
     llm = LLM(model=str(path), dtype="float32")
@@ -43,10 +43,10 @@ def run_teachllm(path: Path, cases: list[Case], temperature: float = 0.0) -> lis
     for i, case in enumerate(cases):
         if case.tools is not None:
             outputs[i] = llm.chat([case.messages], params, tools=case.tools, use_tqdm=False)[0].outputs[0]
-    return [Answer(out.text, list(out.token_ids), out.finish_reason == "stop") for out in outputs]
+    return [ModelAnswer(out.text, list(out.token_ids), out.finish_reason == "stop") for out in outputs]
 
 
-def run_transformers(path: Path, cases: list[Case], temperature: float = 0.0) -> list[Answer]:
+def run_transformers(path: Path, cases: list[Case], temperature: float = 0.0) -> list[ModelAnswer]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +60,7 @@ def run_transformers(path: Path, cases: list[Case], temperature: float = 0.0) ->
     ]
     order = sorted(range(len(cases)), key=lambda i: len(prompts[i]))
     size = 256 if device == "cuda" else 16
-    answers: dict[int, Answer] = {}
+    answers: dict[int, ModelAnswer] = {}
     for start in range(0, len(order), size):
         rows = order[start : start + size]
         batch = tokenizer([prompts[i] for i in rows], return_tensors="pt", padding=True, add_special_tokens=False)
@@ -71,7 +71,7 @@ def run_transformers(path: Path, cases: list[Case], temperature: float = 0.0) ->
         for i, ids in zip(rows, made.tolist(), strict=True):
             stops = [at for at, token in enumerate(ids) if token in (tokenizer.eos_token_id, tokenizer.pad_token_id)]
             kept = ids[: stops[0] + 1] if stops else ids
-            answers[i] = Answer(tokenizer.decode(kept, skip_special_tokens=True), kept, bool(stops))
+            answers[i] = ModelAnswer(tokenizer.decode(kept, skip_special_tokens=True), kept, bool(stops))
     return [answers[i] for i in range(len(cases))]
 
 
@@ -83,7 +83,7 @@ def rate(good: int, total: int) -> str:
     return f"{good}/{total} = {good / max(total, 1):.1%}"
 
 
-def report(cases: list[Case], answers: list[Answer], show: int) -> None:
+def report(cases: list[Case], answers: list[ModelAnswer], show: int) -> None:
     """Prints one line per group of questions, the totals that matter, and the first failures."""
     right = [case.check(answer.text) for case, answer in zip(cases, answers, strict=True)]
     groups: dict[str, list[int]] = defaultdict(list)

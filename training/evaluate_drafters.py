@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from dialogues.cases import Case
-from drafting import NUM_DRAFTS, Drafter, load_target, read
+from drafting import NUM_DRAFTS, TrainedDrafter, load_target, read
 from evaluate import QUESTIONS, run_transformers
 from train_drafters import ASSETS, DRAFTERS
 
@@ -62,7 +62,7 @@ def num_steps(spoken: Spoken, num_right: list[int]) -> int:
 
 
 @torch.inference_mode()
-def verify(drafter: Drafter, target: Any, answers: list[Spoken], tokens: int) -> list[int]:
+def verify(drafter: TrainedDrafter, target: Any, answers: list[Spoken], tokens: int) -> list[int]:
     """Steps of verification for each answer, in order; about `tokens` tokens in a batch."""
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].ids))
     steps: dict[int, int] = {}
@@ -94,7 +94,7 @@ def mean_lengths(answers: list[Spoken], steps: list[int]) -> dict[str, float]:
     return {kind: num_tokens[kind] / max(1, num_verified[kind]) for kind in num_tokens}
 
 
-def report(drafters: dict[str, Drafter], target: Any, answers: list[Spoken]) -> None:
+def report(drafters: dict[str, TrainedDrafter], target: Any, answers: list[Spoken]) -> None:
     tokens = 32_768 if torch.cuda.is_available() else 4096
     steps = {name: verify(drafter, target, answers, tokens) for name, drafter in drafters.items()}
     # The last step of an answer is cut short, so not even this one reaches NUM_DRAFTS + 1.
@@ -116,7 +116,9 @@ def main() -> None:
     cases = [case for case in QUESTIONS[args.questions]() if case.group.startswith(args.only)]
     answers = greedy_answers(args.target, cases)
     print(f"{len(cases)} questions of {args.questions}, {sum(a.num_answer_tokens for a in answers)} tokens of answers")
-    drafters: dict[str, Drafter] = {name: kind.load(args.assets / name).to(device) for name, kind in DRAFTERS.items()}
+    drafters: dict[str, TrainedDrafter] = {
+        name: kind.load(args.assets / name).to(device) for name, kind in DRAFTERS.items()
+    }
     report(drafters, load_target(args.target, device), answers)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from drafting import NUM_DRAFTS, Batch, distil, lesson, load_heads, read_config, save_heads
+from drafting import NUM_DRAFTS, TrainingBatch, distil, lesson, load_heads, read_config, save_heads
 from torch import Tensor, nn
 
 CONFIG: dict[str, Any] = {
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class Block(nn.Module):
+class MedusaBlock(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         size, bias = config["hidden_size"], config["medusa_fc_bias"]
@@ -44,30 +44,30 @@ class Block(nn.Module):
         return x
 
 
-class Medusa(nn.Module):
+class TrainedMedusa(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config["num_heads"]))
+        self.blocks = nn.ModuleList(MedusaBlock(config) for _ in range(config["num_heads"]))
 
     @classmethod
-    def fresh(cls, target: Any, config: dict[str, Any] = CONFIG) -> Medusa:
+    def fresh(cls, target: Any, config: dict[str, Any] = CONFIG) -> TrainedMedusa:
         return cls(config)
 
     @classmethod
-    def load(cls, folder: Path) -> Medusa:
+    def load(cls, folder: Path) -> TrainedMedusa:
         medusa = cls(read_config(folder))
         load_heads(folder, medusa)
         return medusa
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         total = torch.zeros((), device=batch.ids.device)
         for head, block in enumerate(self.blocks):
             wanted, target_logits = lesson(batch, head + 2)
             total = total + distil(F.linear(block(batch.hidden[-1][wanted]), batch.embedding), target_logits)
         return total
 
-    def drafts(self, batch: Batch) -> Tensor:
+    def drafts(self, batch: TrainingBatch) -> Tensor:
         guesses = [F.linear(block(batch.hidden[-1]), batch.embedding).argmax(dim=-1) for block in self.blocks]
         return torch.stack(guesses, dim=-1)
 

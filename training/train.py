@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from dialogues.corpus import Rows, make_corpus
+from dialogues.corpus import CorpusRows, make_corpus
 from tokenizer import MAX_LENGTH, VOCAB_SIZE, check_template, train_tokenizer
 
 ASSETS = Path(__file__).resolve().parent.parent / "teachllm" / "assets" / "teachlm"
@@ -56,7 +56,7 @@ def build_model() -> torch.nn.Module:
 
 
 def batches(
-    short: Rows, long: Rows, tokens: int, steps: int, device: str
+    short: CorpusRows, long: CorpusRows, tokens: int, steps: int, device: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """`steps` batches of about `tokens` tokens, each of one row length; rows are used in order, then again."""
     used = [0, 0]
@@ -100,7 +100,7 @@ def make_optimizer(model: torch.nn.Module, device: str) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device == "cuda")
 
 
-def train(model: torch.nn.Module, short: Rows, long: Rows, args: argparse.Namespace) -> None:
+def train(model: torch.nn.Module, short: CorpusRows, long: CorpusRows, args: argparse.Namespace) -> None:
     model.to(args.device).train()
     optimizer = make_optimizer(model, args.device)
     started = time.time()

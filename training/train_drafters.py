@@ -15,24 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dialogues.corpus import Rows, make_corpus
-from draft_model import DraftModel
+from dialogues.corpus import CorpusRows, make_corpus
+from draft_model import TrainedDraftModel
 from drafting import load_target, read
-from eagle import Eagle
-from medusa import Medusa
+from eagle import TrainedEagle
+from medusa import TrainedMedusa
 from train import LONG, LONG_SHARE, SHORT, batches, learning_rate, make_optimizer
 
 ASSETS = Path(__file__).resolve().parent.parent / "teachllm" / "assets"
-DRAFTERS: dict[str, type[DraftModel] | type[Eagle] | type[Medusa]] = {
-    "teachlm-draft": DraftModel,
-    "teachlm-eagle": Eagle,
-    "teachlm-medusa": Medusa,
+DRAFTERS: dict[str, type[TrainedDraftModel] | type[TrainedEagle] | type[TrainedMedusa]] = {
+    "teachlm-draft": TrainedDraftModel,
+    "teachlm-eagle": TrainedEagle,
+    "teachlm-medusa": TrainedMedusa,
 }
 PEAKS = {"teachlm-draft": 5e-3, "teachlm-eagle": 7e-3, "teachlm-medusa": 2e-2}
 
 
 def train(
-    drafters: dict[str, Any], peaks: dict[str, float], target: Any, short: Rows, long: Rows, args: argparse.Namespace
+    drafters: dict[str, Any],
+    peaks: dict[str, float],
+    target: Any,
+    short: CorpusRows,
+    long: CorpusRows,
+    args: argparse.Namespace,
 ) -> None:
     optimizers = {name: make_optimizer(drafter, args.device) for name, drafter in drafters.items()}
     started = time.time()

@@ -22,7 +22,7 @@ CHUNK = 256  # rows made by one task
 
 
 @dataclass(frozen=True)
-class Rows:
+class CorpusRows:
     ids: np.ndarray  # [num_rows, length], uint16
     spoken: np.ndarray  # [num_rows, length], bool: said by the assistant, so the loss counts here
 
@@ -64,7 +64,7 @@ def make_rows(task: tuple[str, int, int, int]) -> tuple[np.ndarray, np.ndarray, 
     return ids, spoken, checked
 
 
-def make_corpus(folder: Path, seed: int, num_rows: int, length: int) -> Rows:
+def make_corpus(folder: Path, seed: int, num_rows: int, length: int) -> CorpusRows:
     """Rows of fresh conversations. The same seed gives the same rows, whatever the number of cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tasks = [
@@ -75,4 +75,4 @@ def make_corpus(folder: Path, seed: int, num_rows: int, length: int) -> Rows:
     print(
         f"corpus: {num_rows} rows of {length} tokens; {sum(n for *_, n in made):,} user messages, none of them held out"
     )
-    return Rows(np.concatenate([ids for ids, *_ in made]), np.concatenate([said for _, said, _ in made]))
+    return CorpusRows(np.concatenate([ids for ids, *_ in made]), np.concatenate([said for _, said, _ in made]))
