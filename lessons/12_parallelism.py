@@ -148,7 +148,7 @@ predict("Bytes that a rank sends:", yours, counted, " bytes", within=0.02)
 # Against the 14 MB of weights that the same rank reads in that step (of the 18 MB above it does not read the tables of
 # positions, nor most of the embedding) this is nothing. What costs is not the bytes: it is
 # 14 times waiting for each other. A stage sends a thirteenth of it, once, so stages may stand far apart, even in
-# different machines, while tensor-parallel ranks belong onto the fastest link there is.
+# different machines, while tensor-parallel ranks belong on the fastest link there is.
 #
 # ## Build: who gets the next request?
 #

@@ -53,7 +53,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Who computes how much in one step.
+    """Describe how much each request computes in one step.
 
     Attributes:
         query_lens: new tokens of each request.

@@ -71,7 +71,7 @@ def _rms_norm(
     y_ptr, residual_ptr, weight_ptr, normed_ptr, x_ptr,
     eps, num_tokens, size,
     normed_scales_ptr, given_scale_ptr,
-    addresses_ptr, box_ptr, slots_ptr, num_box_rows,
+    addresses_ptr, buffer_ptr, slots_ptr, num_buffer_rows,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPED: tl.constexpr, EVICTION: tl.constexpr,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,8 +88,8 @@ def _rms_norm(
         before = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if NUM_RANKS > 1:
         total = sum_over_ranks(
-            own, addresses_ptr, box_ptr, slots_ptr,
-            tl.program_id(0), column, inside, num_box_rows, size, RANK, NUM_RANKS,
+            own, addresses_ptr, buffer_ptr, slots_ptr,
+            tl.program_id(0), column, inside, num_buffer_rows, size, RANK, NUM_RANKS,
         )  # fmt: skip
     else:
         total = own.to(tl.float32)
@@ -176,7 +176,7 @@ def _launch(
     block, num_parts = triton.next_power_of_2(size), y.shape[0] if y.dim() == 3 else 1
     if grouped:
         block = max(block, GROUP)
-    addresses, box, slots, num_box_rows = (
+    addresses, buffer, slots, num_buffer_rows = (
         (None, None, None, 0) if symmetric_buffer is None else symmetric_buffer.arguments
     )
     _rms_norm[(num_tokens,)](
@@ -191,9 +191,9 @@ def _launch(
         normed_scales_ptr=normed_scales,
         given_scale_ptr=given_scale,
         addresses_ptr=addresses,
-        box_ptr=box,
+        buffer_ptr=buffer,
         slots_ptr=slots,
-        num_box_rows=num_box_rows,
+        num_buffer_rows=num_buffer_rows,
         BLOCK=block,
         PARTS=num_parts,
         HAS_RESIDUAL=residual is not None,

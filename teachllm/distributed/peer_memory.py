@@ -59,8 +59,8 @@ def open_symmetric_buffer(
     import torch.distributed._symmetric_memory as symmetric_memory
 
     shape = (NUM_SLOTS, num_ranks, most_rows(num_ranks, size * dtype.itemsize), size)
-    box = symmetric_memory.empty(*shape, dtype=dtype, device=device)
-    box.fill_(-0.0)
-    handle = symmetric_memory.rendezvous(box, process_group)
-    boxes = [box if each == rank else handle.get_buffer(each, shape, dtype) for each in range(num_ranks)]
-    return SymmetricBuffer(rank, boxes, owner=handle)
+    buffer = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+    buffer.fill_(-0.0)
+    handle = symmetric_memory.rendezvous(buffer, process_group)
+    buffers = [buffer if each == rank else handle.get_buffer(each, shape, dtype) for each in range(num_ranks)]
+    return SymmetricBuffer(rank, buffers, owner=handle)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from teachllm_kernels.moe.grouped_gemm import (
+    grouped_down_reference,
+    grouped_down_triton,
     grouped_gated_reference,
     grouped_gated_triton,
-    grouped_onto_reference,
-    grouped_onto_triton,
 )
 from teachllm_kernels.moe.moe_routing import (
     Routes,
@@ -64,9 +64,9 @@ class Experts(nn.Module):
         groups = (group_triton if is_cuda else group_reference)(routes.experts, self.held)
         if not is_cuda:
             h = grouped_gated_reference(x, self.gate_up, groups)
-            return combine_reference(grouped_onto_reference(h, self.down, groups, routes), routes.experts, self.held)
+            return combine_reference(grouped_down_reference(h, self.down, groups, routes), routes.experts, self.held)
         h = grouped_gated_triton(x, self.gate_up, groups, self.is_fixed)
-        y = grouped_onto_triton(h, self.down, groups, routes, self.is_fixed)
+        y = grouped_down_triton(h, self.down, groups, routes, self.is_fixed)
         del h
         return combine_triton(y, routes.experts, self.held)
 

@@ -1,7 +1,7 @@
 """What can be wrong with a request's parameters once the vocabulary is known.
 
 `SamplingParams` checks what it can alone; token ids need the vocabulary's size. Called when a request is added,
-so that a bad one is refused in one line and nothing else is disturbed. No torch here: the front door imports it.
+so that a bad one is refused in one line and nothing else is disturbed. No torch here: the API process imports it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_triton
 from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton
 from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm
 from teachllm_kernels.linear.skinny_gemm import skinny_gemm_triton
-from teachllm_kernels.moe.grouped_gemm import grouped_gated_triton, grouped_onto_triton
+from teachllm_kernels.moe.grouped_gemm import grouped_down_triton, grouped_gated_triton
 from teachllm_kernels.moe.moe_routing import combine_triton, group_triton, route_triton
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
 from teachllm_kernels.sampling import random_sample
@@ -163,7 +163,7 @@ def compile_experts(dtype: torch.dtype) -> None:
         routes = route_triton(torch.zeros(num_tokens, 16, dtype=dtype), 4, True)
         groups = group_triton(routes.experts, range(16))
         h = grouped_gated_triton(x, gate_up, groups)
-        combine_triton(grouped_onto_triton(h, down, groups, routes), routes.experts, range(16))
+        combine_triton(grouped_down_triton(h, down, groups, routes), routes.experts, range(16))
 
 
 def compile_hopper_products(dtype: torch.dtype) -> None:

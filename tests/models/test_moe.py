@@ -221,7 +221,7 @@ def test_a_gpus_kernels_give_the_logits_that_a_cpu_gives(
     steps = [[(0, 5)], [(0, 1), (1, 1)]] if THOROUGH else [[(0, 5), (1, 1)]]
     expected = logits_by_schedule(model, description, sequences, steps, torch.float32, 16)
     called = []
-    for operation in ("route", "group", "combine", "grouped_gated", "grouped_onto"):
+    for operation in ("route", "group", "combine", "grouped_gated", "grouped_down"):
         kernel = getattr(moe, f"{operation}_triton")
 
         def run(*args: Any, kernel: Any = kernel) -> Any:

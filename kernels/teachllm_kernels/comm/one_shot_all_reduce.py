@@ -38,7 +38,7 @@ class SymmetricBuffer:
 
     Args:
         rank: this rank's number.
-        boxes: the buffers of all ranks, by rank: [NUM_SLOTS, num_ranks, num_rows, size], elements of 2 or 4 bytes, all
+        buffers: every rank's buffer, by rank: [NUM_SLOTS, num_ranks, num_rows, size], elements of 2 or 4 bytes, all
             -0.0. This rank can write to all of them; its own is on its own device. Their memory must not move.
         owner: the owner of the other ranks' memory, if the tensors are not.
 
@@ -48,15 +48,15 @@ class SymmetricBuffer:
         dtype: dtype of the elements.
     """
 
-    def __init__(self, rank: int, boxes: Sequence[torch.Tensor], owner: object = None) -> None:
-        own = boxes[rank]
+    def __init__(self, rank: int, buffers: Sequence[torch.Tensor], owner: object = None) -> None:
+        own = buffers[rank]
         _, self.num_ranks, self.num_rows, self.size = own.shape
         self.rank, self.dtype = rank, own.dtype
-        assert own.shape[0] == NUM_SLOTS and self.num_ranks == len(boxes)
+        assert own.shape[0] == NUM_SLOTS and self.num_ranks == len(buffers)
         assert self.size * own.element_size() % 16 == 0, "rows begin where 16 bytes can be read at once"
-        self._boxes, self._owner = list(boxes), owner  # kept alive: the kernel has only their addresses
+        self._buffers, self._owner = list(buffers), owner  # kept alive: the kernel has only their addresses
         self._own = own.view(_WORDS[own.element_size()])
-        self._addresses = torch.tensor([box.data_ptr() for box in boxes], device=own.device)
+        self._addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=own.device)
         self._slots = torch.zeros(self.num_rows, dtype=torch.int32, device=own.device)  # the next slot of each row
 
     def takes(self, y: torch.Tensor) -> bool:
@@ -65,7 +65,7 @@ class SymmetricBuffer:
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """The arguments of `sum_over_ranks` in a kernel: addresses, box, slots, num_box_rows."""
+        """The arguments of `sum_over_ranks` in a kernel: addresses, buffer, slots, num_buffer_rows."""
         return self._addresses, self._own, self._slots, self.num_rows
 
 
@@ -87,40 +87,40 @@ class DeferredAllReduce(NamedTuple):
 @triton.jit
 def sum_over_ranks(
     own,
-    addresses_ptr, box_ptr, slots_ptr,
-    row, column, inside, num_box_rows, size,
+    addresses_ptr, buffer_ptr, slots_ptr,
+    row, column, inside, num_buffer_rows, size,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
 ):  # fmt: skip
     """Return a row of the sum, in float32.
 
     Args:
         own: [BLOCK] of this rank's part.
-        addresses_ptr, box_ptr, slots_ptr, num_box_rows: from a `SymmetricBuffer`.
+        addresses_ptr, buffer_ptr, slots_ptr, num_buffer_rows: from a `SymmetricBuffer`.
         row, column, inside: the row, and [BLOCK] its columns and whether they exist.
     """
-    WORD: tl.constexpr = box_ptr.dtype.element_ty
+    WORD: tl.constexpr = buffer_ptr.dtype.element_ty
     EMPTY: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))  # the bits of -0.0
-    slot = tl.load(
-        slots_ptr + row, volatile=True
-    )  # volatile: neighbouring rows' counters are written by other programs
-    from_one = num_box_rows.to(tl.int64) * size
+    # Volatile, because other programs write the counters of neighbouring rows.
+    slot = tl.load(slots_ptr + row, volatile=True)
+    from_one = num_buffer_rows.to(tl.int64) * size
     at = row.to(tl.int64) * size + column
     sent = own.to(WORD, bitcast=True)
     sent = tl.where(sent == EMPTY, tl.zeros_like(sent), sent)
     for step in tl.static_range(1, NUM_RANKS):  # so that the ranks do not all write to the same one first
-        other_box_ptr = tl.multiple_of(tl.load(addresses_ptr + (RANK + step) % NUM_RANKS).to(tl.pointer_type(WORD)), 16)
-        tl.store(other_box_ptr + (slot * NUM_RANKS + RANK) * from_one + at, sent, mask=inside)
+        address = tl.load(addresses_ptr + (RANK + step) % NUM_RANKS)
+        other_buffer_ptr = tl.multiple_of(address.to(tl.pointer_type(WORD)), 16)
+        tl.store(other_buffer_ptr + (slot * NUM_RANKS + RANK) * from_one + at, sent, mask=inside)
     total = tl.zeros(own.shape, tl.float32)
     before = (slot + _SLOTS - 1) % _SLOTS
     for rank in tl.static_range(NUM_RANKS):
         got = sent
         if rank != RANK:
-            place_ptrs = box_ptr + (slot * NUM_RANKS + rank) * from_one + at
+            place_ptrs = buffer_ptr + (slot * NUM_RANKS + rank) * from_one + at
             got = tl.load(place_ptrs, mask=inside, other=0, volatile=True)
             while tl.max((got == EMPTY).to(tl.int32)) > 0:
                 got = tl.load(place_ptrs, mask=inside, other=0, volatile=True)
             empty = tl.full(own.shape, EMPTY, WORD)
-            tl.store(box_ptr + (before * NUM_RANKS + rank) * from_one + at, empty, mask=inside)
+            tl.store(buffer_ptr + (before * NUM_RANKS + rank) * from_one + at, empty, mask=inside)
         total += got.to(own.dtype, bitcast=True).to(tl.float32)
     tl.store(slots_ptr + row, (slot + 1) % _SLOTS)
     return total
@@ -128,8 +128,8 @@ def sum_over_ranks(
 
 @triton.jit
 def _one_shot_all_reduce(
-    y_ptr, total_ptr, addresses_ptr, box_ptr, slots_ptr,
-    num_box_rows, size,
+    y_ptr, total_ptr, addresses_ptr, buffer_ptr, slots_ptr,
+    num_buffer_rows, size,
     BLOCK: tl.constexpr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -140,8 +140,10 @@ def _one_shot_all_reduce(
     at = row.to(tl.int64) * size + column
     own = tl.load(y_ptr + at, mask=inside, other=0.0)
     whole = sum_over_ranks(
-        own, addresses_ptr, box_ptr, slots_ptr, row, column, inside, num_box_rows, size, RANK=RANK, NUM_RANKS=NUM_RANKS
-    )
+        own, addresses_ptr, buffer_ptr, slots_ptr,
+        row, column, inside, num_buffer_rows, size,
+        RANK=RANK, NUM_RANKS=NUM_RANKS,
+    )  # fmt: skip
     tl.store(total_ptr + at, whole.to(total_ptr.dtype.element_ty), mask=inside)
 
 
@@ -156,14 +158,14 @@ def one_shot_all_reduce(y: torch.Tensor, symmetric_buffer: SymmetricBuffer) -> t
     """
     assert symmetric_buffer.takes(y) and y.is_contiguous()
     total, block = torch.empty_like(y), triton.next_power_of_2(symmetric_buffer.size)
-    addresses, box, slots, num_box_rows = symmetric_buffer.arguments
+    addresses, buffer, slots, num_buffer_rows = symmetric_buffer.arguments
     _one_shot_all_reduce[(len(y),)](
         y_ptr=y,
         total_ptr=total,
         addresses_ptr=addresses,
-        box_ptr=box,
+        buffer_ptr=buffer,
         slots_ptr=slots,
-        num_box_rows=num_box_rows,
+        num_buffer_rows=num_buffer_rows,
         size=symmetric_buffer.size,
         BLOCK=block,
         RANK=symmetric_buffer.rank,

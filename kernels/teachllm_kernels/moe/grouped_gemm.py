@@ -6,7 +6,7 @@ The launch has as many programs as there can be tiles. Each program adds up the 
 that it has none.
 
     gated   reads a pair's token; multiplies by gate and up; writes silu(gate) * up at the pair's sorted place
-    onto    reads that; writes the product times the router's weight at the pair's own place
+    down    reads that; writes the product times the router's weight at the pair's own place
 
 The weight is the left operand, as in `skinny_gemm.py`: in a decode an expert has few rows, or one.
 
@@ -44,7 +44,7 @@ def grouped_gated_reference(x: torch.Tensor, weight: torch.Tensor, groups: Group
     return out
 
 
-def grouped_onto_reference(h: torch.Tensor, weight: torch.Tensor, groups: Groups, routes: Routes) -> torch.Tensor:
+def grouped_down_reference(h: torch.Tensor, weight: torch.Tensor, groups: Groups, routes: Routes) -> torch.Tensor:
     """Return each pair's product of h and its expert's weight, times the router's weight.
 
     Args:
@@ -131,10 +131,10 @@ def grouped_gated_triton(x: torch.Tensor, weight: torch.Tensor, groups: Groups, 
     return _launch(x, weight, groups, None, groups.pairs.shape[0] // x.shape[0], is_fixed)
 
 
-def grouped_onto_triton(
+def grouped_down_triton(
     h: torch.Tensor, weight: torch.Tensor, groups: Groups, routes: Routes, is_fixed: bool = False
 ) -> torch.Tensor:
-    """Compute `grouped_onto_reference` for contiguous tensors; accumulate in float32. `is_fixed` as above."""
+    """Compute `grouped_down_reference` for contiguous tensors; accumulate in float32. `is_fixed` as above."""
     return _launch(h, weight, groups, routes.weights, routes.weights.shape[1], is_fixed)
 
 

@@ -275,7 +275,7 @@ def _same(piece: Choose, waiting: list[int], running: list[int], expected: int, 
     found = piece(*given)
     if isinstance(found, bool) or not hasattr(found, "__index__") or not 0 <= found < len(waiting):
         raise Wrong(f"{asked} is {found!r}: give the number of a replica, from 0 to {len(waiting) - 1}")
-    require(given == (waiting, running), f"{asked} changes its arguments: they are the front's own books")
+    require(given == (waiting, running), f"{asked} changes its arguments: they are the API process's own books")
     require(found == expected, f"{asked} is {found} and should be {expected}: {why}")
 
 

@@ -1,1 +1,1 @@
-"""The engine's core in a process of its own, and the messages between it and the front."""
+"""The engine's core in a process of its own, and the messages between it and the API process."""

@@ -226,8 +226,15 @@ class CoreClient:
             request.finish_reason, request.stop_reason = FinishReason(update.finish_reason), update.stop_reason
             del self._requests[update.number], self._numbers[request.request_id]
             self._balance.ended(replica)
-        drafts, logprobs = (update.num_drafted, update.num_accepted), (update.logprobs, update.prompt_logprobs)
-        return RequestUpdate(request, update.new_token_ids, *drafts, *logprobs, update.start)
+        return RequestUpdate(
+            request,
+            new_token_ids=update.new_token_ids,
+            num_drafted=update.num_drafted,
+            num_accepted=update.num_accepted,
+            logprobs=update.logprobs,
+            prompt_logprobs=update.prompt_logprobs,
+            start=update.start,
+        )
 
     def reset_prefix_cache(self) -> None:
         for link in self._links:

@@ -1,15 +1,15 @@
-"""The engine's core in a process of its own: while it steps, nobody else's Python is in its way.
+"""Run the engine's core in a process of its own: while it steps, no other Python code is in its way.
 
-    the front's process                           this process
+    the API process                                      this process
 
     HTTP, text <-> token ids        ── Add, Finish ──▶   EngineCore: schedule, execute, update
-    streams, stop strings           ◀── Stepped ──       one message a step, for all requests
+    streams, stop strings           ◀── Stepped ──       one message per step, for all requests
 
-In one process, tokenizing one user's prompt and writing another's answer would hold up the step of everybody, since one
-Python thread runs at a time. Here the two overlap, and what crosses is token ids: a few bytes a token, over a socket
-(ZeroMQ on a local one that only this user can open), in the words of `messages.py`. The other end is `core_client.py`.
+In one process, tokenizing one user's prompt and writing another's answer would hold up the step of all requests, since
+one Python thread runs at a time. Here the two overlap, and only token ids cross: a few bytes per token, over a ZeroMQ
+socket that only this user can open, as the messages of `core_messages.py`. The other end is `core_client.py`.
 
-The process ends when it is told to, and when its parent has ended, however that came about.
+The process ends when it is told to, and when its parent has ended for whatever reason.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class CoreProcess:
         self._socket, self._core, self._lines, self._lockstep = socket, core, lines, lockstep
         self._is_leaving = False
         self._eos_token_ids = model_config.eos_token_ids
-        self._requests: dict[int, Request] = {}  # unfinished ones, by the front's numbers
+        self._requests: dict[int, Request] = {}  # unfinished ones, by the client's numbers
         self._numbers: dict[str, int] = {}  # the other way round, by the ids the core knows them by
         self._num_failures = 0  # in a row
         self._sources = zmq.Poller()  # of what there is to do while there is no step
@@ -147,7 +147,7 @@ class CoreProcess:
                 return
             ready = dict(self._sources.poll(0 if self._has_steps else None))
             if self._lockstep is not None and self._lockstep.hears in ready and not self._lockstep.hear():
-                self._sources.unregister(self._lockstep.hears)  # all others have gone, as the front will notice
+                self._sources.unregister(self._lockstep.hears)  # all others have gone, as the client will notice
             if self._socket in ready:
                 for message in decode_to_core(self._socket.recv()):
                     if not isinstance(message, Close):

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 def least_loaded(num_waiting: Sequence[int], num_running: Sequence[int]) -> int:
     """The replica with the smallest 4 * waiting + running, the first of several.
 
-    Who waits weighs more: a running request shares its steps, a waiting one says that there is no more to share.
+    A waiting request weighs more: it means that the replica has no room for another one in its steps.
     """
     loads = [4 * waiting + running for waiting, running in zip(num_waiting, num_running, strict=True)]
     return loads.index(min(loads))
 
 
 class Balance:
-    """How many requests each replica has, as the front knows it.
+    """Track how many requests each replica has, as the API process knows it.
 
     How many are unfinished is known here at any time, how many of them run only from a replica's last step. All others
     count as waiting, also those that are still on their way: a burst is spread before any replica has said a word.

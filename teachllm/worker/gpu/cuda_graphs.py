@@ -60,13 +60,13 @@ class Graphs(Generic[T]):
         return key in self._full or key in self._pieces
 
     def is_due(self, key: Hashable) -> bool:
-        """Notes a key; true if it was noted before: what happens once is not worth a recording."""
+        """Note a key; return whether it was noted before: a key that occurs once is not worth a recording."""
         seen = key in self._seen
         self._seen.add(key)
         return seen and key not in self._failed
 
     def capture(self, key: Hashable, run: Callable[[], T]) -> bool:
-        """Records `run`. It runs once before, so that kernels are compiled and libraries have what they need.
+        """Record `run`. It runs once before, so that kernels are compiled and libraries have what they need.
 
         Returns:
             Whether it could be recorded; if not, it is not tried again, and a warning says why.
@@ -80,13 +80,15 @@ class Graphs(Generic[T]):
                 result = run()
         except RuntimeError as error:
             return self._give_up(key, error)
-        self._full[key], self._sent[key] = (graph, _borrowed(result)), sent
+        self._full[key] = (graph, _weak_result(result))
+        self._sent[key] = sent
         return True
 
     def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> bool:
-        """Records `run`, which hands every attention call to its argument (None: there is nothing to attend to yet).
+        """Record `run` in pieces; otherwise like `capture`.
 
-        As `capture`.
+        Args:
+            run: hands every attention call to its argument (None: there is nothing to attend to yet).
         """
         self._warm_up(lambda: run(None))
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -112,7 +114,8 @@ class Graphs(Generic[T]):
         except RuntimeError as error:
             return self._give_up(key, error)
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._pieces[key], self._sent[key] = (graphs, calls, _borrowed(result)), sent
+        self._pieces[key] = (graphs, calls, _weak_result(result))
+        self._sent[key] = sent
         return True
 
     def _give_up(self, key: Hashable, error: RuntimeError) -> bool:
@@ -124,14 +127,14 @@ class Graphs(Generic[T]):
         return False
 
     def replay(self, key: Hashable) -> T:
-        """Launches a full recording; returns the tensors that it writes to, the same ones every time."""
+        """Launch a full recording; return the tensors that it writes to, the same ones every time."""
         graph, result = self._full[key]
         graph.replay()
         self._traffic.replay(self._sent[key])
         return result
 
     def replay_pieces(self, key: Hashable, metadata: AttentionMetadata) -> T:
-        """Launches a recording in pieces, with attention for this step in between."""
+        """Launch a recording in pieces, with attention for this step in between."""
         graphs, calls, result = self._pieces[key]
         graphs[0].replay()
         for call, graph in zip(calls, graphs[1:], strict=True):
@@ -147,13 +150,13 @@ class Graphs(Generic[T]):
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
-def _borrowed(result: Any) -> Any:
-    """A recording's tensor, or None, not kept."""
+def _weak_result(result: Any) -> Any:
+    """Return a weak tensor for a recording's result, or None."""
     return result if result is None else weak_tensor(result)
 
 
 def padded_size(count: int, largest: int) -> int:
-    """The size of graph for so many tokens: powers of two up to 8, steps of 8 up to 32, 16 to 64, 32 to 512, 64."""
+    """Return the graph size for `count` tokens: powers of two up to 8, steps of 8 up to 32, 16 to 64, 32 to 512, 64."""
     if count <= 8:
         size = 1 << (count - 1).bit_length()
     else:

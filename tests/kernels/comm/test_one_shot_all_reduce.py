@@ -27,7 +27,7 @@ def symmetric_buffers(
 
 
 def box_of(symmetric_buffer: SymmetricBuffer) -> torch.Tensor:
-    return symmetric_buffer._boxes[symmetric_buffer.rank]
+    return symmetric_buffer._buffers[symmetric_buffer.rank]
 
 
 def parts_of(num_ranks: int, num_rows: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from teachllm_kernels.moe.grouped_gemm import (
     _most_tiles,
+    grouped_down_reference,
+    grouped_down_triton,
     grouped_gated_reference,
     grouped_gated_triton,
-    grouped_onto_reference,
-    grouped_onto_triton,
 )
 from teachllm_kernels.moe.moe_routing import (
     Groups,
@@ -133,13 +133,13 @@ def test_the_experts_make_of_a_token_what_each_alone_would(
 
     groups = group_triton(routes.experts, held)
     h = grouped_gated_triton(x, gate_up, groups, is_fixed)
-    y = combine_triton(grouped_onto_triton(h, down, groups, routes, is_fixed), routes.experts, held)
+    y = combine_triton(grouped_down_triton(h, down, groups, routes, is_fixed), routes.experts, held)
     assert y.dtype == dtype and y.isfinite().all()
     assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
     groups = group_reference(routes.experts, held)
     h = grouped_gated_reference(x, gate_up, groups)
-    y = combine_reference(grouped_onto_reference(h, down, groups, routes), routes.experts, held)
+    y = combine_reference(grouped_down_reference(h, down, groups, routes), routes.experts, held)
     assert y.dtype == dtype
     assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
@@ -151,7 +151,7 @@ def test_every_size_of_tile_is_right_for_as_many_rows_as_fill_it(num_tokens: int
     routes = route_reference(scores(num_tokens, 2, is_crowded=True), 1, False)
     groups = group_reference(routes.experts, range(2))
     h = grouped_gated_triton(x, gate_up, groups)
-    y = combine_reference(grouped_onto_triton(h, down, groups, routes), routes.experts, range(2))
+    y = combine_reference(grouped_down_triton(h, down, groups, routes), routes.experts, range(2))
     expected = naive(x, gate_up, down, routes, range(2))
     assert (y.double() - expected).norm() <= TOLERANCE[torch.float16] * expected.norm()
 
@@ -166,7 +166,7 @@ def test_with_fixed_tiles_a_token_gets_the_same_alone_and_among_others(num_token
     def run(x: torch.Tensor, routes: Routes) -> torch.Tensor:
         groups = group_triton(routes.experts, range(3))
         h = grouped_gated_triton(x, gate_up, groups, is_fixed=True)
-        return combine_triton(grouped_onto_triton(h, down, groups, routes, is_fixed=True), routes.experts, range(3))
+        return combine_triton(grouped_down_triton(h, down, groups, routes, is_fixed=True), routes.experts, range(3))
 
     together = run(x, routes)
     for token in (0, num_tokens - 1):
@@ -198,7 +198,7 @@ def test_a_recording_takes_tokens_to_other_experts_than_it_was_recorded_with(num
         routes = route_triton(logits, 4, True)
         groups: Groups = group_triton(routes.experts, range(16))
         h = grouped_gated_triton(x, gate_up, groups)
-        return combine_triton(grouped_onto_triton(h, down, groups, routes), routes.experts, range(16))
+        return combine_triton(grouped_down_triton(h, down, groups, routes), routes.experts, range(16))
 
     run()
     graph = torch.cuda.CUDAGraph()
