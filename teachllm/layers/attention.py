@@ -130,10 +130,11 @@ def paged_attention(
     if metadata.outside is None:
         return metadata.backend.attend(q, k, v, kv_cache, metadata, settings)
     out = q.new_empty(q.shape)
-    inputs, result = (weak_tensor(q), weak_tensor(k), weak_tensor(v)), weak_tensor(out)
+    weak_q, weak_k, weak_v = weak_tensor(q), weak_tensor(k), weak_tensor(v)
+    weak_out = weak_tensor(out)
 
     def attend(now: AttentionMetadata) -> None:
-        now.backend.attend(*inputs, kv_cache, now, settings, result)
+        now.backend.attend(weak_q, weak_k, weak_v, kv_cache, now, settings, weak_out)
 
     metadata.outside(attend)
     return out

@@ -77,7 +77,15 @@ class RMSNorm(nn.Module):
         if y is None:
             assert residual is not None
             y, residual = residual, None
-        return rms_norm_quantized_triton(y, residual, self.weight, self.eps, *input_quantization)
+        return rms_norm_quantized_triton(
+            y,
+            residual,
+            self.weight,
+            self.eps,
+            dtype=input_quantization.dtype,
+            scale=input_quantization.scale,
+            grouped=input_quantization.grouped,
+        )
 
     def prepare(self) -> None:
         """Prepares the filled weight for a CPU."""

@@ -11,6 +11,8 @@ compute capability 8.9 lack e4m3: on them only the weight is quantized.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -92,13 +94,15 @@ class GPUScaledWeight(nn.Module):
             assert isinstance(x, torch.Tensor)
             return weight_only_triton(x, self.qweight, self.scales, bias, gated)
         rows = self._rows(x)
-        what, num_rows = (rows, self.qweight, self.scales, bias), rows.values.shape[0]
-        if num_rows > MAX_ROWS and not self._on_hopper and fits_scaled_mm(*what[:3]):
-            return scaled_mm(*what, gated=gated, dtype=self.dtype)
+        product: Callable[..., torch.Tensor]
+        is_few = rows.values.shape[0] <= MAX_ROWS
         if self._on_hopper:
-            product = hopper_scaled_linear if num_rows <= MAX_ROWS else hopper_scaled_mm
-            return product(*what, gated=gated, dtype=self.dtype)
-        return scaled_linear_triton(*what, gated=gated, dtype=self.dtype)
+            product = hopper_scaled_linear if is_few else hopper_scaled_mm
+        elif not is_few and fits_scaled_mm(rows, self.qweight, self.scales):
+            product = scaled_mm
+        else:
+            product = scaled_linear_triton
+        return product(rows, self.qweight, self.scales, bias, gated=gated, dtype=self.dtype)
 
     def _rows(self, x: torch.Tensor | QuantizedRows) -> QuantizedRows:
         """Quantize x, unless the norm before has done so."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -288,23 +289,40 @@ class Sampler:
         filtered = selection.filtered
         if filtered is not None:
             among = chosen[filtered]
-            settings = (
-                drawn[filtered],
-                parameters.temperature[among],
-                parameters.top_k[among],
-                parameters.top_p[among],
-                parameters.min_p[among],
-                selection.num_candidates,
-            )
             if columns.are_all:
-                drawn[filtered] = apply_filters(*settings, self._nucleus)
+                apply = partial(apply_filters, nucleus=self._nucleus)
             else:
-                drawn[filtered] = apply_shared_filters(*settings, columns)
+                apply = partial(apply_shared_filters, columns=columns)
+            drawn[filtered] = apply(
+                drawn[filtered],
+                temperature=parameters.temperature[among],
+                top_k=parameters.top_k[among],
+                top_p=parameters.top_p[among],
+                min_p=parameters.min_p[among],
+                num_candidates=selection.num_candidates,
+            )
         temperature = parameters.temperature[chosen]
-        noise = parameters.seed[chosen], output_indices[chosen], parameters.child_index[chosen]
+        seeds = parameters.seed[chosen]
+        child_indices = parameters.child_index[chosen]
         if proposals is None:
-            logits[chosen] = gumbel_scores_reference(drawn, temperature, *noise, first_id=columns.first_id)
+            logits[chosen] = gumbel_scores_reference(
+                drawn,
+                temperature=temperature,
+                seeds=seeds,
+                output_indices=output_indices[chosen],
+                child_indices=child_indices,
+                first_id=columns.first_id,
+            )
             return columns.argmax(logits)
-        proposed = proposals.draft_logits, proposals.draft_rows[chosen], proposals.siblings[chosen]
-        ids = rejection_sample_reference(drawn, temperature, *proposed, *noise, judge=self._judge)
+        ids = rejection_sample_reference(
+            drawn,
+            temperature=temperature,
+            draft_logits=proposals.draft_logits,
+            draft_rows=proposals.draft_rows[chosen],
+            siblings=proposals.siblings[chosen],
+            seeds=seeds,
+            output_indices=output_indices[chosen],
+            child_indices=child_indices,
+            judge=self._judge,
+        )
         return ids if len(ids) == len(logits) else logits.argmax(dim=-1).index_copy_(0, chosen, ids)

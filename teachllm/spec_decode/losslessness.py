@@ -286,13 +286,23 @@ class _Experiment:
         if self._rule.replaced and proposals is not None:
             temperature = torch.full((len(rows),), self._rule.temperature, device=self._device)
             seeds = (self._seed << 32) + torch.tensor(rows, device=self._device)
-            draws = (siblings, seeds, lengths - 1, torch.zeros_like(seeds))
-            return rejection_sample_reference(logits, temperature, self._draft, last, *draws, replaced=True)
+            return rejection_sample_reference(
+                logits,
+                temperature=temperature,
+                draft_logits=self._draft,
+                draft_rows=last,
+                siblings=siblings,
+                seeds=seeds,
+                output_indices=lengths - 1,
+                child_indices=torch.zeros_like(seeds),
+                replaced=True,
+            )
         if not self._kernels:
             return self._sampler.sample(logits, rows, lengths, self._unread, proposals).token_ids
         if proposals is not None:
             proposals = Proposals(siblings.int(), self._draft, last.int())
-        variant, at = (True, self._rule.top_k > 0), torch.tensor(rows, dtype=torch.int32, device=self._device)
+        at = torch.tensor(rows, dtype=torch.int32, device=self._device)
+        variant = (True, self._rule.top_k > 0)
         return self._sampler.sample_positions(logits, at, lengths - 1, variant, proposals)
 
 

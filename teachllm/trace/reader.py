@@ -173,7 +173,7 @@ def _check_step(line: Line) -> None:
         match scheduled.get("next_draft", [0, ""]):
             case [int(), str()]:
                 continue
-        raise ReplayError(f"'next_draft' of a scheduled request is {scheduled['next_draft']!r}, not a number and a reason")
+        raise ReplayError(f"'next_draft' of a scheduled request is {scheduled['next_draft']!r}, no number and reason")
 
 
 def _check_ranks(line: Line) -> None:

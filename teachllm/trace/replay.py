@@ -8,8 +8,8 @@ The pool follows from the block events alone. All blocks are free at first, and 
     evict      it loses it
     free       a request lets go; with the last one the block goes to the end of the list
 
-Requests follow from arrivals, scheduled tokens and ends. An event that cannot have happened is an error, so a whole trace that
-replays is sound.
+Requests follow from arrivals, scheduled tokens and ends. An event that cannot have happened is an error, so a whole
+trace that replays is sound.
 """
 
 from __future__ import annotations

@@ -250,8 +250,17 @@ class _Seen:
     ) -> torch.Tensor:
         k_largest, v_largest = (x.float().abs().amax(dim=(0, 2)) for x in (k, v))
         self.largest.append((k_largest, v_largest))
-        lens, how = metadata.query_lens, (settings.scale, settings.window, settings.soft_cap)
-        return paged_attention_reference(q, k[None], v[None], metadata.block_tables, lens, lens, *how)
+        return paged_attention_reference(
+            q,
+            k_cache=k[None],
+            v_cache=v[None],
+            block_tables=metadata.block_tables,
+            query_lens=metadata.query_lens,
+            kv_lens=metadata.query_lens,
+            scale=settings.scale,
+            window=settings.window,
+            soft_cap=settings.soft_cap,
+        )
 
 
 class _FirstStep:

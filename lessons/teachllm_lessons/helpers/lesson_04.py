@@ -54,7 +54,7 @@ def contract_chunk(piece: Chunk) -> int:
             found = piece(request_of(length), most)
             asked = f"chunk(a prompt of {length}, {most})"
             require(isinstance(found, int), f"{asked} is {found!r}: give a number of tokens")
-            require(found <= most, f"{asked} is {found}: more than the budget and its uncomputed tokens allow")
+            require(found <= most, f"{asked} is {found}: more than budget and prompt allow")
             require(found > 0, f"{asked} is {found}: then nothing of it is ever computed, and it waits for ever")
             if length <= SHORT:
                 require(found == most, f"{asked} is {found}: a prompt of up to {SHORT} tokens is to be taken as it is")
@@ -115,7 +115,7 @@ CHUNK = Exercise(
     live=live_chunk,
     reference=polite,
     hints=(
-        "`num_tokens` is what the budget and the prompt allow, and you may only take less. When would you?",
+        "`num_tokens` is what budget and prompt allow, and you may only take less. When would you?",
         f"`request.num_prompt_tokens` says how long the prompt is. Up to {SHORT}: take what is allowed.",
         f"`return num_tokens if request.num_prompt_tokens <= {SHORT} else min(num_tokens, {LONG})`",
     ),

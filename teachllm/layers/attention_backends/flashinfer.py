@@ -96,11 +96,11 @@ class FlashInferBackend:
         metadata: AttentionMetadata,
         settings: AttentionSettings,
     ) -> None:
-        """Plans a step for one kind of layer."""
+        """Plan a step for one kind of layer."""
         if self._planned is not None:
             self._planned.synchronize()  # the last plan has left the pinned memory that this one is written to
+        num_heads = q.shape[1]
         block_size, num_kv_heads, head_size = k_cache.shape[1:]
-        shape = (q.shape[1], num_kv_heads, head_size, block_size)
         options = {
             "sm_scale": settings.scale,
             "window_left": -1 if settings.window is None else settings.window - 1,
@@ -110,11 +110,23 @@ class FlashInferBackend:
         }
         count = metadata.num_decodes
         if count:
-            decodes.plan(*_pages(metadata, slice(0, count), block_size), *shape, **options)
+            first_page, pages, last_len = _pages(metadata, slice(0, count), block_size)
+            decodes.plan(first_page, pages, last_len, num_heads, num_kv_heads, head_size, block_size, **options)
         if count < len(metadata.query_lens):
             starts = torch.tensor([0, *np.cumsum(metadata.query_lens[count:])], dtype=torch.int32)
-            pages = _pages(metadata, slice(count, None), block_size)
-            prompts.plan(starts, *pages, *shape, causal=True, **options)
+            first_page, pages, last_len = _pages(metadata, slice(count, None), block_size)
+            prompts.plan(
+                starts,
+                first_page,
+                pages,
+                last_len,
+                num_heads,
+                num_kv_heads,
+                head_size,
+                block_size,
+                causal=True,
+                **options,
+            )
         if q.is_cuda:
             self._planned = torch.cuda.Event()
             self._planned.record()
@@ -123,7 +135,7 @@ class FlashInferBackend:
 def _pages(
     metadata: AttentionMetadata, requests: slice, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(where each request's pages begin, all pages, tokens in each one's last page): flashinfer's block table."""
+    """Return flashinfer's block table: where each request's pages begin, all pages, the tokens in each last page."""
     assert metadata.rows is not None
     tables = metadata.block_tables.index_select(0, metadata.rows[requests])
     kv_lens = np.array(metadata.kv_lens[requests])

@@ -1,10 +1,10 @@
-"""GraphRunner: one forward pass on a GPU, as one CUDA graph, as recorded pieces, or as the same kernels one by one.
+"""Run one forward pass on a GPU: as one CUDA graph, as recorded pieces, or as the same kernels one by one.
 
     full     a batch of decodes, or of a few short prompts, is one graph from row to sampled token
     mixed    any other batch: everything between two attentions is one recorded piece
 
 Whether a graph exists, what it is called and how a batch is padded to it is decided here and nowhere else; `Graphs`
-only captures and replays. A batch size is captured when it comes for the second time.
+only captures and replays. A batch size is captured on its second occurrence.
 """
 
 from __future__ import annotations
@@ -35,9 +35,18 @@ from teachllm.worker.spec_decode.capture_ahead import (
 from teachllm.worker.spec_decode.draft_progress import Behind
 from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
 
+FullKey = tuple[str, int, int, int, tuple[bool, bool] | None, int | None]  # see `_full_key`
+
+
+def _full_key(
+    num_seqs: int, num_tokens: int, decode_len: int, variant: tuple[bool, bool] | None, num_drafts: int | None
+) -> FullKey:
+    """Return the key of a full graph."""
+    return ("full", num_seqs, num_tokens, decode_len, variant, num_drafts)
+
 
 class GraphRunner:
-    """Runs the forward pass of a batch that `DeviceBatch` holds, and in a full graph samples and drafts as well.
+    """Run the forward pass of a batch that `DeviceBatch` holds, and in a full graph samples and drafts as well.
 
     Args:
         is_last_stage: this rank has the output head; another stage returns no logits.
@@ -97,22 +106,32 @@ class GraphRunner:
             behind: what a drafter in this graph has to catch up with.
         """
         decode_len = step.decode_len if step.is_decode else 0
-        what = (num_seqs, num_tokens, decode_len, variant, num_drafts)
-        key = ("full", *what)
+        key = _full_key(num_seqs, num_tokens, decode_len, variant, num_drafts)
         has_graph = self._graphs.has(key)
         if not has_graph and not self._eager and self._graphs.is_due(key):
-            has_graph = self._record(*what)
+            has_graph = self._record(num_seqs, num_tokens, decode_len, variant, num_drafts)
         self._batch.send(step, num_seqs, num_tokens)
         if num_drafts is not None and self._drafting is not None:
             self._drafting.catch_up(behind)
         self.graph_mode = "full" if has_graph else "eager"
-        return self._graphs.replay(key) if has_graph else self.full_step(*what)
+        if has_graph:
+            return self._graphs.replay(key)
+        return self.full_step(num_seqs, num_tokens, decode_len, variant, num_drafts)
 
-    def _record(self, num_seqs: int, num_tokens: int, *what: Any) -> bool:
-        """Capture a full graph by its key; it also runs once before, on padding alone."""
+    def _record(
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        decode_len: int,
+        variant: tuple[bool, bool] | None,
+        num_drafts: int | None,
+    ) -> bool:
+        """Capture a full graph; it also runs once before, on padding alone."""
         self._batch.clear(num_seqs, num_tokens)
-        key = (num_seqs, num_tokens, *what)
-        return self._graphs.capture(("full", *key), lambda: self.full_step(*key))
+        return self._graphs.capture(
+            _full_key(num_seqs, num_tokens, decode_len, variant, num_drafts),
+            lambda: self.full_step(num_seqs, num_tokens, decode_len, variant, num_drafts),
+        )
 
     @torch.inference_mode()
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool, num_blocks: int) -> Prior | None:
@@ -128,25 +147,26 @@ class GraphRunner:
         batch, drafting = self._batch, self._drafting
         if self._eager or drafting is None:
             return None
-        recorded: dict[tuple[int, int], tuple[Any, ...]] = {}
+        recorded: dict[tuple[int, int], FullKey] = {}
         seconds: dict[tuple[int, int], float] = {}
         with torch.cuda.device(self._batch.device):
             steps = decode_steps(batch, is_adaptive)
             for size, step in steps.items():
                 shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
                 assert shape is not None
+                num_seqs, num_tokens = shape
                 inside = step.most_next if step.speculates or drafting.reads_step else None
                 for variant in VARIANTS:
-                    key = (*shape, step.decode_len, variant, inside)
-                    if self._record(*key):
-                        recorded[size] = key
+                    if self._record(num_seqs, num_tokens, step.decode_len, variant, inside):
+                        recorded[size] = _full_key(num_seqs, num_tokens, step.decode_len, variant, inside)
             num_known = known_tokens(batch)
             if not is_adaptive or not num_known:
                 return None
             batch.pretend(num_known, num_blocks)
             for size, key in recorded.items():
-                batch.send(steps[size], *key[:2])
-                seconds[size] = seconds_of(partial(self._graphs.replay, ("full", *key)), batch)
+                _, num_seqs, num_tokens, *_ = key
+                batch.send(steps[size], num_seqs, num_tokens)
+                seconds[size] = seconds_of(partial(self._graphs.replay, key), batch)
             behind = per_token_behind(drafting)
             batch.forget()
         return as_prior(seconds, behind, batch, sizes)

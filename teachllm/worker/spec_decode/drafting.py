@@ -76,7 +76,7 @@ class Drafting:
         self._num_computed.pop(row, None)
 
     def drafts(self, row: int, scheduled: ScheduledRequest) -> list[int]:
-        """Return the drafts that a scheduled request verifies: the plan's, or this drafter's if the plan has only their number."""
+        """Return the drafts that a request verifies: the plan's, or this drafter's if the plan only counts them."""
         if -1 not in scheduled.draft_token_ids:
             return scheduled.draft_token_ids
         # Where nothing more could be drawn, any id stands in.

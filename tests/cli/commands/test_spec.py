@@ -49,7 +49,7 @@ def test_it_says_what_was_put_to_the_test_and_what_was_not(teachllm) -> None:
 
 
 def test_a_rule_that_breaks_its_claim_fails(teachllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "rejection_sample_reference", lambda *given, **_: given[4][:, 0].clone())
+    monkeypatch.setattr(sampler, "rejection_sample_reference", lambda *_, siblings, **__: siblings[:, 0].clone())
     result = teachllm("spec", "check", *FEW, "--rule", "chain", "--rule", "accept-always")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: chain claims to be lossless, and is not: p-value ")

@@ -33,7 +33,7 @@ def test_a_polite_chunk_is_right() -> None:
             r"chunk\(a prompt of 65, 17\) is 17: of a prompt beyond 64 tokens a step takes 16",
         ),
         (lambda request, most: min(most, 16), r"chunk\(a prompt of 64, 17\) is 16: a prompt of up to 64 tokens is to"),
-        (lambda request, most: 16, r"chunk\(a prompt of 2, 2\) is 16: more than the budget and its uncomputed tokens allow"),
+        (lambda request, most: 16, r"chunk\(a prompt of 2, 2\) is 16: more than budget and prompt allow"),
         (lambda request, most: 0, "then nothing of it is ever computed"),
         (lambda request, most: most / 2, r"is 1\.0: give a number of tokens"),
         (
