@@ -34,7 +34,7 @@ from teachllm.worker.gpu.cuda_graphs import Graphs  # noqa: E402
 from teachllm_kernels.comm.one_shot_all_reduce import one_shot_all_reduce  # noqa: E402
 from teachllm_kernels.rms_norm import rms_norm_triton  # noqa: E402
 
-NUM_EXCHANGES = 73  # two a layer of 36, and the embedding's
+NUM_EXCHANGES = 73  # two per layer of 36, and the embedding's
 _REPLAYS = 30
 _SECONDS = 60.0  # for an exchange: who waits longer waits for a rank that has failed
 Result = dict[int, dict[str, float]]  # microseconds by rows and way

@@ -4,7 +4,7 @@
 
 Each figure is that of a CUDA graph that holds the kernel many times over: from a rest, and, after 0.2 seconds in which
 nothing else runs, the mean of another 0.2, when power bounds what a card can do. The fraction is of the ceiling for
-products of matrices. A plan is made once a step and serves all layers; it is timed apart. Blocks of 16 tokens lie in
+products of matrices. A plan is made once per step and serves all layers; it is timed apart. Blocks of 16 tokens lie in
 random order. K and V are the same each time, in the second-level cache if they fit there: so prompts find their own,
 which were just written; what earlier steps left a model's layer would not.
 """

@@ -7,7 +7,8 @@ the same requests as token ids, all at once, each streamed to a client on the sa
 seeds; random weights of Qwen3-0.6B's shape, and a synthetic tokenizer of its size (`synthetic_tokenizer.py`), so that
 turning ids into text is real work. After two warm-ups, the median of three runs; times are of all three together.
 
-The bar is 0.90 of the offline output tokens a second. The exit code is 1 if something failed, not if the bar is missed.
+The bar is 0.90 of the offline output tokens per second. The exit code is 1 if something failed, not if the bar is
+missed.
 Needs the extra `serve`.
 """
 
@@ -104,7 +105,7 @@ def write_model(folder: Path, is_tiny: bool) -> dict[str, Any]:
 
 
 def offline(settings: dict[str, Any], batch: dict[str, int]) -> dict[str, Any]:
-    """The engine alone: output tokens a second of every run, and their median."""
+    """The engine alone: output tokens per second of every run, and their median."""
     from teachllm import LLM
     from teachllm.bench.batch import run_batch
     from teachllm.engine.observability.ceilings import device_name
@@ -189,7 +190,7 @@ def once(url: str, seed: int, batch: dict[str, int]) -> Load:
 
 
 def summary(loads: Sequence[Load]) -> dict[str, Any]:
-    """Output tokens a second of every run and their median; percentiles of the times of all runs together."""
+    """Output tokens per second of every run and their median; percentiles of the times of all runs together."""
     runs = [sum(record.num_output_tokens for record in load.records) / load.duration_s for load in loads]
     together = Load(
         loads[0].model,

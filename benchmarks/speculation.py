@@ -8,7 +8,7 @@ and then a coin decides which drafts hold, 0.8 of them. What is measured is time
     plain       a token without speculation
     verify      a step that computes 5 tokens instead of one, timed on the device, with no drafter behind it
     draft       a token of the draft model (0.6B) by itself
-    expected    (1 + 0.8 + ... + 0.8^4 = 3.36 tokens a step) / (verify + 4 x draft, in plain steps)
+    expected    (1 + 0.8 + ... + 0.8^4 = 3.36 tokens per step) / (verify + 4 x draft, in plain steps)
     measured    plain / time per token with speculation
 
 At 64 requests the length adapts; there the whole batch is timed beside the same without speculation, for several
@@ -79,7 +79,7 @@ def per_token(llm: LLM, args: argparse.Namespace) -> float:
 
 
 def step_seconds(llm: LLM, args: argparse.Namespace) -> tuple[float, float]:
-    """Device seconds of a decode, and tokens a step; medians and means of the last run."""
+    """Device seconds of a decode, and tokens per step; medians and means of the last run."""
     core: Any = llm.engine.core
     core.executor._runner.times_steps = True
     seconds: list[float] = []

@@ -27,7 +27,7 @@ from playwright.sync_api import sync_playwright
 from plotly.offline import get_plotlyjs
 
 FOLDER = Path(__file__).with_name("grafana")
-PHASES = ((2, 40), (14, 240), (2, 40))  # requests a second, requests; the second is more than the server takes
+PHASES = ((2, 40), (14, 240), (2, 40))  # requests per second, requests; the second is more than the server takes
 SERVER = ["--max-num-seqs", "8", "--num-gpu-blocks-override", "90", "--no-log-requests"]  # small enough to be full
 VARIABLES = {"$model": ".*", "$__rate_interval": "10s"}
 COLUMN, ROW = 52, 32  # pixels of the dashboard's grid

@@ -124,7 +124,7 @@ print(f"\nas it is:              {naive.text('A')}\nwith the query before: {stal
 # They can be kept.
 #
 # **Why not Q?** Old queries do not change either. But the query of token 7 is used in row 7, for the result of token
-# 7, which is known. The next token asks with a query of its own, which nobody has computed yet. A cache of Q would
+# 7, which is known. The next token asks with a query of its own, which no step has computed yet. A cache of Q would
 # be written and never read. If it is read (above: each decode asks with the query of the token before it) the model
 # answers a question that it has answered already: the first word comes twice, and the rest wanders off.
 #
@@ -190,7 +190,7 @@ checked
 # %% [markdown]
 # ## Break: too good to be true
 #
-# One line of the engine has been changed, in a copy. A prompt is computed whole, and then by one token a step; each
+# One line of the engine has been changed, in a copy. A prompt is computed whole, and then by one token per step; each
 # time we ask how likely the model finds the prompt's tokens (log p, on average; nearer to 0 is more likely), and
 # what it answers.
 
@@ -233,6 +233,6 @@ lines({name: (LENGTHS, each) for name, each in found.items()}, "tokens before it
 # Without a cache a token costs what its whole sequence costs. With it a token costs its own products with weights,
 # and a read of K and V that grows with the sequence, but is small beside them here. No word has changed.
 #
-# **What is still wasted.** Now each request owns memory that grows by one token a step, to a length that nobody
+# **What is still wasted.** Now each request owns memory that grows by one token per step, to a length that no one
 # knows beforehand. The simplest engine reserves room for the longest possible answer. How much of that is ever used?
 # *Next: 02, paged blocks.*

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 02 · Paged blocks: memory as it is needed
 #
-# Lesson 01 keeps K and V of every token, and so gives every request memory that grows by one token a step, to a
-# length that nobody knows. The simple way is to reserve room for the longest answer there may be. This lesson
+# Lesson 01 keeps K and V of every token, and so gives every request memory that grows by one token per step, to a
+# length that is not known. The simple way is to reserve room for the longest answer there may be. This lesson
 # measures what that costs, and does what operating systems did about it sixty years ago.
 #
 # *Needs: 01. About 25 minutes.*
@@ -42,8 +42,8 @@ print(slots.step())
 slots.pool()
 
 # %% [markdown]
-# Four run, each slot is nearly empty (full colour is what is used), and eight wait for memory that nobody writes to.
-# This is *internal fragmentation*: waste inside of what has been given out.
+# Four run, each slot is nearly empty (full colour is what is used), and eight wait for memory that no request writes
+# to. This is *internal fragmentation*: waste inside of what has been given out.
 #
 # ## Show: a table for each request
 #
@@ -107,7 +107,7 @@ print(watch.step())
 watch.tables("A", "C", "D")
 
 # %% [markdown]
-# D's table goes through both holes, and nobody but the table knows. Where is D's token 100? By the formula, and by
+# D's table goes through both holes, and only the table knows. Where is D's token 100? By the formula, and by
 # looking whether its key is there:
 
 # %%
@@ -181,7 +181,7 @@ checked = check(MYPOOL, MyPool)
 checked
 
 # %% [markdown]
-# ## Break: somebody writes where somebody reads
+# ## Break: one request writes where another reads
 #
 # One line of the engine has been changed, in a copy. A short question and a longer one:
 
@@ -199,8 +199,8 @@ broken.reveal()
 
 # %% [markdown]
 # Two more to find, in files that you have read: `plant("a table gets a block more than it needs")`, with
-# `symptom("teachllm_lessons.helpers.lesson_02:blocks_of_prompts")`, and `plant("a shared block is given away with its first
-# user")`, with `symptom("teachllm_lessons.helpers.lesson_02:one_beginning_for_two")`.
+# `symptom("teachllm_lessons.helpers.lesson_02:blocks_of_prompts")`, and `plant("a shared block is given away with its
+# first user")`, with `symptom("teachllm_lessons.helpers.lesson_02:one_beginning_for_two")`.
 #
 # ## Measure
 #

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 03 · Continuous batching: nobody waits for the slowest
+# # 03 · Continuous batching: no request waits for the slowest
 #
 # Blocks (02) made room for many requests at once. But *when* may one begin? The obvious answer is to collect a batch,
 # run it, and collect the next one. It leaves much of the room empty for much of the time. This lesson is about the
@@ -45,7 +45,7 @@ places({"static": static})
 # %% [markdown]
 # The first batch lasts as long as A. B and C are done after 3 and 2 steps, and their places stay empty while D, E and F
 # stand in the queue. (It used to be worse: `generate` of a library that pads a batch goes on computing the rows of
-# those who are done, and hands out no answer before the last one is complete.) Nobody knows in advance how long an
+# those who are done, and hands out no answer before the last one is complete.) It is not known in advance how long an
 # answer will be, so putting requests of one length together is not an option.
 #
 # ## Show: a decision in every step
@@ -66,9 +66,9 @@ show(
 show(
     Scheduler.schedule,
     {
-        "opens_batch": "the policy says whether anybody may join; a static one says yes only if nobody is running",
+        "opens_batch": "the policy decides whether a request may join; a static one only if none is running",
         "_schedule_running": "those who are in the batch first",
-        "_schedule_waiting": "then the queue, from its head, until somebody has to wait for a place, tokens or blocks",
+        "_schedule_waiting": "then the queue, from its head, until a request has to wait for a place, tokens or blocks",
     },
 )
 
@@ -96,7 +96,7 @@ places({"static": static, "continuous": continuous})
 
 # %% [markdown]
 # D joined in the very next step after C's last, in full colour since it computed its prompt, and was done before the
-# static batch would have let it begin. Places stay empty only at the end, when nobody is left to take them.
+# static batch would have let it begin. Places stay empty only at the end, when no request is left to take them.
 #
 # ## Predict
 #
@@ -108,7 +108,7 @@ places({"static": static, "continuous": continuous})
 yours = None
 
 one, many = simulated_step(1), simulated_step(64)
-print(f"{1000 * one:.2f} ms a step for one request, {1000 * many:.2f} ms for 64")
+print(f"{1000 * one:.2f} ms per step for one request, {1000 * many:.2f} ms for 64")
 predict("A step for 64 takes, in steps for one:", yours, many / one, within=0.1)
 
 # %% [markdown]
@@ -125,7 +125,7 @@ roofline()
 # arithmetic, decode by memory. (1,024 requests are less far to the right than four times 256: weights are read once for
 # all, K and V for each request. The longer the contexts, the sooner batching stops to pay.)
 #
-# > **Myth: in a batch of 64 everybody is served at a 64th of the speed.** Below the ridge everybody is served at nearly
+# > **Myth: in a batch of 64 each request gets a 64th of the speed.** Below the ridge each of them is served at nearly
 # > full speed, and the machine does 64 times the work.
 #
 # ## Build: who joins first?
@@ -133,7 +133,7 @@ roofline()
 # A place that is free goes to the head of the queue. Who is that? In order of arrival, short answers wait behind long
 # ones. Write a policy that takes **whoever wants the fewest output tokens** first:
 #
-# - `opens_batch(num_running)`: whether anybody may join in this step, of so many that run already.
+# - `opens_batch(num_running)`: whether requests may join in this step, with so many running already.
 # - `key(request)`: a tuple; the smaller one goes first. No two requests may have the same key, and of two that want as
 #   many tokens the one that came first is first. `request.max_len` is the longest that prompt and answer may become
 #   together, `request.num_prompt_tokens` the prompt; `request.arrival_index` counts arrivals.
@@ -154,7 +154,7 @@ checked = check(BATCHING, Batching)
 checked
 
 # %% [markdown]
-# 120 requests for answers of 4 to 200 tokens, 40 a second, for 8 places. How long does one wait for its first token?
+# 120 requests for answers of 4 to 200 tokens, 40 per second, for 8 places. How long does one wait for its first token?
 
 # %%
 policies = {"static": Static, "in order of arrival": FirstComeFirstServed, "shortest first": checked.piece}
@@ -166,7 +166,7 @@ bars({name: max(waits(run)) for name, run in runs.items()}, "longest wait for a 
 
 # %% [markdown]
 # The mean falls and the longest wait grows: who wants much is overtaken again and again. Here the queue ends some time;
-# under steady load it would not, and somebody would wait for ever. Lesson 06 comes back to that.
+# under steady load it would not, and one of them would wait for ever. Lesson 06 comes back to that.
 #
 # ## Break: the door
 #
@@ -177,7 +177,7 @@ broken = plant("a static batch lets requests join")
 broken.symptom("teachllm_lessons.helpers.lesson_03:two_ways")
 
 # %% [markdown]
-# No answer changes, and one of the two even became faster. A bug in the *baseline* is the one that nobody looks for:
+# No answer changes, and one of the two even became faster. A bug in the *baseline* is the one that you do not look for:
 # whoever compares with it learns that continuous batching brings nothing. Which of the two lines is wrong, and where
 # would you look? `broken.guess("teachllm/core/scheduler.py")`, then a better file, then a function.
 
@@ -220,5 +220,5 @@ bars({name: run.figures.output_tokens_per_s for name, run in runs.items()}, "out
 # throughput of FasterTransformer for GPT-3 175B at the same latency. Little of that factor is a law of nature. It
 # depends on how different the answers' lengths are: with equal lengths a static batch has no empty places at all.
 #
-# **What is still wasted.** D joined with its prompt, and everybody in that step waited until it was computed. Here it
+# **What is still wasted.** D joined with its prompt, and all others in that step waited until it was computed. Here it
 # had a dozen tokens. What if it has ten thousand? *Next: 04, chunked prefill.*

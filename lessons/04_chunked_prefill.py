@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 04 · Chunked prefill: one token budget for everybody
+# # 04 · Chunked prefill: one token budget for all requests
 #
 # Continuous batching (03) lets a request join as soon as there is room. But what joins first is its *prompt*, and a
 # prompt can be thousands of tokens long. All that run share one pass through the model, so all of them wait until the
@@ -22,7 +22,7 @@ from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
 
 # %% [markdown]
-# ## Question: why does everybody's text stop?
+# ## Question: why does all text stop?
 #
 # A, B and C are in the middle of their answers when a request with a long prompt comes. Without chunking its prompt is
 # computed in one step, together with one token for each of the others.
@@ -70,7 +70,7 @@ show(
 # %% [markdown]
 # ## Step: the same prompt in pieces
 #
-# A budget of 64 tokens a step. Three go to A, B and C, and 61 are left for the long prompt.
+# A budget of 64 tokens per step. Three go to A, B and C, and 61 are left for the long prompt.
 
 # %%
 pieces = talk(max_num_batched_tokens=64)
@@ -131,7 +131,8 @@ polite.timeline(last=10)
 
 # %% [markdown]
 # A, B and C have their first tokens at once, and the long prompt pays for it: it needs more steps now. Nothing is free:
-# we only moved the wait to another request. `long_prefill_token_threshold` is the engine's own setting for such a limit.
+# we only moved the wait to another request. `long_prefill_token_threshold` is the engine's own setting for such a
+# limit.
 
 # %% [markdown]
 # ## Break: the wrong way round
@@ -191,4 +192,4 @@ lines(
 # first, then a prompt's chunk with what is left of the budget.
 #
 # **What is still wasted.** The long prompts are computed token for token, even if half of them is the same text for
-# everybody. *Next: 05, prefix caching.*
+# all. *Next: 05, prefix caching.*

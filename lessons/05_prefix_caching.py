@@ -3,7 +3,7 @@
 #
 # A thousand users, one system prompt. Each request begins with the same few hundred tokens, and an engine that does not
 # notice computes their K and V a thousand times. In the lesson before, a long prompt was cut into chunks so that it
-# stalled nobody. Here most of it disappears.
+# stalled no request. Here most of it disappears.
 #
 # *Needs: 02 (blocks), 04 (chunks). About 20 minutes.*
 
@@ -101,12 +101,12 @@ watch.run()
 watch.pool()
 
 # %% [markdown]
-# Both have ended and hold nothing any more, yet the pool has not forgotten: dashed blocks are *free* (anybody may take
-# them) and still *findable*. They are taken in the order in which they were freed, and a freed table returns its blocks
-# from the tail: the end of a sequence is of use to fewer others than its beginning.
+# Both have ended and hold nothing any more, yet the pool has not forgotten: dashed blocks are *free* (any request may
+# take them) and still *findable*. They are taken in the order in which they were freed, and a freed table returns its
+# blocks from the tail: the end of a sequence is of use to fewer others than its beginning.
 #
 # > **Myth: a prefix cache needs memory of its own.** It is made of blocks that are free anyway. A cached block counts
-# > as free, and is given away as soon as somebody needs it.
+# > as free, and is given away as soon as a request needs it.
 #
 # ## Predict
 #
@@ -201,5 +201,5 @@ print(f"every answer is the same: {same}; {with_cache.figures.prefix_hit_rate:.0
 # less exact by up to 15 tokens a prefix, and far less to read. What is gained is what your prompts share: nothing for
 # strangers, nearly everything for one long system prompt.
 #
-# **What is still wasted.** The pool is finite. When it is full and somebody needs one more block, who gives way?
+# **What is still wasted.** The pool is finite. When it is full and a request needs one more block, which one gives way?
 # *Next: 06, preemption, priorities and fairness.*

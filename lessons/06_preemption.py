@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 06 · Preemption, priorities, fairness: who gives way
 #
-# Blocks are handed out one at a time, as text grows, and nobody knows how long an answer will be. So requests that fit
+# Blocks are handed out one at a time, as text grows, and how long an answer will be is not known. So requests that fit
 # when they were admitted may not fit a hundred tokens later. Prefix caching (05) made memory go further; it did not
-# make it endless. When the pool is empty and somebody needs one more block, somebody has to give way.
+# make it endless. When the pool is empty and a request needs one more block, one of them has to give way.
 #
 # *Needs: 02 (blocks), 03 (the queue), 05 (prefix caching). About 20 minutes.*
 
@@ -20,7 +20,7 @@ from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
 
 # %% [markdown]
-# ## Question: what if everybody grows at once?
+# ## Question: what if all requests grow at once?
 #
 # A pool of 14 blocks, 224 tokens. Three prompts of 28 or 29 tokens take 6 blocks together: plenty of room. But each
 # answer has 60 tokens, so each request ends with 6 blocks, and 18 are more than there are.
@@ -39,8 +39,8 @@ crowded.timeline()
 
 # %% [markdown]
 # C was running like the others, and then stopped in the middle of its answer. It waits until A and B are done, begins
-# again with many tokens in one step (full colour), and goes on as if nothing had happened. An engine that refused C at the
-# start would have left memory empty for half of the time; one that had no way to stop C would have hung.
+# again with many tokens in one step (full colour), and goes on as if nothing had happened. An engine that refused C at
+# the start would have left memory empty for half of the time; one that had no way to stop C would have hung.
 #
 # ## Show: one place decides
 #
@@ -51,7 +51,7 @@ crowded.timeline()
 show(
     Scheduler._make_room,
     {
-        "if self.kv.pinned": "blocks that come back by themselves in a moment are waited for: nobody loses anything",
+        "if self.kv.pinned": "blocks that come back by themselves in a moment are waited for: no request loses any",
         "max(self.running, key=self.policy.key)": "the victim: last in the policy's order, else the last to arrive",
         "self._budget += chosen.pop": "what it was to compute in this step is free for others again",
         "if victim is request": "the request that asked is itself the last: it stops",
@@ -93,8 +93,8 @@ watch.pool()
 
 # %% [markdown]
 # C lost its blocks. They are dashed: free, and still findable. With prefix caching its own past is a *prefix that has
-# been computed*, as far as nobody has taken it since. A freed table returns its blocks from the tail, so A and B first
-# take those at C's end.
+# been computed*, as far as no request has taken it since. A freed table returns its blocks from the tail, so A and B
+# first take those at C's end.
 #
 # ## Predict
 #
@@ -116,7 +116,7 @@ alone.add("C", QUESTIONS["C"], max_tokens=60)
 print(f"the same words as alone, without preemption: {watch.tokens('C') == alone.run().tokens('C')}")
 
 # %% [markdown]
-# ## Build: a key that lets nobody starve
+# ## Build: a key that lets no request starve
 #
 # `Priority` sorts by `(priority, arrival_index)`: the lower number first. It does what it says, and that is its
 # problem. Below one patient request (priority 1) came first; urgent ones (priority 0) keep coming, and the next one
@@ -129,9 +129,9 @@ for policy in (FirstComeFirstServed(), Priority()):
 
 # %% [markdown]
 # Had more urgent ones come, it would still wait. Write `key`: a step of priority is worth **8 arrivals**. An urgent
-# request may overtake a patient one that came fewer than 8 arrivals earlier for each step between their priorities; from
-# 8 on the patient one is overtaken by nobody any more. `request.arrival_index` counts up; a smaller key goes first;
-# no two requests may have the same key, and a key must not change while its request is under way.
+# request may overtake a patient one that came fewer than 8 arrivals earlier for each step between their priorities;
+# from 8 on, the patient one is not overtaken any more. `request.arrival_index` counts up; a smaller key goes first; no
+# two requests may have the same key, and a key must not change while its request is under way.
 #
 # Stuck? `KEY.hint(1)`.
 
@@ -162,8 +162,8 @@ broken = plant("the first to arrive gives way")
 broken.symptom("teachllm_lessons.helpers.lesson_06:three_in_a_tight_pool")
 
 # %% [markdown]
-# Everybody is served in both cases, and no word differs. But look who pays: the request that came first, and has most
-# to compute again. Under load this never ends: whoever is nearly done is thrown back. Where would you look?
+# All requests are served in both cases, and no word differs. But look who pays: the request that came first, and has
+# most to compute again. Under load this never ends: whoever is nearly done is thrown back. Where would you look?
 # `broken.guess("teachllm/core/policy.py")`, then a better file, then a function.
 
 # %%
@@ -204,5 +204,5 @@ lines(work, "blocks in the pool", "tokens computed")
 # count the *tokens* that each client was served, in place of arrivals: one client's long answers then pay for
 # themselves. Your key counts arrivals, which is less fair and fits into one line.
 #
-# **What is still wasted.** Everybody gets their turn now, and each step gives each of them a row of numbers, one for
+# **What is still wasted.** Every request gets its turn now, and each step gives each of them a row of numbers, one for
 # every token of the vocabulary. How does one word come of it? *Next: 07, sampling.*

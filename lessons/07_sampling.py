@@ -84,7 +84,7 @@ show(
 # %% [markdown]
 # Then one of what is left is drawn. The usual way adds probabilities up until the sum passes a random number. There is
 # a shorter one, the *Gumbel-max trick*: add to every logit a random number of the right shape, and take the largest.
-# The token that wins is distributed exactly as softmax says, and nobody has summed or normalised anything.
+# The token that wins is distributed exactly as softmax says, and nothing has been summed or normalised.
 
 # %%
 from teachllm_kernels.sampling.random_sample import gumbel_noise_reference
@@ -148,8 +148,8 @@ watch.run()
 print(f"alone:      {watch.text('ours')!r}\nin a crowd: {crowd.text('ours')!r}")
 
 # %% [markdown]
-# > **Myth: a seed fixes a text only while nobody else is served.** That is so where all requests draw from one
-# > generator, as each draw moves it on for everybody. Philox (Salmon et al., 2011) computes a random number from a key
+# > **Myth: a seed fixes a text only while no other request is served.** That is so where all requests draw from one
+# > generator, as each draw moves it on for all. Philox (Salmon et al., 2011) computes a random number from a key
 # > and a counter, so any number can be had in any order, by any thread, and never depends on who drew before. (What may
 # > still differ between batches is a logit's last bit, as sums are added up in another order. It decides only where two
 # > scores are that close.)
@@ -208,7 +208,7 @@ broken.symptom("teachllm_lessons.helpers.lesson_07:another_word")
 
 # %% [markdown]
 # Without a penalty (the first line of each) nothing differs. With one, the word that was said gets rarer in the engine
-# as it is, and *more* frequent with the fault. In other requests the penalty seemed to work, which is why nobody
+# as it is, and *more* frequent with the fault. In other requests the penalty seemed to work, which is why no one
 # noticed. What is different about these five words? `first.median()` may help: which sign does a typical logit have?
 # Guess with `broken.guess("...")`, then look.
 

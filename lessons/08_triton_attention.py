@@ -51,8 +51,9 @@ moved = {"Q, K, V and the result": probe.once / 1e6, "scores and weights": probe
 bars(moved, "MB that attention moves, all layers")
 
 # %% [markdown]
-# Nearly all of the traffic is for numbers that nobody wants: scores are only a step on the way. And it grows with the
-# square of the length. That matters because of how a GPU's memory is built. For an A100 the FlashAttention paper gives:
+# Nearly all of the traffic is for numbers that are not results: scores are only a step on the way. And it grows with
+# the square of the length. That matters because of how a GPU's memory is built. For an A100 the FlashAttention paper
+# gives:
 #
 # | memory | size | bandwidth |
 # |---|---|---|
@@ -195,7 +196,7 @@ print(f"in the last tile for {in_last} of {len(heads)} heads")
 # Write `update`, in Triton: one tile's step of online softmax. It is called by a small decode kernel
 # (`lesson_08.py`, `_decode`) for every tile, and so by the engine for every layer and token.
 #
-# `scores` [rows, keys] are in base 2 and -inf where nobody may look; `v` is [keys, D]; `largest` and `total` are
+# `scores` [rows, keys] are in base 2 and -inf where masked; `v` is [keys, D]; `largest` and `total` are
 # [rows], `acc` is [rows, D]. Return the three as they are after this tile. At first `largest` is -inf, the others 0.
 # A whole row of a tile may be -inf, even of the first one: `total` and `acc` stay as they were, and nothing may be NaN.
 # You need `tl.maximum`, `tl.max(x, axis=1)`, `tl.sum(x, axis=1)`, `tl.exp2`, `tl.where`, `tl.dot`, and `x[:, None]`.
@@ -227,7 +228,8 @@ broken.symptom("teachllm_lessons.helpers.lesson_08:long_answer")
 
 # %% [markdown]
 # Another answer, and a fluent one so far. A short question would be answered as ever. Which part of the computation
-# knows of splits at all? Guess a file, then a function: `broken.guess("kernels/teachllm_kernels/attention/paged_decode.py")`.
+# knows of splits at all? Guess a file, then a function:
+# `broken.guess("kernels/teachllm_kernels/attention/paged_decode.py")`.
 
 # %%
 broken.reveal()

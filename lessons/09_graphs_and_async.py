@@ -138,8 +138,8 @@ print(watch.step())
 pool
 
 # %% [markdown]
-# A is gone, and its two blocks are *pinned* until the last plan that names them has come back. Then they are given back:
-# the full one stays findable (cached), the other one is free. The token of that plan is thrown away: step 5 says
+# A is gone, and its two blocks are *pinned* until the last plan that names them has come back. Then they are given
+# back: the full one stays findable (cached), the other one is free. The token of that plan is thrown away: step 5 says
 # nothing. That is the price of running ahead: a request whose end cannot be foreseen computes one token in vain.
 #
 # ## Predict
@@ -171,7 +171,7 @@ predict("Computed in vain, ended by max_tokens:", yours, in_vain(max_tokens=5))
 #
 # Write `turn(core)`, one turn of the engine's loop, running one step ahead. You have
 #
-# - `core.launch()`: plans a step and has it started; `False` if nobody can compute anything now,
+# - `core.launch()`: plans a step and has it started; `False` if no request can compute anything now,
 # - `core.num_pending`: steps that are launched and not collected,
 # - `core.collect()`: waits for the oldest one; returns a list of updates.
 #

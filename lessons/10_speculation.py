@@ -1,11 +1,11 @@
 # %% [markdown]
-# # 10 · Speculative decoding: several tokens a step, and none of them changed
+# # 10 · Speculative decoding: several tokens per step, and none of them changed
 #
 # The lesson before took the host out of the way: graphs and asynchronous scheduling keep a GPU busy. Busy with what? A
 # decode step reads every weight of the model, and computes one token of each request with it. The next step reads them
-# all again. If somebody guessed the next few tokens, one reading would do for all of them.
+# all again. If the next few tokens were guessed, one reading would do for all of them.
 #
-# *Needs: 07 (sampling), 04 (the tokens a request still has to compute). About 30 minutes.*
+# *Needs: 07 (sampling), 04 (the tokens that a request still has to compute). About 30 minutes.*
 
 # %%
 from functools import partial
@@ -76,7 +76,7 @@ show(
     add_drafts,
     {
         "min(len(drafts), budget": "drafts get the budget that is left, and never lie beyond a request's end",
-        "num_drafts -= 1": "short of blocks? One draft less. Nobody is preempted for a guess",
+        "num_drafts -= 1": "short of blocks? One draft less. No request is preempted for a guess",
         "request.num_computed_tokens += num_drafts": "counted as computed for now; what is rejected is taken back",
     },
     doc=False,
@@ -93,7 +93,7 @@ show(
     DraftTree.walk,
     {
         "drafts[node] == sampled[at]": "a draft is accepted if it is the token that the position before it samples",
-        "if not held": "the first position whose token nobody drafted ends the walk. It has a token all the same",
+        "if not held": "the first position whose token was not drafted ends the walk. It has a token all the same",
     },
     doc=False,
 )
@@ -114,9 +114,10 @@ verification(watch, noted, "A", 0)
 
 # %% [markdown]
 # "KV" had been in the question, so what followed it there was proposed. " cache" is what the model says, too: accepted.
-# The next draft is not: *rejected*. What stands behind it was computed for nothing, as it continues a text that nobody
-# said. But look at the purple cell: the model's logits behind " cache" are right, whatever was drafted there. So the
-# step gives one token more than drafts were accepted, the *recovered* token; or a *bonus* token if all are accepted.
+# The next draft is not: *rejected*. What stands behind it was computed for nothing, as it continues a text that was
+# never said. But look at the purple cell: the model's logits behind " cache" are right, whatever was drafted there. So
+# the step gives one token more than drafts were accepted, the *recovered* token; or a *bonus* token if all are
+# accepted.
 #
 # > **Myth: a rejected draft means falling back to normal decoding.** There is no second pass. The model's own token at
 # > that position comes out of the same one, and a step with drafts never gives fewer tokens than a step without.
@@ -133,7 +134,7 @@ watch.timeline()
 # %% [markdown]
 # ## Predict
 #
-# Four drafts a step, and each is accepted with probability 0.8, if those before it were. **How many tokens does a step
+# Four drafts per step, each accepted with probability 0.8 if those before it were. **How many tokens does a step
 # give on average?** The engine has a mode for benchmarks that accepts by a coin (its text means nothing).
 
 # %%
@@ -145,7 +146,7 @@ with speculating("custom", drafter=AlwaysWrong(), **coins) as watch:
         watch.add(f"{number}", QUESTION, 160)
     watch.run()
     found = 1 + watch.figures.num_accepted_tokens / watch.figures.num_drafts
-predict("Tokens a step:", yours, found, within=0.05)
+predict("Tokens per step:", yours, found, within=0.05)
 
 # %% [markdown]
 # Not 1 + 4 x 0.8 = 4.2: a draft counts only if all before it do. So the mean is 1 + a + a² + a³ + a⁴, which is
@@ -220,11 +221,11 @@ broken.reveal()
 # %% [markdown]
 # ## Measure
 #
-# Tokens a step by drafter, on a question and on an answer that is said again. Three drafters have weights, trained for
-# this model and embedded in the package. `draft_model` is a smaller model that runs four times for four drafts. `eagle`
-# is one layer that continues the model's own hidden states. `medusa` is four heads on the last hidden state, each for
-# one token further ahead, which do not know what the others guess. The *tree* has second and third guesses beside the
-# first, and all its branches are verified in one pass.
+# Tokens per step by drafter, on a question and on an answer that is said again. Three drafters have weights, trained
+# for this model and embedded in the package. `draft_model` is a smaller model that runs four times for four drafts.
+# `eagle` is one layer that continues the model's own hidden states. `medusa` is four heads on the last hidden state,
+# each for one token further ahead, which do not know what the others guess. The *tree* has second and third guesses
+# beside the first, and all its branches are verified in one pass.
 
 # %%
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]"
@@ -251,7 +252,7 @@ bars(gained, "tokens a decode step")
 # knowing what the one before has guessed; there a tree gains. Where the first guesses are right anyway, a tree only has
 # more to lose: near the end of a request its nodes no longer fit.
 #
-# Tokens a step are not yet speed. A step with drafts takes longer, and the drafter takes time of its own. These figures
+# Tokens per step are not speed. A step with drafts takes longer, and the drafter takes time of its own. These figures
 # are from an H200, committed with the project. The last two lines are live: an engine that drafts always, and one that
 # adapts, with a hopeless drafter.
 
@@ -282,9 +283,9 @@ bars(
 
 # %% [markdown]
 # One request waits for memory, and drafts are nearly free: look-up comes close to the 3.36 of the formula. With 64
-# requests the processor has its arithmetic to do, and each draft takes the time of somebody's token. The draft model
-# gains nothing there and would cost, so the engine measures acceptance and step times as it runs and lowers the number
-# of drafts, down to zero (`adaptive`, `teachllm/spec_decode/draft_length.py`).
+# requests the processor has its arithmetic to do, and each draft takes the time of another request's token. The draft
+# model gains nothing there and would cost, so the engine measures acceptance and step times as it runs and lowers the
+# number of drafts, down to zero (`adaptive`, `teachllm/spec_decode/draft_length.py`).
 #
 # **What the papers say.** Leviathan et al. (2023) report 2 to 3 times the speed for T5-XXL with identical outputs, Chen
 # et al. (2023) 2 to 2.5 times for Chinchilla 70B. vLLM's authors (2024) report that it was 1.4 to 1.8 times *slower* at

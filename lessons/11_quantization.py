@@ -115,7 +115,7 @@ both.run().sure()
 # The same words, from 2 bits. Yet at token 8, the ninth, the coarse model hesitates. Greedy words hide most of the
 # loss: as long as the likeliest token stays the likeliest, nothing shows. What moves is the probabilities. That is
 # why quantizers are not compared by answers but by perplexity, or better by the **KL divergence**: how far all
-# next-token probabilities have moved from the unquantized model's, in nats a token (a *nat* is the unit of natural
+# next-token probabilities have moved from the unquantized model's, in nats per token (a *nat* is the unit of natural
 # logarithms: 0.01 of it is a factor of e^0.01, one percent, in a token's probability).
 #
 # > **Myth: a 4-bit model computes in 4 bits.** With *weight-only* quantization (W4A16) each value is dequantized to
@@ -196,10 +196,10 @@ for bits in (4, 3, 2):
         cost,
         [loss(rounded(bits, size, checked.piece)).divergence for size in sizes],
     )
-lines(trade, "bits a weight, scales and zeros included", "KL divergence, nats a token", log="y")
+lines(trade, "bits per weight, scales and zeros included", "KL divergence, nats per token", log="y")
 
 # %% [markdown]
-# Compare what takes the same space. Just above 3 bits a weight lie 3-bit values in groups of 256 and 2-bit ones in
+# Compare what takes the same space. Just above 3 bits per weight lie 3-bit values in groups of 256 and 2-bit ones in
 # groups of 16, which spend a third of their bits on scales and zeros: the former lose a tenth as much. Small groups
 # help, and a bit more helps more. Four bits in groups of 64 or 128 are where most published checkpoints lie. (Few
 # answers are scored here. The smallest losses hang on a few tokens, and may change places.)
@@ -213,13 +213,13 @@ lines(trade, "bits a weight, scales and zeros included", "KL divergence, nats a 
 # %%
 print("all of teachlm, 504 answers (docs/quantization.md):")
 for name, each in documented().items():
-    print(f"  {name:17} {each['MB']:5.1f} MB   {each['nats']:.5f} nats a token lost")
+    print(f"  {name:17} {each['MB']:5.1f} MB   {each['nats']:.5f} nats per token lost")
 errors = layer_errors()
 bars({name: 100 * each for name, each in errors.of.items()}, f"squared error of {errors.layer}'s output, % of it")
 
 # %% [markdown]
 # Over the whole model the gain is smaller than in that layer, and has the same direction: fewer nats for the same
-# bytes. GPTQ's paper reports 3 to 4 bits a weight for a model of 175 billion parameters with little loss of
+# bytes. GPTQ's paper reports 3 to 4 bits per weight for a model of 175 billion parameters with little loss of
 # perplexity. Ours is small and sure; take the order from it, not the size.
 #
 # Now speed. Quantization saves nothing on this CPU, where weights are dequantized when they are read; so here are
@@ -253,7 +253,7 @@ for kv_cache_dtype in ("auto", "int8"):
     print(f"{kv_cache_dtype:5} {num_blocks} blocks, {16 * num_blocks} tokens; says {watch.run().text('A')!r}")
     watch.close()
 print(
-    f"Qwen3-8B, long sequences, ms a step: bf16 {on_gpu['bf16']['long']['step_ms']:.2f}, "
+    f"Qwen3-8B, long sequences, ms per step: bf16 {on_gpu['bf16']['long']['step_ms']:.2f}, "
     f"K and V in fp8 {on_gpu['fp8-kv']['long']['step_ms']:.2f}"
 )
 

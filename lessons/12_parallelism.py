@@ -2,8 +2,8 @@
 # # 12 · Parallelism: what a second GPU buys
 #
 # Quantization, in the lesson before, made a model smaller. At some point that is not enough: 32 billion parameters
-# of 16 bits are 64 GB, and a GPU has 80 for them and for everybody's KV cache. Or the model fits, and one GPU is too
-# slow, or serves too few. A second one can be used in several ways, which buy different things. All of them run
+# of 16 bits are 64 GB, and a GPU has 80 for them and for the KV cache of all requests. Or the model fits, and one GPU
+# is too slow, or serves too few. A second one can be used in several ways, which buy different things. All of them run
 # here, as processes on one CPU.
 #
 # *Needs: 03 (batches), 11 (what a decode reads). About 30 minutes.*
@@ -48,7 +48,7 @@ print("what a rank exchanged in one step:", exchanged(two.trace.steps))
 # %% [markdown]
 # Each rank has half of the matrices (norms and tables of positions are whole at both), so a step reads half as much
 # at each. The tokens are the same. But there is a new cost: within a single step the ranks talked 14 times, and each
-# time nobody could go on before all had spoken. What do they have to tell each other, and could it be less?
+# time no rank could go on before all had spoken. What do they have to tell each other, and could it be less?
 #
 # ## Show: first by columns, then by rows
 #
@@ -72,7 +72,7 @@ show(
 )
 
 # %% [markdown]
-# Two sums a layer, one behind attention and one behind the MLP, and one for the embedding, which is cut along the
+# Two sums per layer, one behind attention and one behind the MLP, and one for the embedding, which is cut along the
 # vocabulary: 6 layers make 13. **Pipeline parallelism** cuts the other way: a rank has some *whole* layers, and
 # hands on what it has computed, once.
 #
@@ -132,7 +132,7 @@ draw_experts(load)
 #
 # Four requests decode in one step on two tensor-parallel ranks. A hidden state has 256 numbers of 4 bytes. There are
 # 13 sums; in a ring each of two ranks sends, for one sum, as many bytes as the tensor has. Then each tells the best
-# logit of its half of the vocabulary and its token: 16 bytes a request. **How many bytes does a rank send in that
+# logit of its half of the vocabulary and its token: 16 bytes per request. **How many bytes does a rank send in that
 # step?**
 
 # %%
@@ -156,7 +156,7 @@ predict("Bytes that a rank sends:", yours, counted, " bytes", within=0.02)
 # and a cache of its own. Requests are shared out, and nothing else is.
 #
 # > **Myth: data parallelism synchronises gradients.** In training it does. At inference there are none: replicas know
-# > nothing of each other. Only somebody in front has to choose.
+# > nothing of each other. Only a router in front of them has to choose.
 #
 # Ten requests, every other one long; each replica has room for two at a time. In turn, one here, one there:
 
@@ -165,9 +165,9 @@ in_turn = serve(RoundRobin())
 in_turn.picture()
 
 # %% [markdown]
-# All long ones went to the same replica, and the other one was soon idle. Nobody knows beforehand how long an answer
-# will be, but everybody can see who waits. Write `choose_replica`: given how many requests wait and how many run on
-# each replica, return the number of the one with the smallest `4 * waiting + running`, the first of equals. A
+# All long ones went to the same replica, and the other one was soon idle. It is not known beforehand how long an answer
+# will be, but the waiting requests can be counted. Write `choose_replica`: given how many requests wait and how many
+# run on each replica, return the number of the one with the smallest `4 * waiting + running`, the first of equals. A
 # waiting request weighs more, as it says that there is no room. Stuck? `CHOOSE_REPLICA.hint(1)`.
 
 
@@ -222,7 +222,7 @@ draw_gains(ways)
 #
 # | | split | exchanged | improves | costs |
 # |---|---|---|---|---|
-# | tensor | every layer | 2 sums a layer | latency, throughput, memory | waiting in every layer; needs a fast link |
+# | tensor | every layer | 2 sums per layer | latency, throughput, memory | waiting in every layer; needs a fast link |
 # | pipeline | layers, in stages | hidden states, once a stage | memory, throughput | bubbles; one request no faster |
 # | data | requests | nothing | throughput | weights and prefix caches once per replica |
 # | expert | experts of a layer | tokens there and back | memory of mixtures | imbalance: the busiest sets the pace |

@@ -79,18 +79,18 @@ print(f"{fast.steps} steps for {sum(map(len, fast.tokens.values()))} output toke
 fast.watch.timeline()
 
 # %% [markdown]
-# By step 3 all eight are in: prompts fill the budget of 64 tokens step by step, and nobody's answer waits for them. A
+# By step 3 all eight are in: prompts fill the budget of 64 tokens step by step, and no answer waits for them. A
 # computes 36 prompt tokens; those behind it compute only what differs, as their first block was found. D's long prompt
-# is cut, and stalls nobody.
+# is cut, and stalls no request.
 #
 # > **Myth: batching makes each request slower, so it is a trade.** Up to the point where arithmetic becomes the limit,
-# > a step with eight rows reads the same weights as a step with one and takes nearly the same time. Here everybody ends
+# > a step with eight rows reads the same weights as a step with one and takes nearly the same time. Here all end
 # > earlier. The trade begins beyond that point, and lesson 03 shows where it lies.
 #
 # ## Predict
 #
 # A laptop's CPU now climbs the whole ladder with a workload of this kind. From the first rung (everything is recomputed
-# for each token) to the best one, **by how many times does the number of tokens a second grow?**
+# for each token) to the best one, **by how many times does the number of tokens per second grow?**
 
 # %%
 yours = None
@@ -133,7 +133,7 @@ checked
 # %% [markdown]
 # ## Break: which rung betrays it?
 #
-# A ladder is also an instrument. One line of the engine has been changed, and nobody tells you where. But each rung
+# A ladder is also an instrument. One line of the engine has been changed, and you are not told where. But each rung
 # switches one idea on, so the rung at which answers differ, or end, names the idea whose code is broken.
 
 # %%

@@ -16,7 +16,7 @@ def speculation_line(found: Speculation) -> str:
         return f"{name}: nothing was drafted"
     accepted = f"{stats.num_accepted_tokens:,} of {stats.num_draft_tokens:,} drafted tokens accepted"
     line = f"{name}: {accepted} ({found.acceptance:.0%}), mean length {found.mean_length:.2f}"
-    line += f"; {found.tokens_per_step:.2f} tokens a step instead of 1: {found.tokens_per_step:.1f} x fewer steps"
+    line += f"; {found.tokens_per_step:.2f} tokens per step instead of 1: {found.tokens_per_step:.1f} x fewer steps"
     if cost is None or found.speed_up is None:
         return f"{line}; what that does to the time was not measured"
     timed = f"{cost.ratio:.2f} plain ones ({cost.num_drafting:,} timed against {cost.num_plain:,})"

@@ -82,7 +82,7 @@ def _exit_code(kind: str, name: str) -> int:
 def main() -> None:
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is not printed by Python is nobody's answer
+    os.dup2(2, 1)  # what is not printed by Python is no part of an answer
     for line in sys.stdin:
         kind, name = json.loads(line)
         printed = io.StringIO()

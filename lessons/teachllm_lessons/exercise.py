@@ -142,7 +142,7 @@ def explain(ran: Ran, seconds: float) -> str:
     if isinstance(error, TooLong):
         return f"was still running after {seconds:.0f} seconds{at}: does a loop of it never end?"
     if isinstance(error, NoProgress):
-        return f"lets nobody go on: {error}"
+        return f"lets no request go on: {error}"
     if isinstance(error, SystemExit):
         return f"ended the program{at}: a piece returns, it does not exit"
     return f"raised {type(error).__name__}: {error}{at}"
@@ -164,7 +164,7 @@ _OWN_WORDS: dict[str, dict[str, list[int]]] = {}  # by settings: an engine takes
 
 
 def own_words(**settings: Any) -> dict[str, list[int]]:
-    """What an engine of nobody's but its own pieces answers to `add_some`."""
+    """Return what an engine without overrides answers to `add_some`."""
     if (known := _OWN_WORDS.get(repr(settings))) is None:
         with Watch(**(_SETTINGS | settings)) as watch:
             add_some(watch)
@@ -173,7 +173,7 @@ def own_words(**settings: Any) -> dict[str, list[int]]:
 
 
 def run_with(overrides: EngineOverrides, **settings: Any) -> Watch:
-    """An engine with somebody's pieces, after `add_some` and a second round of the same. It is closed.
+    """Run an engine with these overrides on `add_some`, and on the same a second time; then close it.
 
     Raises:
         Wrong: it says other words than with its own pieces, or keeps blocks of requests that have ended.

@@ -117,7 +117,7 @@ FAULTS = (
         f"{_CORE}/scheduler.py",
         "for request in [*ready, *filter(self._can_compute, prompts)]:",
         "for request in [*filter(self._can_compute, prompts), *ready]:",
-        "A long prompt takes the whole budget, and everybody's text stops until it is computed.",
+        "A long prompt takes the whole budget, and all other text stops until it is computed.",
         f"{_PLANS}::test_a_decode_is_never_skipped_for_a_prompt",
     ),
     Fault(
@@ -153,7 +153,7 @@ FAULTS = (
         f"{_CORE}/kv_cache_manager.py",
         "for block_id in reversed(block_ids)]",
         "for block_id in block_ids]",
-        "One block taken makes all those behind it useless: the hit rate falls, and nobody sees why.",
+        "One block taken makes all those behind it useless: the hit rate falls, without any sign of why.",
         f"{_TABLES}::test_the_tail_of_a_freed_table_is_evicted_first",
     ),
     Fault(

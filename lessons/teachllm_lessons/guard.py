@@ -1,4 +1,4 @@
-"""Running what somebody has just written: it may raise, loop for ever, or end the program. The notebook goes on."""
+"""Run what a reader has just written: it may raise, loop for ever, or end the program. The notebook goes on."""
 
 from __future__ import annotations
 

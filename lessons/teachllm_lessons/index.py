@@ -75,14 +75,14 @@ LESSONS = (
     Lesson(
         "04_chunked_prefill",
         "token budget, chunked prefill",
-        "Why does everybody's text stop when a long prompt comes?",
+        "Why does all text stop when a long prompt comes?",
         ("teachllm/core/scheduler.py",),
         ("Agrawal et al., Sarathi-Serve, OSDI 2024",),
     ),
     Lesson(
         "05_prefix_caching",
         "prefix caching",
-        "Why compute the same beginning for everybody?",
+        "Why compute the same beginning for every request?",
         ("teachllm/core/prefix_cache.py", "teachllm/core/kv_cache_manager.py"),
         ("Zheng et al., SGLang, 2024",),
     ),

@@ -81,7 +81,7 @@ class StepView:
 
 
 class Watch:
-    """An engine with its trace. On a CPU, so that everybody sees the same.
+    """Run an engine with its trace, on a CPU, so that all readers see the same.
 
     Args:
         overrides, drafter: as of `Engine`.

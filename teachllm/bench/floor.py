@@ -18,10 +18,10 @@ def floor_seconds(model: ModelConfig, steps: Iterable[StepShape], ceilings: Ceil
 
 
 def schedule(batch: Batch, token_budget: int, max_num_seqs: int) -> list[StepShape]:
-    """The steps of a batch whose KV fits: everyone past its prompt gets a token, prompts share what is left.
+    """Yield the steps of a batch whose KV fits: a request past its prompt gets a token, prompts get what is left.
 
     Args:
-        token_budget: tokens a step, at least `max_num_seqs`.
+        token_budget: tokens per step, at least `max_num_seqs`.
     """
     prompt_lens = batch.prompt_lens
     computed = [batch.num_shared] * len(prompt_lens)

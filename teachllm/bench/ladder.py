@@ -6,7 +6,7 @@
     static batching       several requests at once               reading all weights for one token
     continuous batching   who waits joins as soon as one ends    rows of a batch that have finished
     paged blocks          memory in blocks of 16 tokens          room for the longest answer, held by each
-    chunked prefill       a prompt is computed in pieces         everybody's time while a long prompt is computed
+    chunked prefill       a prompt is computed in pieces         the others' time while a long prompt is computed
     prefix caching        equal beginnings share blocks          computing the same prompt for each
     graphs, running ahead launches recorded, plans made early    a device that waits for its host
     speculation           drafts, verified together              reading all weights for one token, still
@@ -136,7 +136,7 @@ class Run:
     """Of the workload on one rung.
 
     Attributes:
-        of_ceiling: tokens a second, of those that the machine's ceilings allow all requests at once.
+        of_ceiling: tokens per second, of those that the machine's ceilings allow all requests at once.
         prompts, tokens: of each request.
         path, dtype: of the model.
     """
@@ -171,7 +171,7 @@ class Verdict:
 
 
 def workload(size: Size, tokenizer: Tokenizer | None, vocab_size: int) -> Batch:
-    """The same for everybody: text where there is a tokenizer, else its bytes."""
+    """Return the same for every rung: text where there is a tokenizer, else its bytes."""
     rng = random.Random(0)
 
     def encode(text: str) -> list[int]:

@@ -166,7 +166,7 @@ def profile_decode(
 def _time_steps(engine: Engine, num_steps: int) -> tuple[float, float]:
     """(seconds, seconds that the host was at work) of so many steps, after one more that is not counted.
 
-    It takes the result of the step in front, whose wait nobody times, and pays for the start of a profiler.
+    It takes the result of the step in front, whose wait is not timed, and pays for the start of a profiler.
     """
     waited = _Waiting(engine.core)
     engine.step()

@@ -55,7 +55,7 @@ class ThroughputResult:
 
     Attributes:
         elapsed_s: from the first request's arrival to the last token.
-        figures: output and total tokens a second, requests a second.
+        figures: output and total tokens per second, requests per second.
         json: all of it, with settings and ceilings.
     """
 

@@ -46,7 +46,7 @@ def mixed_batch(seed: int, vocab_size: int, num_requests: int = 256, shortest: i
 def mixed(
     clock: Clock, vocab_size: int, seed: int, num_requests: int = 256, shortest: int = 100, longest: int = 1024
 ) -> Figures:
-    """Output tokens a second, over all requests."""
+    """Output tokens per second, over all requests."""
     batch = mixed_batch(seed, vocab_size, num_requests, shortest, longest)
     return {"tok_s": sum(batch.output_lens) / clock(batch)}
 
@@ -61,7 +61,7 @@ def single(clock: Clock, vocab_size: int, seed: int, prompt_len: int = 128, outp
 def batch64(
     clock: Clock, vocab_size: int, seed: int, num_requests: int = 64, prompt_len: int = 1024, output_len: int = 129
 ) -> Figures:
-    """Time of a decode step, and prompt tokens a second."""
+    """Time of a decode step, and prompt tokens per second."""
     rng = random.Random(f"batch64 {seed}")
     first_s, step_s = _first_and_step(clock, rng, vocab_size, num_requests, prompt_len, output_len)
     return {"step_ms": 1000 * step_s, "prefill_tok_s": num_requests * prompt_len / first_s}
@@ -155,7 +155,7 @@ def is_rate(figure: str) -> bool:
 def _first_and_step(
     clock: Clock, rng: random.Random, vocab_size: int, num_requests: int, prompt_len: int, output_len: int
 ) -> tuple[float, float]:
-    """(seconds to the first tokens, seconds a step after that), by the difference of two runs."""
+    """(seconds to the first tokens, seconds per step after that), by the difference of two runs."""
 
     def seconds(num_tokens: int) -> float:
         prompts = [random_ids(rng, prompt_len, vocab_size) for _ in range(num_requests)]

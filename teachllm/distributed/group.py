@@ -1,9 +1,10 @@
 """Ranks that compute together, and the few operations by which they exchange tensors (lesson 12).
 
-    all_reduce       everybody gets the sum             2 (n - 1) / n of the tensor's bytes, for each of n ranks to send
-    all_gather       everybody gets all parts           (n - 1) parts
-    reduce_scatter   everybody gets a part of the sum   (n - 1) / n
-    all_to_all       a part for everybody               all but one's own
+    all_reduce       every rank gets the sum             2 (n - 1) / n of the tensor's bytes, for each of n ranks to
+    send
+    all_gather       every rank gets all parts          (n - 1) parts
+    reduce_scatter   every rank gets a part of the sum  (n - 1) / n
+    all_to_all       a part for every rank              all but one's own
     send, recv       from one stage to the next         the tensor
     broadcast        from one to all                    the tensor, of the one
 
@@ -12,7 +13,7 @@ has to; a small sum that goes through memory which GPUs have for each other, by 
 hears of it: which rank, in which operation, among whom. A group of one computes without any of this, so layers need not
 know whether they are alone.
 
-Where somebody watches, calls are timed, too, waiting included.
+With a trace, calls are timed too, waiting included.
 
 Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
 """
@@ -48,7 +49,7 @@ class Traffic:
 
     Attributes:
         counts: what it has sent.
-        spans: (operation, begin, end) of each call; None: nobody wants to know.
+        spans: (operation, begin, end) of each call; None: not recorded.
         moment: what begin and end are: seconds, unless a device has moments of its own.
     """
 
@@ -178,11 +179,11 @@ class Alone:
 
     def send(self, x: torch.Tensor, to: int) -> None:
         """As `Group`."""
-        raise AssertionError("there is nobody else")
+        raise AssertionError("there is no other rank")
 
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """As `Group`."""
-        raise AssertionError("there is nobody else")
+        raise AssertionError("there is no other rank")
 
 
 ALONE = Alone()
@@ -240,7 +241,7 @@ class ProcessGroup:
                 "open_symmetric_buffer (disable_custom_all_reduce=True does without)", 0, "open_symmetric_buffer"
             ):
                 symmetric_buffer = open_symmetric_buffer(self._group, self.rank, self.size, size, dtype, device)
-            self.all_gather(torch.zeros(1, device=device)).tolist()  # nobody sends before all are empty
+            self.all_gather(torch.zeros(1, device=device)).tolist()  # no rank sends before all are empty
             self._symmetric_buffer = symmetric_buffer
         else:
             log.info("all sums of ranks go through NCCL: not every GPU can write to the others' memory")
@@ -289,7 +290,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def _named(self, what: str, num_bytes: int, operation: str | None = None) -> Iterator[None]:
-        """Counts an operation, times it if somebody watches, and names it where it fails."""
+        """Count an operation, time it if spans are recorded, and name it where it fails."""
         operation, spans = operation or what, self.traffic.spans
         self.traffic.add(operation, num_bytes)
         began = None if spans is None else self.traffic.moment()

@@ -2,7 +2,7 @@
 
     rank                 tensor_rank 0   1        Neighbours in a row share every layer and talk most, two all-reduces a
     stage 0   layers 0-17         0   1        layer; so they have neighbouring numbers, as GPUs with fast links between
-    stage 1   layers 18-35        2   3        them have. Rows hand on hidden states, once a step.
+    stage 1   layers 18-35        2   3        them have. Rows hand on hidden states, once per step.
 
 Replicas have a grid each and know nothing of each other, unless a mixture's experts are spread over all of them: then
 the same stage's ranks of all replicas are one group, replica by replica.

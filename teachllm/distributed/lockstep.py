@@ -1,12 +1,13 @@
 """Replicas that share experts step together: an idle one takes an empty step whenever any other has work.
 
     step         1      2      3      4      5
-    replica 0   own    own    own    own    own      announces 4 and 5, which nobody had before it
+    replica 0   own    own    own    own    own      announces 4 and 5, which no other had before it
     replica 1   own    own    own   empty  empty     hears of them, has nothing to compute, and keeps up
 
-Each counts the steps that it has begun. Who begins one that it has heard of from nobody announces its number. Who has
+Each counts the steps that it has begun. A replica that begins one no other has announced sends its number. One that has
 work need do no more: its next step, whatever it computes, is the next one of all. Who has none takes empty steps up to
-the highest number that it heard, then sleeps. So nobody is asked before a step, and nobody is waited for but in it.
+the highest number that it heard, then sleeps. So no replica is asked before a step, and none is waited for outside of
+it.
 
 Numbers go through pipes, one for each replica to read, which all others write to; so does the word that one leaves.
 """
@@ -67,7 +68,7 @@ class Lockstep:
 
     @property
     def all_leave(self) -> bool:
-        """Whether every other one has said so: nobody will begin a step any more."""
+        """Return whether every other replica leaves as well: none will begin a step any more."""
         return self._num_left == len(self._tells)
 
     def begin(self) -> None:
@@ -82,7 +83,7 @@ class Lockstep:
         self._tell(_LEAVES)
 
     def hear(self) -> bool:
-        """Takes what has been said; False if nobody is left who could say anything."""
+        """Receive pending messages; return False if no other replica is left."""
         try:
             data = os.read(self.hears, 1 << 16)
         except BlockingIOError:

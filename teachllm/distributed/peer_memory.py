@@ -22,7 +22,7 @@ _MOST_EXTRA_BYTES = 4 << 20
 
 
 def most_rows(num_ranks: int, row_bytes: int) -> int:
-    """Rows up to which it is worth it to send everything to everybody."""
+    """Return the number of rows up to which one-shot all-reduce is worth it."""
     extra = (num_ranks - 1) * (num_ranks - 2) * row_bytes  # (n - 1) rows less 2 (n - 1) / n of them, n times
     return _MOST_ROWS if extra == 0 else min(_MOST_ROWS, num_ranks * _MOST_EXTRA_BYTES // extra)
 

@@ -128,7 +128,7 @@ class RingReader:
             num_bytes = min(missing, self._end.slot_bytes - _HEAD.size)
             pieces.append(self._map[at + _HEAD.size : at + _HEAD.size + num_bytes])
             self._slot = (self._slot + 1) % self._end.num_slots
-            with contextlib.suppress(BrokenPipeError):  # nobody waits for the room
+            with contextlib.suppress(BrokenPipeError):  # the reader has gone and waits for no room
                 os.write(self._end.emptied, b"!")
             if num_bytes == missing:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)

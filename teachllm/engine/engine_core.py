@@ -124,7 +124,7 @@ class EngineCore:
 
     @property
     def draft_step_cost(self) -> StepCost | None:
-        """What a step with drafts takes; None where nobody has timed both kinds."""
+        """Return what a step with drafts takes; None until both kinds have been timed."""
         return None if self._draft_length is None else self._draft_length.step_cost()
 
     @property
@@ -148,7 +148,7 @@ class EngineCore:
         return self._turn(self)
 
     def turn(self) -> list[RequestUpdate]:
-        """A launch, then the oldest step's tokens: if more are under way than may be, or nobody can go on without."""
+        """Launch a step; take the oldest step's tokens if too many are under way, or no request can go on without."""
         launched = self.launch()
         if self.num_pending > self.num_ahead or (self.num_pending and not launched):
             return self.collect()
@@ -160,7 +160,7 @@ class EngineCore:
         return len(self._pending)
 
     def launch(self) -> bool:
-        """Plans a step and has it started; False if nobody can compute anything now."""
+        """Plan a step and have it started; return False if no request can compute anything now."""
         start = self.clock()
         plan = self.scheduler.schedule()
         if self._check:
@@ -245,7 +245,7 @@ class EngineCore:
                         self._counter.admit(request)
 
     def _work(self, plan: SchedulerOutput) -> Work | None:
-        """What a plan that is under way costs at least, if somebody wants to know."""
+        """Return what a plan that is under way costs at least, if that is observed."""
         if self.recorder is None or self._roofline is None:
             return None
         kv = self.scheduler.kv

@@ -5,7 +5,7 @@
     call, pause, close            ── orders ──▶   carries them out between two steps
                                                   step, step, step ...
 
-Nobody else touches the engine, so nobody has to wait for a step, and a step waits for nobody. What comes of the steps
+No other thread touches the engine, so none has to wait for a step, and a step waits for none. What comes of the steps
 is `AsyncLLM`'s to give to those who asked.
 
 The engine's core may have a process of its own: the thread then takes what that process has done, instead of doing it.
@@ -36,7 +36,7 @@ class EngineThread:
         engine: belongs to this from now on; `close` closes it.
         on_step: called in the thread after every step, with the error if it failed.
         on_stats: called in the thread whenever there are new figures, at least after every step.
-        on_end: called in the thread when it ends, with the error if nobody closed it.
+        on_end: called in the thread when it ends, with the error if it was not closed.
         is_paused: as after `pause`, from the beginning.
 
     Raises:
@@ -77,7 +77,7 @@ class EngineThread:
         """There may be room for those who wait for it."""
 
     def _fail(self, error: Exception) -> None:
-        """Nobody knows which request a step failed for: all end."""
+        """End all requests: which of them a step failed for is not known."""
 
     def _give_up(self, error: Exception) -> None:
         """No step will come any more."""
@@ -114,7 +114,7 @@ class EngineThread:
         """
         _check_it_can_wait(self._engine)
         if not 0 <= seconds <= 3600:
-            raise ValueError(f"a pace of {seconds} seconds a step: choose 0 to 3600")
+            raise ValueError(f"a pace of {seconds} seconds per step: choose 0 to 3600")
         with self._wake:
             self._pace = seconds
             self._wake.notify()

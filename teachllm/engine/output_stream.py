@@ -60,7 +60,7 @@ class OutputStream:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the reader's loop is closed: it no longer waits
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def next(self) -> RequestOutput:

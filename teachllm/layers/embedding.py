@@ -5,7 +5,7 @@ Small models tie the two, since for them the vocabulary is most of the parameter
 
 In a group each rank has some tokens' rows: a token's row comes from the one that has it, the others add zeros; of the
 logits each computes some columns. All have room for as many, and where the vocabulary cannot be shared equally the last
-ranks have rows of no token, which nobody can sample.
+ranks have rows of no token, which cannot be sampled.
 
 Source: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017.
 """

@@ -5,11 +5,11 @@
     rank 1   tokens d e                   b c d e  for experts 4-7                 d e
 
 A rank that has some of a token's experts gets its row, once, and gives back their weighted sum; the token's own rank
-adds up these parts. How many rows go where is the router's to say, so a number for each rank goes ahead. Everybody
-takes part, those too that have no tokens: their experts may be wanted. Where all ranks have the same tokens, as those
-that share the other layers do, nothing has to travel before.
+adds up these parts. How many rows go where is the router's to say, so a number for each rank goes ahead. Every
+rank takes part, even one without tokens: its experts may be wanted. Where all ranks have the same tokens, as ranks that
+share the other layers do, nothing has to travel before.
 
-Source: Lepikhin et al., "GShard", 2020; a row once a rank, not once an expert: DeepSeek-AI, "DeepSeek-V3", 2024.
+Source: Lepikhin et al., "GShard", 2020; one row per rank, not one per expert: DeepSeek-AI, "DeepSeek-V3", 2024.
 """
 
 from __future__ import annotations

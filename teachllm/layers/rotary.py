@@ -50,7 +50,7 @@ class RotaryConfig:
 
 
 class Rotary(nn.Module):
-    """Tables for positions [0, max_len), looked up once a step and used by every layer."""
+    """Tables for positions [0, max_len), looked up once per step and used by every layer."""
 
     cos: torch.Tensor
     signed_sin: torch.Tensor

@@ -51,7 +51,7 @@ class ScaleSlot(Slot):
 
 
 class _Unread(Slot):
-    """Where things go that nobody reads."""
+    """Take tensors that are not read."""
 
     def __init__(self) -> None:
         self.stored = Stored((-1,), FLOATS, is_optional=True)

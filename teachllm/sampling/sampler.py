@@ -111,7 +111,7 @@ class Sampler:
         proposals: Proposals | None = None,
         histories: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Samples the next token of each logits row. Nobody waits for the device.
+        """Sample the next token of each logits row, without waiting for the device.
 
         Args:
             logits: [R, vocab_size] float32; overwritten. The columns that this rank has.
@@ -275,7 +275,7 @@ class Sampler:
     ) -> torch.Tensor:
         """[R] int64: the best token of greedy rows, a random one of the others."""
         output_indices = lengths - parameters.num_prompt_tokens
-        if logits.is_cuda:  # as where nobody asks for more: what a neighbour asks for changes no row's token
+        if logits.is_cuda:  # as without these options: what a neighbour asks for changes no row's token
             rows = selection.rows.int()
             if proposals is None:
                 return self._state.draw(logits, rows, output_indices, any_random=True, any_filtered=True)

@@ -1,6 +1,6 @@
 """The columns of the logits that a rank has, where each has those of some tokens.
 
-Nobody needs all logits for the most likely token: each rank's best and how good it is are 16 bytes a row, where the
+The most likely token does not take all logits: each rank's best and how good it is are 16 bytes per row, where the
 logits of 150,000 tokens are 600 kB. A random token is the most likely one with noise, and noise is a function of the
 request and the token: each rank draws that of its own. Penalties, biases and bans are of one token each.
 """

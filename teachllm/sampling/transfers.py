@@ -1,4 +1,4 @@
-"""Small tensors between the host and a GPU, for which nobody waits: copies of pinned memory are only launched."""
+"""Small tensors between the host and a GPU, without waiting: copies of pinned memory are only launched."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A server's life: it listens at once, loads the model beside that, and ends in one of three ways.
 
-told to (SIGTERM, Ctrl-C)   lets nobody in, finishes what is open or runs out of time; exit code 0
+told to (SIGTERM, Ctrl-C)   accepts no more requests, finishes what is open or runs out of time; exit code 0
 the model is refused        ends with the reason
 the engine dies             every request ends with an error, /health says so for a moment; exit code 1
 """

@@ -1,6 +1,6 @@
 """What the server tells Prometheus: vLLM's names, with our prefix, so that its dashboards work unchanged.
 
-Numbers are kept as plain ones and turned into Prometheus' families when somebody scrapes: an inter-token latency is
+Numbers are kept as plain ones and turned into Prometheus' families when they are scraped: an inter-token latency is
 noted for every token of every request, and a library call for each would be felt. Every number has one writer: what
 steps tell is written in the engine's thread, what requests tell in the event loop.
 """

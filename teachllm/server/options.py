@@ -13,7 +13,7 @@ class ServerOptions:
     """
     Attributes:
         host, port: where to listen; port 0 picks a free one.
-        api_keys: one of these has to come with a request; none: everybody may ask.
+        api_keys: one of these has to come with a request; none: every client may ask.
         served_model_names: what clients call the model; none: as it was loaded.
         chat_template: Jinja in place of the checkpoint's template.
         trust_request_chat_template: a request may bring its own.

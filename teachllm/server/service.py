@@ -66,7 +66,7 @@ class Service:
             self.status = "healthy"
 
     def stop(self) -> None:
-        """Nobody else is let in."""
+        """Accept no more requests."""
         if self.status != "dead":
             self.status = "stopping"
 

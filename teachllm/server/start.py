@@ -44,7 +44,7 @@ def start_engine(
 
     Args:
         on_stats: called in a thread of the engine's after every step.
-        on_end: called in a thread of the engine's when it ends, with the error if nobody closed it.
+        on_end: called in a thread of the engine's when it ends, with the error if it was not closed.
         trace_sinks: one for each replica takes the lines of its trace; none: nothing is traced.
 
     Raises:

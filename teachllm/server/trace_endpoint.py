@@ -1,9 +1,9 @@
-"""GET /trace: the engine's trace as it is written, to whoever watches.
+"""Serve GET /trace: the engine's trace as it is written, to all subscribers.
 
     engine's thread ──▶ hub: header, and the last lines within a limit ──▶ subscribers, each at its own line
 
-Nobody has a queue of their own. Who is so slow that the hub has let go of what comes next for them is cut off, and so
-a watcher costs the server nothing but what it sends.
+No subscriber has a queue of its own. One that is so slow that the hub has dropped its next line is cut off, so a
+subscriber costs the server nothing but what it sends.
 """
 
 from __future__ import annotations

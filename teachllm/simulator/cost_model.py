@@ -40,7 +40,7 @@ class StepCosts:
 
     Attributes:
         of_bandwidth, of_compute: the share of each ceiling that kernels reach, in (0, 1].
-        decode_layer: seconds a layer to start kernels, in a step of decodes alone (one CUDA graph).
+        decode_layer: seconds per layer to start kernels, in a step of decodes alone (one CUDA graph).
         prompt_layer: the same in a step with prompt tokens, which launches more kernels one by one.
         host_step, host_request: seconds of the host, for each step and for each request in it.
 

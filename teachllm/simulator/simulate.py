@@ -95,7 +95,7 @@ def simulate(
         num_blocks or _num_blocks(config, model, arrivals), cost, clock, model.vocab_size, model.eos_token_ids
     )
     recorder = Recorder(lines.append, clock)
-    recorder.key = None  # nobody's tokens are in it, and the same run gives the same lines
+    recorder.key = None  # no user's tokens are in it, and the same run gives the same lines
     scheduler = HostScheduler(config, executor.num_blocks, clock, cost, overrides)
     roofline = StepRoofline(model, ceilings)
     core = EngineCore(
@@ -120,7 +120,7 @@ def _run(core: EngineCore, clock: VirtualClock, arrivals: Sequence[Arrival], mod
         before = core.scheduler.num_steps, len(core.scheduler.in_flight)
         core.step()
         if before == (core.scheduler.num_steps, 0):
-            raise RuntimeError("requests wait, nothing runs, and the policy admits nobody: see its opens_batch")
+            raise RuntimeError("requests wait, nothing runs, and the policy admits no request: see its opens_batch")
 
 
 def _requests(index: int, arrival: Arrival, model: ModelConfig) -> list[Request]:

@@ -1,6 +1,6 @@
 """Who arrives when, with what: requests as they come to a server, from a few numbers and a seed.
 
-    rate    requests a second; the gaps between them are exponential, so that arrivals are a Poisson process
+    rate    requests per second; the gaps between them are exponential, so that arrivals are a Poisson process
     burst   so many arrive together; the rate stays the same
     shared  the first tokens of every prompt, a system prompt: equal ids, so that the real prefix cache finds them
 
@@ -40,7 +40,7 @@ class Workload:
 
     Attributes:
         num_requests: how many.
-        rate: of arrivals, requests a second; None is all at once.
+        rate: of arrivals, requests per second; None is all at once.
         burst: requests that arrive together.
         start: seconds before the first may come.
         prompt_len: tokens of each prompt, those that are shared apart: a number, or (shortest, longest), uniform.
@@ -75,7 +75,7 @@ class Workload:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more")
         if self.rate is not None and not 0.0 < self.rate < float("inf"):
-            raise ValueError(f"rate={self.rate}: must be more than 0 requests a second, or None for all at once")
+            raise ValueError(f"rate={self.rate}: must be more than 0 requests per second, or None for all at once")
         if not self.priorities:
             raise ValueError("priorities is empty: give one or more numbers, 0 if all are equal")
         for name in ("prompt_len", "output_len"):

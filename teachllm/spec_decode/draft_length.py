@@ -1,9 +1,9 @@
 """How many tokens to draft: as long as they pay.
 
 A step that verifies k drafts takes longer than a plain one, and brings 1 + a + a^2 + ... + a^k tokens where each draft
-holds with probability a. Which k brings the most tokens a second depends on the request (a) and on the load: a small
+holds with probability a. Which k brings the most tokens per second depends on the request (a) and on the load: a small
 batch waits for weights, and more tokens cost it next to nothing; a large one computes at the limit already, and every
-draft that falls has taken the time of somebody's token. So both are measured as the engine runs:
+rejected draft has taken the time of another request's token. So both are measured as the engine runs:
 
     acceptance   of each request, from its last verifications; a new one starts with what the others have shown
     times        of steps, by the number of requests and the drafts of each: `step_times.py`
@@ -73,7 +73,7 @@ class FixedLength:
 
 
 class AdaptiveLength:
-    """The length that brings the most tokens a second.
+    """The length that brings the most tokens per second.
 
     Args:
         sizes: as of `FixedLength`.
@@ -154,7 +154,7 @@ class AdaptiveLength:
         plain = times.seconds(step.num_requests, 0, 0)
         on_prompts = times.per_token * (step.num_tokens - step.num_drafts - step.num_requests)
         if step.is_start and 2 * step.num_asked > step.num_requests:
-            return 0.0  # that a drafter catches up with everybody has been weighed before
+            return 0.0  # that a drafter catches up with all requests has been weighed before
         if times.is_known(step.num_requests, levels) and not step.is_start:
             usual = times.seconds(step.num_requests, levels, step.num_drafts) + on_prompts
             self._slowness += _SLOWNESS_STEP * (min(seconds / usual, _SLOW) - self._slowness)

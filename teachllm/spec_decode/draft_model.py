@@ -54,7 +54,7 @@ class DraftModel:
         input_ids, positions, metadata = tokens
         if self._num_ids < self._vocab_size:
             input_ids = input_ids.clamp(max=self._num_ids - 1)
-        if self._max_len is not None:  # a GPU may compute also requests that do not ask, whose results nobody reads
+        if self._max_len is not None:  # a GPU may compute also requests that do not ask, whose results are not read
             positions = positions.clamp(max=self._max_len - 1)
         return input_ids, positions, self.kv_caches, metadata
 

@@ -40,7 +40,7 @@ class Drafter(Protocol):
 
 
 def check_drafter(drafter: object) -> None:
-    """Looks at one that somebody wrote before it is needed.
+    """Check a user's drafter before it is needed.
 
     Raises:
         ValueError: it is a class, or has no `propose` that takes what `Drafter.propose` does.
@@ -123,7 +123,7 @@ class ModelDrafter(Protocol):
         Medusa          none             no            no            no         reads the newest token's hidden state
 
     What a step computes is gone after it. So a drafter whose own K and V are made from hidden states follows every
-    step, as nobody could make up for one that it missed; one that reads tokens can, as they are kept.
+    step, as it could not make up for one that it missed; one that reads tokens can, as they are kept.
 
     Attributes:
         feature_layers: of which layers of the target it reads the residual stream, see `DraftBatch.features`.

@@ -192,7 +192,7 @@ class _Experiment:
         self._device, self._kernels = device, kernels
         target, other = torch.randn(2, VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
         self._target, self._draft = target.to(device), (0.6 * target + 0.6 * other).to(device)
-        self._unread = torch.zeros((1, 1), dtype=torch.int64, device=device)  # what was said before: nobody asks
+        self._unread = torch.zeros((1, 1), dtype=torch.int64, device=device)  # what was said before: not read
         params = SamplingParams(temperature=rule.temperature, top_k=rule.top_k)
         num_children = len(rule.paths) if rule.per_path else 1
         self._sampler = Sampler(_NUM_REQUESTS * num_children, VOCAB_SIZE, device)

@@ -40,7 +40,7 @@ class Option(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Tokens a second, x plain."""
+        """Tokens per second, x plain."""
         return self.tokens / self.ratio
 
 
@@ -49,7 +49,7 @@ class Trial:
     """Something else than what is best for all one knows.
 
     Attributes:
-        levels: for everybody, or for those named.
+        levels: for all requests, or for those named.
         num_left: steps to time.
         load: size class of the batch, as it is weighed.
     """
@@ -82,7 +82,7 @@ class Trials:
     def try_all(
         self, options: Sequence[Option], levels: int, load: int, gain: float, sure: float, catch_up: float = 0.0
     ) -> bool:
-        """Lets everybody draft so deep for a few steps, if that is due and can be paid.
+        """Let all requests draft so deep for a few steps, if that is due and can be paid.
 
         Args:
             load: size class of the batch.

@@ -5,7 +5,7 @@
 
 A bubble is the time in which a rank has nothing to compute while some rank is in a step: it has no plan, or waits for
 another stage, in a `send` or a `recv`. So each rank's three shares add up to the time in which any rank is in a step.
-What lies between, the engine's own time, is nobody's.
+What lies between, the engine's own time, is no rank's.
 
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 Line = Mapping[str, Any]
 Span = tuple[float, float]
-BETWEEN_STAGES = ("send", "recv")  # the transfer itself included: how long that takes nobody knows
+BETWEEN_STAGES = ("send", "recv")  # the transfer itself included, whose time is not known
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class RankFigures:
 
     Attributes:
         seconds: in which any rank was in a step.
-        computes, exchanges, bubble: shares. Where nobody knows what an exchange took, as within a CUDA graph, it is in
+        computes, exchanges, bubble: shares. Where the time of an exchange is not known, as within a CUDA graph, it is
+        in
             `computes`, and so is the wait for another stage.
         operations: share of each kind of exchange that was timed, also of those that are a part of the bubble.
         sent: (calls, bytes) a step by operation, in the mean.

@@ -27,7 +27,7 @@ def _rows(trace: Trace, found: Figures) -> Iterator[Row]:
         "engine",
         (
             f"{trace.header['num_blocks']:,} blocks of {config['block_size']} tokens; at most "
-            f"{config['max_num_batched_tokens']:,} tokens and {config['max_num_seqs']:,} requests a step; "
+            f"{config['max_num_batched_tokens']:,} tokens and {config['max_num_seqs']:,} requests per step; "
             f"{config['scheduling_policy']}{', asynchronous' if config['async_scheduling'] else ''}"
         ),
     )
@@ -102,7 +102,7 @@ def _rank_rows(trace: Trace) -> Iterator[Row]:
         num_bytes = sum(count for _, count in each.sent.values())
         most_first = sorted(each.operations.items(), key=lambda item: -item[1])
         took = ", ".join(f"{operation} {share:.0%}" for operation, share in most_first)
-        sends = f"sends {num_bytes / 1000:,.1f} kB a step{'; in ' if took else ''}{took}"
+        sends = f"sends {num_bytes / 1000:,.1f} kB per step{'; in ' if took else ''}{took}"
         yield f"rank {each.rank}", f"stage {each.stage}: {shares}; {sends}"
 
 

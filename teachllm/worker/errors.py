@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class EngineDeadError(RuntimeError):
-    """A process of the engine has ended and nobody told it to."""
+    """A process of the engine has ended without being told to."""
 
 
 class FailedStepError(RuntimeError):

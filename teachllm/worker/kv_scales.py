@@ -9,7 +9,7 @@ Steps of e4m3 grow with the value, so room costs it nothing: its scales are powe
 exact. Steps of integers are all equal, and twice the room is half the precision.
 
 Of several ranks each has the scales of its own heads. Whether a layer's are measured is agreed by those that share it,
-and whether the text goes through the model by all: nobody waits for who does not come.
+and whether the text goes through the model by all: no rank waits for one that does not come.
 
 Source: Wu et al., "Integer Quantization for Deep Learning Inference: Principles and Empirical Evaluation", 2020.
 """
@@ -159,7 +159,7 @@ def _attentions(module: nn.Module) -> Iterator[Attention]:
 
 
 def _given(attention: Attention) -> Given:
-    """A checkpoint's, where it has some that can be one: those that nobody measured are 0, -1 or NaN."""
+    """A checkpoint's, where it has some that can be one: scales that were not measured are 0, -1 or NaN."""
     k_scale, v_scale = (
         None if scale is None or not (scale.isfinite() & (scale > 0)).all() else scale
         for scale in (attention.k_scale, attention.v_scale)
@@ -199,7 +199,7 @@ def _tokens(ids: list[int], k_cache: torch.Tensor, device: torch.device) -> Flat
         query_start=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
         block_tables=torch.zeros((1, 1), dtype=torch.int32, device=device),
-        slot_mapping=positions % num_slots,  # nobody reads them
+        slot_mapping=positions % num_slots,  # not read
         query_lens=[num_tokens],
         kv_lens=[num_tokens],
     )

@@ -107,7 +107,7 @@ class Worker:
         return pending if self._is_output_rank else None
 
     def take_watched(self) -> WatchedStep | None:
-        """What it did in the step that has been executed, once; None if that failed, or nobody wants to know."""
+        """Return once what it did in the executed step; None if that failed, or is not watched."""
         watched, self._watched = self._watched, None
         return watched
 

@@ -172,7 +172,7 @@ def test_a_server_is_asked_for_its_model_unless_one_is_named() -> None:
     with running(FakeServer()) as url:
         assert (model_at(url), model_at(url, "mine")) == (MODEL, "mine")
     for name in ("", "mine"):
-        with pytest.raises(ConnectionError, match=r"nobody answers at http://127.0.0.1:\d+ \(Connection refused\)"):
+        with pytest.raises(ConnectionError, match=r"no server answers at http://127.0.0.1:\d+ \(Connection refused\)"):
             model_at(url, name)
 
 

@@ -63,7 +63,7 @@ def test_what_is_wrong_in_it_is_said_in_one_line(teachllm, llm, given: str, said
 
 def test_the_line_says_what_held_what_that_saved_and_what_was_measured() -> None:
     held = "speculation: 28 of 40 drafted tokens accepted (70%), mean length 3.80; "
-    held += "2.87 tokens a step instead of 1: 2.9 x fewer steps; "
+    held += "2.87 tokens per step instead of 1: 2.9 x fewer steps; "
     assert speculation_line(speculation()) == f"{held}what that does to the time was not measured"
     # 5 plain steps and 10 as long as 1.3: 18 in place of 43
     timed = "once under way a step with drafts takes 1.30 plain ones (7 timed against 1): about 2.4 x as fast"

@@ -59,7 +59,7 @@ def test_the_table_explains_every_figure() -> None:
     rows = make_plan(2 * GIB).rows()
     assert rows == [
         ("budget", "2.00 GiB", "what the engine may use"),
-        ("weights", "1.00 GiB", "read once a step"),
+        ("weights", "1.00 GiB", "read once per step"),
         ("activations", "512.0 MiB", "the largest step's, kept free"),
         ("KV per token", "112.0 KiB", "2 x 28 layers x 8 KV heads x 128 x 2 bytes"),
         ("KV per block", "1.8 MiB", "16 tokens"),

@@ -209,7 +209,7 @@ def test_a_policy_of_ones_own_can_be_tried() -> None:
     usual = run(workload, model, max_num_seqs=4).figures
     shortest = run(workload, model, max_num_seqs=4, more={"overrides": EngineOverrides(policy=ShortestFirst())}).figures
     assert shortest.ttft.mean < 0.9 * usual.ttft.mean
-    with pytest.raises(RuntimeError, match="the policy admits nobody: see its opens_batch"):
+    with pytest.raises(RuntimeError, match="the policy admits no request: see its opens_batch"):
         run(workload, more={"overrides": EngineOverrides(policy=Closed())})
 
 

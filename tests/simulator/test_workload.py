@@ -73,7 +73,7 @@ def test_parts_with_the_same_seed_draw_different_prompts_and_come_in_order_of_ar
         ({"n": 0}, "n=0: must be at least 1"),
         ({"burst": 0}, "burst=0: must be at least 1"),
         ({"shared_len": -1}, "shared_len=-1: must be 0 or more"),
-        ({"rate": 0.0}, "rate=0.0: must be more than 0 requests a second, or None for all at once"),
+        ({"rate": 0.0}, "rate=0.0: must be more than 0 requests per second, or None for all at once"),
         ({"prompt_len": (9, 3)}, r"prompt_len=\(9, 3\): must be a number of at least 1, or \(shortest, longest\)"),
         ({"output_len": 0}, "output_len=0: must be a number of at least 1"),
         ({"priorities": ()}, "priorities is empty"),

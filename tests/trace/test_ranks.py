@@ -68,9 +68,9 @@ def test_the_summary_has_a_row_for_each_rank() -> None:
     told = dict(summary(parse_trace(lines())))
     assert told["ranks"] == "2 in 2 stages; shares are of the 20 s in which any of them had a step"
     shares = "stage 0: computes 50%, exchanges 0%, bubble 50%"
-    assert told["rank 0"] == f"{shares}; sends 1.0 kB a step; in send 20%"
+    assert told["rank 0"] == f"{shares}; sends 1.0 kB per step; in send 20%"
     shares = "stage 1: computes 52%, exchanges 2%, bubble 45%"
-    assert told["rank 1"] == f"{shares}; sends 0.1 kB a step; in recv 45%, all_gather 2%"
+    assert told["rank 1"] == f"{shares}; sends 0.1 kB per step; in recv 45%, all_gather 2%"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The trace of a server that is running: `GET /trace`, followed for as long as somebody looks.
+"""Follow the trace of a running server: `GET /trace`, for as long as a page looks.
 
     server, any machine                          here
     GET /trace: header, line, line, ...   ──▶   a thread that appends them to a log

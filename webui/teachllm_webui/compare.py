@@ -1,6 +1,6 @@
 """Two timelines from the step on where they part: what the same requests cost under two settings.
 
-Times of a run that somebody plays, pauses and steps say nothing, and two engines on one CPU disturb each other, so all
+Times of a run that a person plays, pauses and steps say nothing, and two engines on one CPU disturb each other, so all
 of this is counted in steps, tokens and blocks. Sums are kept, so that a look at a long timeline costs its new lines.
 """
 

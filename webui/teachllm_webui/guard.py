@@ -1,6 +1,6 @@
 """Who may talk to the page: only the page.
 
-Any website that somebody has open can send requests to 127.0.0.1, and one that gives its own name that address can
+Any website that a user has open can send requests to 127.0.0.1, and one that gives its own name that address can
 read the answers, too. Browsers say where a request comes from (`Origin`) and which name it was sent to (`Host`): the
 name has to be the page's own, and so has the origin, where there is one.
 """
@@ -18,7 +18,7 @@ EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 class Guard:
-    """Middleware that refuses everybody else with 403.
+    """Refuse all other requests with 403.
 
     Args:
         host: the address listened on. One for all interfaces has names that are not known here, and any may be used.

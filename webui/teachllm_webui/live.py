@@ -5,7 +5,7 @@
     play, pause, step, speed, submit, abort  ──▶   between two steps
     the log's readers                        ◀──   a line for whatever happens
 
-Tokens reach a reader through the trace, so nobody reads the requests' streams. Planned requests are added in the
+Tokens reach a reader through the trace, so the requests' streams are not read. Planned requests are added in the
 engine's thread right before their step, which makes two runs of one plan the same.
 """
 
@@ -36,7 +36,7 @@ class LiveRun:
     Attributes:
         log: its trace.
         next_step: the number of the step that comes next.
-        is_done: nothing is left to do, and nobody is to come.
+        is_done: nothing is left to do, and no request is to come.
         error: what went wrong last, in words; None if nothing has. Whoever has told it may set it to None.
 
     Raises:
@@ -89,7 +89,7 @@ class LiveRun:
             ValueError: it is nothing that could be waited for.
         """
         if steps_per_s is not None and not steps_per_s > 0:
-            raise ValueError(f"{steps_per_s} steps a second: choose more than none")
+            raise ValueError(f"{steps_per_s} steps per second: choose more than none")
         self._llm.set_pace(1 / steps_per_s if steps_per_s else 0.0)
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class LiveRun:
         self._llm.close()
 
     def _order(self, order: Callable[[], Any]) -> None:
-        """Does something between two steps, after which somebody may be due."""
+        """Do something between two steps, after which a request may be due."""
 
         def work() -> None:
             try:
@@ -154,7 +154,7 @@ class LiveRun:
         self.log.append(line)
 
     def _after_step(self, error: Exception | None) -> None:
-        if error is not None:  # nobody knows for which request: all end, or the step would fail for ever
+        if error is not None:  # the request is not known: all end, or the step would fail for ever
             self.error = f"a step failed: {error!r}"
             self._planned.clear()
             self._llm.pause()

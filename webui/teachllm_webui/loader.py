@@ -60,7 +60,7 @@ class Loader(Generic[T]):
             assert make is not None
             try:
                 made = make()
-            except Exception as error:  # whatever it is, somebody is told
+            except Exception as error:  # whatever it is, the page is told
                 self._failed(error)
             else:
                 self._loaded(made)

@@ -96,7 +96,7 @@ PRESETS = (
     Preset(
         name="chunked",
         title="A long prompt, whole or in chunks",
-        look_at="At step 10 a long prompt arrives. Left, one step computes all of it, and everybody waits for that "
+        look_at="At step 10 a long prompt arrives. Left, one step computes all of it, and all requests wait for that "
         "step (see its time); right, the budget of 64 cuts it up, and the others get their token in each step.",
         requests=(
             *map(_ask, QUESTIONS[:4]),

@@ -27,7 +27,7 @@ from teachllm_webui.trace_log import FollowedFile, TraceLog
 from teachllm_webui.what_if import WhatIf, run_what_if
 
 MAX_LINES = 1500  # in one answer, so that the first picture of a long trace comes soon
-SPEEDS = (0.1, 1000.0)  # steps a second
+SPEEDS = (0.1, 1000.0)  # steps per second
 
 _Made = tuple[list[Timeline], Status]
 
@@ -186,7 +186,7 @@ class LiveSession:
             ValueError: it is out of range.
         """
         if steps_per_s is not None and not SPEEDS[0] <= steps_per_s <= SPEEDS[1]:
-            raise ValueError(f"{steps_per_s} steps a second: choose {SPEEDS[0]} to {SPEEDS[1]:.0f}")
+            raise ValueError(f"{steps_per_s} steps per second: choose {SPEEDS[0]} to {SPEEDS[1]:.0f}")
         self._speed = steps_per_s
         for run in self.runs:
             run.set_speed(steps_per_s)

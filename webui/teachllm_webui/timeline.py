@@ -82,7 +82,7 @@ class Status:
         error: the last one, in words.
         is_done: nothing is left to do, on any side.
         sides_done: on each.
-        speed: steps a second, None as fast as it goes.
+        speed: steps per second, None as fast as it goes.
         is_live: an engine is behind it.
         is_fork: the second side can be closed.
         follows: the first side shows the newest step, though no engine here makes it.

@@ -78,7 +78,7 @@ class FollowedFile:
                     return self._on_end(f"{self._path}: {error.strerror or error}")
 
     def _is_another(self) -> bool:
-        """An engine that is started with the same name writes over the file, or somebody puts another in its place."""
+        """An engine that is started with the same name writes over the file, or another one takes its place."""
         now, mine = self._path.stat(), os.fstat(self._file.fileno())
         before, self._head = self._head, self._read_head()
         is_same = (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino) and self._head.startswith(before)

@@ -89,7 +89,7 @@ def throughput(
     ] = None,
     output_json: OutputJson = None,
 ) -> None:
-    """Count the tokens a second of many requests with random prompts."""
+    """Count the tokens per second of many requests with random prompts."""
     from teachllm.bench.throughput import ThroughputOptions, run_throughput
 
     options = ThroughputOptions(num_prompts, input_len, output_len, random_range_ratio, num_warmups)
@@ -150,7 +150,7 @@ def _report(
     )
     if speculation is not None:
         console.print(f"With warm-up, {speculation_line(speculation)}", style="dim", markup=False)
-        console.print("The figures at the ceilings are of plain decoding, a token a step.", style="dim", markup=False)
+        console.print("The figures at the ceilings are of plain decoding, a token per step.", style="dim", markup=False)
     return found
 
 

@@ -68,7 +68,7 @@ def serve(
         bool, _option(_DATA, "Random prompts are token ids in place of words.", "--token-ids")
     ] = False,
     vocab_size: Annotated[int, _option(_DATA, "Token ids are below this.", min=2)] = 1000,
-    request_rate: Annotated[float, _option(_LOAD, "Requests a second; inf sends all at once.")] = math.inf,
+    request_rate: Annotated[float, _option(_LOAD, "Requests per second; inf sends all at once.")] = math.inf,
     burstiness: Annotated[
         float, _option(_LOAD, "Shape of the gaps: 1 is a Poisson process, less comes in bursts, more evenly.")
     ] = 1.0,

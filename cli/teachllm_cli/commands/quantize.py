@@ -197,9 +197,8 @@ def _show(found: Sequence[Compared], recipes: Sequence[Recipe], model: str) -> N
     console.print(
         "Size of the tensors, and as a part of the original's; perplexity of a text that no calibration has seen, its "
         "increase and the standard error of that, from answer to answer; KL divergence of next-token probabilities "
-        "from the original's, in nats a token: what log perplexity would increase by on endless text of the original's "
-        "own; "
-        "tokens a second of eight requests that decode together, in this engine.",
+        "from the original's, in nats per token: what log perplexity would increase by on endless text of the "
+        "original's own; tokens per second of eight requests that decode together, in this engine.",
         style="dim",
         markup=False,
     )
@@ -227,7 +226,7 @@ def _heading(recipes: Sequence[Recipe], model: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers draws bars of its own while a model loads, even where nobody sees them, and reports on it."""
+    """transformers draws bars of its own while a model loads, even where they are not shown, and reports on it."""
     from transformers.utils import logging
 
     was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

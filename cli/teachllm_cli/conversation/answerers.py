@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StreamedAnswer:
-    """One answer as it streams in. Times are seconds from the question; None is what nobody has told."""
+    """One answer as it streams in. Times are seconds from the question; None: not known."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -74,7 +74,7 @@ class Answerer(Protocol):
         """One answer, whenever it has grown. Closing the generator ends the request.
 
         Raises:
-            TooLongError: it does not fit, though nobody could have counted.
+            TooLongError: it does not fit, which could not be counted before.
         """
 
 
@@ -131,7 +131,7 @@ class ServerAnswerer:
         fields: of the body, beside the messages.
 
     Raises:
-        ServerError: nobody answers.
+        ServerError: no server answers.
     """
 
     length_flags = "--max-tokens"

@@ -90,7 +90,7 @@ class ChatSession:
         return True
 
     def _answer(self, question: str) -> tuple[StreamedAnswer, int]:
-        """The answer, and how many of the oldest turns it had to do without: so where nobody can count tokens."""
+        """The answer, and how many of the oldest turns it left out: so where tokens cannot be counted."""
         num_left_out, turns = 0, self.conversation.turns
         while True:
             try:

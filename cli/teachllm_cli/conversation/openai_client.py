@@ -2,7 +2,7 @@
 
 An answer is a stream of server-sent events: lines `data: {json}`, then `data: [DONE]`
 (https://html.spec.whatwg.org/multipage/server-sent-events.html). Leaving a stream closes its connection: so a server
-learns that nobody listens any more, and frees what the request held.
+learns that the client has gone, and frees what the request held.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OpenAIClient:
 
     Raises:
         ValueError: the URL is none.
-        ServerError: nobody answers there, or the server does not name its models.
+        ServerError: no server answers there, or it does not name its models.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class OpenAIClient:
         """Tokens of a conversation with the template around it; None if the server does not count (OpenAI's does not).
 
         Raises:
-            ServerError: nobody answers.
+            ServerError: no server answers.
         """
         with self._in_one_line():
             response = self._http.post("/tokenize", json={"model": self.model, "messages": messages})
@@ -160,7 +160,7 @@ class OpenAIClient:
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             why = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
             raise ServerError(
-                f"nobody answers at {self.root} ({why}): start a server there, or change --url"
+                f"no server answers at {self.root} ({why}): start a server there, or change --url"
             ) from error
         except httpx2.HTTPError as error:
             raise ServerError(f"the connection to {self.root} broke off: {error or type(error).__name__}") from error

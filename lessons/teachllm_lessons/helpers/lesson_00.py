@@ -138,7 +138,7 @@ def life_of_a_request() -> Picture:
         _box(ax, 3 * lane + 0.04, -7.7, 2.92, 8.3, PALE)
         ax.text(3 * lane + 1.5, 0.2, name, ha="center", va="center", fontsize=9, color=INK)
     _box(ax, 3.12, -6.6, 5.76, 4.0, "none", edge=HIT)
-    ax.text(6.0, -6.95, "once a step, and each step gives one token", ha="center", va="center", fontsize=8, color=HIT)
+    ax.text(6.0, -6.95, "once per step, and each step gives one token", ha="center", va="center", fontsize=8, color=HIT)
     stations = (
         (0, -0.7, "POST /v1/chat/completions", "server/openai/chat.py"),
         (0, -1.9, "template, tokenizer: token ids", "engine/input_processor.py"),
@@ -227,7 +227,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def sampler_of(choose: Choose) -> Callable[..., Sampler]:
-    """What `EngineOverrides.make_sampler` takes: the engine's sampler, with somebody's choice for greedy requests."""
+    """Build the engine's sampler with the reader's choice for greedy requests, for `EngineOverrides.make_sampler`."""
 
     class Choosing(Sampler):
         def sample(self, logits: torch.Tensor, rows: list[int], *more: Any) -> SamplerOutput:

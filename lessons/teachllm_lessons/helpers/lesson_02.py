@@ -204,7 +204,7 @@ MYPOOL = Exercise(
     reference=BlockPool,
     hints=(
         "`take` looks at the count first: if too few are free, nothing may change. Then it goes from the head of "
-        "`self.free_blocks()`. `release` has two cases: the last user has gone, or somebody still reads the block.",
+        "`self.free_blocks()`. `release` has two cases: the last user has gone, or a request still reads the block.",
         "Who takes a block is its one user: `ref_count = 1`. `self._unlink(block)` takes it off the free list and "
         "counts; so does `self._append(block)` at the end. Do not walk a list while you change it: make a list of the "
         "blocks first.",

@@ -44,7 +44,7 @@ def serve(scheduling_policy: str = "fcfs", overrides: EngineOverrides = NO_OVERR
 
 
 class ShortestFirst(FirstComeFirstServed):
-    """Whoever wants the fewest output tokens goes first; everybody may join in every step."""
+    """Put the request with the fewest output tokens first; requests may join in every step."""
 
     def key(self, request: Request) -> Key:
         return request.max_len - request.num_prompt_tokens, request.arrival_index
@@ -86,7 +86,7 @@ def contract_order(policy: Policy, requests: Sequence[Request]) -> int:
 def contract_batching(piece: type[Policy]) -> int:
     """Open while others run, shortest answer first, ties in order of arrival, no two keys alike."""
     policy = piece()
-    require(bool(policy.opens_batch(0)), "opens_batch(0) is false: nothing runs, and nobody may begin")
+    require(bool(policy.opens_batch(0)), "opens_batch(0) is false: nothing runs, and no request may begin")
     for num_running in (1, 2, 7, 255):
         require(
             bool(policy.opens_batch(num_running)),
@@ -245,7 +245,7 @@ def roofline(batches: Sequence[int] = (1, 4, 16, 64, 256, 1024), prompt: int = 2
     ridge = roof.gemm_flops / roof.read_bandwidth
     ax.plot([0.5, ridge, 4000], [0.5 * roof.read_bandwidth / 1e12, *[roof.gemm_flops / 1e12] * 2], color=INK)
     ax.axvline(ridge, color=LINE, linestyle=":")
-    ax.text(ridge * 1.06, 3, f"the ridge: {ridge:.0f} FLOPs a byte", fontsize=8, color=INK)
+    ax.text(ridge * 1.06, 3, f"the ridge: {ridge:.0f} FLOPs per byte", fontsize=8, color=INK)
     ax.text(3, 16, "memory is the limit", fontsize=8, color=INK, ha="right")
     ax.text(4000, roof.gemm_flops / 1e12 * 1.3, "arithmetic is the limit", fontsize=8, color=INK, ha="right")
     ax.set_ylim(1, 2500)
@@ -258,7 +258,7 @@ def roofline(batches: Sequence[int] = (1, 4, 16, 64, 256, 1024), prompt: int = 2
         is_decode = name.isdigit()
         ax.plot([x], [y], marker="o" if is_decode else "s", color=color(0) if is_decode else HIT, markersize=7)
         ax.annotate(name, (x, y), (7, -10), textcoords="offset points", fontsize=8, color=INK)
-        said.append(f"{name} at {x:.0f} FLOPs a byte")
+        said.append(f"{name} at {x:.0f} FLOPs per byte")
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel("FLOPs for each byte that is read")
@@ -269,7 +269,7 @@ def roofline(batches: Sequence[int] = (1, 4, 16, 64, 256, 1024), prompt: int = 2
 
 
 def curves(series: Mapping[str, Mapping[int, float]], points: Mapping[str, Mapping[int, float]]) -> Picture:
-    """What a batch costs and what it brings: ms a step, and tokens/s, over the size of the batch.
+    """What a batch costs and what it brings: ms per step, and tokens/s, over the size of the batch.
 
     Args:
         series: seconds of a step for each size; drawn as lines.
@@ -283,7 +283,7 @@ def curves(series: Mapping[str, Mapping[int, float]], points: Mapping[str, Mappi
         drawn = color(index) if name in series else HIT
         left.plot(list(seconds), [1000 * value for value in seconds.values()], color=drawn, label=name, **style)
         right.plot(list(seconds), [n / value for n, value in seconds.items()], color=drawn, **style)
-    for ax, label in ((left, "ms a step: from token to token"), (right, "tokens/s of all together")):
+    for ax, label in ((left, "ms per step: from token to token"), (right, "tokens/s of all together")):
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_xlabel("requests in the batch")
@@ -294,7 +294,7 @@ def curves(series: Mapping[str, Mapping[int, float]], points: Mapping[str, Mappi
         ax.yaxis.set_major_formatter(lambda value, _: short(value))
         ax.yaxis.set_minor_formatter(lambda *_: "")
     left.legend(frameon=False, labelcolor=INK, fontsize=8)
-    return Picture(figure, f"ms a step and tokens/s over the size of the batch, for {', '.join([*series, *points])}")
+    return Picture(figure, f"ms per step and tokens/s over the size of the batch, for {', '.join([*series, *points])}")
 
 
 # -- what is measured ------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def curves(series: Mapping[str, Mapping[int, float]], points: Mapping[str, Mappi
 def decode_seconds(lines: Iterable[Line]) -> dict[int, float]:
     """Seconds of a step of decodes alone, from the end of the step before it, by the number of its requests.
 
-    The shortest of its kind: others may have shared the machine with somebody else.
+    The shortest of its kind: the machine may have had other work during the others.
     """
     steps = [line for line in lines if line["event"] == "step"]
     found: dict[int, list[float]] = {}

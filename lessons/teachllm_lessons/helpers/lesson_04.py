@@ -28,7 +28,7 @@ def polite(request: Request, num_tokens: int) -> int:
 
 
 class Cut(FirstComeFirstServed):
-    """A policy of somebody's chunk."""
+    """Chunk prompts with the reader's `chunk`."""
 
     def __init__(self, chunk: Chunk) -> None:
         self._chunk = chunk
@@ -70,7 +70,7 @@ def contract_chunk(piece: Chunk) -> int:
                 )
             cases += 1
     left = piece(request_of(500, 460), 40)
-    require(left == LONG, f"the last 40 tokens of a prompt of 500 get {left}: it is still a long one, {LONG} a step")
+    require(left == LONG, f"the last 40 tokens of a prompt of 500 get {left}: it is still a long one, {LONG} per step")
     return cases + 1
 
 

@@ -23,7 +23,7 @@ def contract_hash_block(piece: HashBlock) -> int:
     one, two = _block(1), _block(2)
     first = piece(ROOT_HASH, one)
     require(isinstance(first, bytes) and len(first) == 32, f"hash_block(root, [1]) is {first!r}: give 32 bytes")
-    require(first == piece(ROOT_HASH, _block(1)), "hash_block(root, [1]) is not the same twice: nobody is ever found")
+    require(first == piece(ROOT_HASH, _block(1)), "hash_block(root, [1]) is not the same twice: no block is ever found")
     cases += 2
 
     different = (

@@ -1,4 +1,4 @@
-"""Lesson 06, preemption and fairness: a key that lets nobody starve, and who gives way when blocks run out."""
+"""Lesson 06, preemption and fairness: a key that lets no request starve, and which one gives way without blocks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KeyOf = Callable[[Request], Key]
 
 
 def aged(request: Request) -> Key:
-    """A priority is worth a number of arrivals: who waits long enough is overtaken by nobody any more."""
+    """Make a priority worth a number of arrivals: a request that waits long enough is not overtaken any more."""
     return request.arrival_index + PATIENCE * request.priority, request.arrival_index
 
 
 class By(FirstComeFirstServed):
-    """A policy of somebody's key."""
+    """Order requests by the reader's `key`."""
 
     def __init__(self, key: KeyOf) -> None:
         self._key = key
@@ -84,7 +84,7 @@ def contract_key(piece: KeyOf) -> int:
             require(
                 piece(request_at(gap, 0)) > piece(request_at(0, levels)),
                 f"starves: arrival 0 of priority {levels} is still overtaken by arrival {gap} of priority 0, and so by "
-                "everybody who is ever to come",
+                "every request that is ever to come",
             )
             cases += 1
 
@@ -140,7 +140,7 @@ KEY = Exercise(
     live=live_key,
     reference=aged,
     hints=(
-        "By `(priority, arrival_index)` the first number decides alone, however long somebody has waited. You need one "
+        "By `(priority, arrival_index)` the first number decides alone, however long a request waited. You need one "
         "number in which both have a say.",
         f"If a step of priority is worth {PATIENCE} arrivals, an urgent request that comes {PATIENCE} arrivals later "
         "is as good as one that does not hurry. The sum can be the same for two: something must break the tie.",

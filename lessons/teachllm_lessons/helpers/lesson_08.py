@@ -69,12 +69,12 @@ def draw_tiles(scores: torch.Tensor, tile: int, blocks: Sequence[int]) -> Pictur
 def draw_roofline(
     ceilings: Mapping[str, Any], flops: str, points: Sequence[tuple[str, float, float]], title: str
 ) -> Picture:
-    """Points under the roof: what a card does at most for so many FLOPs a byte.
+    """Points under the roof: what a card does at most for so many FLOPs per byte.
 
     Args:
         ceilings: as a result in benchmarks/results has them.
         flops: which of them is the flat part.
-        points: (name, FLOPs a byte, FLOPs a second).
+        points: (name, FLOPs per byte, FLOPs per second).
     """
     figure, ax = axes(8, 3.6)
     bandwidth, peak = ceilings["read_bandwidth"], ceilings[flops]
@@ -137,12 +137,12 @@ _CASES: dict[str, tuple[tuple[tuple[float, ...], ...], str]] = {
         "what was summed up before was relative to 1, and the largest score is 4 now: it shrinks by 2^(1 - 4)",
     ),
     "huge scores": (((900.0, 899.0), (901.0, 0.0)), "2^900 is more than float32 holds: only differences are small"),
-    "a key that nobody may see": (((2.0, -math.inf),), "its score is -inf and its weight 0"),
-    "a first tile that nobody may see": (
+    "a masked key": (((2.0, -math.inf),), "its score is -inf and its weight 0"),
+    "a masked first tile": (
         ((-math.inf, -math.inf), (1.0, 2.0)),
         "the largest score is still -inf after the first tile, and -inf - (-inf) is not a number: keep to 0 there",
     ),
-    "a tile in the middle that nobody may see": (((1.0, 2.0), (-math.inf, -math.inf)), "it changes nothing"),
+    "a masked tile in the middle": (((1.0, 2.0), (-math.inf, -math.inf)), "it changes nothing"),
 }
 
 
@@ -286,5 +286,5 @@ _FACTS = (
     "sequence. A scheduler decides who computes how many tokens in each step. A prefix cache finds blocks of equal "
     "beginnings. A drafter guesses tokens that are verified together. Quantization makes weights smaller. Sampling "
     "draws the next token. Preemption takes blocks back when memory runs out. Chunked prefill cuts a long prompt into "
-    "pieces so that nobody waits."
+    "pieces so that no request waits."
 )

@@ -110,7 +110,7 @@ def run_tile(update: Update, scores: torch.Tensor, v: torch.Tensor, state: State
     """One tile through an update, on any few rows, keys and channels.
 
     Args:
-        scores: [rows, keys], base 2, -inf where nobody may look.
+        scores: [rows, keys], base 2, -inf where masked.
         v: [keys, channels].
         state: (largest, total, acc) of the tiles before; None: there are none.
 
@@ -147,7 +147,7 @@ def run_tile(update: Update, scores: torch.Tensor, v: torch.Tensor, state: State
 
 
 class KernelAttention(ReferenceBackend):
-    """Decodes by the small kernel of this lesson, around somebody's update; prompts as the engine computes them.
+    """Compute decodes with this lesson's small kernel around the reader's update; prompts as the engine does.
 
     Attributes:
         num_tiles: that the kernel has gone through.

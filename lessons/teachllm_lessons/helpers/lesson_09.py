@@ -98,7 +98,7 @@ def contract_turn(piece: Turn) -> int:
         core, came = FakeCore(num_steps, frozenset(blocked)), list[str]()
         steps = f"{num_steps} step{'s' if num_steps > 1 else ''} to do"
         if blocked:
-            steps += f", and nobody can go on with step {blocked[0]} before all that is under way has come back"
+            steps += f", and no request can go on with step {blocked[0]} before all that is under way has come back"
         for _turn in range(4 * num_steps + 4):
             if core.is_done:
                 break
@@ -114,7 +114,7 @@ def contract_turn(piece: Turn) -> int:
             require(
                 len(core.said) > before,
                 f"{steps}: {core.story}; then turn() did nothing, with {core.num_pending} step under way. launch() may "
-                "return False: nobody can go on before some tokens have come.",
+                "return False: no request can go on before some tokens have come.",
             )
         require(core.is_done, f"{steps}: {core.story}; then turn() was called again and again, and it never ended.")
         wanted = [f"tokens of step {step}" for step in range(num_steps)]
@@ -208,7 +208,7 @@ class Pretended:
 
     @property
     def rate(self) -> float:
-        """Output tokens a second, from the first step on."""
+        """Output tokens per second, from the first step on."""
         return self.simulation.figures.output_tokens_per_s
 
     @property
@@ -340,8 +340,8 @@ def seconds_of_an_operator(rounds: int = 5000) -> float:
 class LateWrites(ReferenceBackend):
     """A device whose last writes land late: what a step of decodes wrote to the cache is written again in the next one.
 
-    That changes nothing as long as nobody else has been given those slots. A device that works on several queues, or
-    copies K and V to another machine meanwhile, may be like that.
+    That changes nothing as long as no other request has been given those slots. A device that works on several queues,
+    or copies K and V to another machine meanwhile, may be like that.
     """
 
     def __init__(self) -> None:

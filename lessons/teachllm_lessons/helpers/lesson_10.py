@@ -82,7 +82,7 @@ def _scheduled(watch: Watch, name: str | None) -> list[dict[str, Any]]:
 
 
 def tokens_a_step(watch: Watch, name: str | None = None) -> float:
-    """Of all steps that gave somebody, or the one that is named, tokens after the first one."""
+    """Count over all steps that gave any request, or the named one, tokens after its first."""
     decodes = [scheduled["num_sampled"] for scheduled in _scheduled(watch, name) if scheduled["phase"] == "decode"]
     return sum(decodes) / len(decodes)
 
@@ -194,7 +194,7 @@ def live_propose(piece: Propose) -> str:
         figures, gained = watch.figures, tokens_a_step(watch)
     require(figures.num_accepted_tokens > 0, "nothing that it proposes is accepted, though an answer is said again")
     share = figures.num_accepted_tokens / figures.num_draft_tokens
-    return f"The engine ran with it: the same words, {gained:.2f} tokens a step, {share:.0%} of drafts accepted."
+    return f"The engine ran with it: the same words, {gained:.2f} tokens per step, {share:.0%} of drafts accepted."
 
 
 @lru_cache(maxsize=1)

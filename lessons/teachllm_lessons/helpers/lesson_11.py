@@ -26,7 +26,7 @@ from teachllm_lessons.helpers.lesson_11_losses import loss
 from teachllm_lessons.watch import Watch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # in a notebook tqdm misses a widget, which nobody needs here
+    warnings.simplefilter("ignore")  # in a notebook tqdm misses a widget, which is not needed here
     import tqdm.auto  # noqa: F401
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # quantized values, scales, zeros
@@ -290,7 +290,7 @@ def _of(tensor: torch.Tensor) -> str:
     return f"[{' '.join(shown)}{' ...' if tensor.numel() > 8 else ''}]"
 
 
-MOST_LOST = 0.001  # nats a token, of 4 bits in groups of 32
+MOST_LOST = 0.001  # nats per token, of 4 bits in groups of 32
 
 
 @cache
@@ -306,7 +306,7 @@ def live_quantize(piece: Quantize) -> str:
         f"changes what the engine says: {expected!r} with its own quantized weights, {said!r} with yours",
     )
     lost = loss(model).divergence
-    require(lost < MOST_LOST, f"loses {lost:.4f} nats a token in 4 bits and groups of 32, more than {MOST_LOST}")
+    require(lost < MOST_LOST, f"loses {lost:.4f} nats per token in 4 bits and groups of 32, more than {MOST_LOST}")
     return (
         f"The engine ran teachlm from packed 4-bit weights in groups of 32: the same words as with its own quantized "
         f"weights, and {lost:.5f} nats per token lost."

@@ -22,7 +22,7 @@ class Loss:
 
     Attributes:
         perplexity: exp of the mean of -log p.
-        divergence: KL from the model that was rounded, nats a token.
+        divergence: KL from the model that was rounded, nats per token.
     """
 
     perplexity: float

@@ -50,7 +50,7 @@ def draw_speeds(ways: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Pictur
     names = [name for name in ("bf16", "fp8", "int8", "int4") if name in ways]
     figure, both = axes(9, 2.2, ncols=2, sharey=True)
     figures = (
-        ("one request: ms a token (less is better)", [ways[name]["single"]["tpot_ms"] for name in names]),
+        ("one request: ms per token (less is better)", [ways[name]["single"]["tpot_ms"] for name in names]),
         ("64 prompts: tokens/s (more is better)", [ways[name]["batch64"]["prefill_tok_s"] for name in names]),
     )
     for ax, (label, values) in zip(both, figures, strict=True):

@@ -174,7 +174,7 @@ def serve(choose: Choose) -> Replicas:
 
 
 class RoundRobin:
-    """Everybody in turn, whatever they have to do."""
+    """Choose the replicas in turn, whatever they have to do."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -233,10 +233,10 @@ def contract_choose_replica(piece: Choose) -> int:
     for waiting, running, expected, why in (
         ([0], [0], 0, "there is only one"),
         ([5], [3], 0, "there is only one, however busy"),
-        ([0, 0], [0, 0], 0, "of equals the first, so that everybody who computes it gets the same"),
+        ([0, 0], [0, 0], 0, "of equals the first, so that all who compute it get the same"),
         ([0, 0], [1, 0], 1, "replica 1 has nothing to do"),
         ([0, 0], [0, 1], 0, "replica 0 has nothing to do"),
-        ([1, 0], [2, 2], 1, "on replica 0 somebody waits already"),
+        ([1, 0], [2, 2], 1, "on replica 0 a request waits already"),
         ([1, 0], [0, 3], 1, "who waits counts as much as four who run: 4 against 3"),
         ([1, 0], [0, 5], 0, "four times one who waits is less than five who run"),
         ([1, 0], [0, 4], 0, "4 against 4: of equals the first"),

@@ -38,7 +38,7 @@ def draw_split() -> Picture:
         arrow((3.55, y + 0.5), (4.05, y + 0.5))
         arrow((5.65, y + 0.5), (6.15, y + 0.5))
         arrow((7.75, y + 0.5), (8.45, 1.7))
-    box(8.5, 1.25, 1.3, 0.9, "all-reduce:\neverybody\ngets the sum", "none", BAD)
+    box(8.5, 1.25, 1.3, 0.9, "all-reduce:\nevery rank\ngets the sum", "none", BAD)
     ax.set_xlim(-0.1, 10)
     ax.set_ylim(0.1, 3.5)
     ax.axis("off")

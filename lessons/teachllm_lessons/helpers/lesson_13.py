@@ -154,7 +154,7 @@ def which_rung() -> None:
 
 
 def draw_ladder(rungs: Sequence[Mapping[str, Any]], title: str) -> Picture:
-    """Tokens a second and the fraction of the ceiling of each rung that ran.
+    """Tokens per second and the fraction of the ceiling of each rung that ran.
 
     Args:
         rungs: as `bench.ladder.as_json` gives them.

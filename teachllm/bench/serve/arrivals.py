@@ -18,7 +18,7 @@ def arrival_times(
     """[num_requests] seconds, rising from 0.
 
     Args:
-        request_rate: requests a second, on average.
+        request_rate: requests per second, on average.
 
     Raises:
         ValueError: a number is out of its range.

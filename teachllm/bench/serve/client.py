@@ -3,7 +3,7 @@
 An answer is a stream of server-sent events: lines `data: {json}`, then `data: [DONE]`
 (https://html.spec.whatwg.org/multipage/server-sent-events.html). A chunk is one such event, and may hold several
 tokens: servers merge what a client is slow to take. So times are those of chunks, and numbers of tokens are those of
-the server's `usage`. At 30,000 chunks a second every microsecond here is 3% of the client, and a client that is late
+the server's `usage`. At 30,000 chunks per second every microsecond here is 3% of the client, and a client that is late
 measures itself: what is read is stamped first, and then decoded by msgspec, which skips what is not asked for.
 """
 
@@ -85,7 +85,7 @@ async def ask_model(session: aiohttp.ClientSession, target: Target) -> str:
     """The name of the model that is asked: the target's, or the first that the server has.
 
     Raises:
-        ConnectionError: nobody answers there.
+        ConnectionError: no server answers there.
         ValueError: the server does not name its models.
     """
     import aiohttp
@@ -97,7 +97,8 @@ async def ask_model(session: aiohttp.ClientSession, target: Target) -> str:
         number = getattr(error, "errno", None) or 0
         why = os.strerror(number) if number > 0 else getattr(error, "strerror", None)
         raise ConnectionError(
-            f"nobody answers at {target.root} ({why or _one_line(error)}): start a server there, or change --base-url"
+            f"no server answers at {target.root} ({why or _one_line(error)}): "
+            "start a server there, or change --base-url"
         ) from None
     if target.model:
         return target.model

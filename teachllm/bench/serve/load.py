@@ -100,7 +100,7 @@ async def measure(
         progress: called with (requests done, requests in all).
 
     Raises:
-        ConnectionError: nobody answers.
+        ConnectionError: no server answers.
         RuntimeError: a warm-up failed.
         ValueError: `max_concurrency` is below 1, the server names no model, or token ids were given for a chat.
         ImportError: an extra is not installed.
@@ -182,7 +182,7 @@ class _Watch:
 @contextlib.contextmanager
 def _little_garbage_collection() -> Iterator[None]:
     """A collection stops every stream for as long as it takes: what is here already need not be looked at."""
-    was_frozen = gc.get_freeze_count() > 0  # by somebody who wants it to stay so
+    was_frozen = gc.get_freeze_count() > 0  # by a caller who wants it to stay so
     gc.collect()
     gc.freeze()
     try:

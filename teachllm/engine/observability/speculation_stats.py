@@ -2,7 +2,7 @@
 
 acceptance         accepted drafts / drafted tokens
 mean length        tokens that a verification of drafts yields: 1 + accepted drafts / verifications
-tokens a step      of a request, over all steps that gave it any: 1 without speculation, so this many times fewer
+tokens per step    of a request, over all steps that gave it any: 1 without speculation, so this many times fewer
 speed-up           the same in time: steps with drafts take longer, by as much as the engine has timed
 """
 

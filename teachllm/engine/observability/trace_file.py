@@ -1,6 +1,6 @@
 """A trace's file: what a recorder writes, line by line.
 
-A trace holds what users wrote, so nobody but its owner may read it. A thread of its own writes what has come every
+A trace holds what users wrote, so only its owner may read it. A thread of its own writes what has come every
 INTERVAL: a step waits for no disk, nor does it wake a thread. A trace can be watched while it grows, and one that ends
 in the middle is whole up to there.
 """
@@ -40,7 +40,7 @@ class TraceFile:
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # of an engine that nobody closes
+        atexit.register(self.close)  # of an engine that is never closed
 
     def __call__(self, line: str) -> None:
         if self._error is not None:

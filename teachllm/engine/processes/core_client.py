@@ -260,7 +260,7 @@ class CoreClient:
         return bool(self._numbers)
 
     def interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # a full pipe will do it, and nobody waits at a closed one
+        with contextlib.suppress(OSError):  # a full pipe will do it, and no process waits at a closed one
             self._waker.send(b"!")
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class CoreLink:
         return decode_from_core(self.socket.recv())
 
     def connected(self) -> None:
-        """Both ends have the address open: nobody needs its name any more."""
+        """Remove the address's name: both ends have it open."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def how_it_ended(self) -> str:
@@ -107,7 +107,7 @@ class CoreLink:
 
 
 def _new_folder() -> str:
-    """One that nobody else may look into. Its path is short enough for a socket's, which TMPDIR's may not be."""
+    """Make a directory that no other user may look into, with a path short enough for a socket, unlike some TMPDIRs."""
     folder = tempfile.mkdtemp(prefix="teachllm-")
     if len(os.fsencode(f"{folder}/{_NAME}")) <= zmq.IPC_PATH_MAX_LEN:
         return folder

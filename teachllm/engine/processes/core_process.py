@@ -163,7 +163,8 @@ class CoreProcess:
                 self._safely(self._step)
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """A failure ends all requests here, as nobody knows whose it is, and is told once. Many in a row end the
+        """A failure ends all requests here, as the request it belongs to is not known, and is told once. Many in a row
+        end the
         process."""
         try:
             act()

@@ -88,7 +88,7 @@ def _options(settings: AttentionSettings) -> dict[str, Any]:
 
 
 def _tables(metadata: AttentionMetadata) -> torch.Tensor:
-    """[num_seqs, max_blocks] int32, the block tables in the order of the batch; made once a step."""
+    """[num_seqs, max_blocks] int32, the block tables in the order of the batch; made once per step."""
     tables: torch.Tensor | None = metadata.plans.get("tables")
     if tables is None:
         assert metadata.rows is not None

@@ -1,6 +1,6 @@
 """Attention by the flashinfer package: its batch wrappers over the paged cache, one for decodes, one for the rest.
 
-A wrapper's `plan` shares a step's work out among the processors. It runs on the host, once a step for all layers of a
+A wrapper's `plan` divides a step's work among the processors. It runs on the host, once per step for all layers of a
 kind, and wants the lengths there: so steps run eagerly.
 
 Source: https://docs.flashinfer.ai, `BatchPrefillWithPagedKVCacheWrapper` and `BatchDecodeWithPagedKVCacheWrapper`.

@@ -1,11 +1,11 @@
 """Long prompts by PyTorch's attention, which takes cuDNN's kernel; everything else by this project's.
 
 On an H200 cuDNN's is 1.2 times as fast as `paged_prefill.py` (and, for one long prompt, as fast as `hopper_prefill.py`,
-which takes the place of both there, see `selection.py`; on other cards nobody has measured it). But through PyTorch it
-reads no block tables, and its causal mask is a square one: it can only take a prompt from its first token on, whose K
-and V lie in the batch. And cuDNN makes a plan for every length that it meets, which takes longer than the faster kernel
-saves in a whole prompt (benchmarks/NOTES.md). So it gets round lengths alone, of which there are few, so that they come
-again.
+which takes the place of both there, see `selection.py`; on other cards it has not been measured). But through PyTorch
+it reads no block tables, and its causal mask is a square one: it can only take a prompt from its first token on, whose
+K and V lie in the batch. And cuDNN makes a plan for every length that it meets, which takes longer than the faster
+kernel saves in a whole prompt (benchmarks/NOTES.md). So it gets round lengths alone, of which there are few, so that
+they come again.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _is_long(query_len: int, kv_len: int) -> bool:
 
 
 def _parts(metadata: AttentionMetadata) -> list[_Part]:
-    """The requests behind the decodes, cut at each long prompt; made once a step, by its first layer.
+    """The requests behind the decodes, cut at each long prompt; made once per step, by its first layer.
 
     No parts without a long prompt, nor where the host does not know the lengths: what a graph holds has none either.
     """

@@ -135,7 +135,7 @@ def _plan(
     """For `hopper_prefill`, where it is the faster one.
 
     No `kv_lens`: it is for a graph, which is launched in no time, or for the same step without one, which takes the
-    same kernels for the same bits. How long its few sequences are nobody knows.
+    same kernels for the same bits. How long its few sequences are is not known.
     """
     _, block_size, num_kv_heads, head_size = k_cache.shape
     group, longest = q.shape[1] // num_kv_heads, max(kv_lens, default=0)

@@ -67,7 +67,7 @@ class Compared:
         num_bytes: of all tensors.
         standard_error: of the perplexity's increase over the original's, as a part of it; None: of one answer there is
             none.
-        kl_divergence: in nats a token.
+        kl_divergence: in nats per token.
         kl_standard_error: of its mean.
         tokens_per_s: of all requests together.
     """
@@ -134,7 +134,7 @@ def compare(
 
 
 def measure(folder: Path, documents: Sequence[Document], decoding: Decoding, **settings: Any) -> tuple[Scores, float]:
-    """A checkpoint's scores of a text, and the tokens a second that it generates: all that the engine is asked for."""
+    """Return a checkpoint's scores of a text, and the tokens per second that it generates."""
     from teachllm import LLM, SamplingParams
 
     longest = max(len(document.ids) for document in documents)

@@ -44,7 +44,7 @@ def write_plot(found: Sequence[Compared], path: Path, title: str) -> None:
         page.add_vline(x=of_one(original), line_dash="dot", annotation_text="original", row=1, col=column)
         page.update_xaxes(title_text=unit, rangemode="tozero", row=1, col=column)
     page.update_yaxes(type="log", tickformat="~g")  # of both: else their points do not stand at one height
-    page.update_yaxes(title_text="KL divergence from the original, nats a token", row=1, col=1)
+    page.update_yaxes(title_text="KL divergence from the original, nats per token", row=1, col=1)
     page.update_layout(title_text=title.replace("<", "&lt;"), template="plotly_white", height=560)
     page.write_html(path, include_plotlyjs=True, full_html=True)
 

@@ -103,7 +103,7 @@ def write_checkpoint(
     raw = read_json(source / "config.json")
     _write_json(out / ".config.json", raw | {"quantization_config": quantization_config(recipe, made.blocks)})
     for path, name in zip(pending, names, strict=True):
-        shutil.copymode(out / ".config.json", path)  # safetensors lets nobody else read what it writes
+        shutil.copymode(out / ".config.json", path)  # safetensors lets no other user read what it writes
         path.rename(out / name)
     (out / ".config.json").rename(out / "config.json")
 

@@ -53,7 +53,7 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
     text = " ".join(message.split())
     text = text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + " ..."
     kind = KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    # A message may quote half a character that somebody sent.
+    # A message may quote half a character that a client sent.
     text = text.encode("utf-8", "replace").decode("utf-8")
     return msgspec.json.encode({"error": {"message": text, "type": kind, "param": param, "code": status}})
 

@@ -27,7 +27,7 @@ class ChatAnswer:
 
     Args:
         num_top: log-probabilities of so many tokens are told; None: of none.
-        parser: makes what finds calls of tools in one completion; None: nobody looks for them.
+        parser: makes what finds calls of tools in one completion; None: they are not looked for.
         parallel: all calls are told, not only the first.
     """
 

@@ -48,7 +48,7 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatOptions, options: Serve
     template = request.chat_template or options.chat_template
     size = sum(len(str(message)) for message in (*messages, *(tools or ()), variables))
     if request.chat_template is not None:
-        size = _MAX_INLINE + 1  # a program that nobody here has seen
+        size = _MAX_INLINE + 1  # a program that has not been seen here
     render = partial(tokenizer.apply_chat_template, messages, tools=tools, chat_template=template, **given)
     with refused_as("messages"):
         return await _run(size, render)

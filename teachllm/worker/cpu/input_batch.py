@@ -52,8 +52,8 @@ class InputBatch(Rows):
 
     Args:
         max_num_seqs: rows.
-        max_model_len: tokens a row.
-        block_size: tokens a block.
+        max_model_len: tokens per row.
+        block_size: tokens per block.
         backend: computes attention.
     """
 

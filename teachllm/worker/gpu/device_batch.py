@@ -384,7 +384,7 @@ class DeviceBatch(Rows):
         rows = self.sample_rows[: len(places)][positions]
         known = self.num_known.index_select(0, rows).unsqueeze(1) + torch.zeros_like(path)
         found = F.pad(self.token_ids.index_select(0, rows), (0, path.shape[1]))
-        # What lies behind a position's own path, nobody reads.
+        # What lies behind a position's own path is not read.
         return found.scatter(
             1, known + torch.arange(path.shape[1], device=self.device), found.gather(1, known + path.clamp(min=0))
         )

@@ -21,8 +21,8 @@ class DeviceStep:
         starts: index in its sequence of each one's first token.
         num_decodes: the first so many compute one token, with the drafts after it, and did not start in this step.
         sampling: positions in `rows` of those that sample.
-        num_drafts: of each of those, how many drafts it verifies; none: nobody does.
-        num_next: of each of them, how many drafts it asks for; none: nobody does.
+        num_drafts: of each of those, how many drafts it verifies; empty: none does.
+        num_next: of each of them, how many drafts it asks for; empty: none does.
         decode_len: tokens of a decode, its newest one and drafts, at most, with padding.
         most_next: drafts that one asks for, at most, with padding.
     """

@@ -183,7 +183,7 @@ class GPUModelRunner:
         self._batch.receive_sampled_tokens(step, sampled_token_ids)
 
     def _start_clock(self) -> torch.cuda.Event:
-        """When the step in front is done, if nobody has asked for its result yet; else now.
+        """Return when the step in front is done, if its result has not been taken yet; else now.
 
         In the first case the device has work all the time, and what it waits between two steps is the second one's.
         """

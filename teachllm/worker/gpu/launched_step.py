@@ -26,7 +26,7 @@ class LaunchedStep:
         logits: [num_logits or more, vocab_size]; None if nothing is left to sample.
         output: int32 on the host, where sampled ids arrive, `num_fields` numbers for each that samples; used again a
             few steps later, see `DeviceBatch.output`.
-        prompt_logprobs: of each request, as `ModelRunnerOutput` has them; None: nobody asked.
+        prompt_logprobs: of each request, as `ModelRunnerOutput` has them; None: not asked for.
         graph_mode: as `ModelRunnerOutput` has it.
         began: from when on it is timed, if it is.
         num_fields: of `output`, see `DeviceBatch`.
@@ -108,7 +108,7 @@ class PendingStep:
 
 
 def logprobs_of(outputs: Sequence[SamplerOutput]) -> list[TokenLogprobs | None] | None:
-    """Of all that sampled, one after the other, as `SamplerOutput.logprobs`; None if nobody asked."""
+    """Of all that sampled, one after the other, as `SamplerOutput.logprobs`; None if not asked for."""
     if not any(output.pending for output in outputs):
         return None
     return [entry for output in outputs for entry in output.logprobs or [None] * len(output.token_ids)]

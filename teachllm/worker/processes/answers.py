@@ -36,7 +36,7 @@ class Answers:
         """Sends a frame; bytes as they are, anything else as JSON.
 
         Raises:
-            BrokenPipeError: nobody listens any more.
+            BrokenPipeError: the reader has gone.
         """
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         frame = memoryview(_HEAD.pack(kind, number, len(body)) + body)

@@ -45,7 +45,7 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes after this: while a process is started, it would leave one that nobody knows of."""
+    """Ctrl-C comes after this: while a process is started, it would leave one that is not known of."""
     if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
         yield
         return

@@ -58,7 +58,7 @@ def join(
     Raises:
         ValueError: this is no address, or the engine refuses this machine; says why.
         EngineDeadError: the engine has gone, or a rank has ended.
-        TimeoutError: nobody listens there, or a machine is missing.
+        TimeoutError: no engine listens there, or a machine is missing.
     """
     with contextlib.closing(_Line(address, secret)) as line:
         line.say(Hello(socket.gethostname(), versions(), place))

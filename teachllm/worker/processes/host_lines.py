@@ -182,7 +182,7 @@ class HostLines:
         try:
             said = decode_from_host(b"".join(frame.bytes for frame in frames))
         except msgspec.DecodeError:
-            self._send(identity, HostRefused("nobody here understands it: install the same teachllm everywhere"))
+            self._send(identity, HostRefused("the engine does not understand it: install the same teachllm everywhere"))
             return
         match said:
             case Hello() if host is None:
@@ -194,7 +194,7 @@ class HostLines:
                 self._hosts[identity] = _Host(identity, int(frames[0].get(zmq.SRCFD)), said.name, ranks)
             case Said() if host is not None:
                 kind, content = Kind(said.kind), said.content
-                if kind is Kind.REFUSED:  # of which a number says too little: somebody has to go there
+                if kind is Kind.REFUSED:  # of which a number says too little: a person has to go there
                     why, *rest = json.loads(content)
                     content = json.dumps([f"{host.name}: {why}", *rest]).encode()
                 self.local.frames.append((said.rank, kind, said.number, content))
@@ -223,14 +223,14 @@ class HostLines:
         return ranks
 
     def _send(self, identity: bytes, message: ToHost) -> None:
-        """Who has gone since is noticed by the other thread."""
+        """Send a message; the other thread notices a host that has gone."""
         with contextlib.suppress(zmq.ZMQError):
             self.router.send_multipart([identity, *frames_of(encode(message))], zmq.NOBLOCK)
 
     # -- in the thread that watches ------------------------------------------------------------------------
 
     def _lost(self, descriptor: int) -> None:
-        """Of a stranger, too: there may be any number, and nobody who reads what wakes whoever waits."""
+        """Drop the host whose connection has gone; connections of strangers, any number of them, end here too."""
         with self._changed:
             has_news = self.take()  # its last words
             for host in [host for host in self._hosts.values() if host.descriptor == descriptor]:
@@ -244,4 +244,4 @@ class HostLines:
                 self._waker.send(b"!")
 
     def _refused(self) -> None:
-        log.warning("somebody has been refused who is no worker, or has another secret")
+        log.warning("refused a connection: not a worker, or the wrong secret")

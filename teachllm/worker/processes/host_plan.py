@@ -24,7 +24,7 @@ class HostPlan:
         elsewhere: those of each machine that is to join.
         host, port: where the engine listens for them; port 0 is any that is free.
         secret: that they have to know.
-        invite: called with the address when the engine listens, and with what to call if nobody will come.
+        invite: called with the address when the engine listens, and with what to call if no worker will come.
         advice: what to do if one does not, with {address} in it.
         dismiss: called in the end.
     """

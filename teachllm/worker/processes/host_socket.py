@@ -1,9 +1,9 @@
 """Sockets between the machines of an engine: who gets in, and how both ends notice that the other one has gone.
 
-The server's key pair is made of a secret that both ends know. CURVE never sends the public key, and nobody who lacks it
-comes through the handshake: a stranger can neither join nor read along. Heartbeats are sent by ZeroMQ's own thread,
-whatever Python does meanwhile. A monitor tells of every connection that has ended, be it that a process has, or that a
-machine no longer answers.
+The server's key pair is made of a secret that both ends know. CURVE never sends the public key, and no program that
+lacks it comes through the handshake: a stranger can neither join nor read along. Heartbeats are sent by ZeroMQ's own
+thread, whatever Python does meanwhile. A monitor tells of every connection that has ended, be it that a process has, or
+that a machine no longer answers.
 
 A frame is read whole before ZeroMQ looks at it, be it a stranger's who has not come through the handshake: whoever
 announces one that is too large is cut off. A message may have any size, as an output does with log-probabilities for
@@ -97,7 +97,7 @@ class ConnectionMonitor:
 
     Args:
         on_lost: called with the descriptor of a connection that has ended.
-        on_refused: called when somebody does not come through the handshake.
+        on_refused: called when a connection fails the handshake.
     """
 
     def __init__(

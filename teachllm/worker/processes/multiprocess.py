@@ -79,7 +79,7 @@ class MultiprocessExecutor:
 
     Attributes:
         num_blocks: KV blocks that every rank has.
-        sentinel: readable from the moment on at which a process has ended and nobody told it to.
+        sentinel: readable once a process has ended without being told to.
 
     Raises:
         ValueError: the checkpoint or the settings are refused; one line says why and what to change.
@@ -224,7 +224,7 @@ class MultiprocessExecutor:
             case Kind.REFUSED:
                 raise _refusal(rank if self._num_ranks > 1 else None, *said)
             case Kind.RESULT:
-                if number == self._number:  # of a call that Ctrl-C ended nobody wants it any more
+                if number == self._number:  # of a call that Ctrl-C ended it is not wanted any more
                     self._results[rank] = said
             case Kind.FAILED:
                 self._fail(rank, number, said)

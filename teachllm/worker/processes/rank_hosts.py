@@ -24,7 +24,7 @@ from teachllm.worker.processes.host_socket import port_of
 from teachllm.worker.processes.rank_lines import RankWork, whole
 from teachllm.worker.processes.rank_processes import devices_of
 
-_SECONDS_TO_JOIN = 600.0  # somebody may have to type a command on each machine
+_SECONDS_TO_JOIN = 600.0  # you may have to type a command on each machine
 _SECONDS_TO_MEET = 600.0  # a checkpoint may have to be downloaded there
 
 

@@ -43,8 +43,8 @@ class RankLines(Protocol):
     """All but `end` is for one thread.
 
     Attributes:
-        frames: what was received and nobody has taken yet, in the order of each rank.
-        sentinel: readable from the moment on at which one has ended and nobody told it to.
+        frames: what was received and has not been taken yet, in the order of each rank.
+        sentinel: readable once one has ended without being told to.
     """
 
     frames: deque[Frame]
@@ -88,7 +88,7 @@ class RankLines(Protocol):
 
 @contextlib.contextmanager
 def whole(end: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C in here would leave half of a message, and somebody waiting for the rest of it: so it is the end."""
+    """End the engine on Ctrl-C in here: it would leave half of a message, and a reader waiting for the rest."""
     try:
         yield
     except KeyboardInterrupt:

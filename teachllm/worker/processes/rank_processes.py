@@ -43,7 +43,7 @@ class RankProcesses:
 
     Args:
         ranks: that are here, of all that the engine has.
-        on_end: called with the reason when they end and nobody told them to, in whatever thread notices.
+        on_end: called with the reason when they end without being told to, in whatever thread notices.
     """
 
     def __init__(self, ranks: Sequence[int], on_end: Callable[[str], None] | None = None) -> None:
@@ -204,7 +204,7 @@ class _Lines:
             self.is_closed = True
         self.ring.close()
         for key in list(self.selector.get_map().values()):
-            os.close(key.fd)  # who still has something to say need not wait for somebody to hear it
+            os.close(key.fd)  # a process that still writes need not wait for a reader
         self.selector.close()
         end = time.monotonic() + _SECONDS_TO_END
         for watcher in self._watchers:

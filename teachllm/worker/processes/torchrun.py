@@ -42,7 +42,7 @@ def works_for_process_0(config: EngineConfig) -> bool:
         EngineDeadError: the engine has gone, or a rank.
     """
     if config.distributed_executor_backend != "torchrun":
-        _check_that_nobody_else_computes_the_same(config)
+        _check_that_no_other_process_computes_the_same(config)
         return False
     _check_size(config)
     from teachllm.worker.processes.agreement import check_agreement, facts_of
@@ -72,7 +72,7 @@ def works_for_process_0(config: EngineConfig) -> bool:
 
 def plan_of_torchrun(config: EngineConfig) -> HostPlan:
     """Each process is a machine with one rank, and this one the first. Whoever can reach torchrun's store can read it:
-    only a secret that nobody has set goes there."""
+    only a secret that the user has not set goes there."""
     from teachllm.worker.processes.host_plan import HostPlan
     from teachllm.worker.processes.host_socket import SECRET
 
@@ -112,7 +112,7 @@ def _check_size(config: EngineConfig) -> None:
         )
 
 
-def _check_that_nobody_else_computes_the_same(config: EngineConfig) -> None:
+def _check_that_no_other_process_computes_the_same(config: EngineConfig) -> None:
     """Every process of torchrun would start all ranks."""
     is_torchrun = {"TORCHELASTIC_RUN_ID", "WORLD_SIZE"} <= os.environ.keys() and _number("WORLD_SIZE") > 1
     if is_torchrun and config.num_ranks > 1 and config.distributed_executor_backend is None:

@@ -130,7 +130,7 @@ class WorkerProcess:
     def _tell(self) -> None:
         if self._config.device.startswith("cuda"):
             torch.cuda.set_device(torch.device(self._config.device))  # which one is current is each thread's own
-        with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+        with contextlib.suppress(BrokenPipeError):  # the engine has gone
             while (item := self._results.get()) is not None:
                 number, result = item
                 try:

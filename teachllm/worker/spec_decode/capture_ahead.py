@@ -1,4 +1,4 @@
-"""Recording what speculation goes back and forth between before anybody waits for it, and timing it.
+"""Record what speculation goes back and forth between before a request waits for it, and time it.
 
 The length of drafts follows load and acceptance, so an engine that speculates meets more kinds of steps than others,
 and to record one takes as long as dozens of steps. So decodes of every size are recorded as the engine starts, without

@@ -1,12 +1,13 @@
 """How far a draft model on a GPU has come with each request: what the host knows without asking the device.
 
-    in step    all but a request's newest two tokens are computed, whatever held. So it stays while anybody asks: the
+    in step    all but a request's newest two tokens are computed, whatever held. So it stays while any request asks:
+    the
                drafter then follows every request that it has followed so far
-    behind     a prompt, or a request of a time when nobody asked. To draft for it, all of it that was known before the
+    behind     a prompt, or a request of a time when none asked. To draft for it, all of it that was known before the
                step is computed first
 
 The host plans ahead of what the device has verified, so it counts from below: some tokens are computed twice, none is
-missed. Cached blocks may have been filled while nobody drafted; those in which the drafter has K and V are noted.
+missed. Cached blocks may have been filled while nothing was drafted; those in which the drafter has K and V are noted.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     sampled      what held is known, what was asked for is drafted    `propose`
     next plan    comes back with as many of these drafts as fit, by their number: their ids stay here
 
-The plan says by `num_next_drafts` whom to draft for. While anybody is drafted for, the drafter follows everybody it has
+The plan says by `num_next_drafts` whom to draft for. While any request is drafted for, the drafter follows all it has
 followed so far. One that is not asked for a while falls behind, and catches up when it is asked again: then it computes
 all that is known and it has not. Which blocks hold what it computed is kept by block, since another request may share
 them.
@@ -121,7 +121,7 @@ class Drafting:
     ) -> torch.Tensor | None:
         """What stands before each position that samples, [num_logits, longest]; None: what its row says.
 
-        Nodes of a tree lie side by side in a row, but only those of one path follow each other. Zeros where nobody
+        Nodes of a tree lie side by side in a row, but only those of one path follow each other. Zeros where no request
         reads it: only penalties and bad words do. Arguments as above.
         """
         reading = [row in self._history_rows for row in inputs.rows]

@@ -170,7 +170,7 @@ def test_nobody_there_is_one_line(teachllm) -> None:
         pass
     result = teachllm("chat", "--url", url, stdin="Hi")
     assert (result.exit_code, result.stdout) == (1, "")
-    said = f"nobody answers at {url} (Connection refused): start a server there, or change --url"
+    said = f"no server answers at {url} (Connection refused): start a server there, or change --url"
     assert result.stderr == f"error: {said}\n"
 
 

@@ -82,7 +82,7 @@ def test_the_shortest_first_is_right() -> None:
     ("piece", "words"),
     [
         (Closed, r"opens_batch\(1\) is false: a place that has become free stays empty .* static batching"),
-        (Full, r"opens_batch\(0\) is false: nothing runs, and nobody may begin"),
+        (Full, r"opens_batch\(0\) is false: nothing runs, and no request may begin"),
         (FirstComeFirstServed, "wants 3 tokens go before one that wants 2 and came later"),
         (Alike, "gives arrival 0 and arrival 1 the same key"),
         (OfPrompts, "wants 3 tokens go before one that wants 2|9 tokens to a short prompt"),

@@ -73,7 +73,7 @@ def test_the_engines_own_is_right() -> None:
     ("piece", "words"),
     [
         (without_shrinking, r"a later tile with the largest score: .*acc is .* should be .*shrinks by 2\^\(1 - 4\)"),
-        (without_a_base, r"a first tile that nobody may see: scores \[-inf, -inf\]: total is not a number"),
+        (without_a_base, r"a masked first tile: scores \[-inf, -inf\]: total is not a number"),
         (of_this_tile, r"\[3, 1\], then \[2, 0\]: largest is 2 and should be 3, of all tiles so far"),
         (of_all_rows, r"right for one row, and not for several: .* reduce along axis 1"),
         (in_base_e, r"total is 1\.13534 and should be 1\.25\..* so use tl\.exp2"),

@@ -75,7 +75,7 @@ def flat(p: torch.Tensor, q: torch.Tensor, token: torch.Tensor, coin: torch.Tens
 
 
 def test_the_engines_own_are_right() -> None:
-    keeps_contract(PROPOSE, r"the same words, 1\.\d\d tokens a step, \d\d% of drafts")
+    keeps_contract(PROPOSE, r"the same words, 1\.\d\d tokens per step, \d\d% of drafts")
     keeps_contract(JUDGE, r"the same words in 3 random requests, \d\d% of a draft")
 
 

@@ -229,7 +229,7 @@ def test_who_does_not_know_the_secret_is_refused_and_told_so(
     with closing(RankHosts(replace(plan([], Joining), invite=invite))) as hosts:
         with pytest.raises(TimeoutError, match=missing):
             hosts.start(WORK)
-        wait_for(lambda: "somebody has been refused who is no worker, or has another secret" in caplog.text)
+        wait_for(lambda: "refused a connection: not a worker, or the wrong secret" in caplog.text)
     assert isinstance(machines[0].error, ValueError)
     assert "is no engine, or has another secret: set TEACHLLM_SECRET to the engine's" in str(machines[0].error)
 
@@ -314,7 +314,7 @@ def test_a_machine_with_another_version_is_named_at_both_ends(monkeypatch: pytes
 
 
 def test_who_speaks_another_language_is_refused_and_nobody_else_notices() -> None:
-    said = HostRefused("nobody here understands it: install the same teachllm everywhere")
+    said = HostRefused("the engine does not understand it: install the same teachllm everywhere")
     with zmq.Context() as context, closing(RankHosts(plan([], Joining))) as hosts:
         line = connect(context, f"tcp://127.0.0.1:{port_of(hosts._hosts.router)}", "sesame")
         with line:

@@ -30,7 +30,7 @@
         this._timer = 0; // lines that come from here on are asked for again
         this._at = performance.now();
         const { _mounted } = this;
-        const answer = await Promise.resolve(this.ask()).catch(() => null); // the poll says that nobody answers
+        const answer = await Promise.resolve(this.ask()).catch(() => null); // the poll reports that the server does not answer
         if (answer && _mounted === this._mounted) this.draw(answer);
       }, wait);
     }

@@ -1,5 +1,5 @@
 // Small forms that drop from the bar: a button, a panel under it, fields in it. One is open at a time; escape or a click
-// elsewhere closes it. While somebody types in one, the keys of the view are left alone (keyboard.js).
+// elsewhere closes it. While a user types in one, the keys of the view are left alone (keyboard.js).
 "use strict";
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
@@ -69,7 +69,7 @@
       this.panel.querySelector("textarea, input, select, button")?.focus();
     }
 
-    // Somebody who goes back by keyboard sees where the focus is.
+    // A user who goes back by keyboard sees where the focus is.
     close({ ring = false } = {}) {
       if (this.panel.hidden) return;
       const hadFocus = this.panel.contains(document.activeElement);

@@ -133,7 +133,7 @@
       for (const input of this.fork.panel.querySelectorAll("input")) {
         patch(input, { placeholder: known[input.name] === undefined ? "as it is" : String(known[input.name]) });
       }
-      const lost = "What was cached but in use by nobody is lost.";
+      const lost = "Cached blocks that no request uses are lost.";
       const left = this.views.length > 1 ? "The left side alone is forked. " : "";
       const where = `After step ${step}, which is shown, a second engine goes on with other settings. ${left}${lost}`;
       const text = step === null ? "Nothing has run yet: play or step first." : where;

@@ -1,5 +1,5 @@
 // Keys: space plays and pauses, arrows go one step, home and end to the first and the newest, escape unpins. They go to
-// the view that was touched last, and to none while somebody types.
+// the view that was touched last, and to none while a user types.
 "use strict";
 (() => {
   const teachllm = (globalThis.teachllm ??= {});

@@ -9,7 +9,7 @@
       this.context = context;
       this.summary = h("span", { class: "tl-summary", "data-summary": "queue" });
       this.rows = h("ol", { class: "tl-queue", "aria-label": "Waiting requests" });
-      this.empty = h("p", { class: "tl-empty", text: "Nobody waits." });
+      this.empty = h("p", { class: "tl-empty", text: "No request waits." });
       this.root = context.panel("queue", "Queue", this.summary);
       this.root.append(h("div", { class: "tl-scroll" }, this.empty, this.rows));
       context.linkRequests(this.rows);

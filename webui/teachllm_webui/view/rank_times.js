@@ -78,7 +78,7 @@
   }
 
   // What all ranks sent in a step: [{ operation, calls, bytes, seconds, expected }], the most bytes first. `seconds` is
-  // the slowest rank's, null where nobody timed it; `expected` is in bytes, null where nobody knows.
+  // the slowest rank's, null where it was not timed; `expected` is in bytes, null where unknown.
   function sentInStep(ranks) {
     const found = new Map();
     for (const told of ranks) {

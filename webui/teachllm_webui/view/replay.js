@@ -17,7 +17,7 @@
     block_hash = null;
     parent_hash = null;
     last_step = -1; // the last step whose line named it
-    writer = null; // whose tokens its content is: shown while nobody uses it
+    writer = null; // whose tokens its content is: shown while no request uses it
 
     clone() {
       const copy = Object.assign(new BlockState(), this);

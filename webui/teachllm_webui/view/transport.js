@@ -4,7 +4,7 @@
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
   const { h, patch, format, icon, setIcon } = teachllm;
-  const SPEEDS = [1, 2, 5, 10, 30, 60]; // steps a second
+  const SPEEDS = [1, 2, 5, 10, 30, 60]; // steps per second
 
   class Transport {
     constructor(context) {
@@ -106,7 +106,7 @@
       if (this.context.live) this.context.drive("setSpeed", speed);
     }
 
-    // With a live engine somebody else may have set it: steps a second, null as fast as it goes.
+    // With a live engine another page may have set it: steps per second, null as fast as it goes.
     showSpeed(speed) {
       const value = speed === null ? "max" : String(speed);
       if (this.speeds.value !== value) this.speeds.value = value;
@@ -140,7 +140,7 @@
       setIcon(this.play.firstChild, this.isPlaying ? "pause" : "play");
     }
 
-    // Share of KV blocks in use as an area, preemptions as ticks. Of a growing trace at most some times a second, or now.
+    // Share of KV blocks in use as an area, preemptions as ticks. Of a growing trace at most some times per second, or now.
     _paintOverview(now = false) {
       const { timeline, colors } = this.context;
       const key = `${timeline.last} ${colors.key}`;

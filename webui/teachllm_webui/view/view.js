@@ -4,9 +4,9 @@
 //
 //   lines    trace lines, objects or JSON texts, as many as there are yet
 //   live     functions play(), pause(), step(), abort(id), setSpeed(x) that drive an engine (each may be async), and
-//            the flags `playing` and `done`; the view then follows the newest step until somebody scrubs back
+//            the flags `playing` and `done`; the view then follows the newest step until the user scrubs back
 //   grows    lines may still come, so that the newest step can be followed without an engine, too
-//   follows  it is followed from the beginning, and again when somebody has come back to it
+//   follows  it is followed from the beginning, and again when the user has come back to it
 //   plotly   gives Plotly, or a promise of it; by default the copy that is embedded in the page
 "use strict";
 (() => {

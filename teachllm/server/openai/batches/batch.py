@@ -22,7 +22,7 @@ from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
 from teachllm.server.start import EngineClient
 
-_NO_LIMIT = 1 << 40  # on the size of a request and of the queue: nobody else is served
+_NO_LIMIT = 1 << 40  # on the size of a request and of the queue: no other client is served
 logger = logging.getLogger("teachllm.server")
 
 
