@@ -41,7 +41,7 @@ Result = dict[int, dict[str, float]]  # microseconds by rows and way
 
 
 def of_rank(number: int, num_ranks: int, port: int, size: int, rows: Sequence[int]) -> Result:
-    """What one rank measures."""
+    """Return what one rank measures."""
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     found: Result = {}

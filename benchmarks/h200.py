@@ -151,7 +151,7 @@ def commit_of(folder: Path) -> str:
 
 
 def provenance(script: str, arguments: Sequence[str] | None, device: str, commit: str | None) -> dict[str, Any]:
-    """What a result file begins with: where, of what, and how it was made."""
+    """Return what a result file begins with: where, of what, and how it was made."""
     command = ["python3", f"benchmarks/{script}", *(sys.argv[1:] if arguments is None else arguments)]
     return {
         "device": device,
@@ -176,7 +176,7 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
 def script_parser(
     description: str | None, output: str = "write the result to this file, as JSON"
 ) -> argparse.ArgumentParser:
-    """What every script takes that records what it measures.
+    """Return what every script takes that records what it measures.
 
     Args:
         output: help for `--output`.

@@ -21,7 +21,7 @@ def best_of(peer: Peer, figure: str) -> float | None:
 
 
 def ratio(ours: float, peer: Peer, figure: str) -> float | None:
-    """How many times as fast as the peer at its best: above 1 is faster, for rates and for times."""
+    """Return how many times as fast as the peer at its best: above 1 is faster, for rates and for times."""
     theirs = best_of(peer, figure)
     if theirs is None:
         return None
@@ -103,7 +103,7 @@ def print_table(found: dict[str, Any], limits: dict[str, Any], peers: dict[str, 
 
 
 def share(value: Peer, limit: Peer, figure: str) -> str:
-    """How near a figure is to its limit, both at their best; "" without either."""
+    """Return how near a figure is to its limit, both at their best; "" without either."""
     if value is None or limit is None:
         return ""
     best, least = best_of(value, figure), best_of(limit, figure)

@@ -53,7 +53,7 @@ def predicted_rows(plan: MemoryPlan) -> dict[str, int]:
 
 
 def predict(settings: dict[str, Any]) -> tuple[EngineConfig, MemoryPlan]:
-    """What `teachllm info` says; reads no weights."""
+    """Return what `teachllm info` says; reads no weights."""
     config = EngineConfig(**settings)
     model = load_model_config(config, "cuda")
     config = config.resolve(model.max_model_len)

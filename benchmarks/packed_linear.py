@@ -66,7 +66,7 @@ class PackedGemm(NamedTuple):
 
     @property
     def adds_to_residual(self) -> bool:
-        """Whether the residual is added, and parts of the result may be left to the next norm."""
+        """Return whether the residual is added, and parts of the result may be left to the next norm."""
         return not self.has_norm
 
 
@@ -119,7 +119,7 @@ def before_and_after(shape: PackedGemm) -> tuple[tuple[torch.Tensor, float] | No
 
 
 def dense_call(shape: PackedGemm, num_rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How bfloat16 is multiplied."""
+    """Return how bfloat16 is multiplied."""
     x, (norm, residual) = randn(num_rows, shape.num_in), before_and_after(shape)
     if num_rows == 1:
         return lambda w: gemv_triton(x, w, None, norm, residual, shape.gated)
@@ -177,7 +177,7 @@ def in_turns(call: Callable[[Any], torch.Tensor], weights: Sequence[Any]) -> Cal
 
 
 def entry(num_rows: int, what: str, way: str, took: float, floor: float, error: float | None = None) -> dict[str, Any]:
-    """What is recorded; prints it."""
+    """Print and return what is recorded."""
     text = f"{num_rows:5} rows  {what:<10} {way:<36} {took * 1e6:9.1f} us  {floor / took:6.1%}"
     print(text if error is None else f"{text}  error {error:.1e}", flush=True)
     figures = {"us": took * 1e6, "of_ceiling": floor / took, "error": error}
@@ -275,7 +275,7 @@ def try_tilings(ceilings: Ceilings, num_rows: int, kind: str) -> Iterator[dict[s
 
 
 def other_tilings(num_rows: int, weight: PackedWeight) -> Iterator[tuple[str, list[tuple[Any, str, Any]]]]:
-    """What to replace, and what with; the kernels' own choice first."""
+    """Yield what to replace, and what with; the kernels' own choice first."""
     yield "own", []
     if num_rows == 1:
         for (warps, registers), apart in product(((4, 128), (4, 168), (4, 0), (8, 96), (8, 128)), (False, True)):

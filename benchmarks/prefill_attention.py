@@ -50,7 +50,7 @@ SHAPES: dict[str, tuple[list[int], list[int]]] = {
 
 
 def calls_of(lens: list[int], contexts: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
-    """What computes such a batch, and what plans it."""
+    """Return what computes such a batch, and what plans it."""
     device, num_tokens, group = torch.device("cuda"), sum(lens), num_heads // NUM_KV_HEADS
     kv_lens = [query + context for query, context in zip(lens, contexts, strict=True)]
     tables, (k_cache, v_cache) = paged_cache(kv_lens)

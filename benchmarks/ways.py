@@ -36,7 +36,8 @@ from teachllm.engine.observability.ceilings import device_name  # noqa: E402
 
 @dataclass(frozen=True)
 class Way:
-    """
+    """Describe one way to run the engine in a benchmark.
+
     Attributes:
         settings: of the engine, besides those of all.
         workloads: that it is meant for.

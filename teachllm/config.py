@@ -270,7 +270,7 @@ class EngineConfig:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether replicas step together, since each has only some of a mixture's experts."""
+        """Return whether replicas step together, since each has only some of a mixture's experts."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     def resolve(self, model_max_len: int) -> EngineConfig:

@@ -49,7 +49,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of the engine's clock (`time.perf_counter`); None until then.
+    """Hold a request's times, in seconds of the engine's clock (`time.perf_counter`); None until they are known.
 
     Attributes:
         arrival_time: it was added.

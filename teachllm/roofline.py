@@ -85,7 +85,7 @@ class Work:
         return max(self._seconds_to_move(ceilings), self._seconds_to_compute(ceilings))
 
     def bound(self, ceilings: Ceilings, seconds: float) -> str:
-        """What a step that took so long was bound by.
+        """Return what a step that took so long was bound by.
 
         "bandwidth" or "compute", whichever takes longer at its ceiling, if that is at least half of the time; else
         "overhead": launches, gaps, the host, kernels that are far from any ceiling, or experts beyond one token's.

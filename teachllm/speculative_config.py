@@ -189,7 +189,7 @@ class SpeculativeConfig:
 
     @property
     def synthetic_rate(self) -> float | None:
-        """How likely a draft is accepted in a benchmark; None: drafts are verified."""
+        """Return how likely a draft is accepted in a benchmark; None: drafts are verified."""
         return self.synthetic_acceptance_rate if self.rejection_sample_method == "synthetic" else None
 
     @property

@@ -58,7 +58,7 @@ def held_out_sentences() -> set[str]:
 
 
 def held_out(calibrated: str) -> Iterator[Messages]:
-    """What teachlm says to the names of the held-out concepts, where it says nothing that was calibrated on.
+    """Yield what teachlm says to the names of the held-out concepts, where it says nothing that was calibrated on.
 
     Of many answers drawn to a name, in order, every eighth: so each has its share, with less left to chance.
     """

@@ -33,7 +33,7 @@ class TrainingBatch:
 
 class TrainedDrafter(Protocol):
     def loss(self, batch: TrainingBatch) -> Tensor:
-        """How far its guesses are from the target's, where the assistant speaks."""
+        """Return how far its guesses are from the target's, where the assistant speaks."""
 
     def drafts(self, batch: TrainingBatch) -> Tensor:
         """[rows, length, NUM_DRAFTS]: greedy guesses from every position, each chain fed with nothing but its own."""
@@ -76,7 +76,7 @@ def distil(logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def chain_mask(length: int, step: int, device: torch.device) -> Tensor:
-    """Which keys a chain attends to in its step number `step`, when chains from all positions are drafted at once.
+    """Return the keys that a chain attends to in step `step`, when chains from all positions are drafted at once.
 
     Keys are those of the text, then those of each step so far. The chain from position i sees the text up to i and
     its own guesses. Returns [length, (step + 1) * length], bool.

@@ -22,6 +22,6 @@ def make_llm(config: EngineConfig) -> LLM:
 
 
 def sampling_params(llm: LLM, **given: Any) -> SamplingParams:
-    """What the flags say; where they say nothing (None), what the checkpoint advises; else greedy."""
+    """Return what the flags say; where they say nothing (None), what the checkpoint advises; else greedy."""
     chosen = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(**{"temperature": 0.0, **llm.generation_defaults, **chosen})

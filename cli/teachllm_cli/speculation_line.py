@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def speculation_line(found: Speculation) -> str:
-    """How many drafts were accepted, how many steps that saved, and the time, as far as that is known."""
+    """Return how many drafts were accepted, how many steps that saved, and the time, as far as that is known."""
     stats, cost = found.stats, found.step_cost
     name = "synthetic speculation (output means nothing)" if found.is_synthetic else "speculation"
     if not stats.num_drafts:

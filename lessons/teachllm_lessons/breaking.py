@@ -47,7 +47,7 @@ class Broken:
         self._process: BrokenProcess | None = None
 
     def symptom(self, scenario: str) -> MarkdownText:
-        """What a scenario prints with the fault, beside what it prints without.
+        """Return what a scenario prints with the fault, beside what it prints without.
 
         Args:
             scenario: "module:function"; the function takes nothing and prints.
@@ -60,7 +60,7 @@ class Broken:
         return MarkdownText(f"The engine as it is:\n\n```\n{here}\n```\n\nWith the fault:\n\n```\n{there}\n```\n")
 
     def guess(self, path: str, function: str | None = None) -> MarkdownText:
-        """Whether the fault is in that file, or in that function of it."""
+        """Return whether the fault is in that file, or in that function of it."""
         ends = "/" + path.removeprefix("./").lstrip("/")
         if not any(f"/{each}".endswith(ends) for each in _files()):
             return MarkdownText(f"? There is no `{path}` here.")

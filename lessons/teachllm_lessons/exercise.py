@@ -134,7 +134,7 @@ def _judge(exercise: Exercise, piece: Any, seconds: float) -> tuple[BaseExceptio
 
 
 def explain(ran: Ran, seconds: float) -> str:
-    """What went wrong, for the one who wrote it."""
+    """Return what went wrong, for the one who wrote it."""
     error = ran.error
     at = f" ({ran.where})" if ran.where else ""
     if isinstance(error, Wrong):

@@ -17,7 +17,7 @@ class TooLong(BaseException):
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a call.
+    """Describe what came of a call.
 
     Attributes:
         value: what it returned.

@@ -33,7 +33,7 @@ _SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault.
+    """Describe what became of a fault.
 
     Attributes:
         is_found: its test failed with it.

@@ -9,7 +9,7 @@ from teachllm_lessons.picture import short
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was said, and what came of it."""
+    """Describe what was said, and what came of it."""
 
     question: str
     said: float | None

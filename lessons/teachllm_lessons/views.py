@@ -93,7 +93,7 @@ def tables(state: Replay, names: Sequence[str] = ()) -> Picture:
 
 
 def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, numbers: bool = True) -> Picture:
-    """What each step did with each request.
+    """Return what each step did with each request.
 
     Args:
         lines: a trace's, behind its header.

@@ -34,7 +34,7 @@ class NoProgress(RuntimeError):
 
 @dataclass(frozen=True)
 class StepView:
-    """What a turn of the loop did, in words: a table in a notebook.
+    """Describe what a turn of the loop did, in words: a table in a notebook.
 
     Attributes:
         line: of the trace, None if no tokens arrived.
@@ -44,7 +44,7 @@ class StepView:
 
     @property
     def scheduled(self) -> dict[str, dict[str, Any]]:
-        """What each request got, by its name: see `scheduled` in docs/trace.md."""
+        """Return what each request got, by its name: see `scheduled` in docs/trace.md."""
         return {} if self.line is None else {scheduled["request_id"]: scheduled for scheduled in self.line["scheduled"]}
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
@@ -163,7 +163,7 @@ class Watch:
 
     @property
     def state(self) -> Replay:
-        """How things stand."""
+        """Return the current state."""
         return self.trace.replay
 
     @property
@@ -186,15 +186,15 @@ class Watch:
         return {name: self.tokens(name) for name in self.outputs}
 
     def pool(self, **more: Any) -> Picture:
-        """As `views.pool`, now."""
+        """Do the same as `views.pool`, now."""
         return views.pool(self.state, **more)
 
     def tables(self, *names: str) -> Picture:
-        """As `views.tables`, now."""
+        """Do the same as `views.tables`, now."""
         return views.tables(self.state, names)
 
     def timeline(self, **more: Any) -> Picture:
-        """As `views.timeline`, so far."""
+        """Do the same as `views.timeline`, so far."""
         return views.timeline(self.trace.lines, **more)
 
     def close(self) -> None:

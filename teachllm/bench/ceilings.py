@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: bytes read, rows of the square product, tokens and heads of the attention, and how often."""
+    """Set the sizes: bytes read, rows of the square product, tokens and heads of the attention, and how often."""
 
     num_bytes: int
     gemm_size: int

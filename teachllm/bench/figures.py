@@ -29,7 +29,7 @@ class Figure:
 
     @property
     def of_ceiling(self) -> float:
-        """How near the value is to its limit: 1 is there."""
+        """Return how near the value is to its limit: 1 is there."""
         is_time = self.unit in ("s", "ms")
         return self.limit / self.value if is_time else self.value / self.limit
 
@@ -37,7 +37,7 @@ class Figure:
 def as_json(
     llm: LLM, options: Any, results: dict[str, Any], figures: Sequence[Figure], ceilings: Ceilings
 ) -> dict[str, Any]:
-    """What `--output-json` writes: the results under vLLM's names, then figures, ceilings and what was run."""
+    """Return what `--output-json` writes: the results under vLLM's names, then figures, ceilings and what was run."""
     return {
         **results,
         "figures": {

@@ -47,7 +47,7 @@ _NUM_LONG = 4  # of the requests one in so many has a long prompt
 
 @dataclass(frozen=True)
 class Size:
-    """How much the workload is, so that the slowest rung takes a minute or two.
+    """Describe how much the workload is, so that the slowest rung takes a minute or two.
 
     Attributes:
         num_requests: all at once.
@@ -151,7 +151,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a rung: a run, or why there is none."""
+    """Describe what came of a rung: a run, or why there is none."""
 
     rung: Rung
     run: Run | None = None
@@ -224,7 +224,7 @@ def climb(
 
 
 def kind_of_device(engine: EngineConfig) -> str:
-    """Which kind of device: "cpu" or "cuda"."""
+    """Return which kind of device: "cpu" or "cuda"."""
     from teachllm.worker.executor import select_device
 
     return select_device(engine.device).type
@@ -319,7 +319,7 @@ def _judged(differences: Sequence[Difference], num_requests: int) -> Verdict:
 
 
 def gain(results: Sequence[Result]) -> float:
-    """How many times the tokens/s of the first rung the best lossless one has."""
+    """Return how many times the tokens/s of the first rung the best lossless one has."""
     rates = [each.run.figures.output_tokens_per_s for each in results if each.run and each.rung.is_lossless]
     return max(rates) / rates[0]
 

@@ -21,7 +21,7 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True)
 class LatencyOptions:
-    """What is sent, under vLLM's names.
+    """Describe what is sent, under vLLM's names.
 
     Raises:
         ValueError: a number is too small.

@@ -199,7 +199,7 @@ def summarize(events: Iterable[Event], num_steps: int) -> tuple[list[Row], float
 
 
 def group_of(name: str) -> str:
-    """What a kernel is for, by its name."""
+    """Return what a kernel is for, by its name."""
     lowered = name.lower()
     for group, words in _GROUPS.items():
         if any(word in lowered for word in words):

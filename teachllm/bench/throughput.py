@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """What is sent, under vLLM's names.
+    """Describe what is sent, under vLLM's names.
 
     Attributes:
         random_range_ratio: r draws every length uniformly from length x (1 - r) to length x (1 + r).

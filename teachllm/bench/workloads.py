@@ -110,7 +110,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def num_runs_of(name: str) -> int:
-    """How many runs the median is taken of."""
+    """Return how many runs the median is taken of."""
     return 3 if name == "mixed" else 5
 
 
@@ -148,7 +148,7 @@ def limits(workload: Workload, model: ModelConfig, config: EngineConfig, ceiling
 
 
 def is_rate(figure: str) -> bool:
-    """Whether more is better."""
+    """Return whether more is better."""
     return figure.endswith("tok_s")
 
 

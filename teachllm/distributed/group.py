@@ -1,7 +1,6 @@
-"""Ranks that compute together, and the few operations by which they exchange tensors (lesson 12).
+"""Exchange tensors between ranks that compute together, by a few operations (lesson 12).
 
-    all_reduce       every rank gets the sum             2 (n - 1) / n of the tensor's bytes, for each of n ranks to
-    send
+    all_reduce       every rank gets the sum            2 (n - 1) / n of the tensor's bytes, for each of n ranks to send
     all_gather       every rank gets all parts          (n - 1) parts
     reduce_scatter   every rank gets a part of the sum  (n - 1) / n
     all_to_all       a part for every rank              all but one's own
@@ -9,9 +8,9 @@
     broadcast        from one to all                    the tensor, of the one
 
 Every call is counted by what a rank sends in a ring, which is the least that any algorithm without help of the network
-has to; a small sum that goes through memory which GPUs have for each other, by what is written there. Who waits in vain
-hears of it: which rank, in which operation, among whom. A group of one computes without any of this, so layers need not
-know whether they are alone.
+has to; a small sum through the memory that GPUs have for each other, by what is written there. A rank that waits in
+vain gets an error that names the rank, the operation and the group. A group of one computes without any of this, so
+layers need not know whether they are alone.
 
 With a trace, calls are timed too, waiting included.
 
@@ -45,7 +44,7 @@ Counts = dict[str, tuple[int, int]]  # (calls, bytes sent) by operation
 
 @dataclass(slots=True)
 class Traffic:
-    """What a rank has exchanged since the last `take`.
+    """Count what a rank has exchanged since the last `take`.
 
     Attributes:
         counts: what it has sent.
@@ -58,18 +57,18 @@ class Traffic:
     moment: Callable[[], Any] = time.perf_counter
 
     def add(self, operation: str, num_bytes: int, num_calls: int = 1) -> None:
-        """Counts a call, or several."""
+        """Count a call, or several."""
         calls, total = self.counts.get(operation, (0, 0))
         self.counts[operation] = calls + num_calls, total + num_bytes
 
     def take(self) -> Counts:
-        """What there was, from now on nothing."""
+        """Return the counts so far and start again from none."""
         counts, self.counts = self.counts, {}
         return counts
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[Counts]:
-        """What is called inside is only recorded: not timed, and counted in what this gives, for `replay`."""
+        """Record calls inside instead of timing them; yield their counts, for `replay`."""
         counts, spans = self.counts, self.spans
         self.counts, self.spans = {}, None
         try:
@@ -78,13 +77,13 @@ class Traffic:
             self.counts, self.spans = counts, spans
 
     def replay(self, recorded: Counts) -> None:
-        """What was recorded is sent."""
+        """Count what a replay of the recorded calls sends."""
         for operation, (calls, num_bytes) in recorded.items():
             self.add(operation, num_bytes, calls)
 
 
 class Group(Protocol):
-    """Some ranks, of which this process is one.
+    """Define a group of ranks, of which this process is one.
 
     Attributes:
         rank: this one's place among them.
@@ -99,27 +98,27 @@ class Group(Protocol):
     in_graphs: bool
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, of any shape; it may be written over x."""
+        """Return the sum of all ranks' x, of any shape; it may be written over x."""
         ...
 
     def deferred_all_reduce(self, x: torch.Tensor) -> torch.Tensor | DeferredAllReduce:
-        """What stands for the same sum, for a reader that can make it while it reads; where none can, the sum."""
+        """Return a deferred sum, for a reader that can add it up while it reads; otherwise the sum."""
         ...
 
     def open_symmetric_buffer(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """On GPUs that can write to each other's memory: sums of a few rows of this size go through it from now on."""
+        """Send sums of a few rows of this size through symmetric memory from now on, on GPUs that can."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[...] -> [size, ...], by rank."""
+        """Return the x of all ranks, [...] -> [size, ...], by rank."""
         ...
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, ...] -> [...], of all ranks' x the sum of this rank's row."""
+        """Return the sum of this rank's row over all ranks' x, [size, ...] -> [...]."""
         ...
 
     def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        """[sum(sends), ...] -> [sum(receives), ...].
+        """Exchange rows, [sum(sends), ...] -> [sum(receives), ...].
 
         Args:
             sends: rows for each rank.
@@ -128,20 +127,20 @@ class Group(Protocol):
         ...
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """x of the rank `source`; in place."""
+        """Return the x of the rank `source`, written in place."""
         ...
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """x, contiguous, to a rank that receives it."""
+        """Send x, contiguous, to a rank that receives it."""
         ...
 
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """Fills x with what a rank sends."""
+        """Fill x with what a rank sends and return it."""
         ...
 
 
 class Alone:
-    """A group of one: nothing to exchange."""
+    """Implement a group of one, which exchanges nothing."""
 
     rank = 0
     size = 1
@@ -151,38 +150,38 @@ class Alone:
         self.traffic = traffic or Traffic()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.all_reduce`."""
         return x
 
     def deferred_all_reduce(self, x: torch.Tensor) -> torch.Tensor | DeferredAllReduce:
-        """As `Group`."""
+        """Implement `Group.deferred_all_reduce`."""
         return x
 
     def open_symmetric_buffer(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """As `Group`."""
+        """Implement `Group.open_symmetric_buffer`."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.all_gather`."""
         return x[None]
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.reduce_scatter`."""
         return x[0]
 
     def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.all_to_all`."""
         return x
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.broadcast`."""
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """As `Group`."""
+        """Implement `Group.send`."""
         raise AssertionError("there is no other rank")
 
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.recv`."""
         raise AssertionError("there is no other rank")
 
 
@@ -190,7 +189,7 @@ ALONE = Alone()
 
 
 class ProcessGroup:
-    """Ranks that are processes, over torch.distributed: NCCL between GPUs, gloo between CPUs.
+    """Group ranks that are processes, over torch.distributed: NCCL between GPUs, gloo between CPUs.
 
     Args:
         ranks: of the world, in order; this process is one of them.
@@ -211,7 +210,7 @@ class ProcessGroup:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.all_reduce`."""
         if (deferred := self._deferred(x)) is not None:
             return deferred.sum()
         with self._named("all_reduce", 2 * (self.size - 1) * _num_bytes(x) // self.size):
@@ -219,18 +218,18 @@ class ProcessGroup:
         return x
 
     def deferred_all_reduce(self, x: torch.Tensor) -> torch.Tensor | DeferredAllReduce:
-        """As `Group`."""
+        """Implement `Group.deferred_all_reduce`."""
         return self._deferred(x) or self.all_reduce(x)
 
     def _deferred(self, x: torch.Tensor) -> DeferredAllReduce | None:
-        """Counts a sum that goes through the symmetric buffer; None: it does not."""
+        """Count a sum that goes through the symmetric buffer and return it deferred; None if it does not."""
         if self._symmetric_buffer is None or not self._symmetric_buffer.takes(x):
             return None
         self.traffic.add("all_reduce", (self.size - 1) * _num_bytes(x))
         return DeferredAllReduce(x, self._symmetric_buffer)
 
     def open_symmetric_buffer(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """As `Group`. All ranks must call it."""
+        """Implement `Group.open_symmetric_buffer`. All ranks must call it."""
         if device.type != "cuda" or size * dtype.itemsize % 16:
             return
         own = whereabouts(device)
@@ -247,7 +246,7 @@ class ProcessGroup:
             log.info("all sums of ranks go through NCCL: not every GPU can write to the others' memory")
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.all_gather`."""
         parts = x.new_empty((self.size, *x.shape))
         with self._named("all_gather", (self.size - 1) * _num_bytes(x)):
             if self.in_graphs:  # NCCL fills one tensor at once
@@ -257,14 +256,14 @@ class ProcessGroup:
         return parts
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.reduce_scatter`."""
         part = x.new_empty(x.shape[1:])
         with self._named("reduce_scatter", (self.size - 1) * _num_bytes(x) // self.size):
             self._dist.reduce_scatter(part, list(x.contiguous().unbind(0)), group=self._group)
         return part
 
     def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.all_to_all`."""
         got = x.new_empty((sum(receives), *x.shape[1:]))
         others = len(x) - sends[self.rank]
         with self._named("all_to_all", others * _num_bytes(x) // max(len(x), 1)):
@@ -272,18 +271,18 @@ class ProcessGroup:
         return got
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.broadcast`."""
         with self._named("broadcast", _num_bytes(x) if self.rank == source else 0):
             self._dist.broadcast(x, self._ranks[source], group=self._group)
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """As `Group`."""
+        """Implement `Group.send`."""
         with self._named(f"send to rank {self._ranks[to]}", _num_bytes(x), "send"):
             self._dist.send(x.contiguous(), self._ranks[to], group=self._group)
 
     def recv(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """As `Group`."""
+        """Implement `Group.recv`."""
         with self._named(f"recv from rank {self._ranks[source]}", 0, "recv"):
             self._dist.recv(x, self._ranks[source], group=self._group)
         return x
@@ -308,7 +307,7 @@ class ProcessGroup:
 
 
 def agreed_least(group: Group, number: int, device: torch.device) -> int:
-    """The least of all ranks' numbers, who exchange tensors of this device."""
+    """Return the least of all ranks' numbers, exchanged as tensors of this device."""
     return int(group.all_gather(torch.tensor([number], device=device)).min())
 
 

@@ -1,4 +1,4 @@
-"""Which rank does what: an engine's ranks as a grid, stages by tensor-parallel ranks.
+"""Lay out an engine's ranks as a grid, stages by tensor-parallel ranks.
 
     rank                 tensor_rank 0   1        Neighbours in a row share every layer and talk most, two all-reduces a
     stage 0   layers 0-17         0   1        layer; so they have neighbouring numbers, as GPUs with fast links between
@@ -19,7 +19,7 @@ from teachllm.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The grid.
+    """Describe the grid.
 
     Attributes:
         tensor: ranks that share a layer.
@@ -36,38 +36,38 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Of one engine."""
+        """Return the number of ranks of one engine."""
         return self.tensor * self.pipeline
 
     @property
     def num_connected(self) -> int:
-        """Of all engines whose ranks exchange anything."""
+        """Return the number of ranks of all engines that exchange anything."""
         return self.replicas * self.num_ranks
 
     @property
     def num_expert_ranks(self) -> int:
-        """That have some of a layer's experts each; 1: they are not spread."""
+        """Return the number of ranks that hold some of a layer's experts each; 1: they are not spread."""
         return self.replicas * self.tensor if self.spreads_experts else 1
 
     def coords(self, rank: int, replica: int = 0) -> RankCoords:
-        """Where a rank of an engine stands."""
+        """Return the coordinates of an engine's rank."""
         assert 0 <= rank < self.num_ranks and 0 <= replica < self.replicas
         return RankCoords(self, rank, replica)
 
     def stage(self, stage: int) -> list[int]:
-        """The ranks that share a stage's layers."""
+        """Return the ranks that share a stage's layers."""
         return list(range(stage * self.tensor, (stage + 1) * self.tensor))
 
 
 def layout_of(config: EngineConfig) -> Layout:
-    """As the settings say."""
+    """Return the layout of a configuration."""
     replicas = config.data_parallel_size if config.shares_experts else 1
     return Layout(config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel, replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class RankCoords:
-    """One rank's place in the grid."""
+    """Locate one rank in the grid."""
 
     layout: Layout
     rank: int
@@ -75,59 +75,59 @@ class RankCoords:
 
     @property
     def number(self) -> int:
-        """Its rank among all that are connected."""
+        """Return its rank among all that are connected."""
         return self.replica * self.layout.num_ranks + self.rank
 
     @property
     def engine_ranks(self) -> list[int]:
-        """The numbers of its engine's ranks."""
+        """Return the numbers of its engine's ranks."""
         first = self.replica * self.layout.num_ranks
         return list(range(first, first + self.layout.num_ranks))
 
     @property
     def expert_ranks(self) -> list[int]:
-        """The numbers of the ranks that have its stage's experts, replica by replica."""
+        """Return the numbers of the ranks that have its stage's experts, replica by replica."""
         starts = range(0, self.layout.num_connected, self.layout.num_ranks)
         return [start + rank for start in starts for rank in self.layout.stage(self.stage)]
 
     @property
     def expert_rank(self) -> int:
-        """Which part of its stage's experts is its own; 0 where they are not spread."""
+        """Return the index of its part of its stage's experts; 0 where they are not spread."""
         return self.replica * self.layout.tensor + self.tensor_rank if self.layout.spreads_experts else 0
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of its stage's layers is its own."""
+        """Return the index of its part of its stage's layers."""
         return self.rank % self.layout.tensor
 
     @property
     def stage(self) -> int:
-        """Which layers."""
+        """Return its stage, which decides its layers."""
         return self.rank // self.layout.tensor
 
     @property
     def is_first_stage(self) -> bool:
-        """It embeds token ids."""
+        """Return whether it embeds token ids."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """It has the output head, and samples."""
+        """Return whether it has the output head, and samples."""
         return self.stage == self.layout.pipeline - 1
 
     @property
     def before(self) -> int:
-        """The rank that it gets hidden states from."""
+        """Return the rank that it gets hidden states from."""
         return self.rank - self.layout.tensor
 
     @property
     def behind(self) -> int:
-        """The rank that gets them from it."""
+        """Return the rank that gets hidden states from it."""
         return self.rank + self.layout.tensor
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether it is the one that tells what was sampled: all of the last stage know it."""
+        """Return whether it reports the sampled tokens: all ranks of the last stage know them."""
         return self.is_last_stage and self.tensor_rank == 0
 
 

@@ -63,7 +63,7 @@ class Lockstep:
 
     @property
     def is_behind(self) -> bool:
-        """Whether others have begun a step that this replica has not."""
+        """Return whether others have begun a step that this replica has not."""
         return self._num_begun < self._num_wanted
 
     @property

@@ -41,7 +41,7 @@ def whereabouts(device: torch.device) -> Whereabouts:
 
 
 def reaches(own: Whereabouts, all_ranks: list[Whereabouts]) -> bool:
-    """Whether all are on one host, see the same devices, and the first one can write to all others' memory."""
+    """Return whether all are on one host, see the same devices, and the first one can write to all others' memory."""
     if len({each[:2] for each in all_ranks}) > 1 or len({each.device for each in all_ranks}) < len(all_ranks):
         return False
     others = [each.device for each in all_ranks if each.device != own.device]

@@ -72,7 +72,7 @@ def encode_plan(plan: SchedulerOutput, sampled: Sequence[SampledTokens] = ()) ->
 
 
 def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[SampledTokens]]:
-    """What `encode_plan` was given; of a request's parameters, what was neither list nor tuple is a list."""
+    """Return what `encode_plan` was given; of a request's parameters, what was neither list nor tuple is a list."""
     ints, _, text = _unpack(data)
     rest = json.loads(text)
     step, count = ints[:2]
@@ -136,7 +136,7 @@ def encode_output(output: ModelRunnerOutput) -> bytes:
 
 
 def decode_output(data: bytes) -> ModelRunnerOutput:
-    """What `encode_output` was given."""
+    """Return what `encode_output` was given."""
     ints, floats, text = _unpack(data)
     count, is_timed, has_mode = ints[:3]
     sampled, at = _get_lists(ints, 3, count)
@@ -226,7 +226,7 @@ def _get_logprobs(ints: array[int], at: int, values: Iterable[float]) -> tuple[l
 
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults. JSON has neither tuples nor numbers as keys: both are marked."""
+    """Return what differs from the defaults. JSON has neither tuples nor numbers as keys: both are marked."""
     plain: dict[str, Any] = {}
     for name, default in _DEFAULTS.items():
         value = getattr(params, name)

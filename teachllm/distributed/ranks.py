@@ -1,4 +1,4 @@
-"""This process among the ranks of its engine: its place, and the groups that it computes in."""
+"""Describe this process among the ranks of its engine: its coordinates, and the groups that it computes in."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from teachllm.distributed.shards import ALL, Shard, of_kv_heads
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank's view.
+    """Hold one rank's view.
 
     Attributes:
-        coords: where it stands.
+        coords: its place in the grid.
         tensor: the ranks that share its stage's layers.
         world: all ranks of the engine.
         experts: the ranks that have its stage's experts, of all replicas that share them.
@@ -27,7 +27,7 @@ class Ranks:
     experts: Group = group.ALONE
 
     def shard_spec(self, num_kv_heads: int) -> ShardSpec:
-        """This rank's part of each layer of a model with so many KV heads."""
+        """Return this rank's part of each layer of a model with `num_kv_heads` KV heads."""
         rank, size = self.coords.tensor_rank, self.coords.layout.tensor
         kv_heads = of_kv_heads(rank, size, num_kv_heads)
         experts = Shard(self.coords.expert_rank, self.coords.layout.num_expert_ranks)
@@ -40,7 +40,7 @@ _NO_OTHERS = group.ALONE
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """What is a rank's own of a layer, and the ranks that have the rest.
+    """Describe a rank's shard of a layer, and the ranks that have the rest.
 
     Attributes:
         part: of heads, widths and the vocabulary.

@@ -25,7 +25,7 @@ SLOT_BYTES, NUM_SLOTS = 1 << 18, 8  # a step of hundreds of decodes fills a tent
 
 
 class RingEnd(NamedTuple):
-    """What a reader's process inherits: descriptors, and the shape of the ring."""
+    """Describe what a reader's process inherits: descriptors, and the shape of the ring."""
 
     memory: int
     filled: int

@@ -49,7 +49,7 @@ def spread(size: int, count: int) -> list[range]:
 
 
 class ShardDestination(NamedTuple):
-    """What one shard of a checkpoint's tensor is read into.
+    """Describe what one shard of a checkpoint's tensor is read into.
 
     Attributes:
         target: the tensor that the shard fills.

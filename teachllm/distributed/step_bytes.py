@@ -39,8 +39,8 @@ def step_bytes(
     top_k: int = 0,
     rows: Sequence[Rows] = (),
 ) -> Counts:
-    """What one rank sends in a step on a CPU, without a trace, whose requests ask for nothing but tokens, however they
-    are sampled.
+    """Return what a rank sends in a step on a CPU, without a trace, whose requests ask for nothing but tokens, however
+    they are sampled.
 
     Not counted are the rows whose filters leave more than `shared_filters.MOST_CANDIDATES`: they are gathered whole.
 

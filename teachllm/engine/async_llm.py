@@ -124,7 +124,7 @@ class AsyncLLM(EngineThread):
         request_id: str | None = None,
         **options: Any,
     ) -> RequestStream:
-        """As `generate`, in two steps: it returns once the engine has taken the request, or raises.
+        """Do the same as `generate`, in two steps: it returns once the engine has taken the request, or raises.
 
         Returns:
             What `generate` yields. Read it to its end or close it: until then the request runs.
@@ -161,7 +161,7 @@ class AsyncLLM(EngineThread):
         return f"request-{self._num_requests}"
 
     async def _ask(self, order: Callable[[], None]) -> None:
-        """As `call`, waited for; of a closed engine nothing is left to be asked for."""
+        """Do the same as `call`, waited for; of a closed engine nothing is left to be asked for."""
         with contextlib.suppress(RuntimeError):
             done = self.call(order)
             await asyncio.shield(asyncio.wrap_future(done))  # who is cancelled here has still asked

@@ -47,7 +47,7 @@ class _NoExecutor:
 
 
 def runs_undisturbed(config: EngineConfig, num_blocks: int, num_requests: int, input_len: int, output_len: int) -> bool:
-    """Whether so many requests, arriving together, run with none preempted and none waiting for blocks.
+    """Return whether so many requests, arriving together, run with none preempted and none waiting for blocks.
 
     Args:
         config: resolved.

@@ -119,7 +119,7 @@ class EngineCore:
         self._counter = StepCounter()
 
     def stats(self) -> StepStats | None:
-        """How things stand, and what was counted since the last call; None unless `count` was called."""
+        """Return the state, and what was counted since the last call; None unless `count` was called."""
         return None if self._counter is None else self._counter.take(self.scheduler)
 
     @property

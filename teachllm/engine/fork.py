@@ -91,7 +91,7 @@ def fork(state: Replay, config: EngineConfig, sink: Callable[[str], None], at: f
 
 
 def arrived_params(arrival: Mapping[str, Any]) -> SamplingParams:
-    """What an arrival's line says of sampling."""
+    """Return what an arrival's line says of sampling."""
     given = dict(arrival["params"])
     if given.get("logit_bias"):  # JSON's keys are texts
         given["logit_bias"] = {int(token_id): bias for token_id, bias in given["logit_bias"].items()}

@@ -74,7 +74,7 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
 def _ranks(
     model: ModelConfig, all_coords: Sequence[RankCoords], plans: Sequence[MemoryPlan], tightest: int
 ) -> list[Row]:
-    """What each of several has."""
+    """Return what each of several has."""
     if len(all_coords) == 1:
         return []
     rows, whole = [], parse(model.raw)
@@ -96,7 +96,7 @@ def _ranks(
 
 
 def _replicas(config: EngineConfig, device: torch.device) -> list[Row]:
-    """Where each has what the other rows say."""
+    """Return where each has what the other rows say."""
     if config.data_parallel_size == 1:
         return []
     if device.type == "cpu":
@@ -107,7 +107,7 @@ def _replicas(config: EngineConfig, device: torch.device) -> list[Row]:
 
 
 def _quantization_rows(model: ModelConfig, device: torch.device) -> list[Row]:
-    """What the weights of layers became; if they differ, those of the first."""
+    """Return what the weights of layers became; if they differ, those of the first."""
     if model.quantization is None:
         return []
     takes = f"layers take {format_bytes(model.active_bytes)}"
@@ -127,7 +127,7 @@ def _met(model: ModelConfig) -> str:
 
 
 def _in_use(device: torch.device) -> list[Row]:
-    """What a GPU's context and other programs hold, which is no part of the budget."""
+    """Return what a GPU's context and other programs hold, which is no part of the budget."""
     if device.type != "cuda":
         return []
     free, total = torch.cuda.mem_get_info(device)

@@ -130,7 +130,7 @@ class InputProcessor:
 
 
 def _is_below(token_id: Any, vocab_size: int) -> bool:
-    """Whether this is an id of the model; a tokenizer may know more."""
+    """Return whether this is an id of the model; a tokenizer may know more."""
     try:
         return 0 <= operator.index(token_id) < vocab_size
     except TypeError:

@@ -148,7 +148,7 @@ class LLM:
             self.engine.abort_request(request_id)
 
     def speculation(self) -> Speculation | None:
-        """What speculation did since the last call; None: the engine does not speculate."""
+        """Return what speculation did since the last call; None: the engine does not speculate."""
         config = self.config.speculative_config
         stats = None if config is None else self.engine.stats()
         if config is None or stats is None:

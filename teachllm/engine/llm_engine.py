@@ -44,7 +44,7 @@ _HERE = "own_process=False and data_parallel_size=1"
 
 
 class Core(Protocol):
-    """What an engine needs of its core, wherever that is. The words are those of `EngineCore`."""
+    """Define what an engine needs of its core, wherever that is. The words are those of `EngineCore`."""
 
     config: EngineConfig
 
@@ -261,7 +261,7 @@ class Engine:
         self._core.count()
 
     def stats(self) -> StepStats | None:
-        """How things stand, and what was counted since the last call; None where nothing has been told since."""
+        """Return the state, and what was counted since the last call; None if nothing has been reported since."""
         return self._core.stats()
 
     def interrupt(self) -> None:

@@ -181,7 +181,7 @@ def _speculation(
     model_drafter_config: DrafterConfig | None,
     record: Callable[[Sequence[int], bool], Prior | None] | None,
 ) -> dict[str, Any]:
-    """What a core needs to speculate, by the names of `EngineCore`'s arguments."""
+    """Return what a core needs to speculate, by the names of `EngineCore`'s arguments."""
     speculation = config.speculative_config
     if speculation is None:
         return {}

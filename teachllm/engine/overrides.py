@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOverrides:
-    """What is None is the engine's own.
+    """Override parts of the engine; None keeps the engine's own.
 
     Attributes:
         policy: who goes first, who gives way, how much at once; see `core/policy.py`.

@@ -31,7 +31,7 @@ from teachllm_kernels.attention.paged_attention import Trees
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Where a flat batch of `num_tokens` tokens of `num_seqs` requests reads and writes.
+    """Describe where a flat batch of `num_tokens` tokens of `num_seqs` requests reads and writes.
 
     Attributes:
         query_start: [num_seqs + 1] int32, request i owns flat tokens [query_start[i], query_start[i + 1]).
@@ -179,5 +179,5 @@ class Attention(nn.Module):
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """As `paged_attention`."""
+        """Do the same as `paged_attention`."""
         return paged_attention(q, k, v, kv_cache, metadata, self.settings)

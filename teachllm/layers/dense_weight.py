@@ -56,7 +56,7 @@ class DenseWeight(nn.Module):
     def add_to_residual(
         self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.add_to_residual`."""
+        """Implement `Linear.add_to_residual`."""
         kernel = self._kernel(x)
         if kernel == "hopper":
             return hopper_linear.hopper_linear(x, self.weight, bias, parts=True), residual
@@ -83,7 +83,7 @@ class DenseWeight(nn.Module):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """As `Linear.one_row`."""
+        """Implement `Linear.one_row`."""
         prologue = None if norm is None else (norm.weight, norm.eps)
         return gemv_triton(x, self.weight, bias, prologue, residual, gated)
 
@@ -101,6 +101,6 @@ class DenseWeight(nn.Module):
         return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= skinny_gemm.MAX_ROWS else "library"
 
     def _on_hopper(self, x: torch.Tensor) -> bool:
-        """Whether Hopper's own products take such rows."""
+        """Return whether Hopper's own products take such rows."""
         fits = x.is_cuda and not self.is_fixed and x.element_size() == 2
         return fits and x.shape[1] % 8 == 0 and self.num_out % 16 == 0 and hopper_linear.has_hopper(x.device)

@@ -51,7 +51,7 @@ class AllToAll:
         self._starts = [held.start for held in holders[1:]]
 
     def __call__(self, experts: PartOf, x: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """As `SameTokens`."""
+        """Implement `SameTokens.__call__`."""
         num_each = share_of(len(x), self._twins.size)
         own = slice(self._twins.rank * num_each, (self._twins.rank + 1) * num_each)
         y = self._exchanged(experts, x[own], Routes(*(each[own] for each in routes)))
@@ -81,5 +81,5 @@ class AllToAll:
 
 
 def share_of(num_tokens: int, num_twins: int) -> int:
-    """How many of them each twin dispatches; of the last ones fewer may be left."""
+    """Return how many of them each twin dispatches; of the last ones fewer may be left."""
     return -(-num_tokens // num_twins)

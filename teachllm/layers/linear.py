@@ -88,12 +88,12 @@ class Linear(nn.Module):
 
     @property
     def input_quantization(self) -> InputQuantization | None:
-        """How the norm before this layer may quantize its output; None: not at all."""
+        """Return how the norm before this layer may quantize its output; None: not at all."""
         return self.weight.input_quantization
 
     @property
     def fuses_one_row(self) -> bool:
-        """Whether one row is multiplied the fastest by `one_row`; otherwise like several."""
+        """Return whether one row is multiplied the fastest by `one_row`; otherwise like several."""
         return self.weight.fuses_one_row
 
     def forward(self, x: Rows) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Linear(nn.Module):
         return self._group.all_reduce(y) if self._sums else y
 
     def add_to_residual(self, residual: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
-        """What `RMSNorm` adds up to residual + x W^T + b, in the form that is the fastest for so many tokens.
+        """Return what `RMSNorm` adds up to residual + x W^T + b, in the form that is the fastest for so many tokens.
 
         Args:
             residual: [num_tokens, sum of out_features]; may be changed in place.
@@ -136,7 +136,7 @@ class Linear(nn.Module):
 
     @property
     def _own_bias(self) -> torch.Tensor | None:
-        """What this rank adds: of a sum one rank does."""
+        """Return what this rank adds: of a sum one rank does."""
         return None if self._sums and self._group.rank > 0 else self.bias
 
     def _shards(self, name: str) -> tuple[Shard, Shard]:

@@ -23,7 +23,7 @@ SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """How positions become angles.
+    """Describe how positions become angles.
 
     Attributes:
         theta: the base; channel i of a head turns by theta ** (-2 i / head_size) per position.

@@ -1,4 +1,4 @@
-"""What a linear layer multiplies with, in whatever form its weight is stored.
+"""Define the interface to a linear layer's weight, in whatever form it is stored.
 
 A layer's products are one concept, how its weight is stored another: unquantized, in 4 bits with scales per group, in 8
 bits that tensor cores multiply. Each form knows its own kernels. A layer sees only this interface.
@@ -17,7 +17,7 @@ from teachllm_kernels.silu_and_mul import silu_and_mul
 
 
 class Weight(Protocol):
-    """W, [out, in], of a layer that computes x W^T + b. b: [out] or None.
+    """Define W, [out, in], of a layer that computes x W^T + b. b: [out] or None.
 
     x is [num_tokens, in]; or, where `input_quantization` says what, `QuantizedRows` of it.
 
@@ -31,21 +31,21 @@ class Weight(Protocol):
 
     @property
     def input_quantization(self) -> InputQuantization | None:
-        """What a norm that comes before may give in place of x; None: x."""
+        """Return how a norm before this layer may quantize x; None: not at all."""
         ...
 
     def product(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + b, [num_tokens, out]."""
+        """Return x W^T + b, [num_tokens, out]."""
         ...
 
     def add_to_residual(
         self, residual: torch.Tensor, x: Any, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Linear.add_to_residual`."""
+        """Implement `Linear.add_to_residual`."""
         ...
 
     def gated(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """silu(gate) * up, [num_tokens, out / 2], of a W whose upper half is gate, and its lower one up."""
+        """Return silu(gate) * up, [num_tokens, out / 2], of a W whose upper half is gate and lower half up."""
         ...
 
     def one_row(
@@ -56,12 +56,12 @@ class Weight(Protocol):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """As `Linear.one_row`; on a GPU only."""
+        """Implement `Linear.one_row`; on a GPU only."""
         ...
 
 
 class SeveralWeights(nn.Module):
-    """Weights of different forms, one below the other: a checkpoint may leave a projection as they were."""
+    """Stack weights of different forms: a checkpoint may leave some projections unquantized."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class SeveralWeights(nn.Module):
     input_quantization = None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As `Weight`."""
+        """Implement `Weight.product`."""
         biases = self._apart(bias)
         return torch.cat([weight.product(x, b) for weight, b in zip(self.weights, biases, strict=True)], dim=-1)
 
     def add_to_residual(
         self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Weight`."""
+        """Implement `Weight.add_to_residual`."""
         return self.product(x, bias), residual
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As `Weight`."""
+        """Implement `Weight.gated`."""
         return silu_and_mul(self.product(x, bias))
 
     def one_row(
@@ -97,7 +97,7 @@ class SeveralWeights(nn.Module):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """As `Weight`."""
+        """Implement `Weight.one_row`."""
         biases = self._apart(bias)
         parts = [weight.one_row(x, b, norm) for weight, b in zip(self.weights, biases, strict=True)]
         y = torch.cat(parts, dim=-1)
@@ -105,7 +105,7 @@ class SeveralWeights(nn.Module):
         return y if residual is None else residual + y
 
     def _apart(self, bias: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """Each weight's own."""
+        """Return each weight's own bias."""
         if bias is None:
             return [None] * len(self.weights)
         return bias.split([weight.num_out for weight in self.weights])

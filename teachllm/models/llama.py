@@ -123,7 +123,7 @@ class LlamaMLP(nn.Module):
         return self.gate_up_proj.gated(x)
 
     def add_to_residual(self, residual: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:
-        """What `RMSNorm` adds up to residual + MLP of x, as `Linear.add_to_residual`."""
+        """Return what `RMSNorm` adds up to residual + MLP of x, as `Linear.add_to_residual`."""
         return self.down_proj.add_to_residual(residual, self(x))
 
     @property
@@ -198,7 +198,7 @@ class LlamaLayer(nn.Module):
 
     @property
     def fuses_one_row(self) -> bool:
-        """Whether its products of one row do what is around them, too."""
+        """Return whether its products of one row do what is around them, too."""
         layers = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp)
         return all(layer.fuses_one_row for layer in layers)
 
@@ -211,7 +211,7 @@ class LlamaLayer(nn.Module):
                 yield f"{prefix}.{name}", destination
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether a tensor of this layer is another rank's."""
+        """Return whether a tensor of this layer is another rank's."""
         kind, _, rest = name.partition(".")
         return kind == self._mlp_name and isinstance(self.mlp, SparseMLP) and self.mlp.is_elsewhere(rest)
 
@@ -328,7 +328,7 @@ class LlamaForCausalLM(nn.Module):
             yield "model.embed_tokens.weight" if self._is_tied else "lm_head.weight", self.lm_head.destination
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is another stage's, or said twice."""
+        """Return whether a tensor of the checkpoint is another stage's, or said twice."""
         kind, _, rest = name.removeprefix("model.").partition(".")
         if kind == "layers":
             index, _, rest = rest.partition(".")

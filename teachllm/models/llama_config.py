@@ -69,7 +69,7 @@ class LlamaConfig:
     moe: MoeConfig | None = None
 
     def experts_of(self, layer: int) -> MoeConfig | None:
-        """What takes the place of its MLP, if anything does."""
+        """Return what takes the place of its MLP, if anything does."""
         return self.moe if self.moe is not None and self.moe.layers[layer] else None
 
     @property

@@ -243,7 +243,7 @@ def finish(model: nn.Module, device: torch.device) -> None:
 
 
 def new_module(build: Callable[[], T], device: torch.device, dtype: torch.dtype) -> T:
-    """What `build` makes, on `device`, its parameters of `dtype`."""
+    """Return what `build` makes, on `device`, its parameters of `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -256,7 +256,7 @@ def new_module(build: Callable[[], T], device: torch.device, dtype: torch.dtype)
 def _read_safetensors(
     folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
 ) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    """As `read_pickles`; of a tensor that is cut no more than the part is read."""
+    """Do the same as `read_pickles`; of a tensor that is cut no more than the part is read."""
     from safetensors import SafetensorError, safe_open
 
     stored = stored_tensors(folder)
@@ -286,7 +286,7 @@ def _read_safetensors(
 
 
 def _ranges(cut: ShardDestination, shape: tuple[int, ...], name: str, file: Path) -> tuple[slice, ...]:
-    """What to read of a tensor.
+    """Return what to read of a tensor.
 
     Raises:
         ModelError: it has another shape.

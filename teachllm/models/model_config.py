@@ -68,7 +68,7 @@ class ModelConfig(Shape):
 
     @property
     def has_experts(self) -> bool:
-        """Whether some of its layers are mixtures of experts."""
+        """Return whether some of its layers are mixtures of experts."""
         return self.architecture in WITH_EXPERTS
 
     @property
@@ -83,7 +83,7 @@ class ModelConfig(Shape):
 
     @property
     def has_quantized_kv(self) -> bool:
-        """Whether the KV cache is quantized, with scales."""
+        """Return whether the KV cache is quantized, with scales."""
         return self.kv_cache_dtype in _KV_CACHE_DTYPES
 
 
@@ -154,7 +154,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
 
 
 def _generation_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
-    """What generation_config.json advises; one that says not to sample advises temperature 0."""
+    """Return what generation_config.json advises; one that says not to sample advises temperature 0."""
     advised = {name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None}
     return advised | {"temperature": 0.0} if generation.get("do_sample") is False else advised
 

@@ -80,7 +80,7 @@ class SparseMLP(nn.Module):
             yield f"experts.{expert}.{names.down}.weight", shard_destination(down, ALL, self._width)
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether a tensor, by its name within this module, is of an expert that another rank holds."""
+        """Return whether a tensor, by its name within this module, is of an expert that another rank holds."""
         kind, _, rest = name.partition(".")
         expert = rest.partition(".")[0]
         known = expert.isdigit() and int(expert) < self._config.num_experts

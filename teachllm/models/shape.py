@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an implementation reads from a config.json.
+    """Describe what an implementation reads from a config.json.
 
     Attributes:
         context_len: the longest sequence the model is meant for.

@@ -20,7 +20,7 @@ from teachllm.models.registry import ModelError
 
 
 def of_rank(config: LlamaConfig, coords: RankCoords) -> LlamaConfig:
-    """What one rank has of a model: some heads, a part of the widths and of the vocabulary, its stage's layers.
+    """Return what one rank has of a model: some heads, a part of the widths and of the vocabulary, its stage's layers.
 
     Raises:
         ModelError: they cannot be shared equally, or there are fewer experts than ranks to spread them over.

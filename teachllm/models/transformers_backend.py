@@ -32,7 +32,7 @@ _HARMLESS = ("dropout", "position_ids", "position_embeddings", "use_cache", "out
 
 
 def shape(folder: Path, trust_remote_code: bool) -> Shape:
-    """What the engine must know of a checkpoint, and whether its model can run here at all.
+    """Return what the engine must know of a checkpoint, and whether its model can run here at all.
 
     Raises:
         ModelError: transformers does not know the model, or it does not use plain causal grouped-query attention.
@@ -262,7 +262,7 @@ def _is_tied(model: Any) -> bool:
 
 
 def _num_active(model: Any, config: Any) -> int:
-    """As `Shape.num_active_parameters`.
+    """Do the same as `Shape.num_active_parameters`.
 
     Experts lie stacked in tensors of three dimensions, or below a module called `experts`. What is not stacked there
     (a list of modules) is divided by its rows, which are more than the experts, so it counts for less than it is.

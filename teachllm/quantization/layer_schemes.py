@@ -57,7 +57,7 @@ class Quantization:
 
 
 def config_of(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of itself; None: that it is not quantized.
+    """Return what a checkpoint says of itself; None: that it is not quantized.
 
     Args:
         raw: config.json.
@@ -97,7 +97,7 @@ def quantization_of(
 
 
 def of_config(config: Mapping[str, Any], names: Container[str] | None) -> Quantization:
-    """What a checkpoint's layers are.
+    """Return what a checkpoint's layers are.
 
     Args:
         config: of `config_of`.

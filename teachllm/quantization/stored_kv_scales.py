@@ -41,7 +41,7 @@ class ScaleSlot(Slot):
         self._num_all, self._shard, self._keep = num_kv_heads * shard.count, shard, keep
 
     def put(self, tensor: torch.Tensor) -> None:
-        """As `Slot`."""
+        """Implement `Slot.put`."""
         if tensor.numel() not in (1, self._num_all):
             raise ValueError(
                 f"has shape {list(tensor.shape)}, and a layer has one scale or one for each of {self._num_all} KV heads"
@@ -57,7 +57,7 @@ class _Unread(Slot):
         self.stored = Stored((-1,), FLOATS, is_optional=True)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """As `Slot`; takes anything."""
+        """Implement `Slot.put`; takes anything."""
 
 
 def kv_scale_slots(num_kv_heads: int, shard: Shard, keep_k: Keep, keep_v: Keep) -> Iterator[tuple[str, Slot]]:

@@ -39,7 +39,7 @@ class RowConstraints:
 
     @classmethod
     def of(cls, new_row: NewRow, columns: Columns) -> RowConstraints | None:
-        """What a request constrains of these columns, or None if nothing.
+        """Return what a request constrains of these columns, or None if nothing.
 
         Raises:
             ValueError: an id is outside the vocabulary.

@@ -75,7 +75,7 @@ def _rank(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[
 def _rank_among_all(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, columns: Columns
 ) -> tuple[torch.Tensor, ...]:
-    """As `_rank`, of [L, width] logits."""
+    """Do the same as `_rank`, of [L, width] logits."""
     group, ids = columns.group, columns.first_id + torch.arange(columns.width)
     best = logits.amax(dim=-1).double()
     sums = (logits.double() - best[:, None]).exp().sum(dim=-1)

@@ -44,7 +44,7 @@ from teachllm_kernels.speculation.rejection_reference import (
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """What was sampled.
+    """Describe what was sampled.
 
     Attributes:
         token_ids: [R] int64, on the device.
@@ -142,7 +142,7 @@ class Sampler:
         return SamplerOutput(sampled, [i for i, _ in selection.logprobs], pending)
 
     def is_plain_greedy(self, rows: list[int]) -> bool:
-        """Whether all of these rows ask for the most likely token and nothing else."""
+        """Return whether all of these rows ask for the most likely token and nothing else."""
         return self._state.is_plain_greedy(rows)
 
     def plain_variant(self, rows: list[int]) -> tuple[bool, bool] | None:
@@ -157,7 +157,7 @@ class Sampler:
         variant: tuple[bool, bool],
         columns: Columns | None = None,
     ) -> torch.Tensor:
-        """As `sample`, for rows that ask for no more than temperature and filters; on a GPU, and in a CUDA graph.
+        """Sample rows that ask for no more than temperature and filters, like `sample`; on a GPU, and in a CUDA graph.
 
         Args:
             logits: [R, vocab_size] any float dtype; not changed.
@@ -180,7 +180,7 @@ class Sampler:
         variant: tuple[bool, bool],
         proposals: Proposals | None,
     ) -> torch.Tensor:
-        """As `sample_plain`, for any number of logits rows of a request row; which it is, its position says.
+        """Sample any number of logits rows per request row, like `sample_plain`; the position says which one it is.
 
         Args:
             positions: [R] int64, of the token that each logits row follows.
@@ -195,7 +195,7 @@ class Sampler:
     def draw_drafts_plain(
         self, logits: torch.Tensor, rows: torch.Tensor, num_known: torch.Tensor, index: int, any_random: bool
     ) -> torch.Tensor:
-        """As `draw_drafts`, on a GPU: draft `index` of each row, of which there is one. Arguments as `sample_plain`."""
+        """Draw draft `index` of each row, like `draw_drafts`, on a GPU. Arguments as of `sample_plain`."""
         output_index = rows
         if any_random:
             output_index = self._state.output_index(rows, num_known.index_select(0, rows.clamp(min=0)) + index)
@@ -216,7 +216,7 @@ class Sampler:
         token_ids: torch.Tensor,
         places: torch.Tensor,
     ) -> torch.Tensor:
-        """What changes greedy rows too. Returns `logits`, changed in place. Shapes as in `sample`.
+        """Apply what changes greedy rows too; return `logits`, changed in place. Shapes as in `sample`.
 
         Args:
             places: [R], the row of `token_ids` that holds each logits row's sequence.
@@ -262,7 +262,7 @@ class Sampler:
         return best.index_copy_(0, chosen, drawn)
 
     def is_random(self, row: int) -> bool:
-        """Whether a request samples at random."""
+        """Return whether a request samples at random."""
         return self._state.is_random(row)
 
     def _draw(

@@ -29,7 +29,7 @@ def apply_shared_filters(
     num_candidates: int,
     columns: Columns,
 ) -> torch.Tensor:
-    """As `apply_filters`, of [F, width] logits; all ranks with the same rows."""
+    """Do the same as `apply_filters`, of [F, width] logits; all ranks with the same rows."""
     group = columns.group
     scaled = logits / temperature[:, None]
     best = group.all_gather(scaled.amax(dim=-1, keepdim=True)).amax(dim=0)  # [F, 1]
@@ -74,5 +74,5 @@ def apply_shared_filters(
 
 
 def num_told(num_candidates: int, columns: Columns) -> int:
-    """How many logits of a row each rank tells the others."""
+    """Return how many logits of a row each rank tells the others."""
     return min(num_candidates, MOST_CANDIDATES, columns.width)

@@ -30,12 +30,12 @@ class Columns:
 
     @property
     def are_all(self) -> bool:
-        """Whether no other rank has any."""
+        """Return whether no other rank has any."""
         return self.group.size == 1
 
     @property
     def width(self) -> int:
-        """How many: as many as any other rank has. Those of no token, behind the last one's, are -inf, or
+        """Return how many: as many as any other rank has. Those of no token, behind the last one's, are -inf, or
         on a GPU 0.0, where `num_own` is what is drawn from."""
         return -(-self.vocab_size // self.group.size)
 
@@ -46,16 +46,16 @@ class Columns:
 
     @property
     def num_own(self) -> int:
-        """How many are some token's."""
+        """Return how many columns belong to a token."""
         return max(min(self.width, self.vocab_size - self.first_id), 0)
 
     @property
     def each_has_some(self) -> bool:
-        """Whether no rank is without any token."""
+        """Return whether no rank is without any token."""
         return (self.group.size - 1) * self.width < self.vocab_size
 
     def has(self, token_id: int) -> bool:
-        """Whether a token's column is one of these."""
+        """Return whether a token's column is one of these."""
         return self.first_id <= token_id < self.first_id + self.width
 
     def argmax(self, scores: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Parameters:
 
 @dataclass(slots=True, frozen=True)
 class Selection:
-    """Which rows of a batch's logits need what; an index tensor is None where none do.
+    """Describe which rows of a batch's logits need what; an index tensor is None where none do.
 
     Attributes:
         rows: [R] the request row of each logits row.
@@ -133,11 +133,11 @@ class SamplingState:
             by_row.pop(row, None)
 
     def is_random(self, row: int) -> bool:
-        """Whether the request in `row` samples at random."""
+        """Return whether the request in `row` samples at random."""
         return row in self._random
 
     def is_plain_greedy(self, rows: Sequence[int]) -> bool:
-        """Whether these rows ask for nothing but their most likely token."""
+        """Return whether these rows ask for nothing but their most likely token."""
         special = (self._random, self._penalized, self._constraints.keys(), self._num_logprobs.keys())
         return all(those.isdisjoint(rows) for those in special)
 
@@ -157,7 +157,7 @@ class SamplingState:
         any_filtered: bool,
         columns: Columns | None = None,
     ) -> torch.Tensor:
-        """As `Sampler.sample_plain`."""
+        """Implement `Sampler.sample_plain`."""
         output_index = rows  # nothing reads it where nothing is random
         if any_random:
             output_index = (num_known - self._ints[:, 2]).index_select(0, rows.clamp(min=0))
@@ -175,7 +175,7 @@ class SamplingState:
         any_filtered: bool,
         proposals: Proposals,
     ) -> torch.Tensor:
-        """As `draw`, where tokens were proposed."""
+        """Do the same as `draw`, where tokens were proposed."""
         every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
         return rejection_sample_triton(
             logits,
@@ -229,7 +229,7 @@ class SamplingState:
         return sampled if columns is None else columns.best(sampled)
 
     def select(self, rows: list[int]) -> Selection:
-        """Which logits rows need what, given the request row of each."""
+        """Return which logits rows need what, given the request row of each."""
         key = tuple(rows)
         if key not in self._selections:
             if len(self._selections) == _MOST_SELECTIONS:

@@ -24,7 +24,7 @@ import torch
 
 @dataclass(slots=True, frozen=True)
 class Proposals:
-    """What was proposed for the tokens of some positions, by a drafter that drew at random.
+    """Describe what was proposed for the tokens of some positions, by a drafter that drew at random.
 
     Attributes:
         siblings: [R, M] int64, for each logits row the ids that were drawn for its token, in order; -1 is padding.

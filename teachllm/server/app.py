@@ -71,7 +71,7 @@ def create_app(service: Service) -> ASGIApp:
 def _add_information(router: APIRouter, service: Service) -> None:
     @router.get("/health", responses={200: {"model": response_schemas.Health}, 503: {"model": response_schemas.Health}})
     async def health() -> Response:
-        """Whether requests are taken: "starting", "healthy", "stopping" or "dead"."""
+        """Return whether requests are taken: "starting", "healthy", "stopping" or "dead"."""
         return _json({"status": service.status}, 200 if service.status == "healthy" else 503)
 
     @router.get("/version", responses={200: {"model": response_schemas.Version}})

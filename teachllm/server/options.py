@@ -1,4 +1,4 @@
-"""What a server is told when it starts, beside the engine's settings. Names are vLLM's where vLLM has them."""
+"""Define the server's options, beside the engine's settings. Names are vLLM's where vLLM has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """
+    """Configure a server.
+
     Attributes:
         host, port: where to listen; port 0 picks a free one.
         api_keys: one of these has to come with a request; none: every client may ask.

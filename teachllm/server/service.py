@@ -102,7 +102,7 @@ class Service:
     # -- who may come in -----------------------------------------------------------------------------------
 
     def is_key(self, key: str) -> bool:
-        """Whether one of the API keys, or none is needed. Takes as long for a near miss as for a far one."""
+        """Return whether one of the API keys, or none is needed. Takes as long for a near miss as for a far one."""
         given = sha256(key.encode("utf-8", "replace")).digest()
         return not self._keys or any([hmac.compare_digest(given, known) for known in self._keys])
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EngineClient(Protocol):
-    """What the server uses of `AsyncLLM`."""
+    """Define what the server uses of `AsyncLLM`."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -56,7 +56,7 @@ def start_engine(
 
 
 def has_died(error: Exception) -> bool:
-    """Whether this is the engine's end, and not only a request's."""
+    """Return whether this is the engine's end, and not only a request's."""
     from teachllm.engine.llm_engine import EngineDeadError
 
     return isinstance(error, EngineDeadError)

@@ -21,7 +21,7 @@ from teachllm.roofline import Ceilings
 
 
 class CostModel(Protocol):
-    """What a simulation needs to know of time. Asked again about the same plan, the answer must be the same."""
+    """Define what a simulation needs to know of time. Asked again about the same plan, the answer must be the same."""
 
     def device_seconds(self, plan: SchedulerOutput) -> float:
         """From the start of a step on the device until its tokens are known; more than 0."""
@@ -32,7 +32,7 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """What is lost between the floor and a step.
+    """Describe what is lost between the floor and a step.
 
     From the first table of docs/performance.md: `single`, `batch64` and `long` steps give `of_bandwidth` and
     `decode_layer`, `prefill16k` gives `of_compute`, the first token of `single` `prompt_layer`; both models agree.

@@ -36,7 +36,7 @@ DEFAULT_DEVICE = "NVIDIA H200"
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of it.
+    """Describe what came of it.
 
     Attributes:
         config: as resolved.

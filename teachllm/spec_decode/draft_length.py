@@ -94,7 +94,7 @@ class AdaptiveLength:
         self._num_requests, self._is_growing = 0, False
 
     def choose(self, requests: Sequence[Request], num_tokens: int) -> list[tuple[int, str]]:
-        """As `core.drafts.DraftLength`."""
+        """Implement `core.drafts.DraftLength`."""
         self._num_steps += 1
         self._is_growing, self._num_requests = len(requests) > self._num_requests, len(requests)
         if not requests or not self._times.is_ready:
@@ -107,7 +107,7 @@ class AdaptiveLength:
         return self._lengths(options, requests, rates)
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """As `core.drafts.DraftLength`."""
+        """Implement `core.drafts.DraftLength`."""
         depth = bisect_right(self._sizes, num_drafted) - 1
         num_tested = min(num_accepted + 1, max(depth, 1))
         request.draft_hits = request.draft_hits * _MEMORY + num_accepted
@@ -133,11 +133,11 @@ class AdaptiveLength:
             trial.num_left -= 1
 
     def acceptance(self, request: Request) -> float:
-        """How likely a draft of a request holds, if those before it do."""
+        """Return how likely a draft of a request holds, if those before it do."""
         return self._rates([request])[0]
 
     def step_cost(self) -> StepCost | None:
-        """As `StepTimes`."""
+        """Implement `StepTimes.step_cost`."""
         return self._times.step_cost()
 
     def _follows(self, scheduled: ScheduledRequest) -> bool:
@@ -220,7 +220,7 @@ class AdaptiveLength:
         )
 
     def _catch_up(self, some: Sequence[Request], num_requests: int) -> float:
-        """How long until a drafter has followed some of so many requests, in plain steps of all."""
+        """Return how long until a drafter has followed some of so many requests, in plain steps of all."""
         followed, num_behind = self._followed, 0
         for each in some:
             num_known = max(each.num_computed_tokens, each.num_prompt_tokens)  # a prompt is followed to its end

@@ -103,7 +103,7 @@ class EagleHead(nn.Module):
         self.register_buffer("d2t", own_ids)
 
     def fused(self, hidden: torch.Tensor, features: list[torch.Tensor]) -> torch.Tensor:
-        """What the model computed at some positions, as one feature each, [num_tokens, hidden_size]."""
+        """Return what the model computed at some positions, as one feature each, [num_tokens, hidden_size]."""
         if not self.config.is_third:
             return hidden
         if self.fc_norm:

@@ -36,7 +36,7 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What a config.json of an EAGLE head says, and what its tensors do.
+    """Describe what a config.json of an EAGLE head says, and what its tensors do.
 
     Attributes:
         llama: of its layer.

@@ -94,7 +94,7 @@ RULES = {rule.name: rule for rule in _RULES}
 
 @dataclass(frozen=True, slots=True)
 class Losslessness:
-    """What `check` found.
+    """Describe what `check` found.
 
     Attributes:
         num_samples: pairs drawn.
@@ -307,7 +307,7 @@ class _Experiment:
 
 
 def _at(tree: DraftTree, place: int, samples: _Samples, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tokens stand before the ones that come after a place, and the last of them, [n] each."""
+    """Return how many tokens stand before the ones that come after a place, and the last of them, [n] each."""
     if place == 0:
         return samples.lengths, samples.previous
     return samples.lengths + tree.depths[place - 1], drafts[:, place - 1]

@@ -30,7 +30,7 @@ from teachllm.spec_decode.head_settings import HeadSettings
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """What Medusa heads are.
+    """Describe what Medusa heads are.
 
     Attributes:
         num_heads: that are used; a checkpoint may hold more.

@@ -32,7 +32,7 @@ _PER_TOKEN, _PER_ROUND = 0.02, 0.3  # of a step's fixed part: how large the line
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is known of a machine beforehand.
+    """Describe what is known of a machine beforehand.
 
     Attributes:
         ratio: (number of requests, levels of drafts) -> what a step takes, to a plain one.
@@ -45,7 +45,7 @@ class Prior:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step with drafts takes.
+    """Describe what a step with drafts takes.
 
     Attributes:
         ratio: to a plain step of as many requests.
@@ -191,11 +191,11 @@ class StepTimes:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a plain step was timed; where prompts are in all of them, it is enough to have seen many."""
+        """Return whether a plain step was timed; where prompts are in all of them, it is enough to have seen many."""
         return self._num_plain > _PATIENCE or any(kind.latest and not kind.levels for kind in self._kinds.values())
 
     def is_known(self, num_requests: int, levels: int) -> bool:
-        """Whether enough such steps were timed."""
+        """Return whether enough such steps were timed."""
         key = num_requests.bit_length(), levels
         kind = self._kinds.get(key)
         return self._num_mixed[key] > 2 * _SETTLES or (kind is not None and len(kind.latest) >= _NEEDED)
@@ -240,12 +240,12 @@ class StepTimes:
         return self._kinds[min(timed)[2:]] if timed else None
 
     def _features(self, num_requests: int, num_tokens: int, levels: int) -> tuple[float, ...]:
-        """What the line is a sum of. The last two are what rounds take beyond `draft_cost` of a plain step each."""
+        """Return the terms of the line. The last two are what rounds take beyond `draft_cost` of a plain step each."""
         cost = self._draft_cost * levels
         return 1.0 + cost, num_tokens + cost * num_requests, levels, levels * num_requests
 
     def _shape(self, num_requests: float, levels: int, num_drafts: float) -> float:
-        """What the line says of a step, or what is known beforehand."""
+        """Return what the line says of a step, or what is known beforehand."""
         if self._line is None:
             return 1.0
         fixed, _, round_of_all, round_of_each = self._line.weights

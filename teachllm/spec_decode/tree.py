@@ -63,7 +63,7 @@ class DraftTree:
 
     @cached_property
     def sees(self) -> tuple[int, ...]:
-        """What the newest token sees of newest token and nodes, and each node: bits."""
+        """Return what the newest token sees of newest token and nodes, and each node: bits."""
         found = [1]
         for node, parent in enumerate(self.parents):
             found.append(found[parent + 1] | 1 << (node + 1))
@@ -88,7 +88,7 @@ class DraftTree:
         return max(map(len, self.children))
 
     def num_levels(self, num_nodes: int) -> int:
-        """How deep its first nodes reach."""
+        """Return how deep its first nodes reach."""
         return self.depths[num_nodes - 1] if num_nodes else 0
 
     def walk(self, sampled: Sequence[int], drafts: Sequence[int]) -> list[int]:

@@ -26,7 +26,7 @@ _WAITS = (32, 1024)  # steps until a length is tried again, at first and at most
 
 
 class Option(NamedTuple):
-    """What so many levels of drafts would bring.
+    """Describe what so many levels of drafts would bring.
 
     Attributes:
         tokens: of a request in a step, in the mean.
@@ -104,7 +104,7 @@ class Trials:
         return self._start(Trial(1, _PROBE, load, request_ids), (0, 0), risk)
 
     def is_due(self, load: int, levels: int) -> bool:
-        """Whether all have waited long enough for a length to be tried; (0, 0) are a few."""
+        """Return whether all have waited long enough for a length to be tried; (0, 0) are a few."""
         return self._num_steps >= self._waits.get((load, levels), (0, 0))[0]
 
     def wait(self, load: int, levels: int) -> None:

@@ -45,7 +45,7 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
 
 
 def _step(line: Line, began: float) -> Iterator[Event]:
-    """What the host did, the step's span, and the counters at its end."""
+    """Yield what the host did, the step's span, and the counters at its end."""
     number, start, end = line["step"], line["time"] - began, line["end"] - began
     arrived = end - line["update"]
     parts = {"schedule": start, "execute": start + line["schedule"], "wait": arrived - line["wait"], "update": arrived}
@@ -73,7 +73,7 @@ def _names_of_ranks(trace: Trace) -> Iterator[Event]:
 
 
 def _ranks(line: Line, began: float) -> Iterator[Event]:
-    """What each rank did in a step; a slice that lies in another one is drawn below it."""
+    """Yield what each rank did in a step; a slice that lies in another one is drawn below it."""
     name = f"step {line['step']}" if "step" in line else "empty step"
     for rank, told in enumerate(line.get("ranks", ())):
         row, begin, end = rank + 1, told["begin"] - began, told["end"] - began

@@ -90,7 +90,7 @@ def spans_of(told: Line) -> Iterator[tuple[str, float, float]]:
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """How long any of them lasts."""
+    """Return how long any of them lasts."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(end - max(begin, until), 0.0)

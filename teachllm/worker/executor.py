@@ -27,7 +27,7 @@ class PendingOutput(Protocol):
 
 
 class Executor(Protocol):
-    """What the engine needs of whatever computes.
+    """Define what the engine needs of whatever computes.
 
     Attributes:
         num_blocks: KV blocks it has.

@@ -28,12 +28,12 @@ _CPU_DEFAULT_BYTES = 1 << 30
 
 
 def kv_cache_specs(model: ModelConfig) -> list[KVCacheSpec]:
-    """What each layer keeps per token."""
+    """Return what each layer keeps per token."""
     return [KVCacheSpec(model.num_kv_heads, model.head_size, model.kv_bytes, window) for window in model.windows]
 
 
 def attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
-    """What the layers' attention over this cache must take."""
+    """Return what the layers' attention over this cache must take."""
     return AttentionNeeds(
         num_heads=model.num_attention_heads,
         num_kv_heads=model.num_kv_heads,

@@ -77,7 +77,7 @@ def enable_kv_quantization(module: nn.Module, specs: Sequence[KVCacheSpec], devi
 
 
 def layers_of(drafter: ModelDrafter) -> nn.Module:
-    """What a drafter's layers are in."""
+    """Return what a drafter's layers are in."""
     module: nn.Module = drafter.head if isinstance(drafter, Eagle) else drafter.model  # type: ignore[attr-defined]
     return module
 

@@ -39,7 +39,7 @@ class PromptLogprobs:
         self._asked.pop(row, None)
 
     def any_due(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> bool:
-        """Whether a step computes positions that predict prompt tokens of a request that asks."""
+        """Return whether a step computes positions that predict prompt tokens of a request that asks."""
         if not self._asked:
             return False
         return any(

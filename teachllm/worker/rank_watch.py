@@ -46,7 +46,7 @@ class RankWatch:
         return WatchedStep(self._coords, self._began, end, *self._take(), device)
 
     def _take(self) -> tuple[Counts, list[tuple[str, Any, Any]]]:
-        """What was exchanged, from now on nothing."""
+        """Return what was exchanged, from now on nothing."""
         spans, self._traffic.spans = self._traffic.spans or [], []
         return self._traffic.take(), spans
 
@@ -89,7 +89,7 @@ class WatchedStep:
 
 
 def _moment_on_device() -> torch.cuda.Event:
-    """When the device comes to what is launched next."""
+    """Return when the device comes to what is launched next."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -112,7 +112,7 @@ class Worker:
         return watched
 
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        """As `GPUModelRunner.record_ahead`; there is nothing to record on a CPU."""
+        """Implement `GPUModelRunner.record_ahead`; there is nothing to record on a CPU."""
         return self._runner.record_ahead(sizes, is_adaptive) if isinstance(self._runner, GPUModelRunner) else None
 
     def wait(self) -> None:

@@ -44,7 +44,7 @@ class Rows:
         return row
 
     def opening(self, row: int) -> int:
-        """How many requests a row has had: which of them it is."""
+        """Return how many requests a row has had."""
         return int(self._openings[row])
 
     def opened_rows(self, rows: Sequence[int]) -> list[OpenedRow]:

@@ -130,4 +130,4 @@ def test_bench_writes_and_shows_it(teachllm, tmp_path: Path, monkeypatch: pytest
     assert found["is_synthetic"] is False
     assert found["acceptance"] == found["num_accepted_tokens"] / found["num_draft_tokens"]
     shown = " ".join(result.stdout.split())
-    assert "With warm-up, speculation:" in shown and "plain decoding, a token a step" in shown
+    assert "With warm-up, speculation:" in shown and "plain decoding, a token per step" in shown

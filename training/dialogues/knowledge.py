@@ -62,7 +62,7 @@ def first_sentence(text: str) -> str:
 
 
 def has_keys(text: str, keys: list[str] | tuple[str, ...]) -> bool:
-    """Whether every key term occurs; "a|b" is satisfied by either."""
+    """Return whether every key term occurs; "a|b" is satisfied by either."""
     lower = text.lower()
     return all(any(option in lower for option in key.split("|")) for key in keys)
 

@@ -82,7 +82,7 @@ class AttachedServer:
 
     @property
     def notice(self) -> str | None:
-        """What should be known of the trace as it is shown."""
+        """Return what should be known of the trace as it is shown."""
         return self._lost or self._missing
 
     def follow(self) -> None:

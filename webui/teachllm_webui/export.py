@@ -54,7 +54,7 @@ class Assets:
 
 
 def assets() -> Assets:
-    """What a page needs to call `teachllm.mount(element, {lines})`; Plotly is apart, see `plotly_script`."""
+    """Return what a page needs to call `teachllm.mount(element, {lines})`; Plotly is apart, see `plotly_script`."""
     script = "\n".join((VIEW / name).read_text(encoding="utf-8") for name in SCRIPTS)
     return Assets(script, (VIEW / "view.css").read_text(encoding="utf-8"))
 

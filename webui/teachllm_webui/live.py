@@ -95,7 +95,7 @@ class LiveRun:
     # -- requests ------------------------------------------------------------------------------------------
 
     def knows(self, name: str) -> bool:
-        """Whether a request has had this name, or will."""
+        """Return whether a request has had this name, or will."""
         return name in self._names
 
     def submit(self, request: PlannedRequest) -> None:
@@ -118,7 +118,7 @@ class LiveRun:
         return self.inspect(lambda engine: (self.log.upto(), list(self._planned)))
 
     def inspect(self, read: Callable[[Engine], T]) -> T:
-        """What something reads off the engine, between two steps."""
+        """Return what something reads off the engine, between two steps."""
         return self._llm.call(lambda: read(self._engine)).result()
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class Page:
 
 
 def server_functions(session: LiveSession) -> list[Callable[..., Any]]:
-    """What the page's script can call. Each takes one object, or nothing; a refusal is an answer with `error`."""
+    """Return the functions that the page's script can call. Each takes one object or nothing; a refusal has `error`."""
 
     def news(seen: Mapping[str, Any]) -> Answer:
         wait_s = POLL_S if seen.get("wait") else 0.0

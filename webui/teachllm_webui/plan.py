@@ -55,7 +55,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run begins with.
+    """Describe what a run begins with.
 
     Attributes:
         make_engine: given the sink of its trace; loading happens here.

@@ -65,7 +65,7 @@ def drop(sides: Sequence[Timeline], kept: Sequence[Timeline]) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a tab has: of which generation, how many lines of each trace, and which status."""
+    """Describe what a tab has: of which generation, how many lines of each trace, and which status."""
 
     generation: int = -1
     cursors: Sequence[int] = ()
@@ -74,7 +74,7 @@ class Seen:
 
 @dataclass
 class Status:
-    """What a tab shows around the views.
+    """Describe what a tab shows around the views.
 
     Attributes:
         title, look_at: what runs, and what to look at.

@@ -174,7 +174,7 @@ def serve(
 
 
 def _objectives(goodput: Sequence[str] | None, more: Sequence[str] | None) -> list[str]:
-    """What stands behind one `--goodput`, as vLLM has it, or behind several."""
+    """Return what stands behind one `--goodput`, as vLLM has it, or behind several."""
     if more and not goodput:
         raise ValueError(f"{more[0]!r} belongs to no flag (--help lists them)")
     return [*(goodput or ()), *(more or ())]

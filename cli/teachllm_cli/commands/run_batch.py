@@ -136,7 +136,7 @@ def _open_input(name: str) -> BinaryIO:
 
 
 def _check_output(name: str, input_name: str) -> bool:
-    """Whether there is such a file.
+    """Return whether there is such a file.
 
     Raises:
         ValueError: there cannot be one.

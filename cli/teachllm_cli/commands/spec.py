@@ -111,7 +111,7 @@ def _figures(found: Sequence[Losslessness]) -> Table:
 
 
 def _pictures(found: Sequence[Losslessness]) -> Table:
-    """How likely each token of the vocabulary is to come first: a bar each. And the verdict."""
+    """Draw how likely each token of the vocabulary is to come first, a bar each, and the verdict."""
     from rich.text import Text
 
     table = _table("first token", "expected", "found", "verdict")

@@ -46,7 +46,7 @@ class StreamedAnswer:
 
 
 class Answerer(Protocol):
-    """Who answers.
+    """Define a client that answers a conversation.
 
     Attributes:
         name: of the model.

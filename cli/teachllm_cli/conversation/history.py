@@ -29,7 +29,7 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
 
     def messages(self, question: str) -> list[Message]:
-        """What to send for the next answer."""
+        """Return what to send for the next answer."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             messages.append({"role": "user", "content": turn.user})

@@ -167,7 +167,7 @@ class OpenAIClient:
 
 
 def _events(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """What stands behind `data:`; other lines are comments, names of events, or empty."""
+    """Yield what stands behind `data:`; other lines are comments, names of events, or empty."""
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -187,7 +187,7 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 def _message(content: bytes) -> tuple[str, Any]:
-    """What an error says, and its code: {"error": {"message", "code"}} to OpenAI, less to others."""
+    """Return what an error says, and its code: {"error": {"message", "code"}} to OpenAI, less to others."""
     try:
         found = json.loads(content)
     except ValueError:

@@ -79,7 +79,7 @@ def _flags() -> Iterator[inspect.Parameter]:
 
 
 def _read(name: str, given: Any) -> Any:
-    """What a flag's text stands for.
+    """Return what a flag's text stands for.
 
     Raises:
         ValueError: it should be a JSON object, and is none.

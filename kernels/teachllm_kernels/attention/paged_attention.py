@@ -30,7 +30,7 @@ _PADDING_WORTH_A_LAUNCH = 512
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """What the queries of one sequence see if some of its last tokens are a tree of drafts.
+    """Describe what the queries of one sequence see if some of its last tokens are a tree of drafts.
 
     Attributes:
         base: index of the first key in the mask; all keys before it are seen.

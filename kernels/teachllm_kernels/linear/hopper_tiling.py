@@ -33,7 +33,7 @@ _SIZES_OF_NARROW_PARTS = (*_SMALL_SIZES, (64, 32, 0), (_ONE_BLOCK, 64, 0), (MAX_
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is divided.
+    """Describe how a product is divided.
 
     Attributes:
         rows: rows of x per program: a power of two.

@@ -52,7 +52,7 @@ def strip(tokenizer: Tokenizer, token_ids: Sequence[int], per_row: int = 16) -> 
 
 @dataclass(frozen=True)
 class Inside:
-    """What one pass over a sequence computes, position by position.
+    """Describe what one pass over a sequence computes, position by position.
 
     Attributes:
         token_ids: that went in.
@@ -71,7 +71,7 @@ class Inside:
         return self.logits[-1].argmax(dim=-1).tolist()
 
     def lens(self, last: int = 8) -> Picture:
-        """What the output head would say of each state, were the model to end there: of the last few positions."""
+        """Return the output head's best tokens for each state of the last positions, as if the model ended there."""
         best = self.logits[:, -last:].softmax(dim=-1).max(dim=-1)
         num_rows, num_columns = best.values.shape
         figure, ax = axes(1.6 + 1.05 * num_columns, 0.9 + 0.42 * num_rows)
@@ -131,7 +131,7 @@ def look_inside(watch: Watch, token_ids: Sequence[int]) -> Inside:
 
 
 def life_of_a_request() -> Picture:
-    """Who has a request when, from the HTTP call to the words of the answer."""
+    """Draw which part of the engine has a request when, from the HTTP call to the words of the answer."""
     lanes = ("API server: HTTP and text", "engine core: who computes what", "worker: model and KV cache")
     figure, ax = axes(10, 4.6)
     for lane, name in enumerate(lanes):
@@ -206,7 +206,7 @@ def streamed(tokenizer: Tokenizer, text: str) -> list[tuple[str, str, str]]:
 
 
 def seconds_per_token(watch: Watch, lengths: Sequence[int], steps: int = 2) -> list[float]:
-    """How long the engine takes for one more token behind so many, the fastest of a few steps."""
+    """Return how long the engine takes for one more token behind so many, the fastest of a few steps."""
     some = watch.ids("Why does one more token take as long as it does?") * (1 + max(lengths) // 16)
     found = []
     for length in lengths:

@@ -27,7 +27,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one layer's attention was given in one step, and what came of it.
+    """Describe what one layer's attention was given in one step, and what came of it.
 
     Attributes:
         q: [num_tokens, num_heads, head_size].
@@ -94,7 +94,7 @@ class StaleQuery(ReferenceBackend):
 
 
 def attention_picture(texts: Sequence[str], weights: Mapping[str, torch.Tensor]) -> Picture:
-    """How much each token (a row) takes of each (a column), for some heads; what it must not see is left out."""
+    """Draw how much each token (a row) takes of each (a column), for some heads; masked tokens are left out."""
     figure, all_axes = axes(4.9 * len(weights), 4.2, ncols=len(weights), squeeze=False)
     names, count = [shown(text) for text in texts], len(texts)
     for number, (ax, (name, each)) in enumerate(zip(all_axes.flat, weights.items(), strict=True)):
@@ -117,7 +117,7 @@ def attention_picture(texts: Sequence[str], weights: Mapping[str, torch.Tensor])
 
 
 def work_picture(watch: Watch, name: str) -> Picture:
-    """Which positions of a request each step computed: for the first time, or once more."""
+    """Return which positions of a request each step computed: for the first time, or once more."""
     steps = [line for line in watch.trace.lines if line["event"] == "step"]
     scheduled_requests = [
         scheduled for step in steps for scheduled in step["scheduled"] if scheduled["request_id"] == name
@@ -160,7 +160,7 @@ MODELS: dict[str, tuple[int, int, int]] = {
 
 
 def kv_bytes(num_layers: int, num_kv_heads: int, head_size: int, dtype_bytes: int = 2) -> int:
-    """What one token takes in the caches of all layers."""
+    """Return what one token takes in the caches of all layers."""
     return num_layers * KVCacheSpec(num_kv_heads, head_size, dtype_bytes).bytes_per_token
 
 

@@ -24,7 +24,7 @@ def reserved(lengths: Sequence[int], granule: int) -> int:
 
 
 def memory_map(lengths: Sequence[int], slot: int, block_size: int) -> Picture:
-    """What each sequence holds and what it uses, in slots of the longest length and in blocks."""
+    """Draw what each sequence holds and what it uses, in slots of the longest length and in blocks."""
     figure, both = axes(8, 0.9 + 0.55 * len(lengths), ncols=2, sharey=True)
     says = []
     for ax, granule, name in zip(both, (slot, block_size), ("slots", "blocks"), strict=True):
@@ -56,7 +56,7 @@ def memory_map(lengths: Sequence[int], slot: int, block_size: int) -> Picture:
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """How an engine's KV memory stands after a step.
+    """Describe how an engine's KV memory stands after a step.
 
     Attributes:
         lengths: tokens in the cache, of each running request.
@@ -93,7 +93,7 @@ def add_a_dozen(watch: Watch) -> None:
 
 
 def contract_my_pool(piece: MakePool) -> int:
-    """What a pool owes the engine, from one block up."""
+    """Check what a pool owes the engine, from one block up."""
     pool = piece(1)
     taken = pool.take(1)
     require(

@@ -175,7 +175,7 @@ BATCHING = Exercise(
 
 
 def seats(lines: Sequence[Line], count: int = PLACES) -> list[list[tuple[str, bool] | None]]:
-    """Who sits where: for each step and place a request and whether it computes its prompt, or None."""
+    """Return, for each step and place, a request and whether it computes its prompt, or None."""
     taken: dict[str, int] = {}
     found: list[list[tuple[str, bool] | None]] = []
     for step in (line for line in lines if line["event"] == "step"):
@@ -269,7 +269,7 @@ def roofline(batches: Sequence[int] = (1, 4, 16, 64, 256, 1024), prompt: int = 2
 
 
 def curves(series: Mapping[str, Mapping[int, float]], points: Mapping[str, Mapping[int, float]]) -> Picture:
-    """What a batch costs and what it brings: ms per step, and tokens/s, over the size of the batch.
+    """Draw what a batch costs and what it brings: ms per step, and tokens/s, over the size of the batch.
 
     Args:
         series: seconds of a step for each size; drawn as lines.

@@ -18,7 +18,7 @@ def _block(*token_ids: int) -> array[int]:
 
 
 def contract_hash_block(piece: HashBlock) -> int:
-    """What a block's hash has to do, from one token up."""
+    """Check what a block's hash must do, from one token up."""
     cases = 0
     one, two = _block(1), _block(2)
     first = piece(ROOT_HASH, one)

@@ -104,7 +104,7 @@ def _require_an_order(piece: KeyOf, first: int, first_level: int, second: int, s
 
 
 def overtaken(overrides: EngineOverrides, num_urgent: int = 24) -> int:
-    """How many of the urgent requests that keep coming begin before one that is not urgent and came first."""
+    """Return how many of the urgent requests that keep coming begin before one that is not urgent and came first."""
     with Watch(overrides=overrides, num_gpu_blocks_override=24, max_model_len=64, max_num_seqs=1) as watch:
         coming = count(1)
         watch.add("patient", "Why?", 2, priority=1)

@@ -75,7 +75,7 @@ def filtered(
 
 
 def num_left(logits: torch.Tensor, **settings: Any) -> int:
-    """How many tokens the engine's filters leave of one row."""
+    """Return how many tokens the engine's filters leave of one row."""
     return int((filtered(logits, **settings) > -math.inf).sum())
 
 
@@ -159,7 +159,7 @@ def _panel(ax: Any, names: Sequence[str], values: Sequence[float], colors: Seque
 
 
 def contract_count_nucleus(piece: CountNucleus) -> int:
-    """How many tokens a nucleus has, from one row of three up."""
+    """Check how many tokens a nucleus has, from one row of three up."""
     cases = 0
     row = [0.5, 0.25, 0.25]
     for top_p, expected, so in (
@@ -359,7 +359,7 @@ def against_temperature(found: Mapping[str, Mapping[float, tuple[float, int]]], 
 
 
 def milliseconds_of_stages(vocab_size: int, num_rows: int = 1, repeats: int = 9) -> dict[str, float]:
-    """What each stage takes on a row of so many logits, fastest of some runs."""
+    """Return what each stage takes on a row of so many logits, fastest of some runs."""
     logits = 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
     ones, p = torch.ones(num_rows), torch.full((num_rows,), 0.9)
     many, history = torch.full((num_rows,), vocab_size), torch.arange(500).repeat(num_rows, 1)

@@ -94,7 +94,7 @@ def draw_roofline(
 
 
 def contract_update(piece: Update) -> int:
-    """What a tile's step has to do, from one tile of two keys up."""
+    """Check what a tile's step has to do, from one tile of two keys up."""
     cases = 0
     for what, (tiles, why) in _CASES.items():
         state = None

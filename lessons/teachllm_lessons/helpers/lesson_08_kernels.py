@@ -86,7 +86,7 @@ def _one_tile(
 
 
 def kernel_device() -> torch.device:
-    """Where kernels run: interpreted on the CPU, or natively on the GPU."""
+    """Return where kernels run: interpreted on the CPU, or natively on the GPU."""
     return torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
 
 

@@ -88,7 +88,7 @@ class FakeCore:
 
 
 def contract_turn(piece: Turn) -> int:
-    """What a loop that runs one step ahead has to do, from no step at all up."""
+    """Check what a loop that runs one step ahead has to do, from no step at all up."""
     cases = 0
     idle = FakeCore(0)
     found = piece(idle)

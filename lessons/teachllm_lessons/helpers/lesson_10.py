@@ -74,7 +74,7 @@ def said_again(watch: Watch) -> list[int]:
 
 
 def _scheduled(watch: Watch, name: str | None) -> list[dict[str, Any]]:
-    """What a request got, step by step; None: all of them."""
+    """Return what a request got, step by step; None: all of them."""
     scheduled_requests = [
         scheduled for line in watch.trace.lines if line["event"] == "step" for scheduled in line["scheduled"]
     ]
@@ -111,7 +111,7 @@ def verification(watch: Watch, noted: Noted, name: str, which: int) -> Picture:
 
 
 def contract_propose(piece: Propose) -> int:
-    """What prompt lookup proposes, from one token up."""
+    """Check what prompt lookup proposes, from one token up."""
     cases = 0
     for tokens, num, expected, so in (
         ([5], 4, [], "nothing stood before"),
@@ -228,7 +228,7 @@ _COINS = 1000
 
 
 def contract_judge(piece: Judge) -> int:
-    """Whether what comes out is distributed as p, in every case as often as possible by a draft."""
+    """Check whether what comes out is distributed as p, in every case as often as possible by a draft."""
     cases = 0
     for p, q, so in (
         ([0.5, 0.5], [0.5, 0.5], "the drafter is the model: every draft is as good as its own"),

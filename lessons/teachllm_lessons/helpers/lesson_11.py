@@ -60,7 +60,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def is_projection(name: str) -> bool:
-    """Whether a tensor is what quantizers round: a layer's matrix, not a norm or the embedding."""
+    """Return whether a tensor is what quantizers round: a layer's matrix, not a norm or the embedding."""
     return ".layers." in name and weights()[name].dim() == 2
 
 
@@ -109,7 +109,7 @@ def packed(bits: int, group_size: int, quantize: Quantize = own) -> str:
 
 
 def answer(model: str = EMBEDDED_MODEL, question: str = QUESTION, max_tokens: int = 24, **settings: Any) -> str:
-    """What the engine says with a model, greedily."""
+    """Return what the engine says with a model, greedily."""
     with Watch(model, num_gpu_blocks_override=24, max_model_len=192, dtype="float32", **settings) as watch:
         watch.add("A", question, max_tokens)
         return watch.run().text("A")
@@ -119,7 +119,7 @@ def answer(model: str = EMBEDDED_MODEL, question: str = QUESTION, max_tokens: in
 
 
 def documented() -> dict[str, dict[str, float]]:
-    """What `teachllm quantize --compare` found on all of the held-out text, from docs/quantization.md: MB, nats."""
+    """Return MB and nats that `teachllm quantize --compare` found on the held-out text, from docs/quantization.md."""
     text = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?:original, )?`?([\w -]+?)`? \| ([\d.]+) \|[^|]*\|[^|]*\| ([\d.]*)", text, re.MULTILINE)
     return {name: {"MB": float(size), "nats": float(nats or 0)} for name, size, nats in rows}
@@ -140,7 +140,7 @@ def on_a_gpu() -> tuple[dict[str, dict[str, dict[str, float]]], str]:
 
 
 def kv_blocks(num_bytes: int = 1 << 20, **settings: Any) -> tuple[int, Watch]:
-    """How many blocks of 16 tokens fit into so many bytes; and the engine, in bfloat16."""
+    """Return how many blocks of 16 tokens fit into so many bytes; and the engine, in bfloat16."""
     watch = Watch(kv_cache_memory_bytes=num_bytes, max_model_len=128, dtype="bfloat16", **settings)
     return watch.trace.header["num_blocks"], watch
 
@@ -162,7 +162,7 @@ def tensor_bytes(folder: str | Path) -> dict[str, int]:
 
 
 def nearest_4_bits() -> Path:
-    """What `teachllm quantize --method rtn` makes of teachlm: 4 bits, a scale for each 128 inputs."""
+    """Return what `teachllm quantize --method rtn` makes of teachlm: 4 bits, a scale for each 128 inputs."""
     from transformers.utils import logging
 
     from teachllm.quantization.algorithms.quantize import quantize_model

@@ -53,7 +53,7 @@ def loss(model: str = EMBEDDED_MODEL) -> Loss:
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """What a layer's output is off by, as a part of it, in the same grid.
+    """Describe what a layer's output is off by, as a part of it, in the same grid.
 
     Attributes:
         layer: its name.

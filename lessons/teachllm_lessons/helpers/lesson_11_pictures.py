@@ -112,7 +112,7 @@ class Together:
         return "\n".join(f"{name}: {''.join(token for token, _ in said)}" for name, said in self.said())
 
     def sure(self) -> Picture:
-        """How sure each model was of each token that it said."""
+        """Return how sure each model was of each token that it said."""
         figure, ax = axes(9, 2.6)
         for index, (name, said) in enumerate(self.said()):
             ax.plot(

@@ -60,7 +60,7 @@ def ask(watch: Watch, count: int = len(QUESTIONS), max_tokens: int = 12, names: 
 
 
 def exchanged(steps: Sequence[Line]) -> str:
-    """What rank 0 exchanged in the last step: how often, and how."""
+    """Return what rank 0 exchanged in the last step: how often, and how."""
     sent = steps[-1]["ranks"][0]["sent"]
     return ", ".join(f"{calls} x {operation}" for operation, (calls, _) in sent.items())
 
@@ -228,7 +228,7 @@ def on_gpus() -> tuple[dict[str, dict[str, dict[str, float]]], str]:
 
 
 def contract_choose_replica(piece: Choose) -> int:
-    """Who gets the next request, from one replica up."""
+    """Check which replica gets the next request, from one replica up."""
     cases = 0
     for waiting, running, expected, why in (
         ([0], [0], 0, "there is only one"),

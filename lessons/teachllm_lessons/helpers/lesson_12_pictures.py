@@ -46,7 +46,7 @@ def draw_split() -> Picture:
 
 
 def draw_ranks(steps: Sequence[Line]) -> Picture:
-    """What each rank did: computes in the colour of its step, exchanges pale, the rest of the time hatched."""
+    """Draw what each rank did: computing in the colour of its step, exchanges pale, the rest of the time hatched."""
     from matplotlib.patches import Rectangle
 
     begin = min(told["begin"] for step in steps for told in step["ranks"])
@@ -85,7 +85,7 @@ def draw_ranks(steps: Sequence[Line]) -> Picture:
 
 
 def draw_experts(load: Sequence[Sequence[int]], num_ranks: int = 2) -> Picture:
-    """Who does how much: a row for each layer, a column for each expert, a line between ranks."""
+    """Draw how much each expert does: a row per layer, a column per expert, a line between ranks."""
     figure, ax = axes(9, 0.9 + 0.36 * len(load))
     values = torch.tensor(load).float()
     largest, count = float(values.max()), values.shape[1]
@@ -125,7 +125,7 @@ _WAYS = {"tp2": "tensor parallel 2", "pp2": "pipeline parallel 2", "dp2": "data 
 
 
 def draw_gains(ways: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Picture:
-    """How many times as good as one GPU two of them are."""
+    """Draw how many times as good as one GPU two of them are."""
     figure, ax = axes(9.5, 3.6)
     told = []
     for index, (way, name) in enumerate(_WAYS.items()):

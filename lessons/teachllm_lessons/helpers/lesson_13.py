@@ -44,7 +44,7 @@ def top() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Served:
-    """What it took to serve the workload.
+    """Describe what it took to serve the workload.
 
     Attributes:
         steps: turns of the loop in which something was computed.
@@ -73,7 +73,7 @@ def serve(settings: Settings) -> Served:
 
 
 def contract_settings(piece: Callable[[], Settings]) -> int:
-    """What may be turned and how far; nothing runs yet."""
+    """Check what may be turned and how far; nothing runs yet."""
     from teachllm.config import EngineConfig
 
     settings = piece()

@@ -182,7 +182,7 @@ async def _read(stream: aiohttp.StreamReader, record: Record, now: Callable[[], 
 
 
 def _payloads(lines: list[bytes]) -> Iterator[bytes]:
-    """What stands behind `data:`; other lines are comments, names of events, or empty."""
+    """Yield what stands behind `data:`; other lines are comments, names of events, or empty."""
     for line in lines:
         if line.startswith(b"data:"):
             yield line[5:].strip()

@@ -28,7 +28,7 @@ _WORDS = str.split(
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one request asks.
+    """Describe what one request asks.
 
     Attributes:
         content: text, or token ids.

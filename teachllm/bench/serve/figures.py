@@ -73,7 +73,7 @@ def milliseconds(records: Sequence[Record], metric: str) -> list[float]:
 
 
 def meets(record: Record, objectives: Mapping[str, float]) -> bool:
-    """Whether a finished request is within every objective, in milliseconds. A single token has no TPOT to miss."""
+    """Return whether a finished request meets every objective, in milliseconds. A single token has no TPOT to miss."""
     return all(1000 * (getattr(record, f"{metric}_s") or 0.0) <= limit for metric, limit in objectives.items())
 
 
@@ -83,7 +83,7 @@ def figures(
     metrics: Sequence[str] = tuple(METRICS),
     percentiles: Sequence[float] = (50, 90, 99),
 ) -> dict[str, Any]:
-    """What `--output-json` begins with. Rates are of finished requests over the whole duration; no times are None.
+    """Return the first part of `--output-json`. Rates are of finished requests over the duration; no times are None.
 
     Args:
         objectives: as `parse_objectives` gives them; without any there is no goodput.
@@ -122,7 +122,7 @@ def figures(
 
 
 def details(load: Load) -> dict[str, Any]:
-    """What `--save-detailed` adds: of every request, in the order of arrival, seconds from the start of the load."""
+    """Return what `--save-detailed` adds: per request, in the order of arrival, seconds from the start of the load."""
     records = load.records
     return {
         "arrivals": [r.due_s for r in records],
@@ -137,7 +137,7 @@ def details(load: Load) -> dict[str, Any]:
 
 
 def most_at_once(records: Sequence[Record]) -> int:
-    """How many requests were sent and not ended at the same time."""
+    """Return how many requests were sent and not ended at the same time."""
     events = sorted([(r.end_s, -1) for r in records] + [(r.sent_s, 1) for r in records])
     num_open = most = 0
     for _, change in events:

@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Load:
-    """What a run brought.
+    """Describe what a run brought.
 
     Attributes:
         model: that was asked.
@@ -53,7 +53,7 @@ class Load:
         return [record for record in self.records if record.error]
 
     def doubts(self) -> list[str]:
-        """Where the client, not the server, decided what was measured; and where it had to guess."""
+        """Return where the client, not the server, decided what was measured; and where it had to guess."""
         found = []
         if self.busy > _BUSY:
             found.append(
@@ -72,7 +72,7 @@ class Load:
 
 
 def run(main: Coroutine[Any, Any, _Result]) -> _Result:
-    """As `asyncio.run`, on uvloop where it is installed."""
+    """Do the same as `asyncio.run`, on uvloop where it is installed."""
     factory = None
     with contextlib.suppress(ImportError):
         import uvloop

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request. Times are seconds from the start of the load.
+    """Describe what became of one request. Times are seconds from the start of the load.
 
     Attributes:
         due_s: when it was to arrive.
@@ -62,5 +62,5 @@ class Record:
 
     @property
     def late_s(self) -> float:
-        """How much later than it should it was sent; that is the client's doing."""
+        """Return how much later than it should it was sent; that is the client's doing."""
         return self.sent_s - max(self.due_s, self.free_s)

@@ -29,7 +29,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def device_name(device: str) -> str:
-    """What a device is called: "NVIDIA H200", or a CPU's model (or architecture) and threads."""
+    """Return what a device is called: "NVIDIA H200", or a CPU's model (or architecture) and threads."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return f"{_cpu_model() or platform.machine()}, {torch.get_num_threads()} threads"
@@ -51,7 +51,7 @@ def known_ceilings(device: str, dtype: str) -> Ceilings | None:
 
 
 def at_best(measured: Ceilings) -> Ceilings:
-    """What was measured, or the best known, where that is higher."""
+    """Return what was measured, or the best known, where that is higher."""
     return _best([measured, known_ceilings(measured.device, measured.dtype) or measured])
 
 

@@ -16,7 +16,7 @@ from teachllm.core.scheduler_output import SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """How things stand, and what has been counted since these were last asked for.
+    """Hold the state of an engine, and what has been counted since it was last asked for.
 
     Attributes:
         num_running, num_waiting: requests; completions of one request count each.
@@ -54,7 +54,7 @@ class StepStats:
         return replace(later, **_sums([self, later]))
 
     def without_counts(self) -> StepStats:
-        """How things stand alone."""
+        """Return the state without the counts."""
         return replace(self, **_sums([]))
 
 
@@ -119,7 +119,7 @@ class StepCounter:
                 self._num_with[update.num_accepted] += 1
 
     def take(self, scheduler: Scheduler) -> StepStats:
-        """What there is to tell; counting begins anew."""
+        """Return what there is to tell; counting begins anew."""
         most = max(self._num_with, default=0)
         per_pos = list(accumulate(self._num_with[i] for i in range(most, 0, -1)))[::-1]
         stats = StepStats(

@@ -21,7 +21,7 @@ class StepRoofline:
         self._model = model
 
     def work(self, plan: SchedulerOutput, num_held: int) -> Work:
-        """What a plan cannot do without; `num_held` as in `StepShape`."""
+        """Return what a plan cannot do without; `num_held` as in `StepShape`."""
         scheduled_requests = plan.scheduled
         query_lens = [scheduled.num_tokens for scheduled in scheduled_requests]
         kv_lens = [scheduled.start + scheduled.num_tokens for scheduled in scheduled_requests]

@@ -36,8 +36,8 @@ class StepTraffic:
         self._spreads = layout.replicas > 1
 
     def expected(self, plan: SchedulerOutput, requests: Mapping[str, Request]) -> list[Counts]:
-        """As `step_bytes`, of each rank. What goes to other replicas' experts is not known beforehand and left out, as
-        is what sampling on a GPU takes.
+        """Return `step_bytes` of each rank. What goes to other replicas' experts is not known beforehand and left out,
+        as is what sampling on a GPU takes.
 
         Args:
             requests: those that have not ended. Of others it is not known whether they have filters.
@@ -70,7 +70,7 @@ class StepTraffic:
         return found
 
     def _num_candidates(self, request: Request | None) -> int:
-        """How many tokens a request's filters may leave; 0: it has none, or draws nothing."""
+        """Return how many tokens a request's filters may leave; 0: it has none, or draws nothing."""
         if request is None or request.sampling_params.greedy:
             return 0
         params = request.sampling_params

@@ -1,6 +1,6 @@
-"""The front's end of a core that has a process of its own, or of several such: replicas, see `data_parallel.py`.
+"""Run a core in a process of its own, or several such replicas (`data_parallel.py`): the API process's end.
 
-To `Engine` it is a core like any other, but for three things: it steps by itself, so `step` waits for what it tells;
+To `Engine` it is a core like any other, but for three things: it steps by itself, so `step` waits for its messages;
 `interrupt` ends that wait from another thread; and it can die.
 """
 
@@ -50,7 +50,7 @@ _LAST_WORDS = 100  # milliseconds that what a process said before it ended may t
 
 
 class CoreClient:
-    """A core in processes of its own: `data_parallel_size` of them. All but `interrupt` is for one thread.
+    """Run a core in `data_parallel_size` processes. All methods but `interrupt` are for one thread.
 
     Args:
         trace_sinks: one for each process, or none; called in this thread, and in that of `step`.
@@ -111,7 +111,7 @@ class CoreClient:
         self._num_blocks = min(each.num_blocks for each in ready)  # who fits into one replica fits into any
 
     def _start(self, config: EngineConfig) -> None:
-        """Starts the processes. What those that share experts need to meet and to keep step goes with that."""
+        """Start the processes, and pass what replicas that share experts need to meet and to keep step."""
         num_replicas = config.data_parallel_size
         with contextlib.ExitStack() as stack:
             ends: list[LockstepEnd | None] = [None] * num_replicas
@@ -185,7 +185,7 @@ class CoreClient:
         self._numbers[request.request_id] = message.number
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool:
-        """Ends a request; False if it has ended already. What the core still says of it is not passed on."""
+        """End a request; return False if it has ended already. The core's later messages about it are dropped."""
         number = self._numbers.pop(request_id, None)
         if number is None:
             return False
@@ -196,7 +196,7 @@ class CoreClient:
         return True
 
     def step(self) -> list[RequestUpdate]:
-        """What one step of one replica changed; empty if something else, or `interrupt`, ended the wait.
+        """Return the changes of one step of one replica; empty if something else, or `interrupt`, ended the wait.
 
         Raises:
             FailedStepError: the step failed, and the requests that the replica had have ended.
@@ -241,7 +241,7 @@ class CoreClient:
             link.say(ResetPrefixCache())
 
     def count(self) -> None:
-        """It always does."""
+        """Do nothing: the core's processes always count."""
 
     def stats(self) -> StepStats | None:
         if not self._has_news:
@@ -264,7 +264,7 @@ class CoreClient:
             self._waker.send(b"!")
 
     def close(self) -> None:
-        """Ends the processes, and waits for that."""
+        """End the processes and wait for that."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -280,7 +280,7 @@ class CoreClient:
     # -- the processes -------------------------------------------------------------------------------------
 
     def _receive(self) -> tuple[int, FromCore] | None:
-        """Sends what is to be said, and waits for the next message; None if `interrupt` ended the wait.
+        """Send the queued messages and wait for the next one; return None if `interrupt` ended the wait.
 
         Raises:
             EngineDeadError: a process has ended.
@@ -304,7 +304,7 @@ class CoreClient:
         return None
 
     def _end_all(self, why: str) -> NoReturn:
-        """With one replica all end: whoever restarts the engine starts all of them."""
+        """End all replicas with this one: a restart of the engine starts all of them."""
         self._death = why
         for other in self._links:
             if self._in_lockstep:  # it may wait in a step for the one that is gone

@@ -1,7 +1,7 @@
 """What an engine and its core say to each other when a socket lies between them.
 
 Each message is a msgspec struct, packed as MessagePack: typed when it is read, and never code (no pickle). What the
-front has to say it says in lists, a list a turn of its loop; the core says one message per step. A request is
+client has to say it says in lists, one list per turn of its loop; the core sends one message per step. A request is
 named by a number that is never used twice, so that what is still on its way for one that was aborted is not taken for
 another's that got its id.
 """

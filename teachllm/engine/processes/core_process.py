@@ -217,7 +217,7 @@ class CoreProcess:
 
     @property
     def _has_steps(self) -> bool:
-        """Whether there is one to take, of its own or with others."""
+        """Return whether there is one to take, of its own or with others."""
         return self._core.has_unfinished or (self._lockstep is not None and self._lockstep.is_behind)
 
     def _step(self) -> None:

@@ -17,7 +17,7 @@ from teachllm.worker.executor import select_device
 
 
 def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
-    """What one of `data_parallel_size` replicas runs.
+    """Return what one of `data_parallel_size` replicas runs.
 
     Raises:
         ValueError: the replicas need more GPUs than there are.
@@ -54,7 +54,7 @@ def replica_devices(config: EngineConfig) -> list[list[str]]:
 
 
 def share_of_threads(config: EngineConfig) -> int:
-    """How many of this process's PyTorch threads a replica on a CPU takes."""
+    """Return how many of this process's PyTorch threads a replica on a CPU takes."""
     return max(torch.get_num_threads() // config.data_parallel_size, 1)
 
 

@@ -158,7 +158,7 @@ class IncrementalDetokenizer:
         return stop
 
     def _num_held(self) -> int:
-        """How many characters at the end could be the beginning of a stop string."""
+        """Return how many characters at the end could be the beginning of a stop string."""
         if self._include_stop:
             return 0
         text, held = self._settled, 0

@@ -44,7 +44,7 @@ def sanitize_for_terminal(text: str) -> str:
 
 
 class _Backend(Protocol):
-    """What both libraries' tokenizers are reduced to."""
+    """Define what both libraries' tokenizers are reduced to."""
 
     special_ids: frozenset[int]
     vocab_size: int

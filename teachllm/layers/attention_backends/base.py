@@ -17,7 +17,7 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """What is one layer's own.
+    """Hold the settings of one layer.
 
     Attributes:
         scale: multiplies the dot products.
@@ -34,7 +34,7 @@ class AttentionSettings:
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a model and a configuration ask of every layer's attention.
+    """Describe what a model and a configuration ask of every layer's attention.
 
     Attributes:
         dtype: of q, and of K and V before they are written.
@@ -88,4 +88,4 @@ class AttentionBackend(Protocol):
         settings: AttentionSettings,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `layers.attention.paged_attention`; writes to `out`, [num_tokens, num_heads, head_size], if given."""
+        """Compute `layers.attention.paged_attention`; write to `out`, [num_tokens, num_heads, head_size], if given."""

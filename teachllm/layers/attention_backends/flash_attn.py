@@ -77,7 +77,7 @@ def _has_version_3() -> bool:
 
 
 def _options(settings: AttentionSettings) -> dict[str, Any]:
-    """What both versions are told of a layer: `window_size` counts the tokens to the left and right of one's own."""
+    """Return a layer's arguments of both versions: `window_size` counts tokens to the left and right of one's own."""
     window = (-1, -1) if settings.window is None else (settings.window - 1, 0)
     return {
         "softmax_scale": settings.scale,

@@ -31,7 +31,7 @@ class InvariantBackend:
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:
-        """As `TritonBackend.check`."""
+        """Implement `TritonBackend.check`."""
         TritonBackend.check(needs)
 
     def attend(

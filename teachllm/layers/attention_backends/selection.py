@@ -24,12 +24,12 @@ _ON_A_GPU: dict[str, type[AttentionBackend]] = {
 
 
 def is_recordable(name: str | None) -> bool:
-    """Whether CUDA graphs can hold what the backend of this name launches; None chooses among those where they can."""
+    """Return whether CUDA graphs can hold the launches of this backend; None chooses among backends where they can."""
     return name not in _ON_A_GPU or _ON_A_GPU[name].in_graphs
 
 
 def workspace_bytes(name: str | None) -> int:
-    """What the backend of this name keeps on a GPU; None chooses among those that keep nothing."""
+    """Return the bytes that the backend of this name keeps on a GPU; None chooses among backends that keep nothing."""
     return _ON_A_GPU[name].workspace_bytes if name in _ON_A_GPU else 0
 
 

@@ -26,7 +26,7 @@ from teachllm.quantization.rounding import smallest_scale
 
 @dataclass
 class Choices:
-    """What is learned of a weight.
+    """Describe what is learned of a weight.
 
     Attributes:
         offsets: [out, in], -0.5 to 0.5.

@@ -29,7 +29,7 @@ def best_scales(
     spread: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     num_ratios: int = 20,
 ) -> torch.Tensor:
-    """What to multiply the weights of each input with, and to divide the input by.
+    """Return what to multiply the weights of each input with, and to divide the input by.
 
     Args:
         weights: [out, in] of the layers that share the inputs.

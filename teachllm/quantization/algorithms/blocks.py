@@ -156,7 +156,7 @@ def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[DecoderBlo
 
 @torch.no_grad()
 def enter(model: Any, blocks: list[DecoderBlock], rows: torch.Tensor) -> torch.Tensor:
-    """What the first block gets, [num_rows, seq_len, hidden_size] float32; and what each is called with besides.
+    """Return what the first block gets, [num_rows, seq_len, hidden_size] float32; and what each is called with besides.
 
     No block runs: each is replaced by one that notes its arguments. What else there is becomes float32, too: positions
     lose much in fewer bits. Only the embedding stays as it is, which is large.

@@ -32,7 +32,7 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True)
 class Decoding:
-    """What is timed: so many requests, of so many tokens each, and as many that each generates, at least 2."""
+    """Describe what is timed: so many requests, of so many tokens each, and as many that each generates, at least 2."""
 
     num_requests: int = 8
     prompt_len: int = 32
@@ -155,7 +155,7 @@ def measure(folder: Path, documents: Sequence[Document], decoding: Decoding, **s
 
 
 def differences(original: Scores, other: Scores) -> list[float]:
-    """How much less likely each token has become, in nats."""
+    """Return how much less likely each token has become, in nats."""
     return [p - q for p, q in zip(original.logprobs, other.logprobs, strict=True)]
 
 

@@ -164,7 +164,7 @@ def _candidates(block: DecoderBlock, group: LayerGroup) -> list[LayerGroup]:
 
 
 def _keeps_output(block: DecoderBlock, group: LayerGroup, hidden: torch.Tensor) -> bool:
-    """Whether a copy of the block, folded by random scales, computes the same."""
+    """Return whether a copy of the block, folded by random scales, computes the same."""
     folded = DecoderBlock(block.name, copy.deepcopy(block.module), block.others)
     generator = torch.Generator().manual_seed(0)
     scales = (torch.rand(source_size(block, group), generator=generator) + 0.5).to(hidden.device)

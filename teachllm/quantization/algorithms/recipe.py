@@ -93,12 +93,12 @@ class Recipe:
 
     @property
     def needs_text(self) -> bool:
-        """Whether it looks at a calibration text."""
+        """Return whether it looks at a calibration text."""
         return _OF_TEXT[0] in _settings_of(self.method, self.smoothquant)
 
     @property
     def scales_inputs(self) -> bool:
-        """Whether it divides inputs of layers where they come from."""
+        """Return whether it divides inputs of layers where they come from."""
         return self.method == "awq" or self.smoothquant
 
     @property

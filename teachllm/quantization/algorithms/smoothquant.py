@@ -21,7 +21,7 @@ _SMALLEST = 1e-5
 
 
 def smoothing_scales(weights: Sequence[torch.Tensor], max_abs: torch.Tensor, migration: float = 0.5) -> torch.Tensor:
-    """What to multiply the weights of each input with, and to divide the input by.
+    """Return what to multiply the weights of each input with, and to divide the input by.
 
     Args:
         weights: [out, in] of the layers that share the inputs.

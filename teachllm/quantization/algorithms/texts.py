@@ -105,7 +105,7 @@ def scored_documents(path: Path, tokenizer: Any, seq_len: int) -> list[Document]
 
 
 def _start(tokenizer: Any, seq_len: int) -> list[int]:
-    """What a tokenizer puts before a text."""
+    """Return what a tokenizer puts before a text."""
     start = list(tokenizer("").input_ids)
     if seq_len < len(start) + 2:
         raise ValueError(f"--seq-len {seq_len} is too short: at least {len(start) + 2}")
@@ -139,7 +139,7 @@ def _read(flag: str, path: Path, tokenizer: Any, start: list[int]) -> list[Docum
 
 
 def _conversation(messages: list[dict[str, str]], tokenizer: Any, start: list[int]) -> Document:
-    """What is said last, behind what was said before."""
+    """Return the last turn, after the turns before it."""
     if getattr(tokenizer, "chat_template", None):
         whole = tokenizer.apply_chat_template(messages, tokenize=False)
         before = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)

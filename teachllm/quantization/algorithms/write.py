@@ -29,7 +29,7 @@ _NOT_COPIED = ("config.json", "model.safetensors.index.json", "pytorch_model.bin
 
 @dataclass
 class Made:
-    """What became of a model.
+    """Describe what became of a model.
 
     Attributes:
         blocks: the name of the list of its blocks, "model.layers".
@@ -123,7 +123,7 @@ def pack_layer(recipe: Recipe, quantized: Quantized) -> dict[str, torch.Tensor]:
 
 
 def quantization_config(recipe: Recipe, blocks: str) -> dict[str, Any]:
-    """What config.json says of a checkpoint, for all who read it.
+    """Return what config.json says of a checkpoint, for all who read it.
 
     Args:
         blocks: the name of the list of blocks, "model.layers".

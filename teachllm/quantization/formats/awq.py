@@ -40,7 +40,7 @@ class Awq:
         return f"AWQ (bits 4, group_size {self.group_size})"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """As `Scheme`."""
+        """Implement `Scheme.stored`."""
         check_sizes(self.group_size, in_features)
         if out_features % _PER_WORD:
             raise ValueError(f"AWQ packs {_PER_WORD} outputs to a word, which do not divide it: {LEAVE_OUT}")
@@ -52,19 +52,19 @@ class Awq:
         }
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.read`."""
         qweight, zeros = (_in_order(unpack(tensors[name], 4, dim=1)) for name in ("qweight", "qzeros"))
         is_symmetric = bool((zeros == 8).all())
         of_outputs = None if is_symmetric else zeros.t().to(torch.int32).contiguous()
         return GroupedWeight(qweight.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, 4)
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.quantize`."""
         size = weight.shape[1] if self.group_size == -1 else self.group_size
         return rounding.grouped(weight, 4, size, self.is_symmetric)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """As `Scheme`."""
+        """Implement `Scheme.num_bytes`."""
         return grouped_bytes(4, self.group_size, self.is_symmetric, out_features, in_features)
 
 

@@ -48,7 +48,7 @@ class Packed:
         return f"pack-quantized (num_bits {self.bits}, group_size {self.group_size})"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """As `Scheme`."""
+        """Implement `Scheme.stored`."""
         check_sizes(self.group_size, in_features)
         per_word, groups = WORD // self.bits, num_groups(self.group_size, in_features)
         tensors = {
@@ -62,7 +62,7 @@ class Packed:
         return tensors
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.read`."""
         shape = tensors.get("weight_shape")
         if shape is not None and shape.tolist() != [out_features, in_features]:
             shapes = f"{shape.tolist()}, config.json means {[out_features, in_features]}"
@@ -77,12 +77,12 @@ class Packed:
         return GroupedWeight(qweight, scales, zeros, self.bits, order)
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.quantize`."""
         size = weight.shape[1] if self.group_size == -1 else self.group_size
         return rounding.grouped(weight, self.bits, size, self.is_symmetric, weight.dtype)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """As `Scheme`."""
+        """Implement `Scheme.num_bytes`."""
         return grouped_bytes(self.bits, self.group_size, self.is_symmetric, out_features, in_features)
 
 

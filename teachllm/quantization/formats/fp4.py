@@ -48,7 +48,7 @@ class Fp4:
         return self.kind
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """As `Scheme`."""
+        """Implement `Scheme.stored`."""
         size = _GROUPS[self.kind]
         if in_features % size:
             raise ValueError(f"{self.kind} has groups of {size}, which do not divide its inputs: {LEAVE_OUT}")
@@ -63,7 +63,7 @@ class Fp4:
         return tensors
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.read`."""
         pairs = tensors[self.weight_name]
         qweight = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
         scales = tensors[self.scale_name]
@@ -75,7 +75,7 @@ class Fp4:
         return GroupedWeight(qweight, scales.float(), None, 4, is_e2m1=True)
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.quantize`."""
         size = _GROUPS[self.kind]
         groups = weight.float().unflatten(1, (-1, size))
         needed = groups.abs().amax(dim=2).clamp_min(torch.finfo(torch.float32).tiny) / E2M1[-1]
@@ -91,5 +91,5 @@ class Fp4:
         return GroupedWeight(qweight.to(torch.uint8), scales, None, 4, is_e2m1=True)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """As `Scheme`."""
+        """Implement `Scheme.num_bytes`."""
         return out_features * in_features // 2 + 4 * out_features * (in_features // _GROUPS[self.kind])

@@ -53,7 +53,7 @@ class Gptq:
         return f"GPTQ (bits {self.bits}, group_size {self.group_size})"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """As `Scheme`."""
+        """Implement `Scheme.stored`."""
         check_sizes(self.group_size, in_features)
         per_word = WORD // self.bits
         if in_features % per_word or out_features % per_word:
@@ -67,7 +67,7 @@ class Gptq:
         return tensors | ({"g_idx": Stored((in_features,), INTS, is_optional=True)} if self.has_order else {})
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> GroupedWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.read`."""
         words = tensors["qzeros"]
         if self.adds_to_words and self.stored_offset:
             words = words + _in_each_field(self.bits)  # modulo 2^32
@@ -84,12 +84,12 @@ class Gptq:
         return GroupedWeight(qweight.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, self.bits, order)
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.quantize`."""
         size = weight.shape[1] if self.group_size == -1 else self.group_size
         return rounding.grouped(weight, self.bits, size, self.is_symmetric)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """As `Scheme`."""
+        """Implement `Scheme.num_bytes`."""
         return grouped_bytes(self.bits, self.group_size, self.is_symmetric, out_features, in_features)
 
 
@@ -172,7 +172,7 @@ def check_sizes(group_size: int, in_features: int) -> None:
 
 
 def num_groups(group_size: int, in_features: int) -> int:
-    """Of an output."""
+    """Return the number of groups per output."""
     return 1 if group_size == -1 else in_features // group_size
 
 

@@ -45,7 +45,7 @@ class Scaled:
         return f"{str(self.dtype).removeprefix('torch.')} by {what}"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """As `Scheme`."""
+        """Implement `Scheme.stored`."""
         if not (len(self.block) == 2 and all(isinstance(each, int) and each > 0 for each in self.block)):
             raise ValueError(f"its blocks are {self.block}, not two whole numbers: correct quantization_config")
         dtypes = (*FLOATS, *_EXPONENTS)
@@ -62,7 +62,7 @@ class Scaled:
         return tensors
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> ScaledWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.read`."""
         scales = tensors[self.scale_name]
         if scales.dtype in _EXPONENTS:
             scales = power_of_two(scales)
@@ -73,13 +73,13 @@ class Scaled:
         return ScaledWeight(tensors["weight"], scales.float().reshape(shape), self.activations, static, block)
 
     def quantize(self, weight: torch.Tensor) -> ScaledWeight:
-        """As `Scheme`."""
+        """Implement `Scheme.quantize`."""
         if self.activations is Activations.STATIC:
             raise ValueError("static scales of activations come from a file: set load_format='auto'")
         return rounding.scaled(weight, self.dtype, self.per, self.activations)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """As `Scheme`."""
+        """Implement `Scheme.num_bytes`."""
         if self.per == "block" and self.block != (BLOCK, BLOCK):  # which are dequantized
             return 2 * out_features * in_features
         return out_features * in_features + 4 * out_features

@@ -1,6 +1,6 @@
-"""Schemes (lesson 11): what a format stores of a projection, and how that becomes a quantized weight.
+"""Define schemes (lesson 11): what a format stores of a projection, and how that becomes a quantized weight.
 
-A scheme is one projection's: in one checkpoint some layers have 4 bits, some 8, some none. It names the tensors that a
+A scheme is one projection's: in a checkpoint some layers have 4 bits, some 8, some none. It names the tensors that a
 file holds (`stored`), turns them into a quantized weight (`read`), and can quantize a float weight itself (`quantize`),
 which is how an unquantized checkpoint is quantized while it is loaded.
 """
@@ -30,7 +30,7 @@ NOT_READ = (
 
 
 class Stored(NamedTuple):
-    """A tensor of a projection in a file.
+    """Describe a tensor of a projection in a file.
 
     Attributes:
         shape: -1 is any size.
@@ -46,13 +46,13 @@ class Stored(NamedTuple):
 
 
 class Scheme(Protocol):
-    """How a format stores a projection [out_features, in_features]. Equal schemes read alike.
+    """Define how a format stores a projection [out_features, in_features]. Equal schemes read alike.
 
     `str` of it is for errors: the format, and those of its settings that decide on shapes.
     """
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """Its tensors, by the last part of their names.
+        """Return its tensors, by the last part of their names.
 
         Raises:
             ValueError: such a projection cannot be quantized so; "why: what would do".
@@ -82,7 +82,7 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True)
 class Schemes:
-    """How the projections below a module are quantized.
+    """Describe how the projections below a module are quantized.
 
     Attributes:
         of: the scheme of a projection, by its whole name; None: it is not quantized.
@@ -93,11 +93,11 @@ class Schemes:
     prefix: str = ""
 
     def within(self, name: str) -> Schemes:
-        """Those of a module of this one."""
+        """Return the schemes of a submodule."""
         return Schemes(self.of, self.full_name(name))
 
     def full_name(self, name: str) -> str:
-        """Of a projection or a module of this one."""
+        """Return the full name of a projection or submodule."""
         return f"{self.prefix}.{name}" if self.prefix else name
 
     def __call__(self, name: str) -> Scheme | None:
@@ -112,7 +112,7 @@ UNQUANTIZED = Schemes(unquantized)
 
 
 class Slot:
-    """Where a tensor of a quantized projection goes.
+    """Receive a tensor of a quantized projection.
 
     Attributes:
         part: the quantized weight that it is a part of; None: of none.
@@ -127,7 +127,7 @@ class Slot:
         self.format = str(part.scheme)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """It was read.
+        """Take the tensor that was read.
 
         Raises:
             ValueError: its shape or dtype is not what the format has there.
@@ -174,7 +174,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 class QuantizedWeightLoader:
-    """A projection's quantized weight while it is loaded.
+    """Hold a projection's quantized weight while it is loaded.
 
     Args:
         name: the projection's, for errors.
@@ -209,22 +209,22 @@ class QuantizedWeightLoader:
 
     @property
     def slots(self) -> dict[str, Slot]:
-        """For each tensor that a file may hold, by the last part of its name."""
+        """Return the slot of each tensor that a file may hold, by the last part of its name."""
         return {key: Slot(self, key, each) for key, each in self._stored.items()}
 
     @property
     def device(self) -> torch.device:
-        """The device of its tensors."""
+        """Return the device of its tensors."""
         return self._like.device
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything was read."""
+        """Return whether anything was read."""
         return bool(self._tensors) or self.is_read
 
     @property
     def is_read(self) -> bool:
-        """Whether the quantized weight is complete."""
+        """Return whether the quantized weight is complete."""
         return self._quantized is not None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -237,12 +237,12 @@ class QuantizedWeightLoader:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of this rank's part."""
+        """Return the number of weights in this rank's part."""
         return self._own_shape[0] * self._own_shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that the quantized weight takes on a GPU."""
+        """Return the bytes that the quantized weight takes on a GPU."""
         return self.scheme.num_bytes(*self._own_shape)
 
     def fill_randomly(self, generator: torch.Generator | None) -> None:
@@ -278,13 +278,13 @@ class QuantizedWeightLoader:
         return self._quantized
 
     def _own(self, quantized: Quantized) -> Quantized:
-        """The part that is kept of a whole projection's."""
+        """Return the part of a whole projection that is kept."""
         return quantized if self._own_shape == self._shape else part_of(quantized, *self._cut)
 
 
 @dataclass(frozen=True)
 class OnTheFly:
-    """Quantizes an unquantized checkpoint as it is loaded.
+    """Quantize an unquantized checkpoint as it is loaded.
 
     Attributes:
         of_size: a projection's scheme, by its inputs.
@@ -296,7 +296,7 @@ class OnTheFly:
         return "unquantized weights"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """As `Scheme`."""
+        """Implement `Scheme.stored`."""
         try:
             self.of_size(in_features).stored(out_features, in_features)  # refuses sizes that it cannot take
         except ValueError as error:
@@ -305,13 +305,13 @@ class OnTheFly:
         return {"weight": Stored((out_features, in_features), FLOATS)}
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> Quantized:
-        """As `Scheme`."""
+        """Implement `Scheme.read`."""
         return self.quantize(tensors["weight"])
 
     def quantize(self, weight: torch.Tensor) -> Quantized:
-        """As `Scheme`."""
+        """Implement `Scheme.quantize`."""
         return self.of_size(weight.shape[1]).quantize(weight)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """As `Scheme`."""
+        """Implement `Scheme.num_bytes`."""
         return self.of_size(in_features).num_bytes(out_features, in_features)

@@ -81,7 +81,7 @@ def refused_as(param: str | None = None) -> Iterator[None]:
 
 
 def of_validation(error: ValidationError) -> ApiError:
-    """What pydantic refused: the first field that is wrong, with all that would have been right for it."""
+    """Return what pydantic refused: the first field that is wrong, with all that would have been right for it."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     field = found[0]["loc"][0] if found[0]["loc"] else None
     of_field = [each for each in found if (each["loc"][0] if each["loc"] else None) == field]

@@ -14,7 +14,7 @@ _OWN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_id(given: bytes | None) -> str:
-    """What the client calls it, if that is a plain word; else a new one."""
+    """Return what the client calls it, if that is a plain word; else a new one."""
     return given.decode("ascii") if given is not None and _OWN.fullmatch(given) else uuid4().hex
 
 

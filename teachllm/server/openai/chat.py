@@ -64,7 +64,7 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
 
 
 def _check(request: ChatCompletionRequest, max_logprobs: int) -> int | None:
-    """How many log-probabilities each token gets; None: not even its own."""
+    """Return how many log-probabilities each token gets; None: not even its own."""
     check_streaming(request)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
@@ -79,7 +79,7 @@ def _check(request: ChatCompletionRequest, max_logprobs: int) -> int | None:
 
 
 def _check_tools(request: ChatCompletionRequest, options: ServerOptions) -> bool:
-    """Whether calls of tools are looked for in the answer."""
+    """Return whether calls of tools are looked for in the answer."""
     tools, choice = request.tools or [], request.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):

@@ -17,8 +17,10 @@ _KIND = "text_completion"
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
-    """Attributes:
-    text: what `echo` repeats.
+    """Hold a prompt of a completion request.
+
+    Attributes:
+        text: what `echo` repeats.
     """
 
     token_ids: list[int]
@@ -90,7 +92,7 @@ class CompletionAnswer:
         return list(zip(self._cursors[first : first + self._context.n], output.outputs, strict=True))
 
     def _choice(self, cursor: StreamCursor, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        """What is new of one completion: of one that nothing was told of, everything."""
+        """Return what is new of one completion: of one that nothing was told of, everything."""
         is_first, cursor.has_begun = not cursor.has_begun, True
         prompt = self._prompts[cursor.index // self._context.n]
         text, first_token = cursor.news(completion)
@@ -120,7 +122,7 @@ class CompletionAnswer:
         return choice
 
     def _knows_prompt(self, output: RequestOutput) -> bool:
-        """Whether the prompt is scored, if it has to be told: another completion may be ahead of the one that does."""
+        """Return whether the prompt's scores are known, if asked for: another completion may be ahead of them."""
         return not self._echo or len(output.prompt_logprobs or output.prompt_token_ids) == len(output.prompt_token_ids)
 
     def _event(self, content: dict[str, Any]) -> bytes:

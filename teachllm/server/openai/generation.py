@@ -36,7 +36,7 @@ class Job:
 
 
 class Answer(Protocol):
-    """How outputs are laid out for a client."""
+    """Define how outputs are laid out for a client."""
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         """The one body of an answer that is not streamed."""

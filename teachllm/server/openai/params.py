@@ -28,7 +28,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """What the engine is asked for.
+    """Return what the engine is asked for.
 
     Args:
         recommended: the checkpoint's defaults, under SamplingParams' names.
@@ -74,7 +74,7 @@ def check_streaming(request: Sampling) -> None:
 def check_length(
     num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str, name: str = "max_tokens"
 ) -> int:
-    """How many tokens there may be: `max_tokens`, or without it what the model's length leaves.
+    """Return how many tokens there may be: `max_tokens`, or without it what the model's length leaves.
 
     Args:
         param, name: what the request calls the prompt and `max_tokens`.
@@ -102,7 +102,7 @@ def check_length(
 
 
 def engine_options(request: Sampling, policy: str) -> dict[str, Any]:
-    """What the engine takes beside the parameters.
+    """Return what the engine takes beside the parameters.
 
     Raises:
         ApiError: 400 for a priority that nothing looks at.

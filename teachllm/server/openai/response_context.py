@@ -1,4 +1,4 @@
-"""What the answers of both endpoints have in common: their head, what they tell, and how far it has been told."""
+"""Hold what the answers of both endpoints have in common: their head, their options, and the cursors of streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from teachllm.server.openai.protocol import Sampling
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """
+    """Hold what all chunks of an answer have in common.
+
     Attributes:
         id, created, model: of the answer, and of every chunk of a stream.
         n: completions of a prompt.
@@ -50,7 +51,7 @@ class ResponseContext:
 
 @dataclass(slots=True)
 class StreamCursor:
-    """How much of one completion a stream's client knows.
+    """Describe how much of one completion a stream's client knows.
 
     Attributes:
         before, after: the bytes around the text of a chunk that holds nothing but text.

@@ -41,7 +41,7 @@ class ToolText:
         return deltas
 
     def message(self, deltas: list[dict[str, Any]]) -> dict[str, Any]:
-        """What all deltas come to: the fields of a message."""
+        """Return what all deltas come to: the fields of a message."""
         content = "".join(delta.get("content", "") for delta in deltas)
         calls: dict[int, dict[str, Any]] = {}
         for part in (call for delta in deltas for call in delta.get("tool_calls", ())):

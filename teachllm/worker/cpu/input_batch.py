@@ -88,7 +88,7 @@ class InputBatch(Rows):
         self._num_known[row] = known + len(token_ids)
 
     def row(self, request_id: str) -> int:
-        """Where a request's row is."""
+        """Return where a request's row is."""
         return self._row_of[request_id]
 
     def num_known(self, row: int) -> int:
@@ -129,7 +129,7 @@ class InputBatch(Rows):
         return TreeMask(start, tree.sees[: num_drafts + 1], tuple(start + depth for depth in depths))
 
     def slots(self, row: int, indices: Sequence[int]) -> list[int]:
-        """Where K and V of some of a request's tokens lie."""
+        """Return where K and V of some of a request's tokens lie."""
         places = np.asarray(indices, dtype=np.int64)
         blocks = self._block_table[row, places // self.block_size].astype(np.int64)
         return (blocks * self.block_size + places % self.block_size).tolist()

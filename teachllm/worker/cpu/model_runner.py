@@ -260,7 +260,7 @@ class ModelRunner:
         )
 
     def _taken_load(self) -> list[list[int]] | None:
-        """What was counted in this step, in the layers of this stage and of those before it."""
+        """Return what was counted in this step, in the layers of this stage and of those before it."""
         if self._load is None:
             return None
         load, coords = self._load.clone(), self._ranks.coords
@@ -280,7 +280,7 @@ class ModelRunner:
                 self._batch.append(row, token_ids)
 
     def _synthetic_tokens(self, sampled: torch.Tensor, step: ExecutedStep) -> torch.Tensor:
-        """What each position is said to give in a benchmark: the first draft after it, or not, by a seeded coin."""
+        """Return each position's token in a benchmark: the first draft after it, or another one, by a seeded coin."""
         assert self._synthetic_rate is not None
         nexts: list[int] = []
         for scheduled, drafts in zip(step.plan.scheduled, step.drafts, strict=True):

@@ -91,7 +91,7 @@ class GPUAttention:
         }
 
     def metadata(self, tokens: FlatBatch, can_fuse: bool = True) -> AttentionMetadata:
-        """Where flat tokens read and write; the decodes among them planned.
+        """Return where flat tokens read and write; the decodes among them planned.
 
         Args:
             can_fuse: the layers can leave norm, rotation and KV write to attention, see `AttentionMetadata.is_fused`.

@@ -32,7 +32,7 @@ NUM_STEPS = 4  # whose inputs and outputs are kept on the host: more than are in
 
 @dataclass(slots=True)
 class _Additions:
-    """What is to be written into the rows: runs of values, the prompts' before the others'."""
+    """Describe what is to be written into the rows: runs of values, the prompts' before the others'."""
 
     places: list[int] = field(default_factory=list)
     lens: list[int] = field(default_factory=list)
@@ -216,7 +216,7 @@ class DeviceBatch(Rows):
         self._received.append((self._pending_remote.pop(number).of(samples), token_ids))
 
     def _take_received(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Where to write what was received, number by number, and the numbers: tokens, and how many are known then."""
+        """Return the places to write received numbers to, and the numbers: tokens, and how many are known then."""
         places, values = [], []
         for sampled, token_ids in self._received:
             is_there = self._openings[sampled.rows] == sampled.openings  # or the row is another request's by now
@@ -367,7 +367,7 @@ class DeviceBatch(Rows):
         )
 
     def histories(self, positions: slice, places: Sequence[int]) -> torch.Tensor | None:
-        """What stands before some positions that are sampled from; None: what their rows say.
+        """Return what stands before some positions that are sampled from; None: what their rows say.
 
         Nodes of a tree lie side by side in a row, but only those of one path follow each other.
 

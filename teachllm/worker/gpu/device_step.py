@@ -13,7 +13,7 @@ _LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 
 @dataclass(slots=True, frozen=True)
 class DeviceStep:
-    """What the host knows of a step.
+    """Describe what the host knows of a step.
 
     Attributes:
         rows: the request row of each scheduled request.

@@ -209,7 +209,7 @@ class GPUModelRunner:
             self._sampling.mover = KVMover([*self._kv_caches, *draft_caches])
 
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        """As `GraphRunner.record_ahead`."""
+        """Implement `GraphRunner.record_ahead`."""
         return self._graph_runner.record_ahead(sizes, is_adaptive, self.memory.num_blocks)
 
     def close(self) -> None:

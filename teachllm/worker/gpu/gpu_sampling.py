@@ -101,7 +101,7 @@ class GPUSampling:
         return outputs
 
     def _proposals(self, num_seqs: int, num_logits: int, verifies: bool) -> Proposals | None:
-        """What positions were proposed by drawing."""
+        """Return what positions were proposed by drawing."""
         return self._drafting.proposals(num_seqs, num_logits) if self._drafting is not None and verifies else None
 
     def _take(self, sampled: torch.Tensor, num_seqs: int) -> None:

@@ -74,7 +74,7 @@ def predict_needs(
 def activation_bytes(
     config: EngineConfig, model: ModelConfig, device: torch.device, drafter: DrafterConfig | None = None
 ) -> int:
-    """What a step keeps alive at its peak, at most."""
+    """Return what a step keeps alive at its peak, at most."""
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     assert num_tokens and num_seqs
     size, speculation = dtype_bytes(model.dtype), config.speculative_config
@@ -132,14 +132,14 @@ def ungated_bytes(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def _is_gated(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """Whether `hopper_gated_linear` runs in the step of most tokens; `Linear.gated` decides."""
+    """Return whether `hopper_gated_linear` runs in the step of most tokens; `Linear.gated` decides."""
     assert config.max_num_batched_tokens
     is_large = config.max_num_batched_tokens >= FROM_ROWS
     return is_large and dtype_bytes(model.dtype) == 2 and not config.batch_invariant and has_hopper(device)
 
 
 def sampling_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What sampling takes beside the logits, at most."""
+    """Return what sampling takes beside the logits, at most."""
     num_seqs, max_len = config.max_num_seqs, config.max_model_len
     assert num_seqs and max_len
     per_row = _LOGITS_COPIES * 4 * model.vocab_size + _BYTES_OF_HISTORY * max_len
@@ -148,7 +148,7 @@ def sampling_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def buffer_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None = None) -> int:
-    """What a runner keeps from step to step beside weights and KV."""
+    """Return what a runner keeps from step to step beside weights and KV."""
     rows, budget, nowhere = config.max_num_seqs, config.max_num_batched_tokens, torch.device("meta")
     assert rows and budget
     tree = None if config.speculative_config is None else DraftTree.of_config(config.speculative_config)
@@ -170,12 +170,12 @@ def buffer_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfi
 
 
 def has_graphs(config: EngineConfig) -> bool:
-    """Whether steps are recorded: not where the backend needs the host in each, as some do that are chosen by name."""
+    """Return whether steps are recorded: not with a backend that needs the host in each, as some chosen by name do."""
     return not config.enforce_eager and selection.is_recordable(config.attention_backend)
 
 
 def graph_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None = None) -> int:
-    """What all of `num_recordings` hold, and those that an engine that speculates records ahead."""
+    """Return what all of `num_recordings` hold, and those that an engine that speculates records ahead."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
     size, largest = dtype_bytes(model.dtype), min(LARGEST_MIXED_GRAPH, num_tokens)
@@ -205,7 +205,7 @@ def _meta_batch(config: EngineConfig, tree: DraftTree | None) -> DeviceBatch:
 
 
 def num_recordings(config: EngineConfig) -> int:
-    """How many there are when every size has been met: decodes, prompts alone, mixed steps.
+    """Return how many there are when every size has been met: decodes, prompts alone, mixed steps.
 
     Each of the first two with one way of sampling, though every further one (greedy, random, filtered, outside of the
     graph) is recorded beside it. The sizes of prompts are asked of `DeviceStep`, step by step.

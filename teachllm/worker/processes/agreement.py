@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 
 def facts_of(config: EngineConfig) -> dict[str, Any]:
-    """What a rank says of itself: plain JSON."""
+    """Return what a rank says of itself: plain JSON."""
     return versions() | {name: value for name, value in asdict(config).items() if name not in _OWN}
 
 

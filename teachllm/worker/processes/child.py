@@ -38,7 +38,7 @@ def start_child(
 
 
 def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What a child finds in its environment: this process's, this one's packages, and what is given."""
+    """Return what a child finds in its environment: this process's, this one's packages, and what is given."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return _CACHE_SIZES | os.environ | {"PYTHONPATH": path} | dict(more or {})
 

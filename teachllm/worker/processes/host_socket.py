@@ -83,7 +83,7 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], address: str, secret: str) 
 
 
 def port_of(router: zmq.Socket[bytes]) -> int:
-    """Where it listens."""
+    """Return the port that it listens on."""
     return int(router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 

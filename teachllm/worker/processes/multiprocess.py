@@ -36,7 +36,7 @@ _CAUSE_FIRST = 0.2  # seconds: a step fails at all replicas when one of them has
 
 
 class Peers(NamedTuple):
-    """What joins the ranks of a replica with those of others, with which they share experts.
+    """Describe what joins the ranks of a replica with those of others, with which they share experts.
 
     Attributes:
         replica: which of them this one is.
@@ -146,7 +146,7 @@ class MultiprocessExecutor:
         return handle
 
     def wait_for(self, step: RemoteStep) -> ModelRunnerOutput:
-        """As `RemoteStep.result`."""
+        """Do the same as `RemoteStep.result`."""
         while step.verdict is None or self._ranks.death is not None:
             self._receive()
         if self._is_watched and isinstance(step.verdict, ModelRunnerOutput):
@@ -165,7 +165,7 @@ class MultiprocessExecutor:
         return step.verdict
 
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        """As `GPUModelRunner.record_ahead`, at all ranks; what was timed at the output rank."""
+        """Implement `GPUModelRunner.record_ahead`, at all ranks; what was timed at the output rank."""
         return prior_of(self._call("record_ahead", list(sizes), is_adaptive)[self._output_rank])
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class MultiprocessExecutor:
             self._results[rank] = RuntimeError(f"rank {rank}: {why}")
 
     def _call(self, name: str, *arguments: Any, seconds: float | None = None) -> dict[int, Any]:
-        """What each rank answers; fewer answers if there is a limit of time."""
+        """Return what each rank answers; fewer answers if there is a limit of time."""
         self._results = {}
         self._write(json.dumps([name, *arguments]).encode(), is_plan=False)
         end = None if seconds is None else time.monotonic() + seconds

@@ -46,11 +46,11 @@ class RankHosts:
 
     @property
     def death(self) -> str | None:
-        """As `RankLines`."""
+        """Implement `RankLines.death`."""
         return self._hosts.death
 
     def start(self, work: RankWork) -> None:
-        """As `RankLines`; waits until all machines have joined.
+        """Implement `RankLines.start`; waits until all machines have joined.
 
         Raises:
             ValueError: a machine has other versions, or this one has too few GPUs.
@@ -78,14 +78,14 @@ class RankHosts:
         self._local.start(work)
 
     def write(self, message: bytes) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.write`."""
         self._check()
         with whole(self.end):
             self._hosts.tell(Order(message))
             self._local.write(message)
 
     def receive(self, seconds: float | None = None) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.receive`."""
         self._check()
         with whole(self.end):
             has_news = self._hosts.take()  # the router's descriptor only tells of what comes after one has looked
@@ -97,15 +97,15 @@ class RankHosts:
         self._check()
 
     def end(self, why: str) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.end`."""
         self._hosts.end(why)
 
     def kill(self) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.kill`."""
         self._hosts.kill()
 
     def close(self) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.close`."""
         self._finalizer()
 
     def _check(self) -> None:

@@ -24,7 +24,7 @@ Frame: TypeAlias = tuple[int, Kind, int, bytes]  # a rank, and what it says, see
 
 @dataclass(frozen=True)
 class RankWork:
-    """What ranks are started for.
+    """Describe what ranks are started for.
 
     Attributes:
         config: resolved for the model; its device is that of a machine's first rank.

@@ -67,7 +67,7 @@ class RankProcesses:
         return self._lines.processes
 
     def start(self, work: RankWork) -> None:
-        """As `RankLines`; each gets a device of its own, or a share of PyTorch's threads."""
+        """Implement `RankLines.start`; each gets a device of its own, or a share of PyTorch's threads."""
         self._spin_seconds = spin_seconds(work.config)
         with contextlib.ExitStack() as stack:
             meeting = _meeting(work, stack)
@@ -107,7 +107,7 @@ class RankProcesses:
             process.stdin.flush()
 
     def write(self, message: bytes) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.write`."""
         self._check()
         try:
             with whole(self.end):
@@ -120,7 +120,7 @@ class RankProcesses:
             self._check()
 
     def receive(self, seconds: float | None = None) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.receive`."""
         self._check()
         select = self._lines.selector.select
         if seconds != 0:
@@ -136,7 +136,7 @@ class RankProcesses:
                     self.frames.append((key.data, *frame))
 
     def end(self, why: str) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.end`."""
         self._lines.end(why)
 
     def fileno(self) -> int:
@@ -144,11 +144,11 @@ class RankProcesses:
         return self._lines.selector.fileno()  # type: ignore[attr-defined, no-any-return]
 
     def kill(self) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.kill`."""
         self._lines.kill()
 
     def close(self) -> None:
-        """As `RankLines`."""
+        """Implement `RankLines.close`."""
         self._finalizer()
 
     def _check(self) -> None:
@@ -241,7 +241,7 @@ def devices_of(config: EngineConfig, count: int) -> list[str]:
 
 
 def _meeting(work: RankWork, stack: contextlib.ExitStack) -> Rendezvous | None:
-    """Where the ranks meet, and the socket for it, which `stack` closes here; None: there is one."""
+    """Return where the ranks meet, and the socket for it, which `stack` closes here; None: there is one."""
     if work.rendezvous is not None:
         if work.rendezvous.listener is not None:
             stack.callback(os.close, work.rendezvous.listener)

@@ -46,7 +46,7 @@ ORDER = struct.Struct("=?q")  # how a message of the ring begins: whether it is 
 
 
 class WorkerStart(NamedTuple):
-    """What a process is told to begin with.
+    """Describe what a process is told to begin with.
 
     Attributes:
         config: settings; `device` is the rank's own.
@@ -104,7 +104,7 @@ class WorkerProcess:
         self._telling.join()
 
     def _execute(self, plan: SchedulerOutput) -> PendingOutput | None:
-        """What was planned while a step failed rests on it: nothing is computed until all ranks have met again."""
+        """Execute a plan; after a failed step compute nothing until all ranks have met again."""
         if self._has_failed:
             return _Raised(RuntimeError("not computed, since a step before it failed"))
         try:
@@ -165,7 +165,7 @@ def prior_of(table: dict[str, Any]) -> Prior | None:
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, without line breaks."""
+    """Return what went wrong, without line breaks."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

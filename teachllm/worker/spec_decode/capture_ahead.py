@@ -67,7 +67,7 @@ def known_tokens(batch: DeviceBatch) -> int:
 
 
 def seconds_of(launch: Callable[[], object], batch: DeviceBatch) -> float:
-    """What it takes on the device."""
+    """Return the seconds that it takes on the device."""
     times: list[float] = []
     for _ in range(_REPLAYS):
         batch.num_known.fill_(known_tokens(batch))
@@ -93,7 +93,7 @@ def per_token_behind(drafting: GPUDrafting) -> float:
 
 
 def as_prior(seconds: dict[tuple[int, int], float], behind: float, batch: DeviceBatch, sizes: Sequence[int]) -> Prior:
-    """What was timed, for what `AdaptiveLength` asks.
+    """Return what was timed, for what `AdaptiveLength` asks.
 
     Args:
         seconds: by the keys of `decode_steps`, of those that are recorded.

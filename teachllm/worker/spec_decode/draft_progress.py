@@ -47,7 +47,7 @@ class DraftProgress:
             each.pop(row, None)
 
     def note(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
-        """What the drafter has to compute, beside a plan's step, to be in step behind it."""
+        """Return what the drafter has to compute, beside a plan's step, to be in step behind it."""
         behind: list[Behind] = []
         is_asked = any(scheduled.samples and scheduled.num_next_drafts for scheduled in scheduled_requests)
         for scheduled, row in zip(scheduled_requests, rows, strict=True):

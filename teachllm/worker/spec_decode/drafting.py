@@ -94,7 +94,7 @@ class Drafting:
             self._is_computed[blocks[first_written:]] = False
 
     def proposals(self, inputs: StepInputs, drafts: Sequence[Sequence[int]], samples: list[bool]) -> Proposals | None:
-        """What the positions that sample were proposed by drawing; None if nothing was.
+        """Return what the positions that sample were proposed by drawing; None if nothing was.
 
         Args:
             drafts, samples: of each request of the step, what it verifies, and whether it samples.
@@ -119,7 +119,7 @@ class Drafting:
     def histories(
         self, inputs: StepInputs, drafts: Sequence[Sequence[int]], samples: list[bool]
     ) -> torch.Tensor | None:
-        """What stands before each position that samples, [num_logits, longest]; None: what its row says.
+        """Return what stands before each position that samples, [num_logits, longest]; None: what its row says.
 
         Nodes of a tree lie side by side in a row, but only those of one path follow each other. Zeros where no request
         reads it: only penalties and bad words do. Arguments as above.

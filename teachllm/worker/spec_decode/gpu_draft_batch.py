@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Asking:
-    """Who samples, and may ask for drafts.
+    """Name the requests that sample, and may ask for drafts.
 
     Attributes:
         rows: [num_seqs] int32, -1 is padding.

@@ -105,7 +105,7 @@ class GPUDrafting:
         return self._starts[num_tokens]
 
     def aux_hidden_states(self) -> dict[int, AuxOut]:
-        """What keeps the features of a step, as `LlamaForCausalLM.forward` takes it."""
+        """Return what keeps the features of a step, as `LlamaForCausalLM.forward` takes it."""
 
         def keep(kept: torch.Tensor, residual: torch.Tensor) -> None:
             kept[: residual.shape[0]].copy_(residual)
@@ -113,11 +113,11 @@ class GPUDrafting:
         return {layer: partial(keep, kept) for layer, kept in self.features.items()}
 
     def note(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
-        """What the drafter has to compute, beside a plan's step, to be in step behind it."""
+        """Return what the drafter has to compute, beside a plan's step, to be in step behind it."""
         return self._progress.note(scheduled_requests, rows) if self.catches_up else []
 
     def proposals(self, num_seqs: int, num_logits: int) -> Proposals | None:
-        """What the positions of the step were proposed by drawing, see `Sampler`; None: drafts are certain."""
+        """Return what the positions of the step were proposed by drawing, see `Sampler`; None: drafts are certain."""
         if not self.keeps_logits:
             return None
         batch = self._batch
@@ -295,7 +295,7 @@ class GPUDrafting:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """How the drafts of a level come from the logits after the level before, of which each request has `num_before`.
+    """Draw the drafts of a level from the logits after the level before, of which each request has `num_before`.
 
     Attributes:
         num_siblings: that are drawn from each.

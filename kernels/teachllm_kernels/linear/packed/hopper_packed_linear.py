@@ -212,7 +212,7 @@ def _hopper_packed_linear(
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """How a product is divided.
+    """Describe how a product is divided.
 
     Attributes:
         rows: rows of x per program.

@@ -168,7 +168,7 @@ def _packed_linear(
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """How a product is divided.
+    """Describe how a product is divided.
 
     Attributes:
         rows: rows of x per program.
@@ -218,7 +218,7 @@ def packed_linear_triton(
     gated: bool = False,
     parts: bool = False,
 ) -> torch.Tensor:
-    """As `packed_linear_reference` without a norm, for up to `MAX_ROWS` rows of contiguous tensors.
+    """Compute `packed_linear_reference` without a norm, for up to `MAX_ROWS` rows of contiguous tensors.
 
     Launches on one device must follow each other: they share the counters of arrivals.
 

@@ -248,7 +248,7 @@ def scaled_gemv_triton(
     input_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """As `scaled_gemv_reference` for one row and contiguous tensors, in float32 except for integers and their sums.
+    """Compute `scaled_gemv_reference` for one row of contiguous tensors, in float32 except for integers and their sums.
 
     Args:
         x: [1, in]; or a quantized row, if there is no norm.

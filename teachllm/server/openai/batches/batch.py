@@ -37,7 +37,7 @@ class _Body(msgspec.Struct):
 
 @dataclass
 class Totals:
-    """What has been answered. `num_refused`: with another status than 200."""
+    """Describe what has been answered. `num_refused`: with another status than 200."""
 
     num_answered: int = 0
     num_refused: int = 0

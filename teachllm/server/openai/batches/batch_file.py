@@ -53,7 +53,7 @@ class _Answered(msgspec.Struct):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What an input asks for.
+    """Describe what an input asks for.
 
     Attributes:
         offsets: in the input, of the lines that are still to be answered.

@@ -173,7 +173,7 @@ class JsonReader:
 
 
 def said(string: str) -> str:
-    """What a JSON string says. Half a surrogate pair, which could not be sent on, becomes U+FFFD."""
+    """Return what a JSON string says. Half a surrogate pair, which could not be sent on, becomes U+FFFD."""
     text: str = json.loads(string, strict=False)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
