@@ -52,7 +52,7 @@ def serving(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def check_streams_beside_each_other(llm: AsyncLLM) -> None:
-    prompts = [random_ids(3 + i, seed=i) for i in range(9)]
+    prompts = [random_ids(3 + i, seed=i) for i in range(5)]
 
     async def main() -> list[RequestOutput]:
         return await asyncio.gather(*(answer(llm, prompt) for prompt in prompts))
@@ -284,7 +284,7 @@ def test_more_requests_than_the_limit_wait_for_room() -> None:
 
 def test_speculation_is_counted_the_same_elsewhere() -> None:
     given = speculation("draft_model", "qwen3", num_speculative_tokens=3, adaptive=False)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     counted = []
     for own_process in (False, True):
         told: list[StepStats] = []

@@ -16,7 +16,7 @@ from tests.thorough import THOROUGH, times
 FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "llama_yarn", "qwen3_moe", "mixtral"]
 FAMILIES += ["gemma2", "phi3", "olmo2", "gptneox"]
 MAX_MODEL_LEN = 192
-NUM_TOKENS = times(32, 64)
+NUM_TOKENS = times(24, 64)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 MIN_DISTINCT = times(10, 16)
 

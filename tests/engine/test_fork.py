@@ -22,7 +22,7 @@ from tests.thorough import THOROUGH, times
 from tests.trace.traced import live_state, spell, traced_engine
 from tests.worker.doors import drain, random_ids
 
-NUM_REQUESTS, STEP = times(10, 14), times(25, 50)
+NUM_REQUESTS, STEP = times(10, 14), times(18, 50)
 FEW = times(6, 14)  # requests where a step takes long
 SMALL = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 32, "max_num_seqs": 6}
 
@@ -34,7 +34,12 @@ def add_requests(engine: Engine, num_requests: int = NUM_REQUESTS) -> None:
         prompt = prefix + random_ids(1 + i, seed=i) if i % 2 else random_ids(5 + 4 * i, seed=i)
         bias = {7: 3.0} if i == 6 else None
         params = SamplingParams(
-            temperature=0.0, max_tokens=20 + i, n=2 if i == 9 else 1, ignore_eos=True, logit_bias=bias, min_tokens=3
+            temperature=0.0,
+            max_tokens=times(10, 20) + i,
+            n=2 if i == 9 else 1,
+            ignore_eos=True,
+            logit_bias=bias,
+            min_tokens=3,
         )
         engine.add_request(str(i), prompt, params)
 
@@ -173,9 +178,9 @@ def test_what_no_longer_fits_begins_as_preempted() -> None:
 def test_a_fork_of_a_fork_goes_on_too() -> None:
     trace, outputs = whole()
     engine, lines, _ = forked(trace, 12, max_num_batched_tokens=16)
-    for _ in range(20):
+    for _ in range(10):
         engine.step()
-    engine, _, state = forked(parse_trace(lines), 30, block_size=32)
+    engine, _, state = forked(parse_trace(lines), 20, block_size=32)
     made = drain(engine)
     assert len(made) == sum(request.is_live for request in state.requests.values()) > 3
     assert all(output.outputs[0].token_ids == outputs[name] for name, output in made.items())
@@ -240,9 +245,9 @@ def test_a_fork_of_a_plain_trace_may_speculate() -> None:
 def test_a_drafter_that_was_python_code_is_not_in_a_trace_and_the_fork_says_so_in_one_line() -> None:
     trace, outputs = run(FEW, speculative_config={"method": "custom"}, drafter=Echo())
     with pytest.raises(ValueError, match="which no trace holds: fork with speculative_config=None") as found:
-        forked(trace, STEP)
+        forked(trace, 10)
     assert "\n" not in str(found.value)
-    engine, _, _ = forked(trace, 20, speculative_config=None)
+    engine, _, _ = forked(trace, 10, speculative_config=None)
     made = drain(engine)
     assert made and all(output.outputs[0].token_ids == outputs[name] for name, output in made.items())
 
@@ -270,6 +275,17 @@ def test_requests_with_other_salts_share_nothing_in_a_fork_either() -> None:
     assert json.loads(lines[1])["request_id"] == "0"
 
 
+@cache
+def run_out_of(**settings: Any) -> Trace:
+    """The trace of requests that wait: of blocks, of seats, or of tokens."""
+    engine, lines = traced_engine(**{"num_gpu_blocks_override": 60, "enable_prefix_caching": False} | settings)
+    for i in range(6):
+        params = SamplingParams(temperature=0.0, max_tokens=times(14, 30), ignore_eos=True)
+        engine.add_request(str(i), random_ids(12 + 9 * (i % 3), seed=i), params)
+    drain(engine)
+    return parse_trace(lines)
+
+
 @pytest.mark.parametrize(
     ("reason", "settings", "relaxed"),
     [
@@ -284,12 +300,7 @@ def test_requests_with_other_salts_share_nothing_in_a_fork_either() -> None:
 def test_whoever_waits_is_admitted_once_the_limit_it_names_is_relaxed(
     reason: str, settings: dict[str, Any], relaxed: dict[str, Any]
 ) -> None:
-    engine, lines = traced_engine(**{"num_gpu_blocks_override": 60, "enable_prefix_caching": False} | settings)
-    for i in range(6):
-        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-        engine.add_request(str(i), random_ids(12 + 9 * (i % 3), seed=i), params)
-    drain(engine)
-    trace = parse_trace(lines)
+    trace = run_out_of(**settings)
     step, name = next(
         (line["step"], name)
         for line, following in pairwise(trace.steps)
@@ -310,9 +321,9 @@ def test_a_fork_at_the_step_that_a_stop_string_ends_goes_on_with_the_others() ->
     config = EngineConfig(model="teachlm", device="cpu", num_gpu_blocks_override=40, max_num_seqs=4)
     engine = Engine(config, recorder=Recorder(lines.append, lambda: 0.0, lambda ids: engine.token_texts(ids)))
     assert engine.tokenizer is not None
-    for name, stop in (("a", "attention"), ("b", None)):
+    for name, stop in (("a", "key"), ("b", None)):
         prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": "What is a KV cache?"}])
-        params = SamplingParams(temperature=0.0, max_tokens=40, stop=stop)
+        params = SamplingParams(temperature=0.0, max_tokens=20, stop=stop)
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
     made = drain(engine)
     trace = parse_trace(lines)

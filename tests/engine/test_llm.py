@@ -157,14 +157,13 @@ def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it() -> None:
     prompt, params = random_ids(20), SamplingParams(temperature=1.0, max_tokens=12, seed=5)
     alone = tokens(generate(make_llm(), [prompt], params)[0])
     assert len(set(alone[0])) > 6
-    for position in (0, 6):
-        others = [random_ids(3 + 9 * i, seed=i) for i in range(7)]
+    for position, settings in ((0, {"max_num_batched_tokens": 9}), (4, {"max_num_seqs": 2, "block_size": 3})):
+        others = [random_ids(3 + 14 * i, seed=i) for i in range(5)]
         batch = [*others[:position], prompt, *others[position:]]
-        beside = [SamplingParams(temperature=0.7, top_k=9, max_tokens=4 + i) for i in range(8)]
+        beside = [SamplingParams(temperature=0.7, top_k=9, max_tokens=4 + i) for i in range(6)]
         beside[position] = params
-        for settings in ({"max_num_batched_tokens": 9}, {"max_num_seqs": 2, "block_size": 3}):
-            outputs = generate(make_llm(**settings), batch, beside)
-            assert tokens(outputs[position]) == alone
+        outputs = generate(make_llm(**settings), batch, beside)
+        assert tokens(outputs[position]) == alone
 
 
 def test_another_seed_or_another_child_gives_other_tokens() -> None:

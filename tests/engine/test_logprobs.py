@@ -93,13 +93,13 @@ def test_prompt_logprobs_do_not_read_the_cache_but_fill_it() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prompt_logprobs_are_there_once_after_preemption_and_with_n_completions(ahead: bool) -> None:
     engine = make_engine(num_gpu_blocks_override=7, max_num_batched_tokens=16, async_scheduling=ahead)
-    params = replace(GREEDY, prompt_logprobs=2, max_tokens=40, n=2)
+    params = replace(GREEDY, prompt_logprobs=2, max_tokens=20, n=2)
     outputs = [engine.add_request(str(i), random_ids(38 + i, seed=i), params) for i in range(3)]
     drain(engine)
     assert engine.core.scheduler.num_preemptions > 0
     for output in outputs:
         check_prompt_logprobs(output, "qwen3", 2)
-        assert [len(ids) for ids in tokens(output)] == [40, 40]
+        assert [len(ids) for ids in tokens(output)] == [20, 20]
     reference("qwen3").judge_outputs(outputs)
 
 

@@ -13,7 +13,7 @@ from teachllm import LLM, RequestOutput, SamplingParams
 from teachllm.engine.llm_engine import Engine
 from teachllm.worker.executor import Executor
 from tests.engine.reference import reference
-from tests.thorough import times
+from tests.thorough import THOROUGH, times
 from tests.worker.doors import DraftingExecutor, assert_clean, complete, make_engine, random_ids, tokens
 
 QUESTION = [{"role": "user", "content": "Who are you?"}]
@@ -47,7 +47,7 @@ def test_a_stop_string_ends_the_output_wherever_tokens_cut_it(
     assert llm.tokenizer is not None
     pieces = [llm.tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
     num_across = 0
-    for begin in range(1, 60, times(12, 5)):
+    for begin in range(1, 60, times(20, 5)):
         stop = text[begin : begin + 5]
         at = text.index(stop)
         num_tokens = next(i for i, piece in enumerate(pieces, start=1) if stop in piece)
@@ -144,7 +144,7 @@ def test_a_stop_token_ends_the_output_and_is_its_last_id(ahead: bool) -> None:
 @both
 def test_without_max_tokens_an_output_runs_to_max_model_len(ahead: bool) -> None:
     engine = make_engine(async_scheduling=ahead)
-    for length in (1, 33, 95):
+    for length in (1, 33, 95) if THOROUGH else (33, 95):
         output = complete(engine, random_ids(length), replace(GREEDY, max_tokens=None))
         assert (len(tokens(output)[0]), output.outputs[0].finish_reason) == (96 - length, "length")
         reference("qwen3").judge_outputs([output])
@@ -157,7 +157,7 @@ def test_the_text_is_what_the_tokenizer_makes_of_all_ids(teachlm: dict[bool, LLM
     prompts = ["A", "1. One\n2.", "Ünïcödé 模型", "def f(x):"]
     for skip in (True, False):
         params = SamplingParams(
-            temperature=3.0, max_tokens=times(12, 40), seed=1, skip_special_tokens=skip, ignore_eos=True
+            temperature=3.0, max_tokens=times(8, 40), seed=1, skip_special_tokens=skip, ignore_eos=True
         )
         for output in llm.generate(prompts, params, use_tqdm=False):
             completion = output.outputs[0]

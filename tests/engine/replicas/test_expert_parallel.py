@@ -25,13 +25,14 @@ from teachllm.trace.reader import Trace, read_trace
 from teachllm.worker.errors import EngineDeadError
 from tests.engine.streams import all_hear_that
 from tests.processes import descendants, is_gone, num_descriptors
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, times
 from tests.waiting import wait_for
 from tests.worker.doors import random_ids, tiny, tokens
 from tests.worker.processes.child_threads import cores_in_threads, in_processes, patched
 from tests.worker.processes.process_trees import needs_proc
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+NUM_TOKENS = times(8, 16)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 PROMPTS = [random_ids(length, seed=length) for length in (3, 40, 17, 1, 25, 60)]
 SHARED: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
@@ -42,7 +43,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp=3, plans in flight": {"data_parallel_size": 3, "async_scheduling": True},
 }
 TOP_K, NUM_EXPERTS = {"qwen3_moe": 3, "mixtral": 2}, {"qwen3_moe": 8, "mixtral": 5}
-CASES = [(name, way) for name in TOP_K for way in (WAYS if THOROUGH or name == "qwen3_moe" else list(WAYS)[:1])]
+# `make test` asks one mixture for the plain way, and the other for all that adds to it.
+CASES = [(name, way) for name in TOP_K for way in WAYS if THOROUGH or (way == "dp=2") == (name == "mixtral")]
 
 
 def links_of(engine: Engine) -> list[CoreLink]:
@@ -78,19 +80,29 @@ def threads() -> Iterator[None]:
         yield
 
 
+Expected = tuple[str, list[list[list[int]]], list[list[int]]]
+
+
 @pytest.fixture(scope="module")
-def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[list[list[int]]]]]:
-    with closing(LLM(**tiny(request.param))) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        yield request.param, [tokens(output) for output in outputs]
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """A mixture's name, and the tokens and the load of each expert in one process."""
+    path = tmp_path_factory.mktemp("alone") / "run.jsonl"
+    outputs = _alone(request.param, PROMPTS, trace_path=str(path))
+    return request.param, [tokens(output) for output in outputs], loads(read_trace(path), TOP_K[request.param])
 
 
 @pytest.mark.parametrize(("expected", "way"), CASES, indirect=["expected"])
-def test_greedy_tokens_are_those_of_one_process(expected: tuple[str, list[list[list[int]]]], way: str) -> None:
-    name, theirs = expected
+def test_greedy_tokens_and_the_load_of_each_expert_are_those_of_one_process(
+    expected: Expected, way: str, tmp_path: Path
+) -> None:
+    name, theirs, load = expected
     assert len({token for [ids] in theirs for token in ids}) >= 16
-    with closing(LLM(**tiny(name, **(SHARED | WAYS[way])))) as llm:
-        assert [tokens(output) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == theirs
+    assert [len(layer) for layer in load] == [NUM_EXPERTS[name]] * len(load)
+    assert all(max(layer) > min(layer) for layer in load)
+    outputs = _alone(name, PROMPTS, trace_path=str(tmp_path / "run.jsonl"), **(SHARED | WAYS[way]))
+    assert [tokens(output) for output in outputs] == theirs
+    traces = [read_trace(path) for path in sorted(tmp_path.iterdir())]
+    assert loads_of_all(traces, TOP_K[name]) == load
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +122,13 @@ def test_an_idle_replica_takes_empty_steps_and_then_all_rest(
 ) -> None:
     engine, traces = traced
     [expected] = [tokens(each) for each in _alone("qwen3_moe", [PROMPTS[1]])]
-    for _ in range(3):  # one request alone is always the first replica's
+    for _ in range(2):  # one request alone is always the first replica's
         output = engine.add_request("one", PROMPTS[1], GREEDY)
         finish(engine)
         assert tokens(output) == expected
-    wait_for(lambda: len(traces()[0].steps) == 3 * 16)
+    wait_for(lambda: len(traces()[0].steps) == 2 * NUM_TOKENS)
     assert not traces()[1].steps
-    wait_for(lambda: [line["event"] for line in traces()[1].lines] == ["serve"] * (3 * 16))
+    wait_for(lambda: [line["event"] for line in traces()[1].lines] == ["serve"] * (2 * NUM_TOKENS))
     for took, served in zip(traces()[0].steps, traces()[1].lines, strict=True):  # at the same time
         [mine], [its] = took["ranks"], served["ranks"]
         assert (mine["replica"], its["replica"]) == (0, 1)
@@ -148,18 +160,6 @@ def test_one_whose_requests_ended_serves_those_that_came_later_elsewhere(
     finish(engine)
     assert [tokens(each) for each in (*first, *later)] == theirs
     assert len(tokens(long)[0]) < 80
-
-
-def test_traces_tell_the_load_of_each_expert_which_is_that_of_one_process(tmp_path: Path) -> None:
-    alone, ways = tmp_path / "alone.jsonl", {"pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2}}
-    _alone("qwen3_moe", PROMPTS, trace_path=str(alone))
-    expected = loads(read_trace(alone), TOP_K["qwen3_moe"])
-    assert [len(layer) for layer in expected] == [NUM_EXPERTS["qwen3_moe"]] * 2
-    assert all(max(layer) > min(layer) for layer in expected)
-    for name, way in ways.items():
-        _alone("qwen3_moe", PROMPTS, trace_path=str(tmp_path / f"{name}.jsonl"), **SHARED, **way)
-        traces = [read_trace(tmp_path / f"{name}-{replica}.jsonl") for replica in range(2)]
-        assert loads_of_all(traces, TOP_K["qwen3_moe"]) == expected
 
 
 def test_a_trace_of_one_replica_is_forked_as_an_engine_with_all_experts(

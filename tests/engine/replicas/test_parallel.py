@@ -16,9 +16,10 @@ import torch
 
 from teachllm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.thorough import times
 from tests.worker.processes.child_threads import cores_in_threads, patched
 
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=times(8, 16), ignore_eos=True)
 _DRAW = random.Random(0)
 PROMPTS = [[_DRAW.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3, 40, 17, 1, 25, 60)]
 WAYS: dict[str, dict[str, Any]] = {

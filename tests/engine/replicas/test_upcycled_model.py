@@ -27,9 +27,9 @@ upcycling = load_script("upcycle", "training")
 NUM_LAYERS = 6
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "experts spread over replicas": SHARED,
     **(
         {
+            "experts spread over replicas": SHARED,
             "every expert cut": {"tensor_parallel_size": 2},
             "experts spread": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
         }
@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def answer(model: str, **settings: Any) -> list[list[int]]:
     """The tokens of greedy answers."""
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: times(4, 8)]]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: times(3, 8)]]
     with closing(LLM(model, device="cpu", dtype="float32", max_num_seqs=4, **settings)) as llm:
         outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
@@ -72,7 +72,7 @@ def answered(request: pytest.FixtureRequest, mixture: Path) -> Iterator[tuple[li
 def test_its_answers_are_those_of_teachlm(
     answered: tuple[list[list[int]], list[Trace]], dense: list[list[int]]
 ) -> None:
-    assert len({token for ids in dense for token in ids}) > times(40, 64)
+    assert len({token for ids in dense for token in ids}) > times(30, 64)
     assert answered[0] == dense
 
 
