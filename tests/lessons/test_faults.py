@@ -43,11 +43,18 @@ def test_a_fault_whose_place_has_gone_is_named(tmp_path: Path) -> None:
 def test_one_that_is_found_and_one_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutants.copy_to(tmp_path)
     found = next(fault for fault in FAULTS if fault.name == "a static batch lets requests join")
+    run_test = mutants.run_test
+
+    def only_with_the_fault(folder: Path, test: str) -> tuple[int, str]:
+        """Return that the test passes without it, as this suite has it run anyway."""
+        is_planted = (folder / found.path).read_text(encoding="utf-8") == found.planted()
+        return run_test(folder, test) if is_planted else (0, "1 passed")
+
+    if not THOROUGH:
+        monkeypatch.setattr(mutants, "run_test", only_with_the_fault)
     outcome = mutants.try_fault(tmp_path, found)
     assert outcome.is_good and "assert" in outcome.message
     harmless = Fault(**{**vars(found), "after": "        return not num_running\n"})
-    if not THOROUGH:
-        monkeypatch.setattr(mutants, "run_test", lambda folder, test: (0, "1 passed"))
     outcome = mutants.try_fault(tmp_path, harmless)
     assert not outcome.is_found and outcome.is_clean and not outcome.is_good
     assert (tmp_path / found.path).read_text() == (ROOT / found.path).read_text()
