@@ -19,7 +19,7 @@ import aiohttp
 
 from tests.processes import descendants, is_gone, named_memory
 from tests.server.client import DONE, Violation, check_error, connect, events, hold
-from tests.server.process import engine_processes, started
+from tests.server.process import Process, engine_processes, started
 from tests.waiting import HANG_SECONDS, wait_for
 
 _SETTINGS = ("--max-model-len", "2048", "--max-num-seqs", "12", "--num-gpu-blocks-override", "512")
@@ -46,36 +46,45 @@ class Death:
 def kill_once(
     rng: Random, num_streams: int = 16, settings: Sequence[str] = (), victims: Victims = engine_processes
 ) -> Death:
-    """Starts a server, gives it work, kills its engine process and watches the rest.
+    """Starts a server, gives it work, kills its engine process and watches the rest; as `kill_under_load` says.
 
     Args:
         settings: of the server, behind those of all.
+    """
+    with tempfile.TemporaryDirectory() as folder, started(*_SETTINGS, *settings, TMPDIR=folder) as process:
+        process.event("ready")
+        return kill_under_load(process, Path(folder), rng, num_streams, victims)
+
+
+def kill_under_load(process: Process, folder: Path, rng: Random, num_streams: int, victims: Victims) -> Death:
+    """Give a server work, kill some of its processes and watch the rest.
+
+    Args:
+        folder: of the server's temporary files.
         victims: who is killed, given the server's process.
 
     Raises:
         Violation: something hangs, stays, or does not say that it failed.
     """
-    with tempfile.TemporaryDirectory() as folder, started(*_SETTINGS, *settings, TMPDIR=folder) as process:
-        process.event("ready")
-        family = descendants(process.child.pid)
-        memory = named_memory([process.child.pid, *family])
-        try:
-            pids = victims(process.child.pid)
-            seconds, killed_at, health = asyncio.run(_watch(process.url, pids, rng, num_streams))
-            code = process.child.wait(HANG_SECONDS)
-        except (aiohttp.ClientError, subprocess.TimeoutExpired) as error:
-            raise Violation(f"{type(error).__name__}: {error}") from error
-        ended_after = time.monotonic() - killed_at
-        process.end()
-        hold(code != 0, "the server's exit code is 0")
-        _wait_until_gone([process.child.pid, *family])
-        left = [path.name for path in Path(folder).iterdir()]
-        left += [path.name for path in memory if path.exists()]
-        hold(not left, f"temporary files, or memory with a name, stay: {left}")
-        hold(not process.other, f"beside the log, the server wrote {process.other}")
-        died = process.event("the engine died")
-        hold(bool(died["error"]), "the log does not say why the engine died")
-        return Death(seconds, ended_after, health, code)
+    family = descendants(process.child.pid)
+    memory = named_memory([process.child.pid, *family])
+    try:
+        pids = victims(process.child.pid)
+        seconds, killed_at, health = asyncio.run(_watch(process.url, pids, rng, num_streams))
+        code = process.child.wait(HANG_SECONDS)
+    except (aiohttp.ClientError, subprocess.TimeoutExpired) as error:
+        raise Violation(f"{type(error).__name__}: {error}") from error
+    ended_after = time.monotonic() - killed_at
+    process.end()
+    hold(code != 0, "the server's exit code is 0")
+    _wait_until_gone([process.child.pid, *family])
+    left = [path.name for path in folder.iterdir()]
+    left += [path.name for path in memory if path.exists()]
+    hold(not left, f"temporary files, or memory with a name, stay: {left}")
+    hold(not process.other, f"beside the log, the server wrote {process.other}")
+    died = process.event("the engine died")
+    hold(bool(died["error"]), "the log does not say why the engine died")
+    return Death(seconds, ended_after, health, code)
 
 
 def rank_of_server(rank: int) -> Victims:

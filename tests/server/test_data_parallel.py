@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
 
 from teachllm import LLM, SamplingParams
-from tests.processes import is_gone
-from tests.server.door import chunks, error_of
+from tests.server.door import error_of
+from tests.server.kill import kill_under_load, replica_of_server
 from tests.server.process import engine_processes, started
 from tests.waiting import wait_for
 
-SMALL = ("--device", "cpu", "--max-model-len", "1024", "--max-num-seqs", "4", "--num-gpu-blocks-override", "300")
+SMALL = ("--device", "cpu", "--max-model-len", "2048", "--max-num-seqs", "4", "--num-gpu-blocks-override", "512")
 
 
-def test_two_replicas_answer_as_one_engine_does_and_die_together(llm: LLM) -> None:
-    model = ("--served-model-name", "m")
-    with started("teachlm", *model, "--data-parallel-size", "2", "--trace-endpoint", *SMALL) as process:
+def test_two_replicas_answer_as_one_engine_does_and_die_together(llm: LLM, tmp_path: Path) -> None:
+    flags = ("--served-model-name", "m", "--data-parallel-size", "2", "--trace-endpoint", *SMALL)
+    with started("teachlm", *flags, TMPDIR=str(tmp_path)) as process:
         prompts = [f"Number {number}" for number in range(8)]
         params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
         expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
         process.event("ready")
-        engines = engine_processes(process.child.pid)
-        assert len(engines) == 2
+        assert len(engine_processes(process.child.pid)) == 2
         assert process.http.get("/health").json() == {"status": "healthy"}
 
         def ask(prompt: str) -> dict:
@@ -59,13 +58,6 @@ def test_two_replicas_answer_as_one_engine_does_and_die_together(llm: LLM) -> No
         assert arrivals[0] != arrivals[1]
         error_of(process.http.get("/trace", params={"replica": 2}), 400)
 
-        with process.stream({"prompt": "a", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": True}) as stream:
-            pieces = stream.iter_text()
-            text = next(pieces)
-            os.kill(engines[1], signal.SIGKILL)  # not that of the request, which is in the first
-            text += "".join(pieces)
-        assert chunks(text)[-1]["error"]["code"] == 500
-        assert process.end() == 1
+        death = kill_under_load(process, tmp_path, Random(0), num_streams=8, victims=replica_of_server(1))
+        assert death.exit_code == 1
         assert "replica 1" in process.event("the engine died")["error"]
-        assert process.other == []
-    assert all(map(is_gone, engines))
