@@ -113,6 +113,7 @@ def end_in_a_batch(engine: Engine, rank: int, num_steps: int, *, is_killed: bool
     wait_for(lambda: all(process.poll() is not None for process in processes))
 
 
+@pytest.mark.skipif(not THOROUGH, reason="in threads: test_ranks.py; a parent that is gone: test_expert_parallel.py")
 def test_two_stages_give_what_one_process_gives_and_one_whose_parent_is_gone_ends_the_batch_with_an_error() -> None:
     expected = run(make_engine())
     gc.collect()
@@ -125,7 +126,7 @@ def test_two_stages_give_what_one_process_gives_and_one_whose_parent_is_gone_end
     assert (num_descriptors(), num_rings(os.getpid()), children(os.getpid())) == before
 
 
-@pytest.mark.skipif(not THOROUGH, reason="above its input ends, and test_ranks.py kills threads")
+@pytest.mark.skipif(not THOROUGH, reason="test_ranks.py kills threads")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_in_a_batch_ends_it_with_an_error(rank: int) -> None:
     gc.collect()
@@ -158,7 +159,7 @@ time.sleep({hang})
 """
 
 
-@pytest.mark.skipif(not THOROUGH, reason="here and in test_expert_parallel.py their input ends, as it does then")
+@pytest.mark.skipif(not THOROUGH, reason="in test_expert_parallel.py their input ends, as it does then")
 def test_a_core_and_its_rank_end_when_the_program_is_killed() -> None:
     """The core, since its standard input has ended, and the rank, since the core's has."""
     settings = tiny(distributed_executor_backend="mp")
