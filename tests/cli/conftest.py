@@ -94,11 +94,11 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     return fake
 
 
-_built = cache(get_command)  # which takes longer than most commands
+built = cache(get_command)  # which takes longer than most commands
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
-    with mock.patch.object(typer.testing, "_get_command", _built):
+    with mock.patch.object(typer.testing, "_get_command", built):
         return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="teachllm")
 
 

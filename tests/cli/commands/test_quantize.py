@@ -51,7 +51,7 @@ def test_a_method_and_its_settings_become_a_recipe(teachllm, made, tmp_path) -> 
     assert str(tmp_path / "q") in result.stderr.replace("\n", "")
 
 
-def test_a_table_shows_what_each_method_loses_and_wins(teachllm, made, tmp_path) -> None:
+def test_a_table_shows_what_each_method_loses_and_wins(teachllm, made, unchecked, tmp_path) -> None:
     output, plot = tmp_path / "table.json", tmp_path / "plot.html"
     files = ("--output-json", str(output), "--plot", str(plot))
     result = teachllm("quantize", "--compare", "--method", "int8", "--method", "gptq", "--group-size", "64", *files)
