@@ -22,9 +22,14 @@ from tests.webui.conftest import SIZE, Watched
 from tests.webui.trace_server import Serve
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
 
 CONFIG = EngineConfig(device="cpu", num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=256)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gradio() -> Any:
+    """Import it where a test of the page runs: it takes four seconds, which collecting the tests should not."""
+    return pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from tests.thorough import THOROUGH
 from tests.webui.runs import finish, trace_of
 
 only_thorough = pytest.mark.skipif(not THOROUGH, reason="needs a preset that only make test-thorough runs")
-# Where tests are not thorough: two variants beside each other, and one alone.
-SHOWN = [each for each in PRESETS if THOROUGH or each.name in ("paged", "priorities")]
+# Where tests are not thorough: two variants beside each other. test_live_page.py starts one that is alone.
+SHOWN = [each for each in PRESETS if THOROUGH or each.name == "paged"]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,7 @@ def test_a_pool_that_is_too_small_preempts(traces: dict[str, list[Trace]]) -> No
     assert {"preempted", "no_free_blocks"} & reasons(traces["preemption"][0])
 
 
+@only_thorough
 def test_those_of_high_priority_go_before_all_who_came_earlier_and_wait(traces: dict[str, list[Trace]]) -> None:
     (trace,) = traces["priorities"]
     first: dict[str, int] = {}

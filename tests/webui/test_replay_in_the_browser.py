@@ -22,11 +22,11 @@ NAMES = ("a", "b", "10", "2", "é", "\U0001f600", '"')
 
 @pytest.fixture(scope="module")
 def forked(trace: list[str]) -> list[str]:
-    """The trace's fork at step 20, with larger blocks."""
+    """The trace's fork at step 45, with larger blocks."""
     from teachllm.engine.fork import fork, fork_config
 
     whole, lines = parse_trace(line + "\n" for line in trace), list[str]()
-    index = next(i for i, line in enumerate(whole.lines) if line["event"] == "step" and line["step"] == 20)
+    index = next(i for i, line in enumerate(whole.lines) if line["event"] == "step" and line["step"] == 45)
     config = fork_config(whole.header, block_size=32)
     engine = fork(whole.state_after(index + 1), config, lines.append, whole.lines[index]["end"])
     while engine.has_unfinished_requests:
