@@ -1,4 +1,4 @@
-"""What `batch_invariant` costs: some of h200.py's workloads with it and without, in one process.
+"""Measure what `batch_invariant` costs: some of h200.py's workloads with it and without, in one process.
 
     PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/batch_invariant.py [--models qwen3-8b] [--output FILE]
 

@@ -1,4 +1,4 @@
-"""How near decode attention comes to the card's read ceiling: bytes of K and V over bandwidth, merging included.
+"""Measure how near decode attention comes to the read ceiling: bytes of K and V over bandwidth, merging included.
 
 The ceiling is the best that is known of such a card, or what is measured here, if that is higher.
 
@@ -89,7 +89,7 @@ def recorded(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Of one call, among many."""
+    """Return the seconds of one call, among many."""
     return median_seconds(recorded(call).replay, torch.device("cuda"), REPLAYS) / CALLS
 
 

@@ -1,4 +1,4 @@
-"""How many tokens each of the embedded drafters yields a step, as the engine itself counts.
+"""Count how many tokens each of the embedded drafters yields per step, as the engine itself counts.
 
     python3 benchmarks/drafters.py [--device cuda] [--dtype bfloat16] [--output FILE]
     python3 benchmarks/drafters.py --device cpu --dtype float32 --limit 5

@@ -1,4 +1,4 @@
-"""How long ranks take to add up, by rows: NCCL, PyTorch's one-shot sum, ours, and ours within a norm.
+"""Measure how long ranks take to add up, by rows: NCCL, PyTorch's one-shot sum, ours, and ours within a norm.
 
     PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/exchanges.py [--ranks 2,4] [--size 4096]
         [--rows 1,8,64,256,512,2048,8192] [--output FILE]

@@ -188,7 +188,7 @@ def script_parser(
 
 
 def add_models(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(SHAPES)) -> None:
-    """What it takes beside that if it measures the models of `SHAPES`."""
+    """Add the options of a script that measures the models of `SHAPES`."""
     parser.add_argument("--models", type=names(list(SHAPES)), default=list(default), help=f"of {','.join(SHAPES)}")
 
 

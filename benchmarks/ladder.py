@@ -23,7 +23,7 @@ from teachllm_cli.commands.ladder import climb  # noqa: E402
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
-    """Of some shapes, with random weights in bfloat16."""
+    """Write a checkpoint of some shapes, with random weights in bfloat16."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

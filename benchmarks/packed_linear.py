@@ -1,4 +1,4 @@
-"""How near products with 4-bit and 8-bit weights come to the read ceiling, beside those of bfloat16.
+"""Measure how near products with 4-bit and 8-bit weights come to the read ceiling, beside those of bfloat16.
 
     python3 benchmarks/packed_linear.py [--rows N ...] [--kinds KIND ...] [--try-tilings] [--output FILE]
 
@@ -134,7 +134,7 @@ def library(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
 
 
 def few_rows(x: torch.Tensor, weight: PackedWeight, gated: bool = False, parts: bool = False) -> torch.Tensor:
-    """As a model on this card multiplies."""
+    """Multiply as a model on this card does."""
     on_hopper = has_hopper(x.device) and is_fit(x, weight, gated)
     return (hopper_packed_linear if on_hopper else packed_linear_triton)(x, weight, None, gated, parts)
 
@@ -157,7 +157,7 @@ def packed_calls(shape: PackedGemm, num_rows: int) -> Iterator[tuple[str, Callab
 
 
 def error_of(shape: PackedGemm, kind: str, num_rows: int) -> float:
-    """Of `CHECKED` outputs, relative to their length."""
+    """Return the error of `CHECKED` outputs, relative to their length."""
     weight, x = weight_of(shape, kind), randn(num_rows, shape.num_in)
     ours = packed_gemv_triton if num_rows == 1 else few_rows
     y = ours(x, weight, gated=shape.gated)

@@ -1,4 +1,4 @@
-"""What more GPUs gain: some of h200.py's workloads by way of sharing, beside one GPU, in one process. See `ways.py`.
+"""Measure what more GPUs gain: some of h200.py's workloads by way of sharing, beside one GPU. See `ways.py`.
 
     PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/parallel.py [--ways one,tp2] [--output FILE]
         [--workloads single,mixed] [--quick]

@@ -1,4 +1,4 @@
-"""How fast prompts attend: this project's kernels, and cuDNN's where the prompt lies in one piece.
+"""Measure how fast prompts attend: this project's kernels, and cuDNN's where the prompt lies in one piece.
 
     python3 benchmarks/prefill_attention.py [--output FILE]
 
@@ -75,7 +75,7 @@ def calls_of(lens: list[int], contexts: list[int], num_heads: int) -> dict[str, 
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, float]:
-    """Of one call: from a rest, and in the 0.2 seconds after the first 0.2."""
+    """Return the seconds of one call: from a rest, and in the 0.2 seconds after the first 0.2."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         graph = recorded(call)
 

@@ -1,4 +1,4 @@
-"""What quantization gains: some of h200.py's workloads, beside bfloat16, in one process. See `ways.py`.
+"""Measure what quantization gains: some of h200.py's workloads, beside bfloat16, in one process. See `ways.py`.
 
 PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/quantized.py [--ways fp8,fp8-kv] [--output FILE]
     [--workloads single,mixed] [--quick]

@@ -183,7 +183,7 @@ def ways_by_block(product: ScaledGemm, num_rows: int) -> Iterator[ScaledCall]:
 
 
 def error_of(way: ScaledCall, weight: BenchmarkWeight, product: ScaledGemm) -> float | None:
-    """Of `CHECKED` outputs of some rows, relative to their length."""
+    """Return the error of `CHECKED` outputs of some rows, relative to their length."""
     if way.rows is None:
         return None
     y = way.call(weight)

@@ -1,4 +1,4 @@
-"""What the server costs: `mixed` through `teachllm serve`, beside the same engine without it.
+"""Measure what the server costs: `mixed` through `teachllm serve`, beside the same engine without it.
 
     PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/serve.py [--output FILE] [--serve-flags="--flag ..."]
 

@@ -1,4 +1,4 @@
-"""What speculation costs and wins: Qwen3-8B shapes, 4 drafts, each of which holds by a seeded coin.
+"""Measure what speculation costs and gains: Qwen3-8B shapes, 4 drafts, each of which a seeded coin accepts.
 
     python3 benchmarks/speculation.py [--commit HASH] [--output FILE]
 

@@ -265,7 +265,7 @@ class EngineConfig:
 
     @property
     def num_local_ranks(self) -> int:
-        """Of them on each machine."""
+        """Return the number of ranks on each machine."""
         return self.num_ranks // self.nnodes
 
     @property

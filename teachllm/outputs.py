@@ -1,4 +1,4 @@
-"""What a request gives back: its prompt, and one or more completions that grow as the engine steps."""
+"""Hold what a request returns: its prompt, and one or more completions that grow as the engine steps."""
 
 from __future__ import annotations
 

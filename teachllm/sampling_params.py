@@ -1,4 +1,4 @@
-"""What a request asks of the sampler and when it wants to stop: the knobs of one generation.
+"""Hold what a request asks of the sampler and when it wants to stop: the knobs of one generation.
 
 The names and defaults are vLLM's, so that a script moves between the two unchanged. Everything here is
 plain data: the arithmetic lives in `teachllm/sampling`, the stop rules in `core/request.py` (token ids)

@@ -1,4 +1,4 @@
-"""How to speculate: who drafts, and how many tokens. The words are vLLM's `--speculative-config`."""
+"""Configure speculation: the drafter, and how many tokens. The words are vLLM's `--speculative-config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all drafters share: what they see of the target, what they should guess, and how a chain of guesses attends.
+"""Share between drafters what they see of the target, what they should guess, and how a chain of guesses attends.
 
 A drafter guesses what the target, `teachlm`, says next, so it is taught the target's own probabilities rather than
 the corpus' tokens (distillation for speculative decoding: https://arxiv.org/abs/2310.08461).

@@ -1,4 +1,4 @@
-"""How far each drafter's guesses carry: its mean length on questions that were never trained on.
+"""Measure how far each drafter's guesses carry: its mean length on questions that were never trained on.
 
     python training/evaluate_drafters.py                            # the test set
     python training/evaluate_drafters.py --questions held_out       # the development set
@@ -84,7 +84,7 @@ def verify(drafter: TrainedDrafter, target: Any, answers: list[Spoken], tokens: 
 
 
 def mean_lengths(answers: list[Spoken], steps: list[int]) -> dict[str, float]:
-    """Of everything, then of each kind of question."""
+    """Return the mean lengths of everything, then of each kind of question."""
     num_tokens: dict[str, int] = defaultdict(int)
     num_verified: dict[str, int] = defaultdict(int)
     for answer, count in zip(answers, steps, strict=True):

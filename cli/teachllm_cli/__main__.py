@@ -1,4 +1,4 @@
-"""Where `teachllm` and `python -m teachllm_cli` begin."""
+"""Start `teachllm` and `python -m teachllm_cli`."""
 
 from __future__ import annotations
 

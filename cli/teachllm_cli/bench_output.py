@@ -1,4 +1,4 @@
-"""What the commands of `teachllm bench` share in showing and writing what they found."""
+"""Show and write the results of all commands of `teachllm bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong is said in one line on stderr; `--debug` shows where."""
+"""Report errors in one line on stderr; `--debug` shows where they come from."""
 
 from __future__ import annotations
 

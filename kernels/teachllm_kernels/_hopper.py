@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: the hardware check, tensor descriptors for the copy engine (TMA), and barriers."""
+"""Share between Hopper kernels the hardware check, tensor descriptors for the copy engine (TMA), and barriers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the notebooks of `lessons/` share: an engine that is watched, its pictures, exercises and planted faults.
+"""Support the notebooks of `lessons/`: a watched engine, its pictures, exercises and planted faults.
 
 watch.py      an engine that is stepped, and what it did       views.py     the visualizer's views, standing still
 source.py     the engine's source, live                        picture.py   what is drawn, for light and for dark

@@ -30,7 +30,7 @@ SECONDS = 300  # for a cell, on a machine that has other things to do
 
 
 def sources() -> list[Path]:
-    """Of all lessons, in order."""
+    """Return the sources of all lessons, in order."""
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 
 

@@ -91,7 +91,7 @@ def pytest_arguments(test: str) -> list[str]:
 
 
 def last_words(printed: str) -> str:
-    """Of pytest, the first line that says what failed, or its last one."""
+    """Return pytest's first line that names a failure, or its last line."""
     lines = printed.splitlines()
     said = [line for line in lines if line.startswith("E  ")] or lines[-1:]
     return said[0].removeprefix("E").strip() if said else ""

@@ -18,7 +18,7 @@ BAR, OTHER_BAR = "#3b82f6", "#94a3b8"
 
 
 def color(index: int) -> Color:
-    """Of the request that came as number `index`, each part from 0 to 1; the same again behind the last."""
+    """Return the color of the request that came as number `index`, each part from 0 to 1; colors repeat."""
     red, green, blue = BASE[index % len(BASE)]
     return red / 255, green / 255, blue / 255
 

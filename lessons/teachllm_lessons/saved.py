@@ -13,7 +13,7 @@ from teachllm_lessons.exercise import VERDICT_TYPE
 
 @dataclass(frozen=True)
 class ExerciseVerdict:
-    """Of one piece.
+    """Hold the verdict on one exercise.
 
     Attributes:
         verdict: "right", "wrong" or "unwritten".

@@ -1,1 +1,1 @@
-"""What the benchmark commands run: workloads, the machine's ceilings, and the time no engine can beat."""
+"""Run the benchmark commands: workloads, the machine's ceilings, and the time no engine can beat."""

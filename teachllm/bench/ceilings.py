@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: the ceilings of its roofline.
+"""Measure what this machine can do at best: the ceilings of its roofline.
 
 A data sheet promises more than any program gets. What a step is held against is what the simplest program gets:
 a sum or a matrix-vector product over gigabytes for reads, a copy, one large matrix product, and the library's causal

@@ -133,7 +133,7 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class Run:
-    """Of the workload on one rung.
+    """Hold a run of the workload on one rung.
 
     Attributes:
         of_ceiling: tokens per second, of those that the machine's ceilings allow all requests at once.
@@ -289,7 +289,7 @@ def _generate(engine: Engine, batch: Batch) -> list[list[int]]:
 
 
 def compare(engine: EngineConfig, results: Sequence[Result]) -> list[Verdict]:
-    """Of each rung, whether its tokens are what they must be: see `lossless.py`."""
+    """Return for each rung whether its tokens are what they must be: see `lossless.py`."""
     first = next((result.run for result in results if result.run is not None), None)
     judge: Judge | None = None
     verdicts = []

@@ -1,4 +1,4 @@
-"""What `teachllm bench latency` runs: one batch of equal requests, again and again, from its arrival to its end."""
+"""Run `teachllm bench latency`: one batch of equal requests, again and again, from its arrival to its end."""
 
 from __future__ import annotations
 

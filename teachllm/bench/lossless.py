@@ -1,4 +1,4 @@
-"""Whether settings that must not change a greedy token did so.
+"""Check that settings which must not change a greedy token did not.
 
     float32     tokens are identical
     bfloat16    other batches round otherwise: a request's first token that is not the best one in float32 may lie below

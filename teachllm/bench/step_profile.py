@@ -1,4 +1,4 @@
-"""Where a decode step goes: its kernels, the gaps between them, and the host beside them.
+"""Profile a decode step: its kernels, the gaps between them, and the host beside them.
 
 A batch is brought past its prompts, then a few steps are timed, and as many more run under PyTorch's profiler, which
 slows the host down. Kernels are gathered by what they are for, so that each group stands beside its own part of the
@@ -99,7 +99,7 @@ class StepProfile:
 
 
 def check_profile(llm: LLM, batch: Batch, num_steps: int = _NUM_STEPS) -> None:
-    """Whether `profile_decode` can do it.
+    """Check that `profile_decode` can do it.
 
     Raises:
         ValueError: a prompt and the steps are longer than `max_model_len`, or the batch does not run all at once.

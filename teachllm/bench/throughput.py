@@ -1,4 +1,4 @@
-"""What `teachllm bench throughput` runs: many requests at once, and how much comes out a second."""
+"""Run `teachllm bench throughput`: many requests at once, and the tokens per second."""
 
 from __future__ import annotations
 

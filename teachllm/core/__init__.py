@@ -1,1 +1,1 @@
-"""What to compute: requests, blocks, policies and the scheduler. Only the standard library is imported here."""
+"""Decide what to compute: requests, blocks, policies and the scheduler. Only the standard library is imported here."""

@@ -28,7 +28,7 @@ def most_rows(num_ranks: int, row_bytes: int) -> int:
 
 
 class Whereabouts(NamedTuple):
-    """Of a rank's GPU: which host, how many devices it sees there, and which of them is its own."""
+    """Locate a rank's GPU: its host, how many devices the rank sees there, and which of them is its own."""
 
     host: int
     num_devices: int

@@ -1,4 +1,4 @@
-"""Where the ranks of an engine first meet: rank 0 listens there, the others come.
+"""Let the ranks of an engine meet: rank 0 listens, the others connect.
 
 Whoever starts the ranks opens the socket and hands it to rank 0: a port that was looked for, closed and opened again
 could be another program's by then. Where ranks are on several machines, the engine's own process listens.

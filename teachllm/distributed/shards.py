@@ -24,18 +24,18 @@ class Shard:
     count: int = 1
 
     def of(self, size: int) -> slice:
-        """Of a dimension of `size`, which `count` divides."""
+        """Return the part of a dimension of `size`, which `count` divides."""
         assert size % self.count == 0
         width = size // self.count
         return slice(self.index * width, (self.index + 1) * width)
 
     def of_any(self, size: int) -> slice:
-        """Of a dimension of any size: parts are rounded up, so the last ones have less, or nothing."""
+        """Return the part of a dimension of any size: parts are rounded up, so the last ones have less, or nothing."""
         width = self.width(size)
         return slice(min(self.index * width, size), min((self.index + 1) * width, size))
 
     def width(self, size: int) -> int:
-        """Of the largest part of such a dimension."""
+        """Return the width of the largest part of such a dimension."""
         return -(-size // self.count)
 
 

@@ -32,12 +32,12 @@ class Stage(nn.Module):
 
     @property
     def fuses_decodes(self) -> bool:
-        """As the model's."""
+        """Pass on to the model."""
         fuses: bool = self.model.fuses_decodes
         return fuses
 
     def forward(self, input_ids: torch.Tensor, *where: Any, **more: Any) -> torch.Tensor:
-        """As the model's. What a stage that is not the last returns has been sent."""
+        """Run the stage's layers. What a stage that is not the last returns has been sent."""
         coords = self._ranks.coords
 
         def receive() -> torch.Tensor:
@@ -55,7 +55,7 @@ class Stage(nn.Module):
         self.model.execute_dummy_step()
 
     def count_load(self) -> torch.Tensor:
-        """As the model's."""
+        """Pass on to the model."""
         load: torch.Tensor = self.model.count_load()
         return load
 

@@ -1,4 +1,4 @@
-"""What a step must exchange, by the shape of the model: the other side of what `Traffic` counts.
+"""Compute what a step must exchange, by the shape of the model: the other side of what `Traffic` counts.
 
     tensor     every layer has two sums of all tokens' hidden states, behind attention and behind the MLP; the embedding
                has one. Sampling takes each rank's best logit and its token, whether with noise or without; rows with

@@ -1,4 +1,4 @@
-"""How many equal requests run at once without one waiting for blocks or losing them.
+"""Find how many equal requests run at once without one waiting for blocks or losing them.
 
 Each needs the most blocks at its end, but not all reach it together: the token budget staggers the prompts, and who
 came first leaves its blocks to who came last. So the number is not worked out but tried, by the engine's own loop and

@@ -30,7 +30,7 @@ Order = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class EngineThread:
-    """Whoever makes a class of this says what is done with outputs, in `_take`, and with errors, in `_fail`.
+    """Run an engine in a thread. A subclass handles outputs in `_take` and errors in `_fail`.
 
     Args:
         engine: belongs to this from now on; `close` closes it.
@@ -231,7 +231,7 @@ def carry_out(order: Callable[[], Any], done: Future[Any]) -> None:
 
 
 def refuse(done: Future[Any], error: BaseException) -> None:
-    """What was ordered will not be done."""
+    """Refuse what was ordered."""
     if done.set_running_or_notify_cancel():
         done.set_exception(error)
 

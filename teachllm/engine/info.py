@@ -1,4 +1,4 @@
-"""What a model would need on this machine, told before any weight is read."""
+"""Tell what a model would need on this machine, before any weight is read."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class Engine:
 
     @property
     def unfinished_ids(self) -> list[str]:
-        """Of all requests under way; of those with more than one completion, "request#0" and so on."""
+        """Return the ids of all requests under way; with more than one completion, "request#0" and so on."""
         return self._core.unfinished_ids
 
     @property

@@ -1,4 +1,4 @@
-"""What it takes to make an engine's core in this process: a device, a model on it, an executor, and maybe a trace."""
+"""Make an engine's core in this process: a device, a model on it, an executor, and maybe a trace."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What models are made of: attention, linear layers, norms, rotary embedding, experts."""
+"""Provide what models are made of: attention, linear layers, norms, rotary embedding, experts."""

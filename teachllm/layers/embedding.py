@@ -61,7 +61,7 @@ class Embedding(nn.Module):
 
     @property
     def destination(self) -> torch.Tensor | ShardDestination:
-        """Of the checkpoint's tensor."""
+        """Return the destination of the checkpoint's tensor."""
         if self._group.size == 1:
             return self.weight.data
         hidden_size = self.weight.shape[1]

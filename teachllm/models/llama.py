@@ -128,12 +128,12 @@ class LlamaMLP(nn.Module):
 
     @property
     def input_quantization(self) -> InputQuantization | None:
-        """As of `Linear`."""
+        """Return the same as `Linear`."""
         return self.gate_up_proj.input_quantization
 
     @property
     def fuses_one_row(self) -> bool:
-        """As of `Linear`."""
+        """Return the same as `Linear`."""
         return self.gate_up_proj.fuses_one_row and self.down_proj.fuses_one_row
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:

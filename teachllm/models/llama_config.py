@@ -74,7 +74,7 @@ class LlamaConfig:
 
     @property
     def num_parameters(self) -> int:
-        """As a checkpoint holds them; a tied output head is not counted again."""
+        """Return the number that a checkpoint holds; a tied output head is not counted again."""
         ends = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
         return self.num_active_parameters + self.num_idle_parameters + ends
 
@@ -85,7 +85,7 @@ class LlamaConfig:
 
     @property
     def num_idle_parameters(self) -> int:
-        """Of the experts that are held, those that one token does not meet."""
+        """Return the parameters of held experts that one token does not meet."""
         moe = self.moe
         return 0 if moe is None else moe.num_layers * (moe.num_held * self._expert_size(moe) - self._num_met(moe))
 

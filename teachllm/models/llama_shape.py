@@ -1,4 +1,4 @@
-"""What the engine must know of a config.json of the Llama family before any weight is read."""
+"""Read what the engine must know of a config.json of the Llama family before any weight is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is, read from its description alone: shapes, sizes, context length, end-of-sequence ids.
+"""Describe a checkpoint from its description alone: shapes, sizes, context length, end-of-sequence ids.
 
 What can be refused by its description is refused here, before a weight is read, and everything that memory
 arithmetic needs is known here, before a weight is allocated.
@@ -73,7 +73,7 @@ class ModelConfig(Shape):
 
     @property
     def kv_dtype(self) -> str:
-        """Of the KV cache, by PyTorch's name."""
+        """Return the dtype of the KV cache, by PyTorch's name."""
         return _KV_CACHE_DTYPES.get(self.kv_cache_dtype, self.dtype)
 
     @property

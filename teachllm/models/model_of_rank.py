@@ -1,4 +1,4 @@
-"""What memory arithmetic must know of one rank's part of a model."""
+"""Tell what memory arithmetic must know of one rank's part of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config.json says of a mixture of experts: how many, how many for a token, how wide, in which layers.
+"""Read what a config.json says of a mixture of experts: how many, how many for a token, how wide, in which layers.
 
 Sources: the configurations of Qwen3-MoE and Mixtral in transformers.
 """

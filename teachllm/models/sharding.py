@@ -1,4 +1,4 @@
-"""What each rank has of a model: layers by its stage, and of each layer some heads and a part of the widths.
+"""Divide a model among ranks: layers by stage, and of each layer some heads and a part of the widths.
 
 Stages are made by cost, which for decodes is what they read: weights, and of many requests about as much KV; counted in
 parameters, whatever their bytes. The last one has the output head as well, so it has fewer layers. The vocabulary may

@@ -45,7 +45,7 @@ _HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class Quantization:
-    """Of a model.
+    """Describe the quantization of a model.
 
     Attributes:
         name: for people: "gptq", "fp8, as it is read".

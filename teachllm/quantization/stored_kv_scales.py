@@ -34,7 +34,7 @@ Keep = Callable[[torch.Tensor], None]
 
 
 class ScaleSlot(Slot):
-    """Where scales go, of one layer or of each of its KV heads, of which a rank keeps its own; files may lack them."""
+    """Receive scales of one layer or of each of its KV heads, of which a rank keeps its own; files may lack them."""
 
     def __init__(self, num_kv_heads: int, shard: Shard, keep: Keep) -> None:
         self.stored = Stored((1,), FLOATS, is_optional=True)

@@ -1,4 +1,4 @@
-"""What can be wrong with a request's parameters once the vocabulary is known.
+"""Check what can be wrong with a request's parameters once the vocabulary is known.
 
 `SamplingParams` checks what it can alone; token ids need the vocabulary's size. Called when a request is added,
 so that a bad one is refused in one line and nothing else is disturbed. No torch here: the API process imports it.

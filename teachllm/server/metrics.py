@@ -1,4 +1,4 @@
-"""What the server tells Prometheus: vLLM's names, with our prefix, so that its dashboards work unchanged.
+"""Tell Prometheus about the server: vLLM's names, with our prefix, so that its dashboards work unchanged.
 
 Numbers are kept as plain ones and turned into Prometheus' families when they are scraped: an inter-token latency is
 noted for every token of every request, and a library call for each would be felt. Every number has one writer: what
@@ -29,7 +29,7 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Histogram:
-    """How often a value fell between two bounds."""
+    """Count how often a value fell between two bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds

@@ -1,4 +1,4 @@
-"""What if? The real engine on a pretended device: hundreds of requests in a second or two, without a model.
+"""Simulate: the real engine on a pretended device, hundreds of requests in a second or two, without a model.
 
 `simulate` runs `EngineCore` with its own scheduler, block pool and recorder. Only what computes is replaced: by an
 executor that makes token ids up, a cost model that says how long a step takes, and a clock that is moved on instead of

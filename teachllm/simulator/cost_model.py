@@ -1,4 +1,4 @@
-"""How long a step takes, without taking it: the roofline's floor at the speed that kernels reach, and fixed costs.
+"""Predict how long a step takes: the roofline's floor at the speed that kernels reach, and fixed costs.
 
     device  floor at a share of each ceiling + layers x the time in which a layer's kernels start
     host    a fixed time and one for each request: schedule, launch and update together

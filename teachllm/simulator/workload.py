@@ -1,4 +1,4 @@
-"""Who arrives when, with what: requests as they come to a server, from a few numbers and a seed.
+"""Generate requests as they come to a server, from a few numbers and a seed.
 
     rate    requests per second; the gaps between them are exponential, so that arrivals are a Poisson process
     burst   so many arrive together; the rate stays the same

@@ -1,4 +1,4 @@
-"""How many tokens to draft: as long as they pay.
+"""Choose how many tokens to draft: as many as pay.
 
 A step that verifies k drafts takes longer than a plain one, and brings 1 + a + a^2 + ... + a^k tokens where each draft
 holds with probability a. Which k brings the most tokens per second depends on the request (a) and on the load: a small

@@ -1,4 +1,4 @@
-"""What an EAGLE head's config.json and the names of its tensors say: four ways to write the same few facts.
+"""Read an EAGLE head's config.json and the names of its tensors: four ways to write the same few facts.
 
     authors, SGLang   keys of a Llama layer; EAGLE-3's is `midlayer`, its layers `eagle_config`'s
     vLLM              the same, and the layers beside the other keys

@@ -55,7 +55,7 @@ class DrafterConfig:
 
     @property
     def kv_dtype(self) -> str:
-        """Of its KV cache, by PyTorch's name."""
+        """Return the dtype of its KV cache, by PyTorch's name."""
         return self.target.kv_dtype if self.target.has_quantized_kv else self.dtype
 
     @property

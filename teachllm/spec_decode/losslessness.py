@@ -215,7 +215,7 @@ class _Experiment:
         return after[0, :, None] * after
 
     def samples(self, first: int, end: int) -> list[tuple[list[int], int]]:
-        """Of each its tokens after token 0, two or more, and how many rounds these took."""
+        """Return each sample's tokens after token 0, two or more, and how many rounds these took."""
         outputs: list[list[int]] = [[] for _ in range(first, end)]
         steps = [0] * len(outputs)
         short = list(range(len(outputs)))

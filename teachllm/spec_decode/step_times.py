@@ -1,4 +1,4 @@
-"""What a step takes, as it has been timed: medians of what was done, and a straight line to what was not.
+"""Predict what a step takes from timed ones: medians of what was done, and a straight line to what was not.
 
     medians   of the latest steps of each kind, by the number of requests and the levels of drafts. A slow step now and
               then (something compiles, the machine stutters) does not move them
@@ -201,7 +201,7 @@ class StepTimes:
         return self._num_mixed[key] > 2 * _SETTLES or (kind is not None and len(kind.latest) >= _NEEDED)
 
     def seconds(self, num_requests: int, levels: int, num_drafts: float) -> float:
-        """Of a step that verifies so many drafts in all, and drafts as many levels."""
+        """Return the seconds of a step that verifies so many drafts in all, and drafts so many levels."""
         key = num_requests.bit_length(), levels
         if key not in self._nearest:
             self._nearest[key] = self._find_nearest(*key)

@@ -55,7 +55,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of each node, 1 for those after the newest token."""
+        """Return the depth of each node, 1 for nodes after the newest token."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
@@ -71,7 +71,7 @@ class DraftTree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Of the newest token, and of each node."""
+        """Return the children of the newest token, and of each node."""
         found: list[list[int]] = [[] for _ in range(len(self.parents) + 1)]
         for node, parent in enumerate(self.parents):
             found[parent + 1].append(node)

@@ -1,4 +1,4 @@
-"""Whether two checkpoints mean the same by their token ids, which a draft model and its model must.
+"""Check that two checkpoints mean the same by their token ids, as a draft model and its model must.
 
 A size says little: two vocabularies of 32,000 ids may have nothing in common, and one family pads its vocabulary to
 151,936 rows in a small model and to 152,064 in a large one. What counts is which token an id stands for.

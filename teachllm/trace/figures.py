@@ -42,7 +42,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a whole trace. Completions count as requests; shares are from 0 to 1.
+    """Hold the figures of a whole trace. Completions count as requests; shares are from 0 to 1.
 
     Attributes:
         duration: seconds from the first arrival, or a fork's beginning, to the end of the last step.

@@ -1,4 +1,4 @@
-"""What the ranks of an engine did, from its trace: how long they computed, exchanged, and had nothing to do.
+"""Compute what the ranks of an engine did, from its trace: how long they computed, exchanged, and had nothing to do.
 
     stage 0   |== step 3 ==~~|...........|== step 4 ==~~|      =  computes        ~  in an exchange, waiting included
     stage 1   |..............== step 3 ==|..............==     .  a bubble
@@ -24,7 +24,7 @@ BETWEEN_STAGES = ("send", "recv")  # the transfer itself included, whose time is
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Of one rank in a whole trace. Shares are of `seconds`, and add up to 1.
+    """Hold the figures of one rank in a whole trace. Shares are of `seconds`, and add up to 1.
 
     Attributes:
         seconds: in which any rank was in a step.

@@ -1,4 +1,4 @@
-"""What an engine looked like after any line of its trace, from the lines up to it.
+"""Replay a trace: an engine's state after any line, from the lines up to it.
 
 The pool follows from the block events alone. All blocks are free at first, and the free list is in the order of reuse:
 

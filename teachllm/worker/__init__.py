@@ -1,1 +1,1 @@
-"""How a plan is computed: executors, model runners, and the memory that they use."""
+"""Compute plans: executors, model runners, and the memory that they use."""

@@ -1,4 +1,4 @@
-"""What an engine does not survive, and what some of its requests do not."""
+"""Define the errors that end an engine, and those that end some of its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank did in a step, for a trace: when it computed, what it exchanged, and how long it waited for that.
+"""Watch what a rank did in a step, for a trace: when it computed, what it exchanged, and how long it waited for that.
 
 Times are of `time.perf_counter`, which on Linux is one clock for all processes of a machine, and the trace's own. On a
 CPU a step is over when `end` is called. A GPU works on its own: a step ends when the host learns of it, and what lies

@@ -82,7 +82,7 @@ class Worker:
         self.num_blocks = self._executor.num_blocks
 
     def receive_sampled_tokens(self, sampled_tokens: Sequence[SampledTokens]) -> None:
-        """What was sampled in earlier steps, and is known since the plan before the one that is next."""
+        """Receive what was sampled in earlier steps, and is known since the plan before the next one."""
         if self._receives_tokens:
             for step, sampled_token_ids in sampled_tokens:
                 self._runner.receive_sampled_tokens(step, sampled_token_ids)
@@ -116,7 +116,7 @@ class Worker:
         return self._runner.record_ahead(sizes, is_adaptive) if isinstance(self._runner, GPUModelRunner) else None
 
     def wait(self) -> None:
-        """Until all that was launched is over: where another rank has failed, what waits for it never is."""
+        """Wait until all that was launched is over: it never is where it waits for a rank that has failed."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

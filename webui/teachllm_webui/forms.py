@@ -1,4 +1,4 @@
-"""What the page's forms hold, checked: whatever arrives here, a wrong field is one line that names it."""
+"""Check what the page's forms hold: whatever arrives here, a wrong field is one line that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may talk to the page: only the page.
+"""Let only the page talk to its server.
 
 Any website that a user has open can send requests to 127.0.0.1, and one that gives its own name that address can
 read the answers, too. Browsers say where a request comes from (`Origin`) and which name it was sent to (`Host`): the

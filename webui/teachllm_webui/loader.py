@@ -44,7 +44,7 @@ class Loader(Generic[T]):
             return self._wanted is not None or self._is_closed
 
     def close(self) -> None:
-        """What is being made is outdated by this, and waited for unless it takes long."""
+        """Cancel what is being made, and wait for it unless it takes long."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()

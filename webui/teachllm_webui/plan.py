@@ -1,4 +1,4 @@
-"""What an engine on the page is told beforehand: its settings, and which requests come before which step.
+"""Describe what an engine on the page is told beforehand: its settings, and which requests come before which step.
 
 A preset is such a plan, and so is a fork: a trace's later arrivals, each before the step before which it came then.
 """

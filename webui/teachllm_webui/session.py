@@ -1,4 +1,4 @@
-"""What the page shows: one timeline, or two side by side, and who may replace them.
+"""Hold what the page shows: one timeline, or two side by side, and what may replace them.
 
 Any number of tabs watch one session. Whatever replaces the timelines (a preset, a fork, a what-if) raises the
 generation, at which every tab begins anew; in between a tab has a place in each trace and asks for the news since then.
@@ -214,7 +214,7 @@ class LiveSession:
         self.status.error = None
 
     def abort(self, index: int, name: str) -> None:
-        """Of one side."""
+        """Abort one side's request."""
         run = self.sides[index].run if 0 <= index < len(self.sides) else None
         if run is not None:
             run.abort(name)

@@ -1,4 +1,4 @@
-"""What a tab is told: timelines, what stands around them, and what it has seen of both."""
+"""Tell a tab its timelines, what stands around them, and track what it has seen of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What if: the real scheduler on a pretended GPU, for workloads that no laptop could run.
+"""Simulate workloads with the real scheduler on a pretended GPU, for workloads that no laptop could run.
 
 A form's numbers become a workload, a model's shape and settings; the simulation's trace is shown as any other. A limit
 on the tokens in all keeps the answer quick.

@@ -104,7 +104,7 @@ def _server(url: str, api_key: str | None, model: str | None, sampling: dict[str
 
 
 def print_banner(session: ChatSession) -> None:
-    """Who answers, where it runs, and the one thing to know."""
+    """Print the model, where it runs, and the one thing to know."""
     from rich.text import Text
 
     session.out.print(Text.assemble((session.answerer.name, "bold cyan"), f" {session.answerer.where}"))

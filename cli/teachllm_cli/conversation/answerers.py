@@ -1,4 +1,4 @@
-"""Who answers in a chat: an engine in this process, or a running server. The conversation is the same with both."""
+"""Answer in a chat, by an engine in this process or a running server. The conversation is the same with both."""
 
 from __future__ import annotations
 

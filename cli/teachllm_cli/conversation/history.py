@@ -1,4 +1,4 @@
-"""What was said, and what to forget when it outgrows the model's context.
+"""Keep the turns of a chat, and choose which to forget when it outgrows the model's context.
 
 A request carries the whole conversation each time. That costs little: all but the newest message was computed
 before, and the prefix cache still holds it. Forgetting the oldest turn changes the prefix of everything after it,

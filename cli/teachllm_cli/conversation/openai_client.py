@@ -23,7 +23,7 @@ _TOO_LONG = re.compile(r"context.{0,20}(length|size|window)|max_model_len|too lo
 
 
 class ServerError(RuntimeError):
-    """What a server said in place of an answer, or that it said nothing."""
+    """A server returned an error in place of an answer, or nothing."""
 
 
 class TooLongError(ServerError):

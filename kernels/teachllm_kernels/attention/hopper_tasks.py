@@ -1,4 +1,4 @@
-"""How the tiles of queries are dealt to the programs of Hopper's prefill, see `hopper_prefill.py`."""
+"""Deal the tiles of queries to the programs of Hopper's prefill, see `hopper_prefill.py`."""
 
 from __future__ import annotations
 

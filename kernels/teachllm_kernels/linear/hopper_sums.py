@@ -1,4 +1,4 @@
-"""How the products of a stripe's tiles become sums, for `hopper_linear.py`; for block scales, see `hopper_blocks.py`.
+"""Add up the products of a stripe's tiles, for `hopper_linear.py`; for block scales, see `hopper_blocks.py`.
 
 Tensor cores work asynchronously: a warp group starts a product, and waits for it when it needs the result or has to
 give the tile's memory back. To keep them busy, the next product starts before that.

@@ -1,4 +1,4 @@
-"""How a product of up to 256 rows is divided among programs on Hopper, for `hopper_linear.py`.
+"""Divide a product of up to 256 rows among programs on Hopper, for `hopper_linear.py`.
 
 A program multiplies some rows of x by some stripes of the weight, tile by tile. The choice decides how many programs
 there are, and so how many multiprocessors read, how often x is read, and how many bytes are in flight. All of it was

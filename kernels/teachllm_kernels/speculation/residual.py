@@ -1,4 +1,4 @@
-"""What is left of p after some tokens drawn from q have been rejected: the arithmetic of `rejection.py`.
+"""Compute what is left of p after some tokens drawn from q have been rejected: the arithmetic of `rejection.py`.
 
     p_0 = softmax(logits / temperature), without what the filters cut      q_0 = softmax(draft logits / temperature)
     p_j = max(p_(j-1) - q_(j-1), 0) / its sum                              q_j = q_(j-1) without the j-th token

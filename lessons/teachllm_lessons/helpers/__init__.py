@@ -1,1 +1,1 @@
-"""What each notebook needs: its pictures, its exercises, and the symptoms of its planted faults."""
+"""Provide what each notebook needs: its pictures, its exercises, and the symptoms of its planted faults."""

@@ -195,7 +195,7 @@ def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float]) -> Non
 
 
 def streamed(tokenizer: Tokenizer, text: str) -> list[tuple[str, str, str]]:
-    """Of each token of a text as it arrives: its bytes' text alone, all ids decoded at once, and what is shown."""
+    """Return, per token of a text as it arrives, its bytes' text alone, all ids decoded at once, and what is shown."""
     detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams(max_tokens=None))
     token_ids = tokenizer.encode(text)
     rows = []
@@ -304,7 +304,7 @@ CHOOSE = Exercise(
 
 
 def first_tokens() -> None:
-    """How some answers begin, token by token."""
+    """Print the first tokens of some answers."""
     with Watch(num_gpu_blocks_override=48, max_model_len=128) as watch:
         for name, question in (("A", "What is a KV cache?"), ("B", "What is a block table?")):
             watch.add(name, question, 9)
@@ -315,7 +315,7 @@ def first_tokens() -> None:
 
 
 def a_stream() -> None:
-    """What a reader sees while a text with long characters arrives."""
+    """Print what a reader sees while a text with long characters arrives."""
     tokenizer = Tokenizer.load("teachllm/assets/teachlm")
     for _, _, text in streamed(tokenizer, "naïve café"):
         print(repr(text))

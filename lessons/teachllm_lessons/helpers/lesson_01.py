@@ -80,7 +80,7 @@ class AttentionRecorder(ReferenceBackend):
 
 
 class StaleQuery(ReferenceBackend):
-    """What a cache of Q would be: a decode asks with the query of the token before it, which is there already."""
+    """Imitate a cache of Q: a decode asks with the query of the token before it, which is there already."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers, self._calls = num_layers, 0

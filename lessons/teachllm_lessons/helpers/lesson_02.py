@@ -228,7 +228,7 @@ def short_and_long() -> None:
 
 
 def blocks_of_prompts() -> None:
-    """How long the block tables of some prompts are."""
+    """Print the lengths of some prompts' block tables."""
     with Watch(num_gpu_blocks_override=16, max_model_len=128) as watch:
         for num_tokens in (15, 16, 17, 32):
             watch.add(f"{num_tokens}", [9] * num_tokens, 2)

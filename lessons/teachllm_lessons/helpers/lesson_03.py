@@ -232,7 +232,7 @@ def places(runs: Mapping[str, Watch], count: int = PLACES) -> Picture:
 
 
 def ceilings() -> Ceilings:
-    """Of an H200 in bfloat16."""
+    """Return the ceilings of an H200 in bfloat16."""
     found = known_ceilings(DEFAULT_DEVICE, "bfloat16")
     assert found is not None
     return found

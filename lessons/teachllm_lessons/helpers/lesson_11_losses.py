@@ -18,7 +18,7 @@ EVERY = 42  # documents of the held-out text, of which one is scored
 
 @dataclass(frozen=True)
 class Loss:
-    """Of answers that no model here was made with.
+    """Measure the loss on answers that no model here was made with.
 
     Attributes:
         perplexity: exp of the mean of -log p.

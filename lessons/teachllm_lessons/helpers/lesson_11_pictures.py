@@ -79,20 +79,20 @@ class Together:
             watch.add("A", question, max_tokens, logprobs=1)
 
     def step(self, steps: int = 1) -> Together:
-        """Of all of them."""
+        """Step all of them."""
         for watch in self.watches.values():
             watch.run(steps)
         return self
 
     def run(self) -> Together:
-        """Until all have answered."""
+        """Run until all have answered."""
         for watch in self.watches.values():
             watch.run()
             watch.close()
         return self
 
     def said(self) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-        """Of each model: each token that it said, and the probability that it gave it."""
+        """Return each token of each model's answer, and the probability that the model gave it."""
         for name, watch in self.watches.items():
             output = watch.outputs["A"].outputs[0]
             found = []

@@ -66,7 +66,7 @@ def exchanged(steps: Sequence[Line]) -> str:
 
 
 def weight_bytes(tensor: int = 1, pipeline: int = 1) -> list[int]:
-    """Of each rank."""
+    """Return the weight bytes of each rank."""
     model, layout = load_model_config(EngineConfig(device="cpu"), "cpu"), Layout(tensor, pipeline)
     return [model_of_rank(model, layout.coords(rank)).weight_bytes for rank in range(layout.num_ranks)]
 
@@ -115,7 +115,7 @@ class Replicas:
                     self._balance.ended(replica)
 
     def run(self) -> Replicas:
-        """Until all have answered; the engines are closed then."""
+        """Run until all have answered, then close the engines."""
         while any(watch.engine.has_unfinished_requests for watch in self.watches):
             self.step()
         for watch in self.watches:

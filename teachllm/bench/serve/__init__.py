@@ -1,4 +1,4 @@
-"""What `teachllm bench serve` runs: load on a server, and how it bears it.
+"""Run `teachllm bench serve`: load on a server, and how it bears it.
 
 The load is open: when a request is sent was drawn before the first one was, and no answer changes it. A closed loop,
 which sends the next request when one has come back, slows down with the server and so never shows what happens to

@@ -1,4 +1,4 @@
-"""When requests arrive: drawn ahead, from a seed, whatever the answers.
+"""Draw the times at which requests arrive: ahead, from a seed, whatever the answers.
 
 The gaps between arrivals have a gamma distribution with the shape `burstiness`. At 1 they are exponential, which makes
 the arrivals a Poisson process: users who know nothing of each other. Below 1 they come in bursts, above it ever more

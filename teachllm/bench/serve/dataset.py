@@ -1,4 +1,4 @@
-"""What is sent: random prompts of given lengths, or a file of prompts.
+"""Make the prompts to send: random prompts of given lengths, or a file of prompts.
 
 Random prompts have nothing in common but what `random_prefix_len` gives them, so that a server's prefix cache finds
 no more than is meant. A word of random text is about one token of any tokenizer; how many it was is what the server
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RandomLengths:
-    """Of random prompts, under vLLM's names.
+    """Set the lengths of random prompts, under vLLM's names.
 
     Attributes:
         range_ratio: r draws every length uniformly from length x (1 - r) to length x (1 + r).

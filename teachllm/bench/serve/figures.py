@@ -1,4 +1,4 @@
-"""What a load showed of a server, under the names of vLLM's serving benchmark."""
+"""Compute what a load showed of a server, under the names of vLLM's serving benchmark."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parse_percentiles(text: str) -> list[float]:
 
 
 def milliseconds(records: Sequence[Record], metric: str) -> list[float]:
-    """Of finished requests; `itl` has one for each chunk after a request's first, `tpot` none of single tokens."""
+    """Return times of finished requests; `itl` has one per chunk after the first, `tpot` none of single tokens."""
     if metric == "itl":
         return [1000 * gap for record in records for gap in record.itl_s]
     values = (getattr(record, f"{metric}_s") for record in records)

@@ -1,4 +1,4 @@
-"""What became of one request of a load, in the terms that serving is judged by.
+"""Record one request of a load, in the terms that serving is judged by.
 
 TTFT = first token - sending
 TPOT = (last token - first token) / (tokens - 1)
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Of each token after the first; None if there is none."""
+        """Return the seconds per token after the first; None if there is none."""
         if self.num_output_tokens < 2:
             return None
         return (self.end_s - self.chunk_s[0]) / (self.num_output_tokens - 1)

@@ -1,1 +1,1 @@
-"""What the engine reports of itself: statistics, traces, and each step's place under the roofline."""
+"""Report on the engine: statistics, traces, and each step's place under the roofline."""

@@ -45,7 +45,7 @@ def _cpu_model() -> str:
 
 
 def known_ceilings(device: str, dtype: str) -> Ceilings | None:
-    """Of a device by its name, for one dtype: the best of what was measured here and of what such cards have done."""
+    """Return a named device's ceilings for one dtype: the best of what was measured here and what such cards did."""
     found = [each for each in [*_remembered(), *_KNOWN] if (each.device, each.dtype) == (device, dtype)]
     return _best(found) if found else None
 

@@ -1,4 +1,4 @@
-"""What speculation was worth: how many drafts were accepted, how many steps that saved, and how much time.
+"""Measure what speculation was worth: how many drafts were accepted, how many steps that saved, and how much time.
 
 acceptance         accepted drafts / drafted tokens
 mean length        tokens that a verification of drafts yields: 1 + accepted drafts / verifications
@@ -16,7 +16,7 @@ from teachllm.spec_decode.draft_length import StepCost
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Of some stretch of an engine's work.
+    """Sum up the speculation of some stretch of an engine's work.
 
     Attributes:
         stats: counted in it.
@@ -44,7 +44,7 @@ class Speculation:
 
     @property
     def speed_up(self) -> float | None:
-        """Of the same tokens, over plain steps. An estimate: of those that verified nothing, all count as plain."""
+        """Estimate the speed-up of the same tokens over plain steps; all steps that verified nothing count as plain."""
         if self.step_cost is None or not self.stats.num_samplings:
             return None
         num_plain = self.stats.num_samplings - self.stats.num_drafts

@@ -1,4 +1,4 @@
-"""What a step tells about the engine as a whole: the source of every gauge and counter of a server."""
+"""Hold what a step tells about the engine as a whole: the source of every gauge and counter of a server."""
 
 from __future__ import annotations
 

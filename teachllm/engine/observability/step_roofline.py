@@ -10,7 +10,7 @@ from teachllm.roofline import Ceilings, StepShape, Work, step_work
 
 
 class StepRoofline:
-    """What each step of a model costs at least, and what bound it.
+    """Compute what each step of a model costs at least, and what bounds it.
 
     Args:
         ceilings: of the device; None where they are not known: then neither is what bound a step.

@@ -1,4 +1,4 @@
-"""What ranks have to send in a step, as the trace carries it beside what they sent.
+"""Compute what ranks have to send in a step, as the trace carries it beside what they sent.
 
 What goes beyond it is for more than tokens: log-probabilities, rows that are gathered whole, a drafter, padding on a
 GPU, and of a mixture in stages the load of its experts, for the trace.
@@ -21,7 +21,7 @@ from teachllm.sampling.shared_filters import MOST_CANDIDATES
 
 
 class StepTraffic:
-    """What each rank of an engine has to send.
+    """Compute what each rank of an engine has to send.
 
     Args:
         config: with more than one rank, or experts that replicas share.

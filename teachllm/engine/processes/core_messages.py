@@ -1,4 +1,4 @@
-"""What an engine and its core say to each other when a socket lies between them.
+"""Define the messages between an engine and its core over a socket.
 
 Each message is a msgspec struct, packed as MessagePack: typed when it is read, and never code (no pickle). What the
 client has to say it says in lists, one list per turn of its loop; the core sends one message per step. A request is
@@ -102,7 +102,7 @@ class Refused(Message, frozen=True):
 
 
 class Update(msgspec.Struct, array_like=True, frozen=True):
-    """What a step changed for one request, as `RequestUpdate` and `Request` say it."""
+    """Tell what a step changed for one request, in the fields of `RequestUpdate` and `Request`."""
 
     number: int
     new_token_ids: list[int]
@@ -133,7 +133,7 @@ class Failed(Message, frozen=True):
 
 
 class Died(Message, frozen=True):
-    """What computes has died; the process ends."""
+    """Tell that a worker has died; the process ends."""
 
     error: str
 

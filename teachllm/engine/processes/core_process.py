@@ -137,7 +137,7 @@ class CoreProcess:
         core.count()
 
     def run(self) -> None:
-        """Until told to end."""
+        """Run until told to end."""
         has_news = True
         while True:
             if has_news and not self._core.has_unfinished:

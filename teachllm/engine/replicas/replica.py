@@ -1,4 +1,4 @@
-"""Where each replica of an engine stands: its GPUs, or its share of the processor; and the file of its trace.
+"""Place each replica of an engine: its GPUs, or its share of the processor; and the file of its trace.
 
     data_parallel_size=2, tensor_parallel_size=2        replica 0  cuda:0 cuda:1        replica 1  cuda:2 cuda:3
 

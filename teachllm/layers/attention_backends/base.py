@@ -1,4 +1,4 @@
-"""What a way to compute attention must offer, what it is told of a layer, and what it is asked to suit."""
+"""Define attention backends: their interface, a layer's settings, and what a model and its settings need of them."""
 
 from __future__ import annotations
 

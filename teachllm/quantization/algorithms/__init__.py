@@ -1,1 +1,1 @@
-"""How quantized checkpoints are made: GPTQ, AWQ, AutoRound, SmoothQuant."""
+"""Make quantized checkpoints: GPTQ, AWQ, AutoRound, SmoothQuant."""

@@ -66,7 +66,7 @@ class DecoderBlock:
 
     @torch.no_grad()
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As a call, of many rows; what comes out takes the place of nothing."""
+        """Call the block on many rows; the result replaces nothing."""
         return torch.cat([self(rows) for rows in hidden.split(BATCH)])
 
     @torch.no_grad()
@@ -221,4 +221,4 @@ def _on(value: Any, device: str) -> Any:
 
 
 class _Stop(Exception):
-    """What was to be seen was seen."""
+    """Stop the model: what was to be seen was seen."""

@@ -14,7 +14,7 @@ from teachllm.quantization.algorithms.blocks import DecoderBlock
 
 @dataclass
 class InputStatistics:
-    """Of the inputs x [num_tokens, in] of a layer.
+    """Hold statistics of the inputs x [num_tokens, in] of a layer.
 
     Attributes:
         hessian: [in, in], mean of x^T x: half the second derivative of the squared error of the output.
@@ -27,7 +27,7 @@ class InputStatistics:
 
     @classmethod
     def of(cls, block: DecoderBlock, name: str, hidden: torch.Tensor) -> InputStatistics:
-        """Of a linear layer, while hidden states [rows, seq_len, hidden_size] go through its block."""
+        """Collect a linear layer's statistics while hidden states [rows, seq_len, hidden_size] go through its block."""
         size = block.linears()[name].in_features
         num_tokens = 0
         found = cls(*(torch.zeros(*shape, device=hidden.device) for shape in ((size, size), (size,), (size,))))
@@ -46,7 +46,7 @@ class InputStatistics:
         return found
 
     def divided_by(self, scales: torch.Tensor) -> InputStatistics:
-        """Of x / scales, [in]."""
+        """Return the statistics of x / scales, [in]."""
         return InputStatistics(
             self.hessian / torch.outer(scales, scales), self.mean_abs / scales, self.max_abs / scales
         )

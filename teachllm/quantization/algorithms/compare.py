@@ -1,4 +1,4 @@
-"""What is lost and what is won: a model and its quantized forms, on one text, in one engine.
+"""Compare what is lost and what is won: a model and its quantized forms, on one text, in one engine.
 
     size            of the safetensors files
     perplexity      exp of the mean of -log p(token), over answers that no calibration has seen; its increase is known
@@ -41,7 +41,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a text; each list is by the tokens that are scored.
+    """Hold the scores of a text; each list is by the tokens that are scored.
 
     Attributes:
         logprobs: of the token.

@@ -1,4 +1,4 @@
-"""What to make of a model: a method and its settings, checked before anything is read.
+"""Describe what to make of a model: a method and its settings, checked before anything is read.
 
 | method | dtype | calibrated | written as |
 |---|---|---|---|
@@ -103,7 +103,7 @@ class Recipe:
 
     @property
     def grid(self) -> Grid:
-        """Of methods with groups."""
+        """Return the grid of methods with groups."""
         is_symmetric = self.method not in _NOT_SYMMETRIC if self.is_symmetric is None else self.is_symmetric
         return Grid(self.bits or _BITS[0], self.group_size or _GROUP_SIZES[0], is_symmetric)
 
@@ -118,7 +118,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Of its folder, "gptq-4bit-g128-asym"; without the calibration's settings."""
+        """Return the name of its folder, "gptq-4bit-g128-asym", without the calibration's settings."""
         method, *others = self.kind.split()
         if self.method in EIGHT_BIT:
             return "-".join((method, *others))

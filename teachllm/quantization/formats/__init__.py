@@ -1,1 +1,1 @@
-"""How quantized checkpoints are stored: one file per format."""
+"""Read quantized checkpoints: one module per format."""

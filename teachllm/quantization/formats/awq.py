@@ -78,7 +78,7 @@ def write(quantized: GroupedWeight) -> dict[str, torch.Tensor]:
 
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
-    """As of `gptq.py`."""
+    """Parse a configuration, like `gptq.py`."""
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if version != "gemm" or config.get("backend") == "llm-awq":
         raise ModelError(f"AWQ in the layout {version!r} is not supported, only 'gemm': take a checkpoint in this")

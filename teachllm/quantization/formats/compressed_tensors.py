@@ -106,7 +106,7 @@ def write_scaled(quantized: ScaledWeight) -> dict[str, torch.Tensor]:
 
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
-    """As of `gptq.py`."""
+    """Parse a configuration, like `gptq.py`."""
     for key in ("sparsity_config", "transform_config"):
         if config.get(key) and config[key].get("format") != "dense":
             raise ModelError(f"compressed-tensors with a {key} is not supported: take a checkpoint without one")

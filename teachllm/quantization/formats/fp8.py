@@ -22,7 +22,7 @@ from teachllm.quantization.quantized_weights import BLOCK, Activations
 
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
-    """As of `gptq.py`."""
+    """Parse a configuration, like `gptq.py`."""
     ignored = [*(config.get("ignored_layers") or []), *(config.get("modules_to_not_convert") or []), "lm_head"]
 
     def scheme_of(name: str) -> Scheme | None:

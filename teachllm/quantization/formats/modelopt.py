@@ -28,7 +28,7 @@ _SCHEMES: dict[str, Scheme] = {
 
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
-    """As of `gptq.py`; `config` may also be what hf_quant_config.json holds."""
+    """Parse a configuration, like `gptq.py`; `config` may also be what hf_quant_config.json holds."""
     config = config.get("quantization", config)
     algorithm = str(config.get("quant_algo")).upper()
     scheme = _SCHEMES.get(algorithm)

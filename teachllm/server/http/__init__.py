@@ -1,1 +1,1 @@
-"""What every HTTP endpoint shares: bodies, errors, middleware, request ids, server-sent events."""
+"""Provide what every HTTP endpoint shares: bodies, errors, middleware, request ids, server-sent events."""

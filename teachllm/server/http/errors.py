@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, whatever it was.
+"""Report errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, whatever it was.
 
 Clients are written against this object, so that nothing else may leave the server: not for a route that does not
 exist, not for broken JSON, not for a bug of ours.
@@ -32,7 +32,7 @@ _MAX_MESSAGE = 1000  # characters: a message may quote what was sent
 
 
 class ApiError(Exception):
-    """What a request gets in place of an answer.
+    """A request gets an error in place of an answer.
 
     Args:
         status: of HTTP; also the error's code.
@@ -68,7 +68,7 @@ def error_response(error: ApiError) -> Response:
 
 @contextlib.contextmanager
 def refused_as(param: str | None = None) -> Iterator[None]:
-    """What is refused inside with a ValueError becomes a 400.
+    """Turn a ValueError inside into a 400.
 
     Args:
         param: None takes the name that the refusal begins with, as the engine's do: "min_tokens=50 is more than ...".

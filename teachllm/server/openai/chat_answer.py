@@ -23,7 +23,7 @@ _KIND = "chat.completion.chunk"
 
 
 class ChatAnswer:
-    """Of one request.
+    """Build the answer of one request.
 
     Args:
         num_top: log-probabilities of so many tokens are told; None: of none.

@@ -28,7 +28,7 @@ class CompletionPrompt:
 
 
 class CompletionAnswer:
-    """Of one request.
+    """Build the answer of one request.
 
     Args:
         text_of: a token's text.

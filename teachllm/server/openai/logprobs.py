@@ -13,7 +13,7 @@ Entry = dict[int, Logprob]
 
 
 def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], num_top: int) -> dict[str, Any]:
-    """As in a chat completion.
+    """Return log-probabilities as in a chat completion.
 
     Args:
         num_top: how many of the most likely tokens to list.
@@ -27,7 +27,7 @@ def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], num_top: i
 
 
 class CompletionLogprobs:
-    """As in a text completion: parallel lists, and where in the text each token begins.
+    """Build log-probabilities as in a text completion: parallel lists, and where in the text each token begins.
 
     Args:
         text_of: a token's text, where there is no entry that tells it.
@@ -61,7 +61,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | None]:
-    """As vLLM gives them: per prompt token, by token id."""
+    """Return them as vLLM does: per prompt token, by token id."""
     return [
         None
         if entry is None

@@ -46,7 +46,7 @@ def sampling_params(
 
 
 def refuse_unbuilt(request: Sampling) -> None:
-    """What is understood, and checked as far as it can be, but not built yet.
+    """Refuse what is understood, and checked as far as it can be, but not built yet.
 
     Raises:
         ApiError: 501, naming the feature; 400 if it is asked for in a wrong way.

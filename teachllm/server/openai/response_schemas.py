@@ -1,4 +1,4 @@
-"""What the server answers, for the OpenAPI schema alone: answers themselves are laid out where they are made."""
+"""Define what the server answers, for the OpenAPI schema alone: answers themselves are laid out where they are made."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class ModelRunner:
         return load.tolist()
 
     def receive_sampled_tokens(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
-        """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        """Receive, on other stages, what the last one sampled in a step, before the first plan made with it."""
         for failed in [each for each in self._pending_remote if each < step]:
             del self._pending_remote[failed]
         for (row, opening), token_ids in zip(self._pending_remote.pop(step), sampled_token_ids, strict=True):

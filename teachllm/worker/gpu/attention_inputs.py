@@ -1,4 +1,4 @@
-"""What attention must know of flat tokens on a GPU, for the layers of the model or of a drafter.
+"""Tell attention what it must know of flat tokens on a GPU, for the layers of the model or of a drafter.
 
 A step's tokens come in several ways (decodes in a graph, a mixed step, a drafter's next level), and each has its
 lengths, slots and rows on the device. Here they become what every layer reads, and the decodes among them are planned:

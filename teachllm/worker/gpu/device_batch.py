@@ -208,7 +208,7 @@ class DeviceBatch(Rows):
         self._pending_remote[number] = _Sampled(rows, self._openings[rows], np.add(step.starts, step.query_lens))
 
     def receive_sampled_tokens(self, number: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
-        """What was sampled elsewhere in a step, of each request at most one token. They cross with the next plan."""
+        """Receive what was sampled elsewhere in a step, at most a token per request. It crosses with the next plan."""
         for failed in [each for each in self._pending_remote if each < number]:
             del self._pending_remote[failed]
         samples = np.fromiter(map(len, sampled_token_ids), dtype=bool, count=len(sampled_token_ids))

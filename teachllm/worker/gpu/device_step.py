@@ -56,7 +56,7 @@ class DeviceStep:
 
     @property
     def sampled_places(self) -> list[int]:
-        """Of each such position how many of its request's stand before it in the step."""
+        """Return per such position how many of its request's positions stand before it in the step."""
         counts = self.num_drafts or [0] * len(self.sampling)
         return [place for count in counts for place in range(1 + count)]
 

@@ -179,7 +179,7 @@ class GPUModelRunner:
             return self._last
 
     def receive_sampled_tokens(self, step: int, sampled_token_ids: Sequence[Sequence[int]]) -> None:
-        """What the last stage sampled in a step, on the others; before the first plan that was made with it."""
+        """Receive, on other stages, what the last one sampled in a step, before the first plan made with it."""
         self._batch.receive_sampled_tokens(step, sampled_token_ids)
 
     def _start_clock(self) -> torch.cuda.Event:

@@ -108,7 +108,7 @@ class PendingStep:
 
 
 def logprobs_of(outputs: Sequence[SamplerOutput]) -> list[TokenLogprobs | None] | None:
-    """Of all that sampled, one after the other, as `SamplerOutput.logprobs`; None if not asked for."""
+    """Return those of all that sampled, one after the other, as `SamplerOutput.logprobs`; None if not asked for."""
     if not any(output.pending for output in outputs):
         return None
     return [entry for output in outputs for entry in output.logprobs or [None] * len(output.token_ids)]

@@ -1,4 +1,4 @@
-"""What an engine on a GPU takes beside its KV cache: predicted from shapes, then measured by one step.
+"""Compute what an engine on a GPU takes beside its KV cache: predicted from shapes, then measured by one step.
 
     activations   what a step keeps alive at once, at most: either the widest point of the forward pass, of
                   `max_num_batched_tokens` tokens, or the logits of `max_num_seqs` of them with the sampler's workspaces

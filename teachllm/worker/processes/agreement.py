@@ -1,4 +1,4 @@
-"""What must be equal at all ranks, compared before any of them reads a weight.
+"""Compare what must be equal at all ranks, before any of them reads a weight.
 
 Ranks that compute different things do not fail: they wait for each other in the middle of a step, or answer nonsense.
 """
@@ -20,7 +20,7 @@ _OWN = ("device",)  # settings that each rank has of its own
 
 
 def versions() -> dict[str, str]:
-    """Of what a rank computes with."""
+    """Return the versions of what a rank computes with."""
     found = (teachllm.__version__, str(torch.__version__), platform.python_version())
     return dict(zip(_VERSIONS, found, strict=True))
 

@@ -1,4 +1,4 @@
-"""What a worker's process says to the one that started it: frames in a pipe, each a kind, a number, and bytes.
+"""Send a worker process's answers to the process that started it: frames in a pipe, each a kind, a number, and bytes.
 
 Numbers are those of the plans and calls that a frame answers. JSON, but for outputs of steps, see `plan_codec.py`.
 """

@@ -106,14 +106,14 @@ class HostLines:
             raise EngineDeadError(self.death)
 
     def wait(self, seconds: float | None) -> bool:
-        """Until there may be something to hear, here or there, or for so long."""
+        """Wait until there may be something to receive, here or there, or for so long."""
         ready = self._selector.select(seconds)
         if any(key.fileobj is self._woken for key, _ in ready):
             self._woken.recv(4096)
         return bool(ready)
 
     def begin(self, work: RankWork) -> None:
-        """When all have joined.
+        """Begin when all have joined.
 
         Raises:
             EngineDeadError: one has gone since.

@@ -1,4 +1,4 @@
-"""What an engine and the other machines that have some of its ranks say to each other.
+"""Define the messages between an engine and the other machines that have some of its ranks.
 
     Hello ──▶            a machine is there
           ◀── Begin      its ranks, and what they are to do; or Refused
@@ -21,7 +21,7 @@ class HostMessage(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Hello(HostMessage, frozen=True):
-    """Of a machine called `name`, with these versions, which takes the place that it names, or else any."""
+    """Greet from a machine called `name`, with these versions, which takes the place that it names, or else any."""
 
     name: str
     versions: dict[str, str]

@@ -40,7 +40,7 @@ class HostPlan:
 
 
 def plan_of(config: EngineConfig) -> HostPlan:
-    """As the settings say."""
+    """Return the plan of a configuration."""
     if config.distributed_executor_backend == "torchrun":
         return plan_of_torchrun(config)
     if config.distributed_executor_backend == "ray":

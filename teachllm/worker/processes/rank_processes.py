@@ -220,7 +220,7 @@ class _Lines:
 
 
 def devices_of(config: EngineConfig, count: int) -> list[str]:
-    """Of so many ranks of this machine; GPUs from the one that is named on.
+    """Return the devices of so many ranks of this machine; GPUs from the named one on.
 
     Raises:
         ValueError: there are fewer.

@@ -30,7 +30,7 @@ class RankActor:
     """One rank's place in the cluster. Ray has made its GPU the only one that it sees."""
 
     def work(self, address: str, secret: str, rank: int) -> None:
-        """Until the engine ends."""
+        """Work until the engine ends."""
         from teachllm.worker.processes.host import join
 
         join(address, secret, place=rank + 1)

@@ -84,7 +84,7 @@ class WorkerProcess:
         self._has_failed = False
 
     def run(self) -> None:
-        """Until the ring ends. What was sampled elsewhere must be learned: a failure in that ends the process."""
+        """Run until the ring ends. Failing to receive tokens sampled elsewhere ends the process."""
         self._telling.start()
         while (message := self._ring.read()) is not None:
             is_plan, number = ORDER.unpack_from(message)

@@ -30,7 +30,7 @@ _MOST_DRAFTED_FOR = 64  # requests at once; for more it rarely pays, and what is
 
 
 def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int], DeviceStep]:
-    """Of decodes by the hundred and one by one: (requests, drafts of each) -> what such a step is like.
+    """Return steps of decodes by (requests, drafts of each), from one request up to hundreds.
 
     Both numbers with padding: those of a batch that is not as large, or drafts less, are the next larger ones. Without
     `is_adaptive` all draft as much as they can, but for those near their end.

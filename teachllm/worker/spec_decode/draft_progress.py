@@ -1,4 +1,4 @@
-"""How far a draft model on a GPU has come with each request: what the host knows without asking the device.
+"""Track how far a draft model on a GPU has come with each request, without asking the device.
 
     in step    all but a request's newest two tokens are computed, whatever held. So it stays while any request asks:
     the
