@@ -151,21 +151,21 @@ for name, each in ({"teachlm, float32": kv_bytes(6, 4, 64, 4)} | per_token).item
     print(f"{name:16}{each / 1024:8.0f} KiB{2048 * each / 2**20:18.0f} MiB{100 * 2048 * each / 2**30:10.1f} GiB")
 
 # %% [markdown]
-# OPT-13B's 800 KiB a token are the example of the PagedAttention paper (Kwon et al., 2023): 1.6 GB for one request
+# OPT-13B's 800 KiB per token are the example of the PagedAttention paper (Kwon et al., 2023): 1.6 GB for one request
 # of 2,048 tokens. Later models have fewer heads of K and V than of Q, for this reason above all (Shazeer, 2019;
 # Ainslie et al., 2023): Llama 3.1 8B takes a quarter of what Llama 2 7B takes.
 #
 # ## Predict
 #
 # The engine that runs here keeps about eight million numbers in float32 (seven million weights, and the embedding a
-# second time, as the output head), and 12 KiB of K and V a token. **How many tokens does the cache hold when it is as
+# second time, as the output head), and 12 KiB of K and V per token. **How many tokens does the cache hold when it is as
 # large as the model?** Within a tenth will do.
 
 # %%
 yours = None
 
 memory = cached.engine.core.executor._runner.memory
-print(f"weights and tables: {memory.weights / 2**20:.1f} MiB; K and V: {memory.bytes_per_token / 1024:.0f} KiB a token")
+print(f"weights and tables: {memory.weights / 2**20:.1f} MiB; K and V: {memory.bytes_per_token / 1024:.0f} KiB per token")
 predict("Tokens that weigh as much as the model:", yours, memory.weights // memory.bytes_per_token, within=0.1)
 
 # %% [markdown]

@@ -89,7 +89,7 @@ show(
 #
 # ## Step: online softmax in numbers
 #
-# One row, two keys a tile, V of one column. `run_tile` sends a tile through the engine's own update, interpreted.
+# One row, two keys per tile, V of one column. `run_tile` sends a tile through the engine's own update, interpreted.
 # Scores are in base 2 (multiplied by log₂ e beforehand): 2ˣ is what the hardware computes.
 
 # %%
