@@ -1,8 +1,8 @@
 """Medusa: further heads on the model's last hidden state, each guessing one token further ahead.
 
 The state from which the model predicts the next token knows something of the ones after it. Head h turns it into a
-guess of the (h + 2)th: x + silu(W x + b), a few times, then an output head. One small product per head, no layer, no KV;
-but a head does not know what the others guess.
+guess of the (h + 2)th: x + silu(W x + b), a few times, then an output head. One small product per head, no layer, no
+KV; but a head does not know what the others guess.
 
 Checkpoints: vLLM's form (`blocks.*`, `lm_heads.*`) and the authors' (`0.0.linear.weight`, pickled).
 
