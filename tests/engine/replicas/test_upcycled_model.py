@@ -2,7 +2,7 @@
 
 Its experts are one function, so an answer here is right even if a row went to an expert that the router did not pick.
 What sees that has experts which differ: test_parallel.py's `test_experts_may_be_spread_over_ranks_or_cut`, and for
-replicas test_expert_parallel.py's `test_greedy_tokens_are_those_of_one_process`.
+replicas all of test_expert_parallel.py.
 """
 
 from __future__ import annotations
