@@ -165,7 +165,9 @@ for name, each in ({"teachlm, float32": kv_bytes(6, 4, 64, 4)} | per_token).item
 yours = None
 
 memory = cached.engine.core.executor._runner.memory
-print(f"weights and tables: {memory.weights / 2**20:.1f} MiB; K and V: {memory.bytes_per_token / 1024:.0f} KiB per token")
+print(
+    f"weights and tables: {memory.weights / 2**20:.1f} MiB; K and V: {memory.bytes_per_token / 1024:.0f} KiB per token"
+)
 predict("Tokens that weigh as much as the model:", yours, memory.weights // memory.bytes_per_token, within=0.1)
 
 # %% [markdown]

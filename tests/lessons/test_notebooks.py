@@ -13,7 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from teachllm_lessons.build import FOLDER, inputs, read, sources, stamps
+from teachllm_lessons.build import FOLDER, inputs, read, sources, stamp, stamps
 from teachllm_lessons.exercise import VERDICT_TYPE
 from teachllm_lessons.faults import ROOT
 
@@ -33,6 +33,12 @@ of_each = pytest.mark.parametrize("source", sources(), ids=lambda source: source
 def test_it_is_what_its_source_says(source: Path) -> None:
     again = "python -m teachllm_lessons.build"
     assert inputs(made(source)) == inputs(read(source)), f"{source.name} has been changed: run {again}"
+
+
+@of_each
+def test_it_has_been_executed_as_it_is_now(source: Path) -> None:
+    again = f"python -m teachllm_lessons.build {source.name[:2]}"
+    assert stamps().get(source.stem) == stamp(source), f"its source or helpers have changed: run {again}"
 
 
 @of_each
