@@ -83,7 +83,7 @@ def test_quantized_keys_with_and_without_an_instruction_for_e4m3(
 SEVERAL = [
     (3, [(66, 3), (1, 1)], KINDS[1]),
     (9, [(3, 9), (1, 4)], KINDS[2]),  # more queries than one program takes
-    (9, [(130, 9)], Kind((4, 1), 80, torch.float32)),  # in several splits
+    (9, [(130 if ANY else 66, 9)], Kind((4, 1), 80, torch.float32)),  # in several splits
     *[(2, [(40, 2)], KINDS[7])] * ANY,
     (5, [(100, 5), (2, 1)], KINDS[9]),
     *per_device([], [(most, [(1500, 64), (1, most), (70, 1)], KINDS[i]) for most in (8, 17, 64) for i in (1, 2, 3, 7)]),
@@ -198,7 +198,7 @@ def test_hopper_copies_do_not_cross_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     assert fitting == [16, 32, 48, 256]
 
 
-@pytest.mark.parametrize("num_seqs", [5, 24, *([6, 8, 12, 16, 20] if ANY else [])])
+@pytest.mark.parametrize("num_seqs", [5, 12, *([6, 8, 16, 20, 24] if ANY else [])])
 def test_each_shape_of_programs(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_plan, "_MULTIPROCESSORS", 2)
     lens = [i * 1237 % per_device(60, 3000) + 1 for i in range(num_seqs)]

@@ -22,11 +22,12 @@ from teachllm_kernels.speculation.rejection import rejection_sample_triton, work
 from teachllm_kernels.speculation.rejection_reference import draft_sample_reference, rejection_sample_reference
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.kernels.sampling.sampling_cases import make_table, one_by_one, random_requests
-from tests.thorough import times
+from tests.thorough import THOROUGH, times
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 INFINITY = float("inf")
 FILTERS = ("top_k", "top_p", "min_p")
+ANY = THOROUGH or ON_GPU
 
 
 def expected_tokens(batch: dict, table: dict[str, torch.Tensor]) -> list[int]:
@@ -79,7 +80,7 @@ def propose(batch: dict, table: dict[str, torch.Tensor], num_siblings: int) -> t
     replaced=[False, True],
     dtypes=[(torch.float32, torch.bfloat16), (torch.float16, torch.float32), *per_device([], [(torch.bfloat16,) * 2])],
     likeness=[0.0, 0.7, *per_device([], [1.0])],
-    spread_and_quantum=[(5.0, 0.0), (0.1, 0.0), (5.0, 0.75)],  # with a quantum there are ties everywhere
+    spread_and_quantum=[(0.1, 0.0), (5.0, 0.75), *[(5.0, 0.0)] * ANY],  # with a quantum there are ties everywhere
     padding=[0, 3],
     is_masked=[False, True],
     is_small=[False, True],
