@@ -95,7 +95,6 @@ WITH_ACTIVATIONS = [name for name, how in FORMATS.items() if how.activations is 
 SOME_OF_WEIGHTS_ALONE = [
     "gptq in another order",
     "awq",
-    "packed int8 asymmetric",
     "fp8 of weights alone",
     "nvfp4 of ModelOpt",
 ]

@@ -15,6 +15,7 @@ from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 from teachllm.quantization.quantized_weights import Activations, GroupedWeight, ScaledWeight
+from teachllm_kernels.linear.packed import packed_gemv
 from teachllm_kernels.linear.scaled import scaled_linear
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
@@ -86,6 +87,7 @@ def few_programs(patch: pytest.MonkeyPatch) -> None:
     """Let fewer interpreted programs share a product."""
     scaled_linear._arrivals(DEVICE)  # is cached: with all of its counters
     patch.setattr(scaled_linear, "_BLOCKS_WANTED", 4)
+    patch.setattr(packed_gemv, "PLACES", 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
