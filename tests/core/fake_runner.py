@@ -120,24 +120,24 @@ class FakeRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Runs a plan: rows, then all writes, then all reads, then sampling."""
         self.update_rows(plan)
-        drafts = [self._fill_in(share) for share in plan.scheduled]
-        for share, guesses in zip(plan.scheduled, drafts, strict=True):
-            self._write(share, guesses)
-        for share in plan.scheduled:
-            self._read(share)
+        drafts = [self._fill_in(scheduled) for scheduled in plan.scheduled]
+        for scheduled, guesses in zip(plan.scheduled, drafts, strict=True):
+            self._write(scheduled, guesses)
+        for scheduled in plan.scheduled:
+            self._read(scheduled)
         self._unseen[plan.step] = []
         sampled = [self._sample(plan.step, *pair) for pair in zip(plan.scheduled, drafts, strict=True)]
         proposals = None
         if self._max_drafts:
-            proposals = [self._propose(share) for share in plan.scheduled]
+            proposals = [self._propose(scheduled) for scheduled in plan.scheduled]
         return ModelRunnerOutput(sampled, draft_token_ids=proposals)
 
     def execute_and_lose(self, plan: SchedulerOutput) -> None:
         """A step that dies half way: rows are updated, and what it was to write is garbage."""
         self.update_rows(plan)
-        for share in plan.scheduled:
-            row = self.rows[share.request_id]
-            for index in range(row.num_computed, row.num_computed + share.num_tokens):
+        for scheduled in plan.scheduled:
+            row = self.rows[scheduled.request_id]
+            for index in range(row.num_computed, row.num_computed + scheduled.num_tokens):
                 self.slots[self._slot(row, index)] = -2
 
     def seen(self, plan: SchedulerOutput) -> None:
@@ -148,59 +148,62 @@ class FakeRunner:
     def update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.dropped:
             self.rows.pop(request_id, None)  # a failed step may have closed it already
-        for share in plan.scheduled:
-            name = share.request_id
-            if share.new_row is not None:
+        for scheduled in plan.scheduled:
+            name = scheduled.request_id
+            if scheduled.new_row is not None:
                 require(name not in self.rows, f"{name}: a second row is opened")
-                new = share.new_row
-                self.rows[name] = Row(new, self._root_of(name), list(new.token_ids), num_computed=share.start)
+                new = scheduled.new_row
+                self.rows[name] = Row(new, self._root_of(name), list(new.token_ids), num_computed=scheduled.start)
             require(name in self.rows, f"{name}: scheduled without a row")
             row = self.rows[name]
             if not self._keeps_cache:
-                require(share.start == 0 == share.first_new_block, f"{name}: not recomputed from the start")
+                require(scheduled.start == 0 == scheduled.first_new_block, f"{name}: not recomputed from the start")
                 row.table, row.num_computed = [], 0
-            require(share.first_new_block == len(row.table), f"{name}: a hole or an overwrite in the block table")
-            row.table += share.new_block_ids
+            require(scheduled.first_new_block == len(row.table), f"{name}: a hole or an overwrite in the block table")
+            row.table += scheduled.new_block_ids
             assumed = row.num_computed + row.num_rejected_unseen
-            require(share.start == assumed, f"{name}: starts at {share.start}, the worker knows {assumed}")
+            require(scheduled.start == assumed, f"{name}: starts at {scheduled.start}, the worker knows {assumed}")
         require(len(self.rows) <= self._max_rows, f"{len(self.rows)} rows are open, there are {self._max_rows}")
 
     def _slot(self, row: Row, index: int) -> int:
         return row.table[index // self.block_size] * self.block_size + index % self.block_size
 
-    def _fill_in(self, share: ScheduledRequest) -> list[int]:
-        row = self.rows[share.request_id]
-        num_known = share.num_tokens - len(share.draft_token_ids)
+    def _fill_in(self, scheduled: ScheduledRequest) -> list[int]:
+        row = self.rows[scheduled.request_id]
+        num_known = scheduled.num_tokens - len(scheduled.draft_token_ids)
         end = row.num_computed + num_known
-        require(num_known > 0, f"{share.request_id}: a share of {num_known} known tokens")
-        require(end <= len(row.tokens), f"{share.request_id}: computes {end} tokens, {len(row.tokens)} are known")
-        require(share.samples == (end == len(row.tokens)), f"{share.request_id}: samples={share.samples} at {end}")
-        require(share.samples or not share.draft_token_ids, f"{share.request_id}: drafts inside a prompt")
-        own = row.propose(len(share.draft_token_ids), self._rng)
-        return [mine if given == -1 else given for given, mine in zip(share.draft_token_ids, own, strict=True)]
+        require(num_known > 0, f"{scheduled.request_id}: {num_known} known tokens")
+        require(end <= len(row.tokens), f"{scheduled.request_id}: computes {end} tokens, {len(row.tokens)} are known")
+        require(
+            scheduled.samples == (end == len(row.tokens)),
+            f"{scheduled.request_id}: samples={scheduled.samples} at {end}",
+        )
+        require(scheduled.samples or not scheduled.draft_token_ids, f"{scheduled.request_id}: drafts inside a prompt")
+        own = row.propose(len(scheduled.draft_token_ids), self._rng)
+        return [mine if given == -1 else given for given, mine in zip(scheduled.draft_token_ids, own, strict=True)]
 
-    def _write(self, share: ScheduledRequest, drafts: list[int]) -> None:
-        row = self.rows[share.request_id]
+    def _write(self, scheduled: ScheduledRequest, drafts: list[int]) -> None:
+        row = self.rows[scheduled.request_id]
         row.grow([])
         del row.contents[len(row.tokens) :]
         row.grow(drafts)
-        start, end = row.num_computed, row.num_computed + share.num_tokens
-        require(end <= len(row.table) * self.block_size, f"{share.request_id}: token {end - 1} has no slot")
+        start, end = row.num_computed, row.num_computed + scheduled.num_tokens
+        require(end <= len(row.table) * self.block_size, f"{scheduled.request_id}: token {end - 1} has no slot")
         for index in range(start, end):
             self.slots[self._slot(row, index)] = row.contents[index]
 
-    def _read(self, share: ScheduledRequest) -> None:
-        row, size = self.rows[share.request_id], self.block_size
-        end = row.num_computed + share.num_tokens
+    def _read(self, scheduled: ScheduledRequest) -> None:
+        row, size = self.rows[scheduled.request_id], self.block_size
+        end = row.num_computed + scheduled.num_tokens
         for i in range(-(-end // size)):
             length = min(size, end - i * size)
             held, wanted = self.block(row.table[i])[:length], row.contents[i * size : i * size + length]
-            require(held == wanted, f"{share.request_id}: reads foreign KV in block {row.table[i]}, its number {i}")
+            require(held == wanted, f"{scheduled.request_id}: reads foreign KV in block {row.table[i]}, its number {i}")
 
-    def _sample(self, step: int, share: ScheduledRequest, drafts: list[int]) -> list[int]:
-        row = self.rows[share.request_id]
-        if not share.samples:
-            row.num_computed += share.num_tokens
+    def _sample(self, step: int, scheduled: ScheduledRequest, drafts: list[int]) -> list[int]:
+        row = self.rows[scheduled.request_id]
+        if not scheduled.samples:
+            row.num_computed += scheduled.num_tokens
             return []
         known = len(row.tokens)
         sampled: list[int] = []
@@ -217,10 +220,10 @@ class FakeRunner:
         del row.contents[row.num_computed :]
         return sampled
 
-    def _propose(self, share: ScheduledRequest) -> list[int]:
-        if not share.samples:
+    def _propose(self, scheduled: ScheduledRequest) -> list[int]:
+        if not scheduled.samples:
             return []
         num_drafts = self._rng.randint(0, self._max_drafts)
-        if self._runs_ahead(share.request_id):
+        if self._runs_ahead(scheduled.request_id):
             return [-1] * num_drafts
-        return self.rows[share.request_id].propose(num_drafts, self._rng)
+        return self.rows[scheduled.request_id].propose(num_drafts, self._rng)

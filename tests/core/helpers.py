@@ -50,7 +50,7 @@ def schedule(scheduler: Scheduler) -> SchedulerOutput:
 
 def update(scheduler: Scheduler, plan: SchedulerOutput, **sampled: list[int]) -> list[RequestUpdate]:
     """Gives a plan its result: what is named here, else token 7 for whoever samples."""
-    tokens = [sampled.get(share.request_id, [7] if share.samples else []) for share in plan.scheduled]
+    tokens = [sampled.get(scheduled.request_id, [7] if scheduled.samples else []) for scheduled in plan.scheduled]
     updates = scheduler.update(plan, ModelRunnerOutput(tokens))
     invariants.check(scheduler)
     return updates
@@ -63,9 +63,9 @@ def step(scheduler: Scheduler, **sampled: list[int]) -> SchedulerOutput:
     return plan
 
 
-def shares(plan: SchedulerOutput) -> dict[str, int]:
-    """Who computes how many tokens."""
-    return {share.request_id: share.num_tokens for share in plan.scheduled}
+def scheduled_tokens(plan: SchedulerOutput) -> dict[str, int]:
+    """Return the number of scheduled tokens by request id."""
+    return {scheduled.request_id: scheduled.num_tokens for scheduled in plan.scheduled}
 
 
 def waits(scheduler: Scheduler) -> dict[str, str]:

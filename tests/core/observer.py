@@ -1,4 +1,4 @@
-"""What may follow what, written from the design alone: the pool as events tell it, and a step as its doors show it."""
+"""The rules of the design, checked from outside: the pool by its block events, a step by its output."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class View:
     def _expected(self, request: Request) -> int:
         """Tokens that plans in flight will append to it at most."""
         return sum(
-            1 + len(share.draft_token_ids)
+            1 + len(scheduled.draft_token_ids)
             for flight in self.world.flights
-            for share, (named, preemptions) in zip(flight.plan.scheduled, flight.shares, strict=True)
-            if named is request and preemptions == request.num_preemptions and share.samples
+            for scheduled, (named, preemptions) in zip(flight.plan.scheduled, flight.scheduled_requests, strict=True)
+            if named is request and preemptions == request.num_preemptions and scheduled.samples
         )
 
     def _may_run(self, request: Request) -> bool:
@@ -71,8 +71,8 @@ class View:
 
     def check(self, plan: SchedulerOutput) -> None:
         world, scheduler, config = self.world, self.world.scheduler, self.world.config
-        shares = {share.request_id: share for share in plan.scheduled}
-        num_known = sum(share.num_tokens - len(share.draft_token_ids) for share in plan.scheduled)
+        scheduled_requests = {scheduled.request_id: scheduled for scheduled in plan.scheduled}
+        num_known = sum(scheduled.num_tokens - len(scheduled.draft_token_ids) for scheduled in plan.scheduled)
         preempted = [request for request in self.running if request.status is RequestStatus.PREEMPTED]
         world.num_preempted += len(preempted)
         world.unreported += [request.request_id for request in preempted]
@@ -84,25 +84,30 @@ class View:
 
         require(plan.num_tokens <= scheduler.max_num_batched_tokens, "over budget")
         require(len(scheduler.running) <= scheduler.max_num_seqs, "too many run")
-        require(not (set(shares) & {request.request_id for request in preempted}), "preempted, and scheduled")
+        require(
+            not (set(scheduled_requests) & {request.request_id for request in preempted}), "preempted, and scheduled"
+        )
         for request, tokens in self.tokens.items():
             require(list(request.token_ids) == tokens, f"{request.request_id}: planning has changed its tokens")
 
         # Who runs: nobody past its prompt is left out; who gives way is the last in the policy's order.
         starved = False
         for request in self.running:
-            name, gap = request.request_id, len(request.token_ids) + self.in_flight[request] - self.computed[request]
-            share = shares.get(name)
-            if share is not None:
+            name, num_uncomputed = (
+                request.request_id,
+                len(request.token_ids) + self.in_flight[request] - self.computed[request],
+            )
+            scheduled = scheduled_requests.get(name)
+            if scheduled is not None:
                 require(self._may_run(request), f"{name} is scheduled before its token is known")
                 continue
             if request in preempted or not self._may_run(request):
                 continue
-            no_room = self.num_blocks[request] * config.block_size - self.computed[request] < gap
+            no_room = self.num_blocks[request] * config.block_size - self.computed[request] < num_uncomputed
             if no_room and (scheduler.kv.pinned or not config.enable_kv_cache):
-                starved |= gap <= scheduler.max_num_batched_tokens - num_known
+                starved |= num_uncomputed <= scheduler.max_num_batched_tokens - num_known
             else:
-                require(gap > 1, f"{name} is past its prompt and gets no token")
+                require(num_uncomputed > 1, f"{name} is past its prompt and gets no token")
         kept = [request for request in self.running if request not in preempted]
         for victim in preempted:
             ahead = [other.request_id for other in kept if world.key(other) > world.key(victim)]
@@ -116,27 +121,27 @@ class View:
         if config.scheduling_policy == "static" and admitted:
             require(not self.running, "somebody joins a static batch that has begun")
         for request in admitted:
-            share = shares[request.request_id]
-            require(share.new_row is not None, f"{request.request_id} starts without a row")
+            scheduled = scheduled_requests[request.request_id]
+            require(scheduled.new_row is not None, f"{request.request_id} starts without a row")
             shares_blocks = config.enable_prefix_caching or request.group is not None
             if not shares_blocks or request.sampling_params.prompt_logprobs is not None or not config.enable_kv_cache:
-                require(share.start == 0, f"{request.request_id} may not read the prefix cache")
-            require(share.start < len(request.token_ids), f"{request.request_id} leaves nothing to compute")
-            require(share.start % config.block_size == 0, f"{request.request_id} hits half a block")
+                require(scheduled.start == 0, f"{request.request_id} may not read the prefix cache")
+            require(scheduled.start < len(request.token_ids), f"{request.request_id} leaves nothing to compute")
+            require(scheduled.start % config.block_size == 0, f"{request.request_id} hits half a block")
             require(not starved, f"{request.request_id} is admitted while a running request is short of blocks")
 
-        for share in plan.scheduled:
-            known = share.num_tokens - len(share.draft_token_ids)
+        for scheduled in plan.scheduled:
+            known = scheduled.num_tokens - len(scheduled.draft_token_ids)
             if config.enable_chunked_prefill and config.enable_kv_cache and config.long_prefill_token_threshold:
-                require(known <= config.long_prefill_token_threshold, f"{share.request_id} gets {known} tokens")
+                require(known <= config.long_prefill_token_threshold, f"{scheduled.request_id} gets {known} tokens")
             if not (config.enable_chunked_prefill and config.enable_kv_cache):
-                require(share.samples, f"{share.request_id} gets a part of its prompt")
-            if share.draft_token_ids:
-                require(not starved, f"{share.request_id} gets drafts while a running request is short of blocks")
-                request = world.live[share.request_id]
-                require(known == 1, f"{share.request_id} gets drafts inside its prompt")
-                reach = len(request.token_ids) + self._expected(request) + 1 + len(share.draft_token_ids)
-                require(reach <= request.max_len, f"{share.request_id}: drafts beyond its end")
+                require(scheduled.samples, f"{scheduled.request_id} gets a part of its prompt")
+            if scheduled.draft_token_ids:
+                require(not starved, f"{scheduled.request_id} gets drafts while a running request is short of blocks")
+                request = world.live[scheduled.request_id]
+                require(known == 1, f"{scheduled.request_id} gets drafts inside its prompt")
+                reach = len(request.token_ids) + self._expected(request) + 1 + len(scheduled.draft_token_ids)
+                require(reach <= request.max_len, f"{scheduled.request_id}: drafts beyond its end")
         self._check_head(plan, scheduler.max_num_batched_tokens - num_known, preempted)
 
     def _check_head(self, plan: SchedulerOutput, budget_left: int, preempted: list[Request]) -> None:

@@ -13,7 +13,7 @@ from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from tests.core.helpers import EOS, add, schedule, shares
+from tests.core.helpers import EOS, add, schedule, scheduled_tokens
 
 
 @dataclass
@@ -48,8 +48,8 @@ def update(
 
 
 def only(plan: SchedulerOutput) -> ScheduledRequest:
-    (share,) = plan.scheduled
-    return share
+    (scheduled,) = plan.scheduled
+    return scheduled
 
 
 # -- asking ----------------------------------------------------------------------------------------------------
@@ -84,9 +84,9 @@ def test_a_drafter_may_propose_less_than_it_was_asked_for_or_nothing() -> None:
 def test_nothing_is_asked_for_that_could_only_lie_beyond_the_last_wanted_token(max_tokens: int, asked: int) -> None:
     scheduler, _ = make(4)
     add(scheduler, "a", max_tokens=max_tokens)
-    share = only(schedule(scheduler))
-    assert share.num_next_drafts == asked
-    assert share.why == ("so it was told" if asked == 4 else "its end is near")
+    scheduled = only(schedule(scheduler))
+    assert scheduled.num_next_drafts == asked
+    assert scheduled.why == ("so it was told" if asked == 4 else "its end is near")
 
 
 def test_the_context_is_an_end_as_well() -> None:
@@ -120,8 +120,8 @@ def test_blocks_are_kept_for_all_drafts_but_the_last_whose_k_and_v_nobody_writes
 ) -> None:
     scheduler, _ = make(num_drafts)
     add(scheduler, "a", 4, max_tokens=40)  # which fill the first block; the token sampled now begins the second
-    share = only(schedule(scheduler))
-    assert (share.num_next_drafts, len(share.new_block_ids)) == (num_drafts, num_blocks)
+    scheduled = only(schedule(scheduler))
+    assert (scheduled.num_next_drafts, len(scheduled.new_block_ids)) == (num_drafts, num_blocks)
 
 
 def test_fewer_are_asked_for_where_free_blocks_end_and_nobody_is_preempted_for_them() -> None:
@@ -130,11 +130,11 @@ def test_fewer_are_asked_for_where_free_blocks_end_and_nobody_is_preempted_for_t
     add(scheduler, "b", 7, max_tokens=13)
     plan = schedule(scheduler)
     # Both hold two blocks with one slot left. The fifth goes to the first: four more, and a draft without K and V.
-    assert [share.num_next_drafts for share in plan.scheduled] == [5, 1]
-    assert [share.why for share in plan.scheduled] == ["no more free blocks"] * 2
+    assert [scheduled.num_next_drafts for scheduled in plan.scheduled] == [5, 1]
+    assert [scheduled.why for scheduled in plan.scheduled] == ["no more free blocks"] * 2
     update(scheduler, plan, [7], [7], drafts=[[1] * 5, [1]])
     plan = schedule(scheduler)
-    assert shares(plan) == {"a": 5, "b": 1}  # a draft that is verified has K and V, too
+    assert scheduled_tokens(plan) == {"a": 5, "b": 1}  # a draft that is verified has K and V, too
     assert scheduler.num_preemptions == 0
 
 
@@ -145,7 +145,7 @@ def test_nothing_is_drafted_while_a_running_request_is_short_of_blocks() -> None
     update(scheduler, schedule(scheduler), [7], [7])
     says.num_drafts = 2
     plan = schedule(scheduler)  # both fill their blocks
-    assert shares(plan) == {"a": 1, "b": 1}
+    assert scheduled_tokens(plan) == {"a": 1, "b": 1}
     update(scheduler, plan, [7], [7], drafts=[[1], [1]])
     plan = schedule(scheduler)
     assert plan.preempted == ["b"]
@@ -163,9 +163,13 @@ def test_drafts_get_what_prompts_have_left_of_the_budget() -> None:
     update(scheduler, schedule(scheduler), [7], [7], drafts=[[1, 2, 3, 4], [1, 2, 3, 4]])
     add(scheduler, "c", 5)
     plan = schedule(scheduler)
-    assert shares(plan) == {"a": 5, "b": 2, "c": 5}
-    assert [share.draft_token_ids for share in plan.scheduled] == [[1, 2, 3, 4], [1], []]
-    assert [share.num_next_drafts for share in plan.scheduled] == [1, 4, 4]  # "a" may have said 6 of its 8 by then
+    assert scheduled_tokens(plan) == {"a": 5, "b": 2, "c": 5}
+    assert [scheduled.draft_token_ids for scheduled in plan.scheduled] == [[1, 2, 3, 4], [1], []]
+    assert [scheduled.num_next_drafts for scheduled in plan.scheduled] == [
+        1,
+        4,
+        4,
+    ]  # "a" may have said 6 of its 8 by then
 
 
 def test_drafts_that_found_no_budget_are_not_verified_later() -> None:
@@ -174,10 +178,10 @@ def test_drafts_that_found_no_budget_are_not_verified_later() -> None:
     update(scheduler, schedule(scheduler), [7], drafts=[[1, 2, 3]])
     add(scheduler, "b", 7)
     plan = schedule(scheduler)
-    assert shares(plan) == {"a": 1, "b": 7}
+    assert scheduled_tokens(plan) == {"a": 1, "b": 7}
     says.num_drafts = 0
     update(scheduler, plan, [8], [7], drafts=[[], []])
-    assert [share.draft_token_ids for share in schedule(scheduler).scheduled] == [[], []]
+    assert [scheduled.draft_token_ids for scheduled in schedule(scheduler).scheduled] == [[], []]
 
 
 def test_a_stop_token_among_accepted_drafts_ends_the_request_and_gives_every_block_back() -> None:

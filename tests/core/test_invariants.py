@@ -144,11 +144,11 @@ def test_a_plan_over_its_limits_is_found() -> None:
 def test_a_share_that_makes_no_sense_is_found() -> None:
     scheduler = busy_scheduler()
     plan = schedule(scheduler)
-    share = plan.scheduled[0]
-    share.num_tokens = 40
+    scheduled = plan.scheduled[0]
+    scheduled.num_tokens = 40
     with pytest.raises(InvariantViolation, match="a: tokens without blocks"):
         invariants.check_plan(scheduler, plan)
-    share.num_tokens, share.draft_token_ids = 1, [5]
+    scheduled.num_tokens, scheduled.draft_token_ids = 1, [5]
     with pytest.raises(InvariantViolation, match="a: scheduled without a known token"):
         invariants.check_plan(scheduler, plan)
     plan.scheduled[0] = plan.scheduled[1]

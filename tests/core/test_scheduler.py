@@ -8,7 +8,7 @@ import pytest
 
 from teachllm.core.request import FinishReason, RequestStatus
 from teachllm.sampling_params import SamplingParams
-from tests.core.helpers import EOS, add, make_scheduler, schedule, shares, step, update, waits
+from tests.core.helpers import EOS, add, make_scheduler, schedule, scheduled_tokens, step, update, waits
 from tests.thorough import times
 
 # -- the budget ------------------------------------------------------------------------------------------------
@@ -32,8 +32,8 @@ def test_a_decode_is_never_skipped_for_a_prompt() -> None:
     step(scheduler)
     add(scheduler, "long", 30)
     for _ in range(4):
-        assert shares(step(scheduler)) == {"a": 1, "long": 7}
-    assert shares(step(scheduler)) == {"a": 1, "long": 2}
+        assert scheduled_tokens(step(scheduler)) == {"a": 1, "long": 7}
+    assert scheduled_tokens(step(scheduler)) == {"a": 1, "long": 2}
 
 
 def test_plans_of_a_pipeline_share_out_the_decodes() -> None:
@@ -42,19 +42,19 @@ def test_plans_of_a_pipeline_share_out_the_decodes() -> None:
         add(scheduler, name)
     update(scheduler, schedule(scheduler))  # all prompts in one plan
     flying = [schedule(scheduler), schedule(scheduler)]
-    assert [set(shares(plan)) for plan in flying] == [set("abc"), set("de")]
+    assert [set(scheduled_tokens(plan)) for plan in flying] == [set("abc"), set("de")]
     for _ in range(4):
         update(scheduler, flying.pop(0))
         flying.append(schedule(scheduler))
-    assert [set(shares(plan)) for plan in flying] == [set("abc"), set("de")]
+    assert [set(scheduled_tokens(plan)) for plan in flying] == [set("abc"), set("de")]
 
 
 def test_running_prompts_come_after_decodes_whoever_arrived_first() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=6, long_prefill_token_threshold=4)
     add(scheduler, "long", 12)
     add(scheduler, "short", 2)
-    assert shares(step(scheduler)) == {"long": 4, "short": 2}
-    assert list(shares(step(scheduler)).items()) == [("short", 1), ("long", 4)]
+    assert scheduled_tokens(step(scheduler)) == {"long": 4, "short": 2}
+    assert list(scheduled_tokens(step(scheduler)).items()) == [("short", 1), ("long", 4)]
 
 
 def test_the_threshold_bounds_one_request_and_leaves_the_budget_to_others() -> None:
@@ -62,16 +62,16 @@ def test_the_threshold_bounds_one_request_and_leaves_the_budget_to_others() -> N
     add(scheduler, "a", 20)
     add(scheduler, "b", 20)
     add(scheduler, "c", 20)
-    assert shares(step(scheduler)) == {"a": 5, "b": 5, "c": 2}
+    assert scheduled_tokens(step(scheduler)) == {"a": 5, "b": 5, "c": 2}
 
 
 def test_an_unchunked_prompt_waits_until_all_of_it_fits() -> None:
     scheduler = make_scheduler(enable_chunked_prefill=False)
     add(scheduler, "a", 40)
     add(scheduler, "b", 30)
-    assert shares(step(scheduler)) == {"a": 40}
+    assert scheduled_tokens(step(scheduler)) == {"a": 40}
     assert waits(scheduler) == {"b": "needs 30 tokens of the step's budget, 24 left"}
-    assert shares(step(scheduler)) == {"a": 1, "b": 30}
+    assert scheduled_tokens(step(scheduler)) == {"a": 1, "b": 30}
 
 
 # -- sharing ---------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_an_unchunked_prompt_waits_until_all_of_it_fits() -> None:
 def test_identical_prompts_arriving_together_share_blocks_in_the_same_step() -> None:
     scheduler = make_scheduler()
     a, b = add(scheduler, "a", 10, first=100), add(scheduler, "b", 10, first=100)
-    assert shares(step(scheduler)) == {"a": 10, "b": 2}
+    assert scheduled_tokens(step(scheduler)) == {"a": 10, "b": 2}
     assert a.block_ids[:2] == b.block_ids[:2]
     assert a.block_ids[2] != b.block_ids[2]
     assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 8)
@@ -91,8 +91,8 @@ def test_the_last_token_is_always_recomputed() -> None:
     add(scheduler, "a", 8, first=100)
     step(scheduler)
     b = add(scheduler, "b", 8, first=100)
-    share = step(scheduler).scheduled[1]
-    assert (share.request_id, share.start, share.num_tokens, share.samples) == ("b", 4, 4, True)
+    scheduled = step(scheduler).scheduled[1]
+    assert (scheduled.request_id, scheduled.start, scheduled.num_tokens, scheduled.samples) == ("b", 4, 4, True)
     assert b.num_cached_tokens == 4
 
 
@@ -114,7 +114,7 @@ def test_putting_hashing_off_changes_no_plan(seed: int, async_scheduling: bool) 
                 for _ in range(rng.choice([0, 0, 3])):  # leaves the family's common prefix
                     request.token_ids[rng.randrange(length)] = 7
             plan = schedule(scheduler)
-            made.append([(share.request_id, share.start, share.num_tokens) for share in plan.scheduled])
+            made.append([(scheduled.request_id, scheduled.start, scheduled.num_tokens) for scheduled in plan.scheduled])
             in_flight += [plan] if plan.scheduled else []
             if len(in_flight) > async_scheduling and rng.random() < 0.1:
                 scheduler.fail(in_flight[0])
@@ -134,7 +134,7 @@ def test_another_salt_shares_nothing() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 10, first=100, cache_keys=("one",))
     add(scheduler, "b", 10, first=100, cache_keys=("two",))
-    assert shares(step(scheduler)) == {"a": 10, "b": 10}
+    assert scheduled_tokens(step(scheduler)) == {"a": 10, "b": 10}
 
 
 def test_siblings_share_their_prompt_without_prefix_caching_and_nobody_else_does() -> None:
@@ -142,21 +142,21 @@ def test_siblings_share_their_prompt_without_prefix_caching_and_nobody_else_does
     for child in range(3):
         add(scheduler, f"a{child}", 10, first=100, group="a", child_index=child)
     add(scheduler, "b", 10, first=100)
-    assert shares(step(scheduler)) == {"a0": 10, "a1": 2, "a2": 2, "b": 10}
+    assert scheduled_tokens(step(scheduler)) == {"a0": 10, "a1": 2, "a2": 2, "b": 10}
 
 
 def test_two_groups_do_not_share_without_prefix_caching() -> None:
     scheduler = make_scheduler(enable_prefix_caching=False)
     add(scheduler, "a", 10, first=100, group="a")
     add(scheduler, "b", 10, first=100, group="b")
-    assert shares(step(scheduler)) == {"a": 10, "b": 10}
+    assert scheduled_tokens(step(scheduler)) == {"a": 10, "b": 10}
 
 
 def test_without_a_cache_every_step_starts_from_the_first_token() -> None:
     scheduler = make_scheduler(enable_kv_cache=False)
     add(scheduler, "a", 10, first=100, group="g")
     add(scheduler, "b", 10, first=100, group="g")
-    assert shares(step(scheduler)) == {"a": 10, "b": 10}
+    assert scheduled_tokens(step(scheduler)) == {"a": 10, "b": 10}
     assert scheduler.kv.num_used_blocks == 0
     plan = schedule(scheduler)
     assert [(s.start, s.num_tokens, s.first_new_block) for s in plan.scheduled] == [(0, 11, 0), (0, 11, 0)]
@@ -203,7 +203,7 @@ def test_a_victim_that_had_its_share_gives_the_budget_back() -> None:
     for _ in range(3):
         step(scheduler)
     plan = schedule(scheduler)  # short is first and takes the last block, then long needs it
-    assert shares(plan) == {"long": 4}
+    assert scheduled_tokens(plan) == {"long": 4}
     assert plan.preempted == ["short"]
     assert scheduler._budget == 2
 
@@ -227,7 +227,7 @@ def test_nobody_joins_while_a_running_request_is_short_of_blocks() -> None:
     add(scheduler, "b", 8, max_tokens=4)
     first = schedule(scheduler)
     second = schedule(scheduler)  # a takes the fifth block, b preempts itself
-    assert shares(second) == {"a": 1}
+    assert scheduled_tokens(second) == {"a": 1}
     assert waits(scheduler) == {"b": "preempted: its blocks were taken back"}
     update(scheduler, first)
     update(scheduler, second)
@@ -243,10 +243,10 @@ def test_a_static_batch_drains_before_the_next_one_starts() -> None:
     add(scheduler, "b", 4, max_tokens=3)
     step(scheduler)
     add(scheduler, "c", 4)
-    assert shares(step(scheduler)) == {"b": 1}
+    assert scheduled_tokens(step(scheduler)) == {"b": 1}
     assert waits(scheduler) == {"c": "the batch of 1 must drain first"}
-    assert shares(step(scheduler)) == {"b": 1}
-    assert shares(step(scheduler)) == {"c": 4}
+    assert scheduled_tokens(step(scheduler)) == {"b": 1}
+    assert scheduled_tokens(step(scheduler)) == {"c": 4}
 
 
 # -- why others wait -------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_an_overtaken_head_is_behind_the_head_at_once() -> None:
     assert waits(scheduler) == {"c": "behind the head of the queue", "b": "behind the head of the queue"}
 
 
-# -- doors -----------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -374,16 +374,16 @@ def test_a_request_that_needs_its_ids_waits_for_them() -> None:
     add(scheduler, "a", 4, waits_for_ids=True)
     add(scheduler, "b", 4)
     first = schedule(scheduler)
-    assert shares(schedule(scheduler)) == {"b": 1}
+    assert scheduled_tokens(schedule(scheduler)) == {"b": 1}
     update(scheduler, first)
-    assert shares(schedule(scheduler)) == {"a": 1, "b": 1}
+    assert scheduled_tokens(schedule(scheduler)) == {"a": 1, "b": 1}
 
 
 def test_prompt_chunks_of_one_request_follow_each_other_through_a_pipeline() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     add(scheduler, "a", 20)
     plans = [schedule(scheduler) for _ in range(4)]
-    assert [shares(plan) for plan in plans] == [{"a": 8}, {"a": 8}, {"a": 4}, {}]
+    assert [scheduled_tokens(plan) for plan in plans] == [{"a": 8}, {"a": 8}, {"a": 4}, {}]
 
 
 def test_tokens_that_come_after_the_end_are_dropped_and_blocks_stay_pinned_until_then() -> None:
@@ -415,4 +415,4 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 8, first=100)
     add(scheduler, "b", 8, first=100, params=SamplingParams(prompt_logprobs=1))
-    assert shares(step(scheduler)) == {"a": 8, "b": 8}
+    assert scheduled_tokens(step(scheduler)) == {"a": 8, "b": 8}

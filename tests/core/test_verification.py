@@ -49,8 +49,8 @@ def test_accepted_drafts_are_appended_and_rejected_ones_rolled_back() -> None:
     assert request.output_token_ids == [7, 11, 9]
     assert (request.num_computed_tokens, request.num_in_flight_tokens, request.num_uncomputed_tokens) == (6, 0, 1)
     assert request.num_committed_blocks == 1  # tokens 4 to 7 are not all known
-    share = schedule(scheduler).scheduled[0]
-    assert (share.start, share.num_tokens, share.new_block_ids) == (6, 1, [])
+    scheduled = schedule(scheduler).scheduled[0]
+    assert (scheduled.start, scheduled.num_tokens, scheduled.new_block_ids) == (6, 1, [])
 
 
 def test_accepted_drafts_beyond_the_end_are_dropped() -> None:

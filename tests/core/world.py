@@ -1,7 +1,7 @@
 """A scheduler, a worker that knows what every slot holds, and an observer who believes neither.
 
 Property tests and the soak drive a `World` by the same few calls. After each it checks the scheduler's own
-invariants and, from what can be seen at its doors, the rules of the design: who gets a token, who gives way, why
+invariants and, from what it returns, the rules of the design: who gets a token, who gives way, why
 others wait, which blocks may be written, what a trace of block events adds up to, and that every output is the one
 computed beforehand without an engine.
 """
@@ -58,7 +58,7 @@ class Arrival:
 class Flight:
     plan: SchedulerOutput
     result: ModelRunnerOutput | None  # None: the step has failed, or stands behind one that has
-    shares: list[tuple[Request, int]]  # with the number of preemptions when it was made
+    scheduled_requests: list[tuple[Request, int]]  # with the number of preemptions when it was made
     blocks: set[int] = field(default_factory=set)  # what the plan may write to
 
 
@@ -173,11 +173,11 @@ class World:
         return bool(plan.scheduled)
 
     def _launch(self, plan: SchedulerOutput, fails: int) -> None:
-        requests = [self.live[share.request_id] for share in plan.scheduled]
+        requests = [self.live[scheduled.request_id] for scheduled in plan.scheduled]
         flight = Flight(plan, None, [(request, request.num_preemptions) for request in requests])
-        for share, request in zip(plan.scheduled, requests, strict=True):
-            first_written = share.start // self.config.block_size if self.config.enable_kv_cache else 0
-            fresh = share.new_block_ids[max(first_written - share.first_new_block, 0) :]
+        for scheduled, request in zip(plan.scheduled, requests, strict=True):
+            first_written = scheduled.start // self.config.block_size if self.config.enable_kv_cache else 0
+            fresh = scheduled.new_block_ids[max(first_written - scheduled.first_new_block, 0) :]
             for earlier in self.flights:
                 require(not earlier.blocks & set(fresh), f"step {plan.step} takes blocks that a plan in flight writes")
             flight.blocks.update(request.block_ids[first_written:])
@@ -213,7 +213,7 @@ class World:
         assert flight.result is not None
         wanted = {
             request.request_id: index
-            for index, (request, preemptions) in enumerate(flight.shares)
+            for index, (request, preemptions) in enumerate(flight.scheduled_requests)
             if not request.finished and request.num_preemptions == preemptions
         }
         self.runner.seen(flight.plan)
@@ -222,11 +222,13 @@ class World:
         for update in updates:
             request = update.request
             name, index = request.request_id, wanted[request.request_id]
-            share, sampled = flight.plan.scheduled[index], flight.result.sampled_token_ids[index]
+            scheduled, sampled = flight.plan.scheduled[index], flight.result.sampled_token_ids[index]
             output, reason = self.expected[name]
             require(request.output_token_ids == output[: request.num_output_tokens], f"{name} has wrong tokens")
             require(update.new_token_ids == sampled[: len(update.new_token_ids)], f"{name}: not what was sampled")
-            accepted = [a for a, b in zip(update.new_token_ids, share.draft_token_ids, strict=False) if a == b or b < 0]
+            accepted = [
+                a for a, b in zip(update.new_token_ids, scheduled.draft_token_ids, strict=False) if a == b or b < 0
+            ]
             at_most = max(len(sampled) - 1, 0)
             require(update.num_accepted == min(len(accepted), at_most), f"{name}: {update.num_accepted} accepted")
             ended = len(request.output_token_ids) == len(output)
@@ -269,7 +271,7 @@ class World:
 
     def _is_named(self, request: Request) -> bool:
         """Whether a plan in flight computes tokens for it."""
-        return any((request, request.num_preemptions) in flight.shares for flight in self.flights)
+        return any((request, request.num_preemptions) in flight.scheduled_requests for flight in self.flights)
 
     def _snapshot(self) -> object:
         scheduler, kv = self.scheduler, self.scheduler.kv

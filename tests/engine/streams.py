@@ -14,7 +14,7 @@ from teachllm import RequestOutput, SamplingParams
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.worker.errors import EngineDeadError
 from tests.waiting import HANG_SECONDS
-from tests.worker.doors import drain, make_engine, tokens
+from tests.worker.engines import drain, make_engine, tokens
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

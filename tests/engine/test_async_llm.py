@@ -20,7 +20,7 @@ from teachllm.engine.observability.stats import StepStats
 from tests.engine.streams import GREEDY, answer, expected, num_of, run, running, until
 from tests.spec_decode.drafters import speculation
 from tests.waiting import HANG_SECONDS
-from tests.worker.doors import num_used_blocks, random_ids, tiny, tokens
+from tests.worker.engines import num_used_blocks, random_ids, tiny, tokens
 from tests.worker.processes.child_threads import cores_in_threads, patched
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from teachllm import LLM, SamplingParams
 from tests.engine.reference import reference
-from tests.worker.doors import drain, make_engine, make_llm, num_used_blocks, random_ids, tokens
+from tests.worker.engines import drain, make_engine, make_llm, num_used_blocks, random_ids, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

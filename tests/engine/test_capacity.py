@@ -14,7 +14,7 @@ from teachllm.worker.processes.multiprocess import MultiprocessExecutor
 from tests.checkpoints import make_checkpoint
 from tests.spec_decode.drafters import speculation
 from tests.thorough import THOROUGH
-from tests.worker.doors import drain, make_engine, random_ids, tiny
+from tests.worker.engines import drain, make_engine, random_ids, tiny
 from tests.worker.processes.child_threads import ranks_in_threads
 
 

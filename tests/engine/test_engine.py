@@ -23,7 +23,7 @@ from tests.engine.reference import reference
 from tests.engine.withheld import withheld
 from tests.pairwise import pairwise
 from tests.thorough import THOROUGH, times
-from tests.worker.doors import (
+from tests.worker.engines import (
     DraftingExecutor,
     assert_clean,
     complete,
@@ -315,8 +315,8 @@ def test_recording_changes_nothing_and_tells_all(plain: list[list[list[int]]], a
     steps = [event for event in rest if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(len(steps)))
     for event in steps:
-        for share in event["scheduled"]:
-            sampled[share["request_id"]] += share.get("token_ids", [])
+        for scheduled in event["scheduled"]:
+            sampled[scheduled["request_id"]] += scheduled.get("token_ids", [])
         for kind, block_id, *_ in event["block_events"]:
             used[block_id] += {"allocate": 1, "hit": 1, "free": -1}.get(kind, 0)
         assert event["blocks"]["used"] == sum(count > 0 for count in used.values())

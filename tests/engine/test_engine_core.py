@@ -21,7 +21,7 @@ from tests.engine.reference import reference
 from tests.engine.withheld import withheld
 from tests.pairwise import pairwise
 from tests.thorough import times
-from tests.worker.doors import DraftingExecutor, FaultyExecutor, MakeExecutor, make_engine, random_ids, tokens
+from tests.worker.engines import DraftingExecutor, FaultyExecutor, MakeExecutor, make_engine, random_ids, tokens
 
 Fault = Callable[[str], BaseException | None]
 

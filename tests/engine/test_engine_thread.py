@@ -15,7 +15,7 @@ from teachllm.engine.async_llm import AsyncLLM
 from teachllm.trace.recorder import Recorder
 from tests.engine.streams import GREEDY, answer, expected, go_round, num_of, run, running, until
 from tests.waiting import HANG_SECONDS, wait_for
-from tests.worker.doors import FaultyExecutor, random_ids, tokens
+from tests.worker.engines import FaultyExecutor, random_ids, tokens
 
 
 def num_steps(llm: AsyncLLM) -> int:

@@ -20,7 +20,7 @@ from teachllm.trace.replay import Replay
 from tests.spec_decode.drafters import speculation
 from tests.thorough import THOROUGH, times
 from tests.trace.traced import live_state, spell, traced_engine
-from tests.worker.doors import drain, random_ids
+from tests.worker.engines import drain, random_ids
 
 NUM_REQUESTS, STEP = times(10, 14), times(18, 50)
 FEW = times(6, 14)  # requests where a step takes long
@@ -69,7 +69,7 @@ class Echo:
 
 def drafted(trace: Trace) -> list[dict[str, Any]]:
     """Shares with drafts."""
-    return [share for line in trace.steps for share in line["scheduled"] if "num_draft" in share]
+    return [scheduled for line in trace.steps for scheduled in line["scheduled"] if "num_draft" in scheduled]
 
 
 def state_after(trace: Trace, step: int) -> tuple[Replay, float]:
@@ -220,7 +220,7 @@ def test_a_fork_of_an_engine_that_speculates_does_so_too_and_says_the_same_token
     given = speculation(method, "qwen3", num_speculative_tokens=3, adaptive=False)
     trace, outputs = run(FEW, speculative_config=given, async_scheduling=async_scheduling, num_gpu_blocks_override=60)
     assert outputs == plainly()
-    assert any(share["num_draft"] > share["num_accepted"] for share in drafted(trace))
+    assert any(scheduled["num_draft"] > scheduled["num_accepted"] for scheduled in drafted(trace))
     ways = ({}, {"num_gpu_blocks_override": 30, "block_size": 32}, {"speculative_config": None})
     for changes in ways if THOROUGH else ways[1:]:
         engine, lines, state = forked(trace, 12, **changes)
@@ -311,7 +311,7 @@ def test_whoever_waits_is_admitted_once_the_limit_it_names_is_relaxed(
     other, lines, _ = forked(trace, step, **{"max_num_batched_tokens": 64, "max_num_seqs": 8} | relaxed)
     other.step()
     first = parse_trace(lines).steps[0]
-    assert name in {share["request_id"] for share in first["scheduled"]} and name not in first["waiting"]
+    assert name in {scheduled["request_id"] for scheduled in first["scheduled"]} and name not in first["waiting"]
     drain(other)
     assert other.core.scheduler.num_preemptions == 0
 

@@ -20,7 +20,7 @@ from teachllm.core.request import Request, RequestStatus
 from teachllm.engine.host_drafting import HostDrafting
 from teachllm.spec_decode.drafter import check_drafter
 from tests.checkpoints import VOCAB_SIZE
-from tests.worker.doors import random_ids, tiny, tokens
+from tests.worker.engines import random_ids, tiny, tokens
 
 CUSTOM = {"method": "custom", "num_speculative_tokens": 3, "adaptive": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

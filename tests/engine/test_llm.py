@@ -18,7 +18,7 @@ from teachllm.worker.executor import Executor
 from tests.engine.reference import reference
 from tests.pairwise import pairwise
 from tests.thorough import THOROUGH
-from tests.worker.doors import FaultyExecutor, drain, make_llm, num_used_blocks, random_ids, tiny, tokens
+from tests.worker.engines import FaultyExecutor, drain, make_llm, num_used_blocks, random_ids, tiny, tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]

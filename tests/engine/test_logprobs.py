@@ -10,7 +10,7 @@ import torch
 from teachllm import RequestOutput, SamplingParams
 from teachllm.outputs import Logprob
 from tests.engine.reference import reference
-from tests.worker.doors import complete, drain, make_engine, make_llm, num_used_blocks, random_ids, tokens
+from tests.worker.engines import complete, drain, make_engine, make_llm, num_used_blocks, random_ids, tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 

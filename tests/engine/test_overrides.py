@@ -20,7 +20,7 @@ from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.layers.attention_backends.reference import ReferenceBackend
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
-from tests.worker.doors import tiny
+from tests.worker.engines import tiny
 from tests.worker.processes.child_threads import cores_in_threads
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13] * 5, [9, 8, 7], [5, 6, 7, 8, 9, 10, 11, 12, 13] * 5]

@@ -38,7 +38,7 @@ from tests.engine.test_lossless_settings import ANYTHING, PROMPTS, check
 from tests.golden.make_rounded_kv import FAMILIES, FILE, PROMPT
 from tests.spec_decode.drafters import speculation
 from tests.thorough import THOROUGH, times
-from tests.worker.doors import make_llm, random_ids, tiny
+from tests.worker.engines import make_llm, random_ids, tiny
 from tests.worker.gpu.test_gpu_model_runner import SETTINGS, recorded, replayed, workload
 
 both = pytest.mark.parametrize("kv_cache_dtype", DTYPES)

@@ -14,7 +14,7 @@ from teachllm.engine.llm_engine import Engine
 from teachllm.worker.executor import Executor
 from tests.engine.reference import reference
 from tests.thorough import THOROUGH, times
-from tests.worker.doors import DraftingExecutor, assert_clean, complete, make_engine, random_ids, tokens
+from tests.worker.engines import DraftingExecutor, assert_clean, complete, make_engine, random_ids, tokens
 
 QUESTION = [{"role": "user", "content": "Who are you?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

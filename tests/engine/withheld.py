@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from teachllm.config import EngineConfig
 from teachllm.worker.executor import Executor
-from tests.worker.doors import DraftingExecutor
+from tests.worker.engines import DraftingExecutor
 
 Guess = Callable[[str, int], list[int]]
 

@@ -1,4 +1,4 @@
-"""Compute rounded_kv.json: what transformers continues with where every K and V is rounded to a code, in float64.
+"""Compute rounded_kv.json: what transformers generates in float64 if each K and V is quantized and dequantized.
 
 The scales are those that an engine finds for the checkpoint. Run it as `python -m tests.golden.make_rounded_kv` from
 the root of the project.
@@ -15,7 +15,7 @@ import torch
 from teachllm_kernels.attention.kv_quantization import dequantize_kv_reference, quantize_kv_reference
 from tests.engine.quantized_reference import DTYPES, float64_allowed, scales_of
 from tests.engine.reference import GOLDEN, reference
-from tests.worker.doors import make_llm, random_ids
+from tests.worker.engines import make_llm, random_ids
 
 FILE = GOLDEN / "rounded_kv.json"
 FAMILIES = ["qwen3", "mistral", "llama3", "gemma2"]

@@ -154,9 +154,9 @@ def test_products(name: str, num_rows: int) -> None:
 def test_products_that_are_added_to_a_residual(name: str, num_rows: int) -> None:
     (quantized, weight), x = made(name), rows_of(num_rows)
     expected = product(quantized, x)
-    stream = rows_of(num_rows)[:, :1].expand(-1, NUM_OUT).contiguous()
-    total = expected + stream.double()
-    y, kept = weight.add_to_residual(stream.clone(), x, None)
+    residual = rows_of(num_rows)[:, :1].expand(-1, NUM_OUT).contiguous()
+    total = expected + residual.double()
+    y, kept = weight.add_to_residual(residual.clone(), x, None)
     parts = 0.0 if y is None else y.double() if y.dim() == 2 else y.double().sum(0)
     assert_near(kept.double() + parts, total, total)
 
@@ -198,6 +198,6 @@ def test_what_a_norm_gives_where_it_quantizes(name: str) -> None:
     expected = product(quantized, x)
     if EVERY_CASE:
         assert_near(weight.product(rows, None), expected, expected)
-    y, stream = weight.add_to_residual(torch.zeros_like(expected, dtype=DTYPE), rows, None)
+    y, residual = weight.add_to_residual(torch.zeros_like(expected, dtype=DTYPE), rows, None)
     assert_near(y.double() if y.dim() == 2 else y.double().sum(0), expected, expected)
-    assert not stream.any()
+    assert not residual.any()

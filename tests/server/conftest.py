@@ -11,7 +11,7 @@ import pytest
 from teachllm import LLM
 from teachllm.config import EngineConfig
 from teachllm.engine.async_llm import AsyncLLM
-from tests.server.door import Server, serving
+from tests.server.fake_engine import Server, serving
 
 
 class Stats:
@@ -45,8 +45,8 @@ def engine() -> Iterator[tuple[AsyncLLM, Stats]]:
 
 @pytest.fixture(scope="module")
 def server(engine: tuple[AsyncLLM, Stats]) -> Iterator[Server]:
-    door, stats = engine
-    with serving(door, served_model_names=("teachlm", "alias"), dev_endpoints=True) as running:
+    engine_client, stats = engine
+    with serving(engine_client, served_model_names=("teachlm", "alias"), dev_endpoints=True) as running:
         stats.sink = running.service.metrics.on_step
         yield running
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from teachllm import __version__
-from tests.server.door import FakeDoor, Server, error_of, serving
+from tests.server.fake_engine import FakeEngineClient, Server, error_of, serving
 from tests.waiting import HANG_SECONDS
 
 PATH = "/v1/completions"
@@ -62,7 +62,7 @@ def test_routes_and_methods_that_do_not_exist_are_said_to(server: Server) -> Non
 
 
 def test_a_request_that_is_too_large_is_refused_however_it_says_its_size() -> None:
-    with serving(FakeDoor(), max_request_bytes=1000) as server:
+    with serving(FakeEngineClient(), max_request_bytes=1000) as server:
         large = json.dumps({"prompt": "a" * 1000}).encode()
         headers = {"content-type": "application/json"}
 
@@ -79,7 +79,7 @@ def test_a_request_that_is_too_large_is_refused_however_it_says_its_size() -> No
 
 
 def test_a_key_is_needed_for_all_but_health_metrics_and_version() -> None:
-    with serving(FakeDoor(), api_keys=("secret", "other"), dev_endpoints=True) as server:
+    with serving(FakeEngineClient(), api_keys=("secret", "other"), dev_endpoints=True) as server:
         for path in ("/health", "/metrics", "/version", "/openapi.json"):
             assert server.http.get(path).status_code == 200
         paths = [PATH, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/load_lora_adapter", "/v1/models"]
@@ -110,17 +110,17 @@ def test_every_answer_has_the_request_s_id_the_client_s_own_if_it_is_plain(serve
 
 
 def test_the_same_id_twice_at_once_disturbs_nobody() -> None:
-    door = FakeDoor()
-    with serving(door) as server, httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as other:
-        server.call(door.go.clear)
+    engine_client = FakeEngineClient()
+    with serving(engine_client) as server, httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as other:
+        server.call(engine_client.go.clear)
         headers = {"X-Request-Id": "same"}
         request = {"prompt": "a", "stream": True}
         with (
             other.stream("POST", PATH, json=request, headers=headers) as first,
             server.http.stream("POST", PATH, json=request, headers=headers) as second,
         ):
-            assert len(door.open) == 2
-            server.call(door.go.set)
+            assert len(engine_client.open) == 2
+            server.call(engine_client.go.set)
             assert "three" in first.read().decode() and "three" in second.read().decode()
 
 
@@ -142,10 +142,10 @@ def test_the_log_has_a_line_for_each_request_and_nothing_of_what_was_written(
 def test_pages_from_elsewhere_are_let_in_only_if_they_are_named() -> None:
     origin = {"Origin": "https://page.example"}
     ask = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    with serving(FakeDoor()) as server:
+    with serving(FakeEngineClient()) as server:
         assert "access-control-allow-origin" not in server.http.get("/version", headers=origin).headers
         assert server.http.options(PATH, headers=ask).status_code == 405
-    with serving(FakeDoor(), allowed_origins=("https://page.example",), api_keys=("secret",)) as server:
+    with serving(FakeEngineClient(), allowed_origins=("https://page.example",), api_keys=("secret",)) as server:
         allowed = "access-control-allow-origin"
         assert server.http.get("/version", headers=origin).headers[allowed] == origin["Origin"]
         assert server.http.options(PATH, headers=ask).status_code == 200
@@ -155,7 +155,7 @@ def test_pages_from_elsewhere_are_let_in_only_if_they_are_named() -> None:
 
 
 def test_a_proxy_may_put_the_server_elsewhere() -> None:
-    with serving(FakeDoor(), root_path="/llm", api_keys=("secret",)) as server:
+    with serving(FakeEngineClient(), root_path="/llm", api_keys=("secret",)) as server:
         for prefix in ("", "/llm"):
             assert server.http.get(f"{prefix}/health").status_code == 200
             error_of(server.http.get(f"{prefix}/v1/models"), 401)
@@ -215,7 +215,7 @@ def test_the_prefix_cache_is_forgotten_only_where_that_is_offered(server: Server
     assert num_cached() == 0 and num_cached() > 0
     assert server.http.post("/reset_prefix_cache").json() == {"reset": True}
     assert num_cached() == 0
-    with serving(FakeDoor()) as plain:
+    with serving(FakeEngineClient()) as plain:
         error_of(plain.http.post("/reset_prefix_cache"), 404)
 
 
@@ -236,7 +236,7 @@ def test_health_tells_starting_healthy_stopping_and_dead_apart() -> None:
         for path in (PATH, "/v1/chat/completions", "/tokenize", "/detokenize"):
             error_of(server.post(path, {}), 503)
         assert server.http.get("/openapi.json").status_code == server.http.get("/metrics").status_code == 200
-        server.call(lambda: server.service.started(FakeDoor()))
+        server.call(lambda: server.service.started(FakeEngineClient()))
         assert health() == (200, "healthy")
         server.call(server.service.stop)
         assert health() == (503, "stopping")

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 from teachllm import LLM, SamplingParams
-from tests.server.door import error_of
+from tests.server.fake_engine import error_of
 from tests.server.kill import kill_under_load, replica_of_server
 from tests.server.process import engine_processes, started
 from tests.waiting import wait_for

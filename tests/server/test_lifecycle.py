@@ -18,13 +18,13 @@ import pytest
 from teachllm.config import EngineConfig
 from teachllm.server import lifecycle
 from teachllm.server.options import ServerOptions
-from tests.server.door import FakeDoor, chunks, error_of
+from tests.server.fake_engine import FakeEngineClient, chunks, error_of
 from tests.waiting import HANG_SECONDS, wait_for
 
 PATH = "/v1/completions"
 
 
-class Engine(FakeDoor):
+class Engine(FakeEngineClient):
     """Holds its requests until `go` is set in the server's thread."""
 
     async def submit(self, *arguments: Any, **options: Any) -> Any:
@@ -39,7 +39,7 @@ class Life:
     """One server in the main thread, and what its client in another thread needs.
 
     Attributes:
-        door: The engine, once `loads` is set.
+        engine_client: The engine, once `loads` is set.
         loads: Loading ends when it is set; it fails with `refusal`, if there is one.
         log: Events of the server, each with its fields.
         left_with: The exit code of a process that is left in the middle of loading.
@@ -66,8 +66,8 @@ class Life:
         if self.refusal is not None:
             raise self.refusal
         self.on_end = on_end
-        self.door = Engine()
-        return self.door
+        self.engine_client = Engine()
+        return self.engine_client
 
     def _note(self, level: int, message: str, *_: Any, extra: Any, **__: Any) -> None:
         self.log.append((message, extra["fields"]))
@@ -92,7 +92,7 @@ class Life:
 
     def hold(self) -> None:
         """Let no request of the engine go on."""
-        self.door.go = asyncio.Event()
+        self.engine_client.go = asyncio.Event()
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def tell(number: int) -> None:
 def ask(http: httpx.Client, life: Life, meanwhile: Callable[[], Any]) -> list[dict[str, Any]]:
     """Stream a request, do something while it is open, and return its chunks."""
     with http.stream("POST", PATH, json={"prompt": "a", "stream": True}) as response:
-        wait_for(lambda: life.door.open)
+        wait_for(lambda: life.engine_client.open)
         meanwhile()
         return chunks(response.read().decode())
 
@@ -138,7 +138,7 @@ def test_a_server_listens_at_once_and_finishes_what_is_open_when_it_is_told_to_e
             assert life.fields("ending") == {"open": 1}
             error_of(http.post(PATH, json={"prompt": "a"}), 503)
             assert http.get("/health").json() == {"status": "stopping"}
-            life.door.go_on()
+            life.engine_client.go_on()
 
         assert ask(http, life, end)[-1]["choices"][0]["finish_reason"] == "stop"
 
@@ -194,11 +194,11 @@ def test_an_engine_that_dies_ends_everything_with_an_error(make: Callable[..., L
         life.hold()
 
         def die() -> None:
-            life.door.fails_with = RuntimeError("killed")
+            life.engine_client.fails_with = RuntimeError("killed")
             life.on_end(RuntimeError("killed"))
             life.fields("the engine died")
             error_of(http.post(PATH, json={"prompt": "a"}), 503)
-            life.door.go_on()
+            life.engine_client.go_on()
 
         assert ask(http, life, die)[-1]["error"]["code"] == 500
 

@@ -32,7 +32,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from teachllm.config import EngineConfig
 from teachllm.engine.async_llm import AsyncLLM
 from tests.server.checkpoints import random_checkpoint
-from tests.server.door import Server, chunks, serving
+from tests.server.fake_engine import Server, chunks, serving
 from tests.thorough import THOROUGH
 from tests.waiting import HANG_SECONDS, wait_for
 
@@ -108,11 +108,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         scheduling_policy="priority",
         check_invariants=True,
     )
-    door = AsyncLLM.start(config, own_process=False, on_stats=lambda stats: running.service.metrics.on_step(stats))
+    engine_client = AsyncLLM.start(
+        config, own_process=False, on_stats=lambda stats: running.service.metrics.on_step(stats)
+    )
     tools = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-    with serving(door, served_model_names=(MODEL,), dev_endpoints=True, **tools) as running:
+    with serving(engine_client, served_model_names=(MODEL,), dev_endpoints=True, **tools) as running:
         yield running
-    door.close()
+    engine_client.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from tests.server.door import chunks, error_of
+from tests.server.fake_engine import chunks, error_of
 from tests.server.kill import Victims, kill_once, kill_the_server, rank_of_server, replica_of_server
 from tests.server.process import engine_processes, started
 from tests.server.soak import check_memory, load, settle

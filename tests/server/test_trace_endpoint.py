@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from teachllm.server.trace_endpoint import TraceHub
-from tests.server.door import FakeDoor, serving
+from tests.server.fake_engine import FakeEngineClient, serving
 from tests.waiting import HANG_SECONDS
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def test_a_subscriber_that_is_too_slow_is_cut_off_and_memory_stays_bounded() -> 
 def test_a_subscriber_over_http_sees_lines_as_they_are_written_and_may_leave() -> None:
     hub = TraceHub()
     hub.sink("header")
-    with serving(FakeDoor(), trace=hub, api_keys=("secret",)) as server:
+    with serving(FakeEngineClient(), trace=hub, api_keys=("secret",)) as server:
         assert server.http.get("/trace").status_code == 401
         headers = {"Authorization": "Bearer secret"}
         with httpx.stream("GET", server.url + "/trace", headers=headers, timeout=HANG_SECONDS) as response:

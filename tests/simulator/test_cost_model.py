@@ -16,7 +16,7 @@ from teachllm.simulator.cost_model import RooflineCost, StepCosts
 from teachllm.simulator.shapes import SHAPES, model_shape
 from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Arrival, Workload
-from tests.simulator.doors import events, run, shape
+from tests.simulator.engines import events, run, shape
 from tests.thorough import THOROUGH
 
 # The first table of docs/performance.md.

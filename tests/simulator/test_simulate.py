@@ -20,7 +20,7 @@ from teachllm.simulator.workload import Arrival, Workload, arrivals_of
 from teachllm.trace.perfetto import to_perfetto
 from teachllm.trace.reader import parse_trace
 from teachllm.trace.recorder import Recorder
-from tests.simulator.doors import Constant, events, run, shape
+from tests.simulator.engines import Constant, events, run, shape
 from tests.thorough import THOROUGH
 
 CPU = Ceilings("a CPU", "float32", 2e10, 1e10, 2e11, 2e11)

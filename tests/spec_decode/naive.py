@@ -101,15 +101,16 @@ def eagle(raw: Mapping[str, Any], tensors: Tensors, model: Any, states: States) 
         """The next features of all positions."""
         if is_third:
             normed = rms_norm(features, block["hidden_norm.weight"], eps)
-            stream = normed if raw.get("norm_before_residual") else features
+            residual = normed if raw.get("norm_before_residual") else features
             x = torch.cat((rms_norm(embedded, block["input_layernorm.weight"], eps), normed), dim=-1)
         else:
-            stream = x = F.linear(torch.cat((embedded, features), dim=-1), tensors["fc.weight"], tensors.get("fc.bias"))
-        stream = stream + attention(x, _under(block, "self_attn."), raw)
-        x, mlp = rms_norm(stream, block["post_attention_layernorm.weight"], eps), _under(block, "mlp.")
+            x = F.linear(torch.cat((embedded, features), dim=-1), tensors["fc.weight"], tensors.get("fc.bias"))
+            residual = x
+        residual = residual + attention(x, _under(block, "self_attn."), raw)
+        x, mlp = rms_norm(residual, block["post_attention_layernorm.weight"], eps), _under(block, "mlp.")
         gated = F.silu(F.linear(x, mlp["gate_proj.weight"])) * F.linear(x, mlp["up_proj.weight"])
-        stream = stream + F.linear(gated, mlp["down_proj.weight"])
-        return rms_norm(stream, tensors["norm.weight"], eps) if raw.get("norm_output") else stream
+        residual = residual + F.linear(gated, mlp["down_proj.weight"])
+        return rms_norm(residual, tensors["norm.weight"], eps) if raw.get("norm_output") else residual
 
     def fused(of_model: Sequence[torch.Tensor]) -> torch.Tensor:
         """The features that EAGLE-3 begins with."""

@@ -12,7 +12,7 @@ from teachllm import EngineConfig
 from teachllm.engine.llm_engine import Engine
 from teachllm.models.registry import ModelError
 from tests.spec_decode.heads import forms
-from tests.worker.doors import tiny
+from tests.worker.engines import tiny
 
 _SPECULATION = ("load_format", "num_speculative_tokens", "speculative_token_tree")
 

@@ -10,7 +10,7 @@ from teachllm.engine.llm_engine import Engine
 from tests.engine.withheld import withheld
 from tests.spec_decode.listening import Listening, listen
 from tests.thorough import times
-from tests.worker.doors import drain, tokens
+from tests.worker.engines import drain, tokens
 
 NUM_OUTPUT = times(16, 24)
 QUESTIONS = [

@@ -20,7 +20,7 @@ from tests.spec_decode.heads import forms
 from tests.spec_decode.listening import assert_naive, listen
 from tests.spec_decode.refusals import edited, make
 from tests.thorough import THOROUGH
-from tests.worker.doors import drain, make_engine, random_ids
+from tests.worker.engines import drain, make_engine, random_ids
 
 CONTEXT = 64  # of the drafters; the model's is 96
 PROMPT_LENS = (30, 40, 70)
@@ -74,9 +74,9 @@ def test_requests_go_on_without_drafts_beyond_the_drafters_context(
 
     def heard_schedule() -> Any:
         plan = schedule()
-        for share in plan.scheduled:
-            reasons[share.request_id].add(share.why)
-            assert not (share.request_id == "70" and share.num_next_drafts)
+        for scheduled in plan.scheduled:
+            reasons[scheduled.request_id].add(scheduled.why)
+            assert not (scheduled.request_id == "70" and scheduled.num_next_drafts)
         return plan
 
     engine.core.scheduler.schedule = heard_schedule  # type: ignore[method-assign]

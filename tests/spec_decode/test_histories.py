@@ -12,7 +12,7 @@ import torch
 from teachllm import LLM, SamplingParams
 from teachllm.worker.spec_decode.drafting import Drafting
 from tests.spec_decode.drafters import speculation
-from tests.worker.doors import random_ids, tiny, tokens
+from tests.worker.engines import random_ids, tiny, tokens
 
 TREE = {"num_speculative_tokens": 2, "speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0)]", "adaptive": False}
 PROMPTS = [{"prompt_token_ids": random_ids(length, seed=length)} for length in (9, 20, 14)]

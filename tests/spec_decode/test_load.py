@@ -15,7 +15,7 @@ from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
 from tests.spec_decode.heads import forms
 from tests.spec_decode.refusals import edited, make, refusal, short
-from tests.worker.doors import drain, random_ids, tiny
+from tests.worker.engines import drain, random_ids, tiny
 
 zeros = torch.zeros
 

@@ -18,7 +18,7 @@ from teachllm.engine.llm_engine import Engine
 from teachllm.models.checkpoint import find_folder
 from tests.spec_decode import naive
 from tests.thorough import THOROUGH, only_thorough, times
-from tests.worker.doors import drain
+from tests.worker.engines import drain
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},

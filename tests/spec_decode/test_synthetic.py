@@ -12,7 +12,7 @@ import pytest
 from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.engine.async_llm import AsyncLLM
 from tests.thorough import times
-from tests.worker.doors import random_ids, tiny
+from tests.worker.engines import random_ids, tiny
 
 SYNTHETIC = {"method": "ngram", "rejection_sample_method": "synthetic"}
 SAID = "output means nothing: drafts are accepted at random, rejection_sample_method=synthetic"

@@ -21,7 +21,7 @@ from tests.spec_decode.listening import assert_naive
 from tests.spec_decode.refusals import refusal
 from tests.spec_decode.scenarios import play
 from tests.thorough import times
-from tests.worker.doors import tiny
+from tests.worker.engines import tiny
 
 TOKENS = {f"token {index}": index for index in range(VOCAB_SIZE - 20)}
 

@@ -14,7 +14,7 @@ from teachllm.simulator import simulate as simulation
 from teachllm.simulator.workload import Arrival, Workload
 from teachllm.trace.figures import Figures, Spread, figures
 from teachllm.trace.recorder import Recorder
-from tests.simulator.doors import Constant, run
+from tests.simulator.engines import Constant, run
 
 
 def test_a_run_of_one_request_counted_by_hand() -> None:

@@ -13,7 +13,7 @@ import pytest
 from teachllm.trace.perfetto import to_perfetto
 from teachllm.trace.reader import parse_trace
 from tests.trace.traced import busy, traced_engine
-from tests.worker.doors import drain
+from tests.worker.engines import drain
 
 Event = dict[str, Any]
 

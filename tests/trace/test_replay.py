@@ -14,7 +14,7 @@ from teachllm.trace.reader import parse_trace
 from teachllm.trace.replay import Replay
 from tests.thorough import THOROUGH, times
 from tests.trace.traced import busy, live_state, traced_engine
-from tests.worker.doors import FaultyExecutor, drain, random_ids
+from tests.worker.engines import FaultyExecutor, drain, random_ids
 
 SMALL = {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 

@@ -23,7 +23,7 @@ from tests.spec_decode.drafters import speculation
 from tests.thorough import THOROUGH
 from tests.trace.test_recorder import TIMES, make_recorder
 from tests.trace.traced import live_state, traced_engine
-from tests.worker.doors import drain, random_ids
+from tests.worker.engines import drain, random_ids
 
 
 @cache

@@ -12,7 +12,7 @@ from teachllm.core.scheduler import Scheduler
 from teachllm.engine.llm_engine import Engine
 from teachllm.trace.recorder import Recorder
 from teachllm.trace.replay import state_text
-from tests.worker.doors import make_engine, random_ids
+from tests.worker.engines import make_engine, random_ids
 
 
 def live_state(scheduler: Scheduler) -> str:

@@ -240,13 +240,13 @@ def test_a_real_server_is_watched_and_its_trace_forked(session: LiveSession) -> 
     from teachllm.config import EngineConfig
     from teachllm.engine.async_llm import AsyncLLM
     from teachllm.server.trace_endpoint import TraceHub
-    from tests.server.door import serving
+    from tests.server.fake_engine import serving
 
     hub = TraceHub()
     config = EngineConfig(model="teachlm", device="cpu", num_gpu_blocks_override=32, max_model_len=256)
-    door = AsyncLLM.start(config, own_process=False, trace_sink=hub.sink)
+    engine_client = AsyncLLM.start(config, own_process=False, trace_sink=hub.sink)
     try:
-        with serving(door, hub, api_keys=("secret",)) as server:
+        with serving(engine_client, hub, api_keys=("secret",)) as server:
             with closing(session):
                 session.attach(server.url, "secret")
                 question = {"messages": [{"role": "user", "content": "What is a KV cache?"}]}
@@ -265,7 +265,7 @@ def test_a_real_server_is_watched_and_its_trace_forked(session: LiveSession) -> 
                 assert session.sides[0].log is left.log and session.runs == []
             server.until(lambda: not hub.watchers)
     finally:
-        door.close()
+        engine_client.close()
 
 
 def output_text(side: Timeline) -> str:

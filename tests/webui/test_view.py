@@ -11,7 +11,7 @@ import pytest
 from teachllm.sampling_params import SamplingParams
 from tests.spec_decode.drafters import speculation
 from tests.trace.traced import traced_engine
-from tests.worker.doors import drain, random_ids
+from tests.worker.engines import drain, random_ids
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import torch
 
 from teachllm.worker import executor
 from teachllm.worker.executor import InProcessExecutor, select_device
-from tests.worker.doors import make_engine
+from tests.worker.engines import make_engine
 
 
 @pytest.fixture

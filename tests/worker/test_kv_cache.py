@@ -14,7 +14,7 @@ from teachllm.core.memory import MemoryPlan
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.worker import kv_cache
 from teachllm.worker.kv_cache import allocate_kv_cache, kv_cache_specs, plan_memory
-from tests.worker.doors import make_llm, random_ids, tiny
+from tests.worker.engines import make_llm, random_ids, tiny
 
 CPU = torch.device("cpu")
 BYTES_PER_TOKEN = 2 * 2 * 2 * 256 * 4  # K and V, 2 layers, 2 KV heads of 256, float32

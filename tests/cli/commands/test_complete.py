@@ -13,7 +13,7 @@ import pytest
 
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
 from tests.cli.conversation.test_chat_url import FirstOnly
-from tests.server.door import FakeDoor, Server, serving
+from tests.server.fake_engine import FakeEngineClient, Server, serving
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def ours() -> Iterator[Server]:
-    with serving(FakeDoor()) as server:
+    with serving(FakeEngineClient()) as server:
         yield server
 
 
@@ -83,7 +83,7 @@ def test_text_is_printed_as_it_comes(teachllm, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_markup_and_control_characters_of_a_model_are_not_obeyed(teachllm) -> None:
-    with serving(FakeDoor(["[bold]x[/bold]\x1b[31m", "\x07 \ty\r"])) as server:
+    with serving(FakeEngineClient(["[bold]x[/bold]\x1b[31m", "\x07 \ty\r"])) as server:
         assert teachllm("complete", "--url", server.url, "-p", "a").stdout == "[bold]x[/bold] \ty\n"
 
 
@@ -109,14 +109,14 @@ def test_an_answer_that_breaks_off_is_an_error_after_what_came(teachllm) -> None
 
 
 def test_ctrl_c_ends_it_quietly_and_frees_it_on_the_server(teachllm) -> None:
-    door = FakeDoor()
-    door.go = FirstOnly(0)
+    engine_client = FakeEngineClient()
+    engine_client.go = FirstOnly(0)
     before: Any = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with serving(door) as server:
+        with serving(engine_client) as server:
 
             def press() -> None:
-                server.until(lambda: bool(door.open))
+                server.until(lambda: bool(engine_client.open))
                 os.kill(os.getpid(), signal.SIGINT)
 
             presser = threading.Thread(target=press)
@@ -127,4 +127,4 @@ def test_ctrl_c_ends_it_quietly_and_frees_it_on_the_server(teachllm) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")
-    assert len(door.aborted) == 1
+    assert len(engine_client.aborted) == 1

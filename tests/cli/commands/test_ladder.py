@@ -14,7 +14,7 @@ from teachllm.bench import ladder
 from teachllm.bench.ladder import RUNGS, Result, Run
 from teachllm.simulator.workload import Arrival
 from tests.bench.test_ladder import CEILINGS
-from tests.simulator.doors import run
+from tests.simulator.engines import run
 
 
 def results(*_: Any, **__: Any) -> Iterator[Result]:

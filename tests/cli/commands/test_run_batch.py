@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from teachllm.engine.async_llm import AsyncLLM
-from tests.server.door import FakeDoor
+from tests.server.fake_engine import FakeEngineClient
 
 CHAT = "/v1/chat/completions"
 
@@ -23,7 +23,7 @@ def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + "\n"
 
 
-class Engine(FakeDoor):
+class Engine(FakeEngineClient):
     """In place of the one that the command would start."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(
     batch, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(line(f"r{i}") for i in range(8))
-    submit = FakeDoor.submit
+    submit = FakeEngineClient.submit
 
     async def press(self: Engine, *arguments: Any, **options: Any) -> Any:
         if len(self.asked) == 3:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trace import staged
 from tests.trace.traced import busy, traced_engine
-from tests.worker.doors import drain
+from tests.worker.engines import drain
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from teachllm_cli.conversation.chat_session import ChatSession
 from teachllm_cli.conversation.history import Turn
 from teachllm_cli.conversation.openai_client import OpenAIClient, ServerError, TooLongError
 from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
-from tests.server.door import FakeDoor, Server, serving
+from tests.server.fake_engine import FakeEngineClient, Server, serving
 
 TOO_LONG = {"error": {"message": "This model's maximum context length is 9 tokens.", "code": 400}}
 
@@ -35,20 +35,20 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 class Asked:
     """An engine behind our own server that keeps what it is asked."""
 
-    def __init__(self, door: FakeDoor) -> None:
-        self.door, self.conversations = door, []
-        template = door.tokenizer.apply_chat_template
+    def __init__(self, engine_client: FakeEngineClient) -> None:
+        self.engine_client, self.conversations = engine_client, []
+        template = engine_client.tokenizer.apply_chat_template
 
         def remember(messages: list[dict[str, Any]], **options: Any) -> list[int]:
             self.conversations.append([(message["role"], message["content"]) for message in messages])
             return template(messages, **options)
 
-        door.tokenizer.apply_chat_template = remember
+        engine_client.tokenizer.apply_chat_template = remember
 
 
 @pytest.fixture(scope="module")
 def ours() -> Iterator[Server]:
-    with serving(FakeDoor(), served_model_names=("served", "alias")) as server:
+    with serving(FakeEngineClient(), served_model_names=("served", "alias")) as server:
         yield server
 
 
@@ -175,7 +175,7 @@ def test_nobody_there_is_one_line(teachllm) -> None:
 
 
 def test_a_server_that_wants_a_key_is_told_apart(teachllm) -> None:
-    with serving(FakeDoor(), api_keys=("right",)) as server:
+    with serving(FakeEngineClient(), api_keys=("right",)) as server:
         wrong = teachllm("chat", "--url", server.url, "--api-key", "wrong", stdin="Hi")
         right = teachllm("chat", "--url", server.url, "--api-key", "right", stdin="Hi")
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (1, 1)
@@ -187,8 +187,8 @@ def test_a_server_that_wants_a_key_is_told_apart(teachllm) -> None:
 
 
 def test_earlier_turns_are_sent_again_and_the_banner_says_who_answers() -> None:
-    asked = Asked(FakeDoor())
-    with serving(asked.door) as server:
+    asked = Asked(FakeEngineClient())
+    with serving(asked.engine_client) as server:
         session = session_with(OpenAIClient(server.url))
         chat_module.print_banner(session)
         session.ask("First?")
@@ -199,8 +199,8 @@ def test_earlier_turns_are_sent_again_and_the_banner_says_who_answers() -> None:
 
 
 def test_where_tokens_can_be_counted_room_is_made_before_asking() -> None:
-    asked = Asked(FakeDoor(max_model_len=8, max_num_batched_tokens=64))
-    with serving(asked.door) as server:
+    asked = Asked(FakeEngineClient(max_model_len=8, max_num_batched_tokens=64))
+    with serving(asked.engine_client) as server:
         session = session_with(OpenAIClient(server.url))
         session.conversation.turns = [Turn("1?", "1"), Turn("2?", "2"), Turn("3?", "3")]
         session.ask("4?")
@@ -209,11 +209,11 @@ def test_where_tokens_can_be_counted_room_is_made_before_asking() -> None:
 
 
 def test_an_answer_that_might_outgrow_the_context_is_asked_for_without_a_limit() -> None:
-    door = FakeDoor(max_model_len=8, max_num_batched_tokens=64)
-    with serving(door) as server:
+    engine_client = FakeEngineClient(max_model_len=8, max_num_batched_tokens=64)
+    with serving(engine_client) as server:
         session = session_with(OpenAIClient(server.url), max_tokens=100)
         session.ask("Hi?")
-    assert [params.max_tokens for params, _ in door.asked] == [7]
+    assert [params.max_tokens for params, _ in engine_client.asked] == [7]
     assert shown(session) == "one two three\n"
 
 
@@ -332,13 +332,13 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_ctrl_c_stops_an_answer_and_frees_it_on_the_server(ctrl_c: None, num_steps: int) -> None:
-    door = FakeDoor()
-    door.go = FirstOnly(num_steps)
-    with serving(door) as server:
+    engine_client = FakeEngineClient()
+    engine_client.go = FirstOnly(num_steps)
+    with serving(engine_client) as server:
         session = session_with(OpenAIClient(server.url))
 
         def press() -> None:
-            server.until(lambda: bool(door.open) and door.num_steps == num_steps)
+            server.until(lambda: bool(engine_client.open) and engine_client.num_steps == num_steps)
             os.kill(os.getpid(), signal.SIGINT)
 
         presser = threading.Thread(target=press)
@@ -346,15 +346,15 @@ def test_ctrl_c_stops_an_answer_and_frees_it_on_the_server(ctrl_c: None, num_ste
         session.ask("Hi")
         presser.join()
         server.until(lambda: not server.service.open)
-        assert len(door.aborted) == 1
+        assert len(engine_client.aborted) == 1
     assert shown(session).endswith("\nstopped\n")
     if num_steps == 0:
         assert session.conversation.turns == []
 
 
 def test_what_was_said_before_ctrl_c_is_kept(ctrl_c: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    door = FakeDoor()
-    door.go = FirstOnly(1)
+    engine_client = FakeEngineClient()
+    engine_client.go = FirstOnly(1)
     write = chat_module.ChatSession._stream.__globals__["write_model_text"]
 
     def write_and_press(console: Console, text: str) -> None:
@@ -362,10 +362,10 @@ def test_what_was_said_before_ctrl_c_is_kept(ctrl_c: None, monkeypatch: pytest.M
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("teachllm_cli.conversation.chat_session.write_model_text", write_and_press)
-    with serving(door) as server:
+    with serving(engine_client) as server:
         session = session_with(OpenAIClient(server.url))
         session.ask("Hi")
         server.until(lambda: not server.service.open)
-        assert len(door.aborted) == 1
+        assert len(engine_client.aborted) == 1
     assert session.conversation.turns == [Turn("Hi", "one")]
     assert shown(session) == "one\nstopped\n"

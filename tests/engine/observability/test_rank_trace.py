@@ -26,7 +26,7 @@ from teachllm.trace.reader import Trace, parse_trace
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.executor import Executor
 from tests.trace.traced import spell
-from tests.worker.doors import drain, make_engine, random_ids, tiny
+from tests.worker.engines import drain, make_engine, random_ids, tiny
 from tests.worker.processes.child_threads import patched, ranks_in_threads
 
 LAYOUT = Layout(tensor=2, pipeline=2)
@@ -108,8 +108,8 @@ def test_every_rank_sends_the_bytes_that_were_predicted(traces: tuple[Trace, Tra
     assert len(trace.steps) > 15
     for step in trace.steps:
         assert [told["stage"] for told in step["ranks"]] == [0, 0, 1, 1]
-        num_tokens = sum(share["num_tokens"] for share in step["scheduled"])
-        num_sampled = sum(share.get("num_sampled", 0) for share in step["scheduled"])
+        num_tokens = sum(scheduled["num_tokens"] for scheduled in step["scheduled"])
+        num_sampled = sum(scheduled.get("num_sampled", 0) for scheduled in step["scheduled"])
         for rank, told in enumerate(step["ranks"]):
             place = LAYOUT.coords(rank)
             sizes = (model_of_rank(model, place).num_layers, model.hidden_size, 4, num_tokens, num_sampled)

@@ -13,7 +13,7 @@ from teachllm.engine.observability.speculation_stats import Speculation
 from teachllm.engine.observability.stats import StepCounter, StepStats
 from teachllm.spec_decode.draft_length import StepCost
 from tests.core.helpers import add, make_scheduler, schedule
-from tests.worker.doors import make_llm, random_ids, tiny
+from tests.worker.engines import make_llm, random_ids, tiny
 
 NOTHING = StepStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
 

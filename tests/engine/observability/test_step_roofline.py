@@ -18,7 +18,7 @@ from teachllm.engine.observability.ceilings import device_name, known_ceilings, 
 from teachllm.roofline import Ceilings, StepShape, Work, step_work
 from teachllm.trace.recorder import Recorder
 from tests.bench.h200_script import h200
-from tests.worker.doors import drain, make_engine, random_ids
+from tests.worker.engines import drain, make_engine, random_ids
 
 HERE = Ceilings(device_name("cpu"), "float32", 1e10, 5e9, 1e11, 1e11)
 ROUND = Ceilings("card", "bfloat16", 100.0, 50.0, 10.0, 5.0)

@@ -28,7 +28,7 @@ from tests.engine.streams import all_hear_that
 from tests.processes import children, num_descriptors
 from tests.thorough import THOROUGH
 from tests.waiting import wait_for
-from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.child_threads import cores_in_threads, in_processes, loading, patched, put_in_place, saying
 from tests.worker.processes.process_trees import needs_proc
 

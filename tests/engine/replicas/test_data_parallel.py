@@ -35,7 +35,7 @@ from tests.engine.reference import reference
 from tests.processes import children, is_gone, num_descriptors
 from tests.thorough import THOROUGH
 from tests.waiting import wait_for
-from tests.worker.doors import random_ids, tiny, tokens
+from tests.worker.engines import random_ids, tiny, tokens
 from tests.worker.processes.child_threads import cores_in_threads, in_processes, patched
 from tests.worker.processes.process_trees import needs_proc
 

@@ -27,7 +27,7 @@ from tests.engine.streams import all_hear_that
 from tests.processes import descendants, is_gone, num_descriptors
 from tests.thorough import THOROUGH, times
 from tests.waiting import wait_for
-from tests.worker.doors import random_ids, tiny, tokens
+from tests.worker.engines import random_ids, tiny, tokens
 from tests.worker.processes.child_threads import cores_in_threads, in_processes, patched
 from tests.worker.processes.process_trees import needs_proc
 

@@ -15,7 +15,7 @@ from teachllm.server.openai.batches.batch import LocalServer, Totals
 from teachllm.server.openai.batches.batch_file import BatchPlan, make_plan, take_up
 from teachllm.server.options import ServerOptions
 from tests.server.conftest import Stats
-from tests.server.door import HANG_SECONDS, FakeDoor, Server
+from tests.server.fake_engine import HANG_SECONDS, FakeEngineClient, Server
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -36,9 +36,9 @@ def refusals(plan: BatchPlan) -> list[dict[str, Any]]:
 class Run:
     """A batch with a fake engine; what it wrote is in `written`."""
 
-    def __init__(self, door: Any = None, has_ended: bool = False, **options: Any) -> None:
-        self.door = FakeDoor() if door is None else door
-        self.server = LocalServer(self.door, ServerOptions(log_requests=False, **options), lambda: has_ended)
+    def __init__(self, engine_client: Any = None, has_ended: bool = False, **options: Any) -> None:
+        self.engine_client = FakeEngineClient() if engine_client is None else engine_client
+        self.server = LocalServer(self.engine_client, ServerOptions(log_requests=False, **options), lambda: has_ended)
         self.written: list[bytes] = []
         self.totals = Totals()
 
@@ -57,7 +57,7 @@ class Run:
 
     async def until_open(self, number: int) -> None:
         async with asyncio.timeout(HANG_SECONDS):
-            while len(self.door.open) < number:
+            while len(self.engine_client.open) < number:
                 await asyncio.sleep(0)
 
 
@@ -110,14 +110,14 @@ def test_no_more_requests_are_open_than_asked_for_and_all_are_answered() -> None
     opened: list[int] = []
 
     async def play() -> None:
-        run.door.go.clear()
+        run.engine_client.go.clear()
         lines = [line(f"r{i}", {"prompt": "x"}) for i in range(20)]
         answering = asyncio.create_task(run.answer(*lines, max_concurrency=3))
         await run.until_open(3)
         for _ in range(100):
             await asyncio.sleep(0)
-            opened.append(len(run.door.open))
-        run.door.go.set()
+            opened.append(len(run.engine_client.open))
+        run.engine_client.go.set()
         await asyncio.wait_for(answering, HANG_SECONDS)
 
     asyncio.run(play())
@@ -126,21 +126,21 @@ def test_no_more_requests_are_open_than_asked_for_and_all_are_answered() -> None
 
 
 def test_a_cancelled_batch_has_written_what_was_complete_and_frees_the_rest() -> None:
-    run = Run(FakeDoor(["one", " two"]))
+    run = Run(FakeEngineClient(["one", " two"]))
 
     async def play() -> None:
         answering = asyncio.create_task(run.answer(*(line(f"r{i}", {"prompt": "x"}) for i in range(9))))
         async with asyncio.timeout(HANG_SECONDS):
             while not run.written:
                 await asyncio.sleep(0)
-        run.door.go.clear()
+        run.engine_client.go.clear()
         for _ in range(100):
             await asyncio.sleep(0)
-        num_open = len(run.door.open)
+        num_open = len(run.engine_client.open)
         answering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answering
-        assert 0 < num_open == len(run.door.aborted)
+        assert 0 < num_open == len(run.engine_client.aborted)
 
     asyncio.run(play())
     assert 0 < len(run.answers) < 9
@@ -149,7 +149,7 @@ def test_a_cancelled_batch_has_written_what_was_complete_and_frees_the_rest() ->
 
 def test_a_failure_of_one_step_is_a_line_and_the_batch_goes_on() -> None:
     run = Run()
-    run.door.fails_with = RuntimeError("a step failed")
+    run.engine_client.fails_with = RuntimeError("a step failed")
     asyncio.run(run.answer(line("a", {"prompt": "x"}), line("b", {"prompt": "x"})))
     assert {answer["response"]["status_code"] for answer in run.answers.values()} == {500}
     assert len(run.answers) == 2
@@ -157,7 +157,7 @@ def test_a_failure_of_one_step_is_a_line_and_the_batch_goes_on() -> None:
 
 def test_the_engines_death_ends_the_batch_and_writes_nothing_for_what_it_left() -> None:
     run = Run(has_ended=True)
-    run.door.fails_with = RuntimeError("killed")
+    run.engine_client.fails_with = RuntimeError("killed")
     with pytest.raises(RuntimeError, match="the engine failed: RuntimeError: killed; run the same command again"):
         asyncio.run(run.answer(*(line(f"r{i}", {"prompt": "x"}) for i in range(9))))
     assert run.written == []
@@ -177,7 +177,7 @@ def test_an_output_that_cannot_be_written_ends_the_batch() -> None:
 
 def test_a_bug_of_the_server_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
-    monkeypatch.setattr(run.door.tokenizer, "encode", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(run.engine_client.tokenizer, "encode", lambda *arguments: 1 / 0)
     asyncio.run(
         run.answer(line("a", {"prompt": "x"}), line("b", {"messages": [{"role": "user", "content": "x"}]}, CHAT))
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from teachllm import LLM, SamplingParams
-from tests.server.door import FakeDoor, Server, error_of, serving
+from tests.server.fake_engine import FakeEngineClient, Server, error_of, serving
 
 PATH = "/v1/chat/completions"
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -178,7 +178,7 @@ def test_what_cannot_be_answered_says_why(server: Server, changes: dict[str, Any
 
 def test_calls_of_tools_are_told_apart_from_text_whole_and_streamed() -> None:
     words = ["Let me look. ", *CALL]
-    with serving(FakeDoor(words), enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
+    with serving(FakeEngineClient(words), enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
         request = {"messages": QUESTION, "tools": TOOLS}
         [choice] = server.post(PATH, request).json()["choices"]
         assert choice["finish_reason"] == "tool_calls"
@@ -199,7 +199,9 @@ def test_calls_of_tools_are_told_apart_from_text_whole_and_streamed() -> None:
 
 
 def test_only_the_first_call_counts_where_calls_may_not_be_parallel() -> None:
-    with serving(FakeDoor([CALL, "\n", CALL]), enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
+    with serving(
+        FakeEngineClient([CALL, "\n", CALL]), enable_auto_tool_choice=True, tool_call_parser="hermes"
+    ) as server:
         request = {"messages": QUESTION, "tools": TOOLS}
         assert len(server.post(PATH, request).json()["choices"][0]["message"]["tool_calls"]) == 2
         request["parallel_tool_calls"] = False

@@ -12,7 +12,7 @@ from teachllm.outputs import CompletionOutput, Logprob, RequestOutput
 from teachllm.server.openai.completion_answer import CompletionAnswer, CompletionPrompt
 from teachllm.server.openai.protocol import CompletionRequest
 from teachllm.server.openai.response_context import ResponseContext
-from tests.server.door import Server, error_of
+from tests.server.fake_engine import Server, error_of
 
 PATH = "/v1/completions"
 GREEDY = {"temperature": 0}

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from teachllm.engine.llm_engine import EngineDeadError
-from tests.server.door import FakeDoor, Server, chunks, error_of, serving
+from tests.server.fake_engine import FakeEngineClient, Server, chunks, error_of, serving
 from tests.waiting import HANG_SECONDS
 
 PATH = "/v1/completions"
@@ -31,73 +31,73 @@ def begin(server: Server, content: dict[str, Any], path: str = PATH) -> socket.s
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["one", ["one", "two", "three"]])
 def test_a_client_that_hangs_up_frees_what_it_had(stream: bool, prompt: Any) -> None:
-    door = FakeDoor()
-    with serving(door) as server:
-        server.call(door.go.clear)  # nothing is ever generated: nobody would notice by writing
+    engine_client = FakeEngineClient()
+    with serving(engine_client) as server:
+        server.call(engine_client.go.clear)  # nothing is ever generated: nobody would notice by writing
         connection = begin(server, {"prompt": prompt, "stream": stream})
         wanted = 1 if prompt == "one" else 3
-        server.until(lambda: len(door.open) == wanted)
+        server.until(lambda: len(engine_client.open) == wanted)
         connection.close()
-        server.until(lambda: not door.open and server.service.num_open == 0)
-        assert len(door.aborted) >= wanted
-        server.call(door.go.set)
+        server.until(lambda: not engine_client.open and server.service.num_open == 0)
+        assert len(engine_client.aborted) >= wanted
+        server.call(engine_client.go.set)
         assert server.post(PATH, {"prompt": "a"}).status_code == 200
 
 
 def test_a_client_that_hangs_up_in_the_middle_of_a_stream_ends_it() -> None:
-    door = FakeDoor(["word "] * 100_000)
-    with serving(door) as server:
+    engine_client = FakeEngineClient(["word "] * 100_000)
+    with serving(engine_client) as server:
         with httpx.stream("POST", server.url + PATH, json={"prompt": "a", "stream": True}) as response:
             next(response.iter_bytes())
-        server.until(lambda: not door.open and server.service.num_open == 0)
-        assert door.num_steps < 100_000
+        server.until(lambda: not engine_client.open and server.service.num_open == 0)
+        assert engine_client.num_steps < 100_000
 
 
 def test_a_real_engine_has_its_blocks_back_after_a_hang_up(engine: tuple[Any, Any]) -> None:
-    door = engine[0]
-    with serving(door) as server:
+    engine_client = engine[0]
+    with serving(engine_client) as server:
         for stream in (False, True):
             request = {"prompt": "Tell me all " * 20, "max_tokens": 800, "ignore_eos": True, "stream": stream}
             connection = begin(server, request)
             server.until(lambda: server.service.num_open == 1)
             connection.close()
             server.until(lambda: server.service.num_open == 0)
-            assert not door.call(lambda: door._engine.has_unfinished_requests).result(HANG_SECONDS)
+            assert not engine_client.call(lambda: engine_client._engine.has_unfinished_requests).result(HANG_SECONDS)
 
 
 def test_a_reader_that_reads_nothing_stops_its_own_stream_alone() -> None:
     words = ["x" * 10_000] * 2000  # 20 MB
-    door = FakeDoor(words)
-    with serving(door) as server:
+    engine_client = FakeEngineClient(words)
+    with serving(engine_client) as server:
         slow = begin(server, {"prompt": "a", "stream": True})
-        server.until(lambda: door.num_steps > 0)
+        server.until(lambda: engine_client.num_steps > 0)
         steps, num_still = -1, 0
         while num_still < 20:  # until it stands still
             server.http.get("/health")
-            now = server.call(lambda: door.num_steps)
+            now = server.call(lambda: engine_client.num_steps)
             num_still = num_still + 1 if now == steps else 0
             steps = now
         assert server.call(lambda: server.service.num_open) == 1
         assert steps < 1500
-        door.words = ["fine"]
+        engine_client.words = ["fine"]
         assert server.post(PATH, {"prompt": "a"}).json()["choices"][0]["text"] == "fine"
-        door.words = words
+        engine_client.words = words
         slow.close()
         server.until(lambda: server.service.num_open == 0)
 
 
 def test_past_the_queue_s_end_requests_are_told_to_come_again() -> None:
-    door = FakeDoor(max_num_seqs=2)
-    with serving(door, max_queued_requests=1) as server:
-        server.call(door.go.clear)
+    engine_client = FakeEngineClient(max_num_seqs=2)
+    with serving(engine_client, max_queued_requests=1) as server:
+        server.call(engine_client.go.clear)
         waiting = [begin(server, {"prompt": "a", "n": n}) for n in (2, 1)]
-        server.until(lambda: len(door.open) == 2)
+        server.until(lambda: len(engine_client.open) == 2)
         for path, content in ((PATH, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
             response = server.post(path, content)
             assert "3 completions are open" in error_of(response, 429)["message"]
             assert response.headers["retry-after"] == "1"
         assert server.http.get("/health").status_code == 200
-        server.call(door.go.set)
+        server.call(engine_client.go.set)
         server.until(lambda: server.service.num_open == 0)
         assert server.post(PATH, {"prompt": "a", "n": 3}).status_code == 200
         assert "takes 3 at once" in error_of(server.post(PATH, {"prompt": "a", "n": 4}), 400)["message"]
@@ -107,24 +107,24 @@ def test_past_the_queue_s_end_requests_are_told_to_come_again() -> None:
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
 def test_a_step_that_fails_ends_streams_with_an_error_and_done_and_no_more(path: str) -> None:
-    door = FakeDoor()
-    door.fails_with = RuntimeError("the step failed")
+    engine_client = FakeEngineClient()
+    engine_client.fails_with = RuntimeError("the step failed")
     content = {"prompt": "a"} if path == PATH else {"messages": [{"role": "user", "content": "a"}]}
-    with serving(door) as server:
+    with serving(engine_client) as server:
         *_, last = chunks(server.post(path, content | {"stream": True}).text)
         assert last["error"]["code"] == 500 and "the step failed" in last["error"]["message"]
         assert "the step failed" in error_of(server.post(path, content), 500)["message"]
         server.until(lambda: server.service.num_open == 0)
         failed = 'request_success_total{finished_reason="error",model_name="fake"} 2.0'
         assert failed in server.http.get("/metrics").text
-        door.fails_with = None
+        engine_client.fails_with = None
         assert server.post(path, content).status_code == 200
 
 
 def test_who_learns_that_the_engine_has_died_learns_it_for_all() -> None:
-    door = FakeDoor()
-    door.fails_with = EngineDeadError("the engine has died")
-    with serving(door) as server:
+    engine_client = FakeEngineClient()
+    engine_client.fails_with = EngineDeadError("the engine has died")
+    with serving(engine_client) as server:
         *_, last = chunks(server.post(PATH, {"prompt": "a", "stream": True}).text)
         assert last["error"]["code"] == 500 and "the engine has died" in last["error"]["message"]
         assert server.http.get("/health").json() == {"status": "dead"}
@@ -132,9 +132,9 @@ def test_who_learns_that_the_engine_has_died_learns_it_for_all() -> None:
 
 
 def test_a_prompt_that_the_engine_refuses_ends_the_others_of_its_request() -> None:
-    door = FakeDoor()
-    with serving(door) as server:
-        submit, taken = door.submit, []
+    engine_client = FakeEngineClient()
+    with serving(engine_client) as server:
+        submit, taken = engine_client.submit, []
 
         async def refuse_the_second(*arguments: Any, **options: Any) -> Any:
             if taken:
@@ -142,54 +142,54 @@ def test_a_prompt_that_the_engine_refuses_ends_the_others_of_its_request() -> No
             taken.append(1)
             return await submit(*arguments, **options)
 
-        door.submit = refuse_the_second  # type: ignore[method-assign]
+        engine_client.submit = refuse_the_second  # type: ignore[method-assign]
         assert error_of(server.post(PATH, {"prompt": ["a", "b"]}), 400)["message"] == "no such prompt"
-        assert len(door.aborted) == 1 and server.call(lambda: server.service.num_open) == 0
+        assert len(engine_client.aborted) == 1 and server.call(lambda: server.service.num_open) == 0
 
 
 def test_a_bug_of_the_server_is_an_error_object_with_the_request_s_id() -> None:
-    door = FakeDoor()
-    door.refuses_with = KeyError("oops")
-    with serving(door) as server:
+    engine_client = FakeEngineClient()
+    engine_client.refuses_with = KeyError("oops")
+    with serving(engine_client) as server:
         response = server.post(PATH, {"prompt": "a"}, **{"X-Request-Id": "mine"})
         error_of(response, 500)
         assert response.headers["x-request-id"] == "mine"
-        del door.tokenizer
+        del engine_client.tokenizer
         response = server.post(PATH, {"prompt": "a"}, **{"X-Request-Id": "mine"})
         assert "AttributeError" in error_of(response, 500)["message"]
         assert response.headers["x-request-id"] == "mine"
 
 
 def test_priority_and_salt_reach_the_engine() -> None:
-    door = FakeDoor(scheduling_policy="priority")
-    with serving(door) as server:
+    engine_client = FakeEngineClient(scheduling_policy="priority")
+    with serving(engine_client) as server:
         server.post(PATH, {"prompt": "a", "priority": -5, "cache_salt": "s"})
         server.post(CHAT, {"messages": [{"role": "user", "content": "a"}]})
-        (_, options), (params, plain) = door.asked
+        (_, options), (params, plain) = engine_client.asked
         assert options == {"priority": -5, "cache_salt": "s"}
         assert plain == {"priority": 0, "cache_salt": None}
         assert params.max_tokens == 999  # all that a prompt of one token leaves
 
 
 def test_defaults_are_the_request_s_then_the_checkpoint_s_then_openai_s() -> None:
-    door = FakeDoor()
-    door.generation_defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 50}
-    with serving(door) as server:
+    engine_client = FakeEngineClient()
+    engine_client.generation_defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 50}
+    with serving(engine_client) as server:
         server.post(CHAT, {"messages": [{"role": "user", "content": "a"}], "top_k": 5})
         server.post(PATH, {"prompt": "a", "temperature": 0.1})
-        (chat, _), (text, _) = door.asked
+        (chat, _), (text, _) = engine_client.asked
         assert (chat.temperature, chat.top_k, chat.top_p, chat.max_tokens) == (0.6, 5, 1.0, 50)
         assert (text.temperature, text.top_k, text.max_tokens) == (0.1, 20, 16)
 
 
 def test_what_is_open_when_time_runs_out_is_told_so() -> None:
-    door = FakeDoor()
-    with serving(door) as server:
-        server.call(door.go.clear)
+    engine_client = FakeEngineClient()
+    with serving(engine_client) as server:
+        server.call(engine_client.go.clear)
         with httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as other:
             request = other.build_request("POST", PATH, json={"prompt": "a", "stream": True})
             response = other.send(request, stream=True)
-            server.until(lambda: len(door.open) == 1)
+            server.until(lambda: len(engine_client.open) == 1)
             server.call(server.service.stop)
             error_of(server.post(PATH, {"prompt": "a"}), 503)
             [generation] = server.service.open

@@ -17,7 +17,7 @@ from teachllm import LLM, SamplingParams
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.outputs import CompletionOutput
 from tests.server.conftest import Stats, running_engine
-from tests.server.door import Server, serving
+from tests.server.fake_engine import Server, serving
 from tests.waiting import HANG_SECONDS, wait_for
 
 KEY = "secret"
@@ -40,9 +40,9 @@ def engine() -> Iterator[tuple[AsyncLLM, Stats]]:
 
 @pytest.fixture(scope="module")
 def server(engine: tuple[AsyncLLM, Stats]) -> Iterator[Server]:
-    door, stats = engine
+    engine_client, stats = engine
     limits = {"max_queued_requests": MAX_QUEUED, "tool_call_parser": "hermes", "enable_auto_tool_choice": True}
-    with serving(door, served_model_names=(MODEL, ALIAS), api_keys=(KEY,), **limits) as running:
+    with serving(engine_client, served_model_names=(MODEL, ALIAS), api_keys=(KEY,), **limits) as running:
         stats.sink = running.service.metrics.on_step
         yield running
 

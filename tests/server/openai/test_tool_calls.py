@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.server.checkpoints import reciting_checkpoint
 from tests.server.conftest import running_engine
-from tests.server.door import serving
+from tests.server.fake_engine import serving
 from tests.waiting import HANG_SECONDS
 
 MODEL = "teachlm"

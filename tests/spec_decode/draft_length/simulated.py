@@ -149,13 +149,13 @@ class Simulated:
         verified = [each.num_asked for each in self._running]
         computed = [self.num_prompt if each.is_prompt else 1 + each.num_asked for each in self._running]
         chosen = self.length.choose([each.request for each in self._running], sum(computed))
-        shares, num_behind = [], 0
+        scheduled_requests, num_behind = [], 0
         for each, num_tokens, (num_drafts, why) in zip(self._running, computed, chosen, strict=True):
             start = each.request.num_computed_tokens
-            share = ScheduledRequest(each.request.request_id, start, num_tokens, [0] * each.num_asked, True, 0, [])
+            scheduled = ScheduledRequest(each.request.request_id, start, num_tokens, [0] * each.num_asked, True, 0, [])
             each.num_asked = max(min(num_drafts, each.num_wanted - 2 - each.num_asked), 0)
-            share.num_next_drafts, share.why = each.num_asked, why
-            shares.append(share)
+            scheduled.num_next_drafts, scheduled.why = each.num_asked, why
+            scheduled_requests.append(scheduled)
             self.asked_of.setdefault(each.talent, []).append(each.num_asked)
             each.num_behind += self.num_prompt if each.is_prompt else 0
             if each.num_asked:
@@ -167,7 +167,7 @@ class Simulated:
         accepted = self._verify(verified, self.acceptance(step))
         dropped, self._gone = self._gone, []
         observed = [(each.request, *d) for each, *d in zip(self._running, verified, accepted, strict=True) if d[0]]
-        self._unseen.append(lambda: self._tell(observed, SchedulerOutput(step, shares, dropped), seconds))
+        self._unseen.append(lambda: self._tell(observed, SchedulerOutput(step, scheduled_requests, dropped), seconds))
         if len(self._unseen) > self.delay:
             self._unseen.popleft()()
         self._gone = [each.request.request_id for each in self._running if each.num_wanted <= 0]

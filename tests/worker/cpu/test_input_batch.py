@@ -25,7 +25,7 @@ def new_row(token_ids: list[int]) -> NewRow:
     return NewRow(token_ids, len(token_ids), PARAMS, child_index=0, seed=0, stop_token_ids=frozenset())
 
 
-def share(
+def scheduled(
     name: str,
     start: int,
     num_tokens: int,
@@ -36,8 +36,8 @@ def share(
     return ScheduledRequest(name, start, num_tokens, drafts or [], True, first_new_block, new_block_ids)
 
 
-def prepare(batch: InputBatch, *shares: ScheduledRequest) -> StepInputs:
-    return batch.prepare(SchedulerOutput(0, list(shares)))
+def prepare(batch: InputBatch, *scheduled_requests: ScheduledRequest) -> StepInputs:
+    return batch.prepare(SchedulerOutput(0, list(scheduled_requests)))
 
 
 def test_a_row_is_free_again_when_its_request_is_closed() -> None:
@@ -62,7 +62,7 @@ def test_others_keep_their_rows_when_one_leaves() -> None:
     batch = make_batch()
     rows = {name: batch.open(name, new_row([ord(name)] * 3)) for name in "abc"}
     batch.close("b")
-    inputs = prepare(batch, share("c", 0, 3, 0, [5]), share("a", 0, 3, 0, [6]))
+    inputs = prepare(batch, scheduled("c", 0, 3, 0, [5]), scheduled("a", 0, 3, 0, [6]))
     assert inputs.rows == [rows["c"], rows["a"]]
     assert inputs.input_ids.tolist() == [ord("c")] * 3 + [ord("a")] * 3
 
@@ -70,10 +70,10 @@ def test_others_keep_their_rows_when_one_leaves() -> None:
 def test_a_reused_row_shows_nothing_of_its_last_request() -> None:
     batch = make_batch(max_num_seqs=1)
     batch.open("a", new_row(list(range(30))))
-    prepare(batch, share("a", 0, 30, 0, [9, 8, 7, 6, 5, 4, 3, 2]))
+    prepare(batch, scheduled("a", 0, 30, 0, [9, 8, 7, 6, 5, 4, 3, 2]))
     batch.close("a")
     batch.open("b", new_row([50, 51, 52, 53, 54]))
-    inputs = prepare(batch, share("b", 0, 5, 0, [11, 12]))
+    inputs = prepare(batch, scheduled("b", 0, 5, 0, [11, 12]))
     assert inputs.input_ids.tolist() == [50, 51, 52, 53, 54]
     assert inputs.metadata.block_tables.tolist() == [[11, 12]]
     assert inputs.metadata.slot_mapping.tolist() == [44, 45, 46, 47, 48]
@@ -82,7 +82,7 @@ def test_a_reused_row_shows_nothing_of_its_last_request() -> None:
 def test_every_token_of_a_block_has_a_slot_of_its_own() -> None:
     batch = make_batch()
     batch.open("a", new_row([1, 2, 3, 4, 5, 6]))
-    slots = prepare(batch, share("a", 0, 6, 0, [5, 2])).metadata.slot_mapping.tolist()
+    slots = prepare(batch, scheduled("a", 0, 6, 0, [5, 2])).metadata.slot_mapping.tolist()
     assert slots == [20, 21, 22, 23, 8, 9]
     assert slots == batch.slots(0, range(6))
 
@@ -90,22 +90,22 @@ def test_every_token_of_a_block_has_a_slot_of_its_own() -> None:
 def test_new_blocks_are_written_where_the_plan_says() -> None:
     batch = make_batch()
     batch.open("a", new_row(list(range(10))))
-    prepare(batch, share("a", 0, 6, 0, [7, 3]))
-    inputs = prepare(batch, share("a", 6, 4, 2, [9]))
+    prepare(batch, scheduled("a", 0, 6, 0, [7, 3]))
+    inputs = prepare(batch, scheduled("a", 6, 4, 2, [9]))
     assert inputs.metadata.block_tables.tolist() == [[7, 3, 9]]
     assert inputs.metadata.slot_mapping.tolist() == [14, 15, 36, 37]
     batch.append(0, [90, 91])
-    inputs = prepare(batch, share("a", 10, 1, 3, []))
+    inputs = prepare(batch, scheduled("a", 10, 1, 3, []))
     assert inputs.metadata.block_tables.tolist() == [[7, 3, 9]] and inputs.input_ids.tolist() == [90]
 
 
 def test_a_plan_made_before_drafts_were_rejected_starts_at_the_last_known_token() -> None:
     batch = make_batch()
     row = batch.open("a", new_row([1, 2, 3, 4]))
-    first = prepare(batch, share("a", 3, 4, 0, [5, 6], drafts=[10, 11, 12]))
+    first = prepare(batch, scheduled("a", 3, 4, 0, [5, 6], drafts=[10, 11, 12]))
     assert first.input_ids.tolist() == [4, 10, 11, 12] and first.starts == [3]
     batch.append(row, [10, 20])  # one draft accepted, two rejected
-    second = prepare(batch, share("a", 7, 1, 2, []))  # counted on all three
+    second = prepare(batch, scheduled("a", 7, 1, 2, []))  # counted on all three
     assert second.starts == [5] and second.input_ids.tolist() == [20] and second.positions.tolist() == [5]
     assert second.metadata.kv_lens == [6]
 
@@ -113,9 +113,9 @@ def test_a_plan_made_before_drafts_were_rejected_starts_at_the_last_known_token(
 def test_a_draft_that_was_rejected_is_overwritten() -> None:
     batch = make_batch()
     row = batch.open("a", new_row([1, 2]))
-    prepare(batch, share("a", 1, 3, 0, [0], drafts=[30, 31]))
+    prepare(batch, scheduled("a", 1, 3, 0, [0], drafts=[30, 31]))
     batch.append(row, [40])
-    inputs = prepare(batch, share("a", 2, 2, 1, [], drafts=[50]))
+    inputs = prepare(batch, scheduled("a", 2, 2, 1, [], drafts=[50]))
     assert inputs.input_ids.tolist() == [40, 50]
 
 
@@ -142,27 +142,27 @@ def test_tensors_equal_a_loop_over_tokens(data: st.DataObject, block_size: int) 
             tokens = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=20))
             live[str(step)] = Sequence(tokens)
             batch.open(str(step), new_row(list(tokens)))
-        shares, expected = [], []
+        scheduled_requests, expected = [], []
         for name, sequence in live.items():
-            gap = len(sequence.tokens) - sequence.computed
-            if gap == 0 or len(sequence.tokens) > MAX_MODEL_LEN - 4 or data.draw(st.integers(0, 3)) == 0:
+            num_uncomputed = len(sequence.tokens) - sequence.computed
+            if num_uncomputed == 0 or len(sequence.tokens) > MAX_MODEL_LEN - 4 or data.draw(st.integers(0, 3)) == 0:
                 continue
-            num_tokens = data.draw(st.integers(1, gap))
-            drafts = data.draw(st.lists(st.integers(0, 99), max_size=3)) if num_tokens == gap else []
+            num_tokens = data.draw(st.integers(1, num_uncomputed))
+            drafts = data.draw(st.lists(st.integers(0, 99), max_size=3)) if num_tokens == num_uncomputed else []
             first_new = len(sequence.blocks)
             end = sequence.computed + num_tokens + len(drafts)
             while len(sequence.blocks) * block_size < end:
                 sequence.blocks.append(free_blocks.pop())
-            entry = share(
+            entry = scheduled(
                 name, sequence.computed, num_tokens + len(drafts), first_new, sequence.blocks[first_new:], drafts
             )
-            shares.append(entry)
+            scheduled_requests.append(entry)
             expected.append((sequence, (sequence.tokens + drafts)[sequence.computed : end], end))
-        if not shares:
+        if not scheduled_requests:
             continue
-        inputs = prepare(batch, *shares)
-        check(inputs, shares, expected, block_size)
-        for entry, (sequence, _, _), row in zip(shares, expected, inputs.rows, strict=True):
+        inputs = prepare(batch, *scheduled_requests)
+        check(inputs, scheduled_requests, expected, block_size)
+        for entry, (sequence, _, _), row in zip(scheduled_requests, expected, inputs.rows, strict=True):
             sequence.computed += entry.num_tokens - len(entry.draft_token_ids)
             if sequence.computed == len(sequence.tokens):
                 num_accepted = data.draw(st.integers(0, len(entry.draft_token_ids)))
@@ -173,10 +173,13 @@ def test_tensors_equal_a_loop_over_tokens(data: st.DataObject, block_size: int) 
 
 
 def check(
-    inputs: StepInputs, shares: list[ScheduledRequest], expected: list[tuple[Sequence, list[int], int]], block_size: int
+    inputs: StepInputs,
+    scheduled_requests: list[ScheduledRequest],
+    expected: list[tuple[Sequence, list[int], int]],
+    block_size: int,
 ) -> None:
     ids, positions, slots, starts, ends = [], [], [], [0], []
-    for entry, (sequence, chunk, end) in zip(shares, expected, strict=True):
+    for entry, (sequence, chunk, end) in zip(scheduled_requests, expected, strict=True):
         for position in range(entry.start, end):
             ids.append(chunk[position - entry.start])
             positions.append(position)
@@ -189,8 +192,8 @@ def check(
     assert metadata.slot_mapping.tolist() == slots and metadata.slot_mapping.dtype == torch.int64
     assert metadata.query_start.tolist() == starts and inputs.query_ends == starts[1:]
     assert metadata.seq_lens.tolist() == metadata.kv_lens == ends
-    assert metadata.query_lens == [entry.num_tokens for entry in shares]
-    assert inputs.starts == [entry.start for entry in shares]
+    assert metadata.query_lens == [entry.num_tokens for entry in scheduled_requests]
+    assert inputs.starts == [entry.start for entry in scheduled_requests]
     for table, (sequence, _, end) in zip(metadata.block_tables.tolist(), expected, strict=True):
         num_blocks = -(-end // block_size)
         assert table[:num_blocks] == sequence.blocks[:num_blocks]

@@ -10,7 +10,7 @@ from teachllm.core.scheduler_output import ModelRunnerOutput, NewRow, ScheduledR
 from teachllm.models.model_config import load_model_config
 from teachllm.worker.cpu.model_runner import ModelRunner
 from tests.engine.reference import reference
-from tests.worker.doors import random_ids, tiny
+from tests.worker.engines import random_ids, tiny
 
 GREEDY = SamplingParams(temperature=0)
 PROMPT = random_ids(20)
@@ -39,8 +39,10 @@ def further(start: int, drafts: list[int] | None = None, name: str = "a") -> Sch
     return ScheduledRequest(name, start, 1 + len(drafts), drafts, True, len(BLOCKS), [])
 
 
-def step(runner: ModelRunner, *shares: ScheduledRequest, dropped: tuple[str, ...] = ()) -> ModelRunnerOutput:
-    return runner.sample(runner.execute(SchedulerOutput(0, list(shares), list(dropped))))
+def step(
+    runner: ModelRunner, *scheduled_requests: ScheduledRequest, dropped: tuple[str, ...] = ()
+) -> ModelRunnerOutput:
+    return runner.sample(runner.execute(SchedulerOutput(0, list(scheduled_requests), list(dropped))))
 
 
 def test_a_part_of_a_prompt_samples_nothing_and_its_end_one_token(runner: ModelRunner) -> None:

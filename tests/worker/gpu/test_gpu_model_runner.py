@@ -161,7 +161,9 @@ def test_large_graphs_equal_eager_bit_for_bit() -> None:
     """Of more rows than Hopper's own products take, and of batches that leave no row to spare."""
     large = {"dtype": "bfloat16", "max_num_seqs": 28, "max_num_batched_tokens": 400, "num_gpu_blocks_override": 105}
     plans, made = recorded(workload() * 2, **large)
-    assert sum(sum(share.num_tokens for share in plan.scheduled) == 400 for plan in plans) > 2  # so it is recorded
+    assert (
+        sum(sum(scheduled.num_tokens for scheduled in plan.scheduled) == 400 for plan in plans) > 2
+    )  # so it is recorded
     assert any(len(plan.scheduled) == 28 for plan in plans)
     eager = replayed(plans, 0, enforce_eager=True, **large)
     assert made == eager and replayed(plans, 1, **large) == eager

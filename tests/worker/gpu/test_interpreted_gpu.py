@@ -42,7 +42,7 @@ from tests.engine.test_lossless_settings import PROMPTS as POOL
 from tests.kernels.rounding import round_as_a_gpu
 from tests.spec_decode.drafters import speculation
 from tests.thorough import THOROUGH
-from tests.worker.doors import drain, tiny
+from tests.worker.engines import drain, tiny
 from tests.worker.gpu import interpreted_gpu
 from tests.worker.gpu.interpreted_gpu import InterpretedRunner, interpret
 from tests.worker.gpu.test_gpu_model_runner import Recording

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tests.processes import is_gone, named_memory, num_rings
 from tests.programs import start_program
 from tests.waiting import HANG_SECONDS
-from tests.worker.doors import tiny
+from tests.worker.engines import tiny
 
 _BATCH = """
 from teachllm import LLM, SamplingParams

@@ -16,7 +16,7 @@ from teachllm.worker.processes import multiprocess
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers
 from teachllm.worker.processes.rank_lines import Frame, RankWork
-from tests.worker.doors import tiny
+from tests.worker.engines import tiny
 
 TWO = {"tensor_parallel_size": 2}
 READY: list[Frame] = [(rank, Kind.READY, 0, b"120") for rank in range(2)]

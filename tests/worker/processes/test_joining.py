@@ -32,7 +32,7 @@ from teachllm.worker.processes.rank_lines import RankWork
 from tests.processes import num_descriptors
 from tests.thorough import times
 from tests.waiting import HANG_SECONDS, wait_for
-from tests.worker.doors import make_engine
+from tests.worker.engines import make_engine
 from tests.worker.processes.child_threads import ChildThread, loading
 from tests.worker.processes.machines import Cable, Joining
 

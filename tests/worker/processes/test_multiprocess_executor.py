@@ -25,7 +25,7 @@ from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.multiprocess import Peers
 from teachllm.worker.processes.rank_processes import devices_of
 from teachllm.worker.processes.worker_process import prior_of, table_of
-from tests.worker.doors import tiny
+from tests.worker.engines import tiny
 from tests.worker.processes.scripted import TWO, frame, scripted
 
 PLAN = SchedulerOutput(0, [ScheduledRequest("a", 0, 1, [], True, 0, [])])

@@ -23,7 +23,7 @@ from tests.processes import children, is_gone, num_descriptors
 from tests.programs import start_program
 from tests.thorough import THOROUGH
 from tests.waiting import HANG_SECONDS, wait_for
-from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.child_threads import ranks_in_threads
 from tests.worker.processes.kill import program
 from tests.worker.processes.process_trees import free_port, needs_proc

@@ -25,7 +25,7 @@ from teachllm.worker.processes.multiprocess import MultiprocessExecutor, RemoteS
 from tests.processes import children, is_gone, num_descriptors, num_rings
 from tests.thorough import THOROUGH
 from tests.waiting import HANG_SECONDS, wait_for
-from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.kill import kill_a_rank, program
 from tests.worker.processes.process_trees import needs_proc
 

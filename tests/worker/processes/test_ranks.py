@@ -26,7 +26,7 @@ from teachllm.worker.processes.rank_processes import RankProcesses
 from teachllm.worker.processes.worker_process import LENGTH, WorkerStart
 from tests.processes import num_descriptors
 from tests.waiting import wait_for
-from tests.worker.doors import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.child_threads import ChildThread, loading, patched, ranks_in_threads
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

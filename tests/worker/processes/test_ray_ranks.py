@@ -20,7 +20,7 @@ from tests.processes import descendants, is_gone
 from tests.programs import environment_with
 from tests.thorough import THOROUGH
 from tests.waiting import HANG_SECONDS, wait_for
-from tests.worker.doors import random_ids, tiny
+from tests.worker.engines import random_ids, tiny
 from tests.worker.processes.process_trees import needs_proc
 
 RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}

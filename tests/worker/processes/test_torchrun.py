@@ -21,7 +21,7 @@ from tests.processes import children, is_gone
 from tests.programs import environment_with
 from tests.thorough import THOROUGH
 from tests.waiting import HANG_SECONDS, wait_for
-from tests.worker.doors import random_ids, tiny
+from tests.worker.engines import random_ids, tiny
 from tests.worker.processes.process_trees import free_port, needs_proc
 
 TORCHRUN: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "torchrun"}

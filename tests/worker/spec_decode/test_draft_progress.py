@@ -9,7 +9,7 @@ from teachllm.worker.spec_decode.draft_progress import Behind, DraftProgress, in
 BLOCK_SIZE, MAX_DRAFTS = 4, 2
 
 
-def share(
+def scheduled(
     start: int, num_tokens: int, num_next: int, num_drafts: int = 0, blocks: tuple[int, ...] = (), samples: bool = True
 ) -> ScheduledRequest:
     """A request that has run before, in its first row."""
@@ -23,7 +23,7 @@ def begins(
 ) -> ScheduledRequest:
     """One that starts, with `num_found` tokens in cached blocks."""
     num_tokens = num_prompt - num_found if num_tokens is None else num_tokens
-    found = share(num_found, num_tokens, num_next, blocks=blocks, samples=num_found + num_tokens == num_prompt)
+    found = scheduled(num_found, num_tokens, num_next, blocks=blocks, samples=num_found + num_tokens == num_prompt)
     found.new_row = NewRow(list(range(num_prompt)), num_prompt, SamplingParams(), 0, 0, frozenset(), ())
     found.first_new_block = 0
     return found
@@ -36,18 +36,18 @@ def progress() -> DraftProgress:
 def test_a_prompt_is_computed_once_and_decodes_never() -> None:
     known = progress()
     assert known.note([begins(9, 2, (5, 6, 7), num_tokens=6)], [0]) == [Behind(0, 0, 6)]
-    assert known.note([share(6, 3, 2)], [0]) == [Behind(0, 6, 3)]
-    assert known.note([share(9, 3, 2, num_drafts=2)], [0]) == []
+    assert known.note([scheduled(6, 3, 2)], [0]) == [Behind(0, 6, 3)]
+    assert known.note([scheduled(9, 3, 2, num_drafts=2)], [0]) == []
 
 
 def test_what_was_said_while_nobody_asked_is_made_up_for() -> None:
     known = progress()
     known.note([begins(9, 0, (5, 6, 7))], [0])
     for start in (9, 10):
-        assert known.note([share(start, 1, 0)], [0]) == []
-    assert known.note([share(11, 1, 1)], [0]) == [Behind(0, 0, 12)]
-    known.note([share(12, 2, 0, num_drafts=1)], [0])  # nobody asks: from here on it is behind again
-    ((row, start, num_tokens),) = known.note([share(14, 1, 2)], [0])
+        assert known.note([scheduled(start, 1, 0)], [0]) == []
+    assert known.note([scheduled(11, 1, 1)], [0]) == [Behind(0, 0, 12)]
+    known.note([scheduled(12, 2, 0, num_drafts=1)], [0])  # nobody asks: from here on it is behind again
+    ((row, start, num_tokens),) = known.note([scheduled(14, 1, 2)], [0])
     assert row == 0 and start + num_tokens == 15
     assert 12 - 2 * MAX_DRAFTS <= start <= 12  # what two plans had in flight may have fallen
 
@@ -56,7 +56,7 @@ def test_while_anybody_asks_it_follows_whom_it_has_followed_and_nobody_else() ->
     known = progress()
     known.note([begins(4, 1, (5,)), begins(4, 0, (6,))], [0, 1])
     for start in range(4, 8):
-        assert known.note([share(start, 1, start % 2), share(start, 1, 1 - start % 2)], [0, 1]) == (
+        assert known.note([scheduled(start, 1, start % 2), scheduled(start, 1, 1 - start % 2)], [0, 1]) == (
             [Behind(1, 0, 5)] if start == 4 else []
         )
 
@@ -65,8 +65,8 @@ def test_a_prompt_that_asks_and_does_not_sample_makes_it_follow_nobody() -> None
     """No drafts are made behind such a step, and nothing is computed for those who ask for none."""
     known = progress()
     known.note([begins(4, 1, (5,))], [0])
-    known.note([share(4, 2, 0, num_drafts=1), begins(8, 1, (6, 7), num_tokens=5)], [0, 1])
-    behind = known.note([share(6, 1, 1), share(5, 3, 1)], [0, 1])
+    known.note([scheduled(4, 2, 0, num_drafts=1), begins(8, 1, (6, 7), num_tokens=5)], [0, 1])
+    behind = known.note([scheduled(6, 1, 1), scheduled(5, 3, 1)], [0, 1])
     assert [each.row for each in behind] == [0, 1]
     assert behind[1] == Behind(1, 5, 3)
 
@@ -77,7 +77,7 @@ def test_cached_blocks_are_known_to_hold_what_it_computed_or_not() -> None:
     known.close_row(0)
     assert known.note([begins(10, 1, (1, 2, 4), num_found=8)], [0]) == [Behind(0, 0, 10)]
     for start in range(10, 16):
-        known.note([share(start, 1, 1)], [0])
+        known.note([scheduled(start, 1, 1)], [0])
     known.close_row(0)
     assert known.note([begins(10, 1, (1, 2, 7), num_found=8)], [0]) == [Behind(0, 8, 2)]
     known.close_row(0)

@@ -22,7 +22,7 @@ from teachllm.server.trace_endpoint import TraceHub
 from tests.waiting import HANG_SECONDS
 
 
-class FakeDoor:
+class FakeEngineClient:
     """An engine whose requests say `words`, one a step, as fast as they are read; or wait for `go` first."""
 
     def __init__(self, words: list[str] | None = None, **settings: Any) -> None:
@@ -109,8 +109,8 @@ class Server:
         http: a client of it.
     """
 
-    def __init__(self, door: Any, trace: TraceHub | None = None, **options: Any) -> None:
-        self.door, self.trace = door, trace
+    def __init__(self, engine_client: Any, trace: TraceHub | None = None, **options: Any) -> None:
+        self.engine_client, self.trace = engine_client, trace
         self.options = ServerOptions(**options)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -121,10 +121,10 @@ class Server:
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
-        name = self.door.config.model if self.door is not None else "fake"
+        name = self.engine_client.config.model if self.engine_client is not None else "fake"
         self.service = Service(name, self.options, () if self.trace is None else [self.trace])
-        if self.door is not None:
-            self.service.started(self.door)
+        if self.engine_client is not None:
+            self.service.started(self.engine_client)
         config = uvicorn.Config(create_app(self.service), port=0, log_config=None, access_log=False, lifespan="off")
         self.uvicorn = uvicorn.Server(config)
         serving = asyncio.create_task(self.uvicorn.serve())
@@ -175,8 +175,8 @@ def chunks(text: str) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def serving(door: Any, trace: TraceHub | None = None, **options: Any) -> Iterator[Server]:
-    server = Server(door, trace, **options)
+def serving(engine_client: Any, trace: TraceHub | None = None, **options: Any) -> Iterator[Server]:
+    server = Server(engine_client, trace, **options)
     try:
         yield server
     finally:

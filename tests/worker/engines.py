@@ -145,9 +145,11 @@ class DraftingExecutor:
         self.num_accepted = self.num_rejected = 0
 
     def execute(self, plan: SchedulerOutput) -> Any:
-        for share in plan.scheduled:
-            if share.new_row is not None:
-                self._num_outputs[share.request_id] = len(share.new_row.token_ids) - share.new_row.num_prompt_tokens
+        for scheduled in plan.scheduled:
+            if scheduled.new_row is not None:
+                self._num_outputs[scheduled.request_id] = (
+                    len(scheduled.new_row.token_ids) - scheduled.new_row.num_prompt_tokens
+                )
         return plan, self._inner.execute(plan)
 
     def sample(self, handle: Any) -> PendingOutput:
@@ -155,12 +157,12 @@ class DraftingExecutor:
         pending = self._inner.sample(inner)
         output = pending.result()
         output.draft_token_ids = []
-        for share, sampled in zip(plan.scheduled, output.sampled_token_ids, strict=True):
-            if share.samples:
+        for scheduled, sampled in zip(plan.scheduled, output.sampled_token_ids, strict=True):
+            if scheduled.samples:
                 self.num_accepted += len(sampled) - 1
-                self.num_rejected += len(share.draft_token_ids) + 1 - len(sampled)
-            self._num_outputs[share.request_id] += len(sampled)
-            output.draft_token_ids.append(self._guess(share.request_id, self._num_outputs[share.request_id]))
+                self.num_rejected += len(scheduled.draft_token_ids) + 1 - len(sampled)
+            self._num_outputs[scheduled.request_id] += len(sampled)
+            output.draft_token_ids.append(self._guess(scheduled.request_id, self._num_outputs[scheduled.request_id]))
         return pending
 
     def close(self) -> None:
