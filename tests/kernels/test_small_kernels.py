@@ -156,7 +156,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows=per_device([2, 16], [2, 3, 9, 16]),
     # One block that programs share, several, and too many to be shared.
     sizes=per_device(
-        [(8, 5), (300, 100), (16, 140)], [(8, 5), (100, 33), (1024, 70), (3000, 7), (300, 4200), (9000, 5120)]
+        [(8, 5), (300, 100), (16, 300)], [(8, 5), (100, 33), (1024, 70), (3000, 7), (300, 4200), (9000, 5120)]
     ),
     has_bias=YES_OR_NO,
     gated=YES_OR_NO,
