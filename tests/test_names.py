@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,12 @@ OLD_NAMES: dict[str, str] = {
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def files() -> dict[str, Path]:
-    """Return the files of all packages, tests, benchmarks and training scripts by module name."""
+@cache
+def definitions() -> list[tuple[str, str, str]]:
+    """Return (module, name, qualified name) of all that packages, tests, benchmarks and training scripts define."""
     others = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    return MODULES | {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in others}
+    files = MODULES | {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in others}
+    return [(module, *names) for module, path in files.items() for names in names_of(module, path)]
 
 
 def names_of(module: str, path: Path) -> Iterator[tuple[str, str]]:
@@ -68,10 +71,8 @@ def test_no_definition_bears_an_old_name(package: str) -> None:
     old = OLD_NAMES[package].replace("-", "").split()
     found = [
         qualified
-        for module, path in files().items()
-        if not package or module == package or module.startswith(package + ".")
-        for name, qualified in names_of(module, path)
-        if name in old
+        for module, name, qualified in definitions()
+        if name in old and (not package or module == package or module.startswith(package + "."))
     ]
     assert not found, "\n".join(found)
 
