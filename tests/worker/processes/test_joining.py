@@ -21,6 +21,7 @@ import zmq
 from teachllm import EngineConfig
 from teachllm.distributed.rendezvous import Rendezvous, keep_store
 from teachllm.worker.errors import EngineDeadError
+from teachllm.worker.processes import host_socket
 from teachllm.worker.processes.agreement import versions
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.host import _Line
@@ -96,7 +97,11 @@ def test_who_has_joined_before_the_engine_looks_is_not_waited_for(monkeypatch: p
 
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["it ends", "it hangs"])
-def test_a_machine_that_no_longer_answers_is_noticed_by_whoever_waits(is_cut: bool) -> None:
+def test_a_machine_that_no_longer_answers_is_noticed_by_whoever_waits(
+    is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_socket, "_HEARTBEAT_MS", 300)
+    monkeypatch.setattr(host_socket, "_SILENCE_MS", 1000)
     machines = list[ByHand]()
     with closing(RankHosts(plan(machines, ByHand))) as hosts, closed_in_the_end(machines):
         hosts.start(WORK)
