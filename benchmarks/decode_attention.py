@@ -1,4 +1,4 @@
-"""Measure how near decode attention comes to the read ceiling: bytes of K and V over bandwidth, merging included.
+"""Compare the time of decode attention, merging included, with its read floor: bytes of K and V over bandwidth.
 
 The ceiling is the best that is known of such a card, or what is measured here, if that is higher.
 

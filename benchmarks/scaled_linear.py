@@ -1,4 +1,4 @@
-"""Measure which product of 8-bit values is the fastest for how many rows, and how close it comes to the GPU's limits.
+"""Find the fastest 8-bit GEMM for each number of rows, and compare it with the GPU's limits.
 
     python3 benchmarks/scaled_linear.py [--rows N ...] [--kinds bf16 e4m3 int8 blocks] [--output FILE]
 

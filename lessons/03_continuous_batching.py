@@ -177,8 +177,8 @@ broken = plant("a static batch lets requests join")
 broken.symptom("teachllm_lessons.helpers.lesson_03:two_ways")
 
 # %% [markdown]
-# No answer changes, and one of the two even became faster. A bug in the *baseline* is the one that you do not look for:
-# whoever compares with it learns that continuous batching brings nothing. Which of the two lines is wrong, and where
+# No answer changes, and one of the two even gets faster. Few people look for a bug in the *baseline*:
+# compared with this one, continuous batching brings nothing. Which of the two lines is wrong, and where
 # would you look? `broken.guess("teachllm/core/scheduler.py")`, then a better file, then a function.
 
 # %%

@@ -163,7 +163,7 @@ broken.symptom("teachllm_lessons.helpers.lesson_06:three_in_a_tight_pool")
 
 # %% [markdown]
 # All requests are served in both cases, and no word differs. But look who pays: the request that came first, and has
-# most to compute again. Under load this never ends: whoever is nearly done is thrown back. Where would you look?
+# most to compute again. Under load this never ends: requests that are nearly done are preempted. Where would you look?
 # `broken.guess("teachllm/core/policy.py")`, then a better file, then a function.
 
 # %%

@@ -75,7 +75,7 @@ print(f"plain : perplexity {loss().perplexity:9,.2f}   {answer()!r}")
 # What is wrong is not the number of bits. In the file are three things: quantized values, and for each *group* of
 # weights a **scale** (the size of a step from one value to the next) and a **zero point** (which value means 0.0).
 #
-# How large a group is, is up to whoever makes the file. Below the source are 16 weights of the model and the values
+# The tool that quantizes a model chooses the group size. Below the source are 16 weights of the model and the values
 # that 4 bits can represent: if the whole matrix shares a scale, if one output's row does, and if these 16 do.
 
 # %%

@@ -18,20 +18,8 @@ CLOCKS |= {"time.clock_gettime", "time.clock_gettime_ns", "timeit.default_timer"
 _MODULES = {name.partition(".")[0] for name in CLOCKS}
 # What returns times when it is given times. Any other function may return whatever it likes.
 _KEEPING = {"abs", "dict", "divmod", "float", "int", "list", "max", "min", "next", "reversed", "round", "set", "sorted"}
-_KEEPING |= {
-    "sum",
-    "tuple",
-    "zip",
-    "enumerate",
-    "approx",
-    "fmean",
-    "mean",
-    "median",
-    "percentile",
-    "quantiles",
-    "stdev",
-}
-_KEEPING |= {"array", "pstdev", "timedelta", "Decimal", "copy"}
+_KEEPING |= {"sum", "tuple", "zip", "enumerate", "array", "copy", "timedelta", "Decimal"}
+_KEEPING |= {"approx", "fmean", "mean", "median", "percentile", "quantiles", "stdev", "pstdev"}
 _FILLING = {"add", "append", "appendleft", "extend", "insert", "put", "setdefault", "update"}
 _A_FUNCTION = "a function that returns times"
 _JUDGING = {"approx", "skipif", "xfail", "lt", "le", "gt", "ge"}

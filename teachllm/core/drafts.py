@@ -66,9 +66,11 @@ def ask_for_drafts(
     for scheduled, request, (num_drafts, why) in zip(plan.scheduled, planned, chosen, strict=True):
         scheduled.why = why
         known = request.num_expected_tokens
-        if drafter_len is not None and num_drafts > max(drafter_len - known, 0):
-            num_drafts = max(drafter_len - known, 0)
-            scheduled.why = f"beyond the drafter's context of {drafter_len}"
+        if drafter_len is not None:
+            drafter_room = max(drafter_len - known, 0)
+            if num_drafts > drafter_room:
+                num_drafts = drafter_room
+                scheduled.why = f"beyond the drafter's context of {drafter_len}"
         if not scheduled.samples:
             scheduled.num_next_drafts = num_drafts
             continue

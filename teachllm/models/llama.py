@@ -366,9 +366,8 @@ class LlamaForCausalLM(nn.Module):
 
     def finish(self) -> None:
         """Dequantize a quantized output head that was read."""
-        if (
-            self._quantized_head is not None and self._quantized_head.is_begun
-        ):  # of load_format="dummy" it is random already
+        # With load_format="dummy" nothing was read, and the head holds random values already.
+        if self._quantized_head is not None and self._quantized_head.is_begun:
             assert self.lm_head is not None
             self.lm_head.own_weight.copy_(self._quantized_head.quantized_weight().dequantize(self.lm_head.weight.dtype))
             self._quantized_head = None

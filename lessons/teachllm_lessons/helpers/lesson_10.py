@@ -228,7 +228,7 @@ _COINS = 1000
 
 
 def contract_judge(piece: Judge) -> int:
-    """Check whether what comes out is distributed as p, in every case as often as possible by a draft."""
+    """Check that emitted tokens follow p, and that drafts are accepted as often as p allows."""
     cases = 0
     for p, q, so in (
         ([0.5, 0.5], [0.5, 0.5], "the drafter is the model: every draft is as good as its own"),

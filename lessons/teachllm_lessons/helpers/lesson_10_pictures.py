@@ -54,7 +54,7 @@ def _cell(ax: Any, x: float, row: int, word: str, filled: str, *, faint: bool = 
 
 
 def where_it_comes_from(p: Sequence[float], q: Sequence[float]) -> Picture:
-    """The proof: each token's share of what comes out, as accepted drafts and as recovered tokens."""
+    """Draw the proof: how much of each token's probability accepted drafts and recovered tokens contribute."""
     figure, ax = axes(8, 3.0)
     names = [f"token {chr(ord('a') + index)}" for index in range(len(p))]
     both = [min(a, b) for a, b in zip(p, q, strict=True)]
