@@ -236,11 +236,9 @@ class GraphRunner:
                     partial(self._last_layer_metadata, logits_indices) if self._backend.splits_decodes else None
                 )
             hidden = self._forward(size, metadata)
-        return (
-            hidden
-            if logits_indices is None or metadata.logits_indices is not None
-            else hidden.index_select(0, logits_indices)
-        )
+        if logits_indices is None or metadata.logits_indices is not None:
+            return hidden
+        return hidden.index_select(0, logits_indices)
 
     def _is_padded(self, step: DeviceStep) -> bool:
         """Return whether a mixed step is padded; without graphs too, as the same kernels then give the same bits."""
