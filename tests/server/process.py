@@ -32,7 +32,7 @@ class Process:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = self.event("listening")["url"]
-        self.http = httpx.Client(base_url=self.url, timeout=HANG_SECONDS)
+        self.http = httpx.Client(base_url=self.url, timeout=HANG_SECONDS, verify=False)
 
     def _read(self) -> None:
         assert self.child.stderr is not None

@@ -111,7 +111,10 @@ def test_every_answer_has_the_request_s_id_the_client_s_own_if_it_is_plain(serve
 
 def test_the_same_id_twice_at_once_disturbs_nobody() -> None:
     engine_client = FakeEngineClient()
-    with serving(engine_client) as server, httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as other:
+    with (
+        serving(engine_client) as server,
+        httpx.Client(base_url=server.url, timeout=HANG_SECONDS, verify=False) as other,
+    ):
         server.call(engine_client.go.clear)
         headers = {"X-Request-Id": "same"}
         request = {"prompt": "a", "stream": True}

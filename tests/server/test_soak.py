@@ -19,18 +19,18 @@ from tests.server.traffic import SETTINGS
 from tests.thorough import THOROUGH, times
 from tests.waiting import HANG_SECONDS
 
-SEED = 161  # of requests of which many are broken, or hang up, among the first few
+SEED = 113  # of requests of which many are broken, or hang up, among the first few
 only_thorough = pytest.mark.skipif(not THOROUGH, reason="starts many processes: make test-thorough")
 
 
 @pytest.mark.slow
 def test_mixed_traffic_leaves_nothing_behind_and_a_server_that_is_told_to_end_finishes_what_is_open() -> None:
-    num_requests = times(24, 400)
+    num_requests = times(14, 400)
     with started("teachlm", *SETTINGS, "--shutdown-timeout", str(HANG_SECONDS)) as process:
         process.event("ready")
         assert process.http.get("/health").json() == {"status": "healthy"}
-        found = load(process, seed=SEED, num_requests=num_requests, num_clients=times(8, 64))
-        with process.stream({"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}) as stream:
+        found = load(process, seed=SEED, num_requests=num_requests, num_clients=times(7, 64))
+        with process.stream({"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True}) as stream:
             pieces = stream.iter_text()
             text = next(pieces)
             for pid in (process.child.pid, *engine_processes(process.child.pid)):  # as systemd does
