@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -94,11 +95,16 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     return fake
 
 
-built = cache(get_command)  # which takes longer than most commands
+# Both take longer than most commands.
+built = cache(get_command)
+certificates = cache(ssl.create_default_context)
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
-    with mock.patch.object(typer.testing, "_get_command", built):
+    with (
+        mock.patch.object(typer.testing, "_get_command", built),
+        mock.patch.object(ssl, "create_default_context", certificates),
+    ):
         return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="teachllm")
 
 

@@ -7,17 +7,28 @@ import subprocess
 
 from teachllm import __version__
 from tests.programs import start_program
+from tests.thorough import THOROUGH
 from tests.waiting import HANG_SECONDS
 
 GREEDY = ("--device", "cpu", "--temperature", "0")
 
 
-def test_a_piped_question_prints_a_plain_answer_and_nothing_else() -> None:
-    """In a process, as its user starts it."""
+def in_a_process(*arguments: str, stdin: str) -> tuple[int, str, str]:
+    """As its user starts it."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start_program("-m", "teachllm_cli", "chat", *GREEDY, **pipes) as process:
-        stdout, stderr = process.communicate("What is a KV cache?\n", timeout=HANG_SECONDS)
-    assert (process.returncode, stderr) == (0, "")
+    with start_program("-m", "teachllm_cli", *arguments, **pipes) as process:
+        stdout, stderr = process.communicate(stdin, timeout=HANG_SECONDS)
+    return process.returncode, stdout, stderr
+
+
+def test_a_piped_question_prints_a_plain_answer_and_nothing_else(teachllm) -> None:
+    """In `make test` in this process: test_ranks.py and tests/server start the program."""
+    if THOROUGH:
+        code, stdout, stderr = in_a_process("chat", *GREEDY, stdin="What is a KV cache?\n")
+    else:
+        result = teachllm("chat", *GREEDY, stdin="What is a KV cache?\n")
+        code, stdout, stderr = result.exit_code, result.stdout, result.stderr
+    assert (code, stderr) == (0, "")
     assert "key" in stdout.lower() and stdout.endswith("\n")
     assert all(line.isprintable() for line in stdout.splitlines())
 

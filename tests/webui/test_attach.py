@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from contextlib import closing
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,9 +25,13 @@ from tests.webui.trace_server import Serve
 HEADER, OTHER = '{"event":"header","time":1}', '{"event":"header","time":2}'
 
 
+certificates = cache(ssl.create_default_context)
+
+
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "WAITS_S", (0.01, 0.05))
+    monkeypatch.setattr(ssl, "create_default_context", certificates)  # read once
 
 
 def shown(session: LiveSession) -> list[str]:
