@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from filelock import FileLock
@@ -23,6 +25,13 @@ FLAGS += ["--disable-component-update", "--disable-sync"]
 SIZE = {"width": 1280, "height": 720}
 SHARED = "You are a patient teacher. Answer in short and simple sentences, and give one example. "
 HOSTILE = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 1'>"
+
+
+@pytest.fixture(scope="session")
+def gradio() -> Any:
+    """Import it where a test needs it, without the stubs that it would write beside each of its components."""
+    with mock.patch.object(inspect, "getfile", side_effect=OSError):
+        return pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
 
 
 @pytest.fixture
@@ -150,8 +159,6 @@ def open_watched(browser: Any) -> Iterator[Callable[..., Any]]:
 
 def export(lines: list[str], path: Path, with_plotly: bool = False) -> str:
     """Write lines as an exported page; return its address. Plotly is most of its size, and most tests plot nothing."""
-    from unittest import mock
-
     from teachllm_webui import export
 
     plotly = export.plotly_script if with_plotly else lambda: ""

@@ -230,7 +230,6 @@ def test_the_command_takes_a_server_or_something_else(flags: list[str]) -> None:
 
 
 def test_the_command_says_in_one_line_what_a_server_lacks(serve: Serve) -> None:
-    pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
     server = serve(HEADER, key="one")
     command = ["viz", "--no-browser", "--attach", server.url]
     result = CliRunner().invoke(app, command, env={"TEACHLLM_API_KEY": "two three"})

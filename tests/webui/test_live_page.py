@@ -21,19 +21,13 @@ from tests.waiting import HANG_SECONDS, wait_for
 from tests.webui.conftest import SIZE, Watched
 from tests.webui.trace_server import Serve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("gradio")]
 
 CONFIG = EngineConfig(device="cpu", num_gpu_blocks_override=32, max_num_seqs=4, max_model_len=256)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def gradio() -> Any:
-    """Import it where a test of the page runs: it takes four seconds, which collecting the tests should not."""
-    return pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
-
-
 @pytest.fixture(scope="module")
-def live() -> Iterator[tuple[LiveSession, str]]:
+def live(gradio: Any) -> Iterator[tuple[LiveSession, str]]:
     from teachllm_webui.page import launch
 
     session = LiveSession()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -28,6 +28,13 @@ def show(page: Any, k: int) -> None:
     page.evaluate("(k) => { view.show(k); view.settle(); }", k)
 
 
+def read_at(page: Any, steps: Iterable[int], read: str) -> list[Any]:
+    """What a function reads from the page at each of these steps, in one visit."""
+    return page.evaluate(
+        f"(steps) => steps.map((k) => {{ view.show(k); view.settle(); return ({read})(); }})", [*steps]
+    )
+
+
 def dom(page: Any) -> Any:
     """Every element with its attributes and its text, in whatever order the attributes were set."""
     return page.evaluate(
@@ -49,13 +56,18 @@ def test_scrubbing_back_and_forth_gives_the_same_dom(page: Any, trace: list[str]
 
 
 def test_every_block_shows_its_users_and_the_pool_adds_up(page: Any, trace: list[str]) -> None:
-    for k, step in list(enumerate(steps_of(trace)))[::7]:
-        show(page, k)
-        users = page.eval_on_selector_all("[data-block]", "cells => cells.map((c) => c.dataset.users)")
-        assert users == page.evaluate("view.state.blocks.map((b) => [...new Set(b.users)].join(' '))")
-        counts = page.eval_on_selector_all("[data-block]", "cells => cells.map((c) => c.dataset.state)")
-        line_ended_it = "aborted" in page.evaluate("[...view.timeline.endedOutside(view.k)].flat()")
-        if not line_ended_it:
+    steps = steps_of(trace)
+    read = """() => {
+        const cells = [...document.querySelectorAll("[data-block]")].map((cell) => cell.dataset);
+        const known = view.state.blocks.map((block) => [...new Set(block.users)].join(" "));
+        const outside = [...view.timeline.endedOutside(view.k)].flat();
+        return [cells.map((cell) => cell.users), known, cells.map((cell) => cell.state), outside];
+    }"""
+    for step, (users, known, counts, outside) in zip(
+        steps[::7], read_at(page, range(0, len(steps), 7), read), strict=True
+    ):
+        assert users == known
+        if "aborted" not in outside:  # else a line has ended it, and not the step
             assert sum(c in ("used", "shared") for c in counts) == step["blocks"]["used"]
             assert counts.count("cached") == step["blocks"]["cached"]
 
@@ -108,13 +120,10 @@ def test_a_request_clicked_in_the_queue_stays_lit_when_the_pointer_leaves(page: 
 
 
 def test_the_queue_gives_each_waiting_request_its_reason_in_words(page: Any, trace: list[str]) -> None:
-    seen = set()
-    for k, step in enumerate(steps_of(trace)):
-        show(page, k)
-        rows = page.eval_on_selector_all(
-            "[data-view=queue] [data-request]",
-            "rows => rows.map((r) => [r.dataset.request, r.dataset.reason, r.querySelector('.tl-words').textContent])",
-        )
+    seen, steps = set(), steps_of(trace)
+    read = """() => [...document.querySelectorAll("[data-view=queue] [data-request]")].map(
+        (row) => [row.dataset.request, row.dataset.reason, row.querySelector(".tl-words").textContent])"""
+    for step, rows in zip(steps, read_at(page, range(len(steps)), read), strict=True):
         told = {name: [reason, words] for name, reason, words in rows}
         assert told == {name: wait for name, wait in step["waiting"].items() if name in told}
         assert set(step["waiting"]) - set(told) <= {"aborted"}
@@ -123,15 +132,18 @@ def test_the_queue_gives_each_waiting_request_its_reason_in_words(page: Any, tra
 
 
 def test_the_step_and_the_timeline_tell_who_got_how_many_tokens(page: Any, trace: list[str]) -> None:
-    for k, step in list(enumerate(steps_of(trace)))[::9]:
-        show(page, k)
+    steps = steps_of(trace)
+    read = """() => {
+        const told = (within) => Object.fromEntries([...document.querySelectorAll(within)].map(
+            (node) => [node.dataset.request, [node.dataset.numTokens, node.dataset.phase]]));
+        const [step, budget] = [document.querySelector(".tl-sr"), document.querySelector("[data-budget]")];
+        const numbers = [step.dataset.timelineStep, budget.dataset.budget];
+        return [told(".tl-budget [data-request]"), told(".tl-sr [data-num-tokens]"), numbers];
+    }"""
+    for step, (bar, timeline, numbers) in zip(steps[::9], read_at(page, range(0, len(steps), 9), read), strict=True):
         shares = {share["request_id"]: [str(share["num_tokens"]), share["phase"]] for share in step["scheduled"]}
-        read = "nodes => nodes.map((n) => [n.dataset.request, [n.dataset.numTokens, n.dataset.phase]])"
-        assert dict(page.eval_on_selector_all(".tl-budget [data-request]", read)) == shares
-        told = dict(page.eval_on_selector_all(".tl-sr [data-num-tokens]", read))
-        assert told == shares
-        assert page.get_attribute(".tl-sr", "data-timeline-step") == str(step["step"])
-        assert page.get_attribute("[data-budget]", "data-budget") == "40"
+        assert bar == timeline == shares
+        assert numbers == [str(step["step"]), "40"]
 
 
 def test_tables_and_tokens_hold_the_tables_and_the_text_of_the_trace(page: Any, trace: list[str]) -> None:

@@ -21,10 +21,7 @@ from teachllm_cli.commands import viz as viz_module
 from teachllm_cli.terminal import notes
 from tests.waiting import HANG_SECONDS, wait_for
 
-
-@pytest.fixture(autouse=True, scope="module")
-def gradio() -> Any:
-    return pytest.importorskip("gradio", reason="no gradio: pip install 'teachllm[ui]'")
+pytestmark = pytest.mark.usefixtures("gradio")
 
 
 def viz(*flags: str) -> Result:
