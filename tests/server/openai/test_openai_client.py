@@ -27,7 +27,7 @@ PROMPT = "A KV cache keeps"
 QUESTION: list[Any] = [{"role": "user", "content": "What is a KV cache?"}]
 LONG = "The prefix of a prompt is computed once. " * 8
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 
@@ -98,7 +98,7 @@ def until_idle(server: Server) -> None:
 
 def test_a_completion_is_the_library_s_whole_and_streamed(client: OpenAI, llm: LLM) -> None:
     expected = completed(llm, PROMPT)
-    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
     whole = client.completions.create(**options)
     assert (whole.object, whole.model, whole.id[:5]) == ("text_completion", MODEL, "cmpl-")
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected.text, expected.finish_reason)
@@ -120,7 +120,7 @@ def test_a_conversation_is_the_library_s_whole_and_streamed(client: OpenAI, llm:
     plain = [{**message, "content": message["content"]} for message in messages]
     plain[1]["content"] = "What is a KV cache?"
     expected = chatted(llm, plain)
-    options: dict[str, Any] = {"model": ALIAS, "messages": messages, "max_completion_tokens": 12, "temperature": 0}
+    options: dict[str, Any] = {"model": ALIAS, "messages": messages, "max_completion_tokens": 6, "temperature": 0}
     whole = client.chat.completions.create(**options)
     assert (whole.object, whole.model, whole.id[:9]) == ("chat.completion", ALIAS, "chatcmpl-")
     [choice] = whole.choices
@@ -142,12 +142,12 @@ def test_a_text_ends_at_a_stop_string(client: OpenAI, llm: LLM) -> None:
         for given, stream in ((stop, False), (["never written", stop], True)):
             assert ask(client, given, stream) == (before, "stop")
             assert ask(client, given, stream, include_stop_str_in_output=True) == (before + stop, "stop")
-    choice = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12, stop=" ").choices[0]
+    choice = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=6, stop=" ").choices[0]
     assert choice.model_extra is not None and choice.model_extra["stop_reason"] == " "
 
 
 def _completion_until(client: OpenAI, stop: Any, stream: bool, **extra: Any) -> tuple[str, str]:
-    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "stop": stop}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 6, "stop": stop}
     if stream:
         chunks = list(client.completions.create(**options, stream=True, extra_body=extra))
         return written(chunks), reason(chunks)
@@ -156,7 +156,7 @@ def _completion_until(client: OpenAI, stop: Any, stream: bool, **extra: Any) -> 
 
 
 def _chat_until(client: OpenAI, stop: Any, stream: bool, **extra: Any) -> tuple[str | None, str]:
-    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 12, "stop": stop}
+    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 6, "stop": stop}
     if stream:
         chunks = list(client.chat.completions.create(**options, stream=True, extra_body=extra))
         return said(chunks), reason(chunks)
@@ -324,7 +324,7 @@ def test_who_comes_when_the_queue_is_full_may_try_again_later(server: Server, cl
         error = refused(client, openai.RateLimitError, "/completions", {"model": MODEL, "prompt": "a"})
         assert error.type == "RateLimitError" and int(error.response.headers["retry-after"]) > 0
     patient = client.with_options(max_retries=10)  # by itself, it comes back
-    answer = patient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0)
+    answer = patient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0)
     assert answer.choices[0].text == completed(llm, PROMPT).text
 
 
@@ -337,7 +337,7 @@ def test_many_streams_at_once_are_each_what_they_are_alone(server: Server, clien
     expected = [output.outputs[0].text for output in llm.chat(questions, GREEDY, use_tqdm=False)]
 
     async def ask(client: openai.AsyncOpenAI, messages: Any) -> str:
-        options: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0, "stream": True}
+        options: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0, "stream": True}
         stream = await client.chat.completions.create(messages=messages, **options)
         return said([chunk async for chunk in stream])
 
@@ -368,5 +368,5 @@ def test_a_client_that_runs_out_of_time_holds_nothing_any_more(server: Server, c
     with pytest.raises(openai.APITimeoutError):
         hurried.completions.create(**ENDLESS, n=8)
     until_idle(server)
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0)
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0)
     assert answer.choices[0].text == completed(llm, PROMPT).text
