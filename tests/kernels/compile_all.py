@@ -182,11 +182,12 @@ def compile_hopper_products(dtype: torch.dtype) -> None:
 
 def compile_scaled(quantized_dtype: torch.dtype) -> None:
     """Compile what quantizes rows to 8 bits, and what multiplies them."""
-    x, norm = torch.zeros(2, 4096, dtype=torch.bfloat16), (torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
+    x, norm_weight = torch.zeros(2, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    norm = (norm_weight, 1e-6)
     weight, long = torch.zeros(256, 4096, dtype=quantized_dtype), torch.zeros(64, 12288, dtype=quantized_dtype)
     outputs, blocks, one = torch.zeros(256, 1), torch.zeros(2, 32), torch.zeros(1, 1)
     quantize_rows_triton(x, quantized_dtype)
-    rms_norm_quantized_triton(x, x, *norm, quantized_dtype)
+    rms_norm_quantized_triton(x, x, norm_weight, 1e-6, quantized_dtype)
     silu_and_mul_quantized_triton(x, quantized_dtype)
     rows, groups, many = (
         empty_rows((num_rows, 4096), quantized_dtype, grouped, x.device)
@@ -203,7 +204,7 @@ def compile_scaled(quantized_dtype: torch.dtype) -> None:
     else:
         for scale, grouped in ((one[0], False), (None, True)):
             quantize_rows_triton(x, quantized_dtype, scale, grouped)
-            rms_norm_quantized_triton(x, x, *norm, quantized_dtype, scale, grouped)
+            rms_norm_quantized_triton(x, x, norm_weight, 1e-6, quantized_dtype, scale, grouped)
             silu_and_mul_quantized_triton(x, quantized_dtype, scale, grouped)
         scaled_gemv_triton(x[:1], weight, blocks, norm=norm, gated=True)
         scaled_linear_triton(groups, weight, blocks, gated=True)
@@ -214,8 +215,9 @@ def compile_scaled(quantized_dtype: torch.dtype) -> None:
     hopper_scaled_linear(empty_rows((256, 512), quantized_dtype, False, x.device), wide, scales)
     if quantized_dtype != torch.int8:
         of_blocks = torch.zeros(96, 4)
-        for num_rows, form in ((64, {"parts": True}), (100, {"gated": True})):
-            hopper_scaled_linear(empty_rows((num_rows, 512), quantized_dtype, True, x.device), wide, of_blocks, **form)
+        few, more = (empty_rows((num_rows, 512), quantized_dtype, True, x.device) for num_rows in (64, 100))
+        hopper_scaled_linear(few, wide, of_blocks, parts=True)
+        hopper_scaled_linear(more, wide, of_blocks, gated=True)
         hopper_scaled_mm(empty_rows((300, 512), quantized_dtype, True, x.device), wide, of_blocks, gated=True)
     rows = empty_rows((300, 512), quantized_dtype, False, x.device)
     hopper_scaled_mm(rows, wide, scales, torch.zeros(12288, dtype=torch.bfloat16))
@@ -306,8 +308,7 @@ def compile_attention(
             hopper_prefill(q, cache, cache, tables, prompts, 1.0, window)
     if dtype != torch.float32 or head_size < 128:  # spills there, and takes a minute to
         for is_fixed in (False, True):
-            where = (cache, cache, tables, rows, starts, lens)
-            paged_prefill_triton(q, *where, 1.0, window, cap, is_fixed=is_fixed)
+            paged_prefill_triton(q, cache, cache, tables, rows, starts, lens, 1.0, window, cap, is_fixed=is_fixed)
 
 
 def compile_quantized_kv(
@@ -322,17 +323,17 @@ def compile_quantized_kv(
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
     q, norm = qkv[:, :num_heads], torch.zeros(num_heads + 2, head_size, dtype=dtype)
     plan_decode(plan, lens, starts, rows, 2, window)
-    how = (tables, starts, plan, 1.0, window, cap)
-    paged_decode_triton(q, cache, cache, *how, scales=scales)
-    paged_decode_triton(q, cache, cache, *how, max_query_len=4, tree=ints(4, dtype=torch.int64), scales=scales)
+    for max_query_len, tree in ((1, None), (4, ints(4, dtype=torch.int64))):
+        paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap, max_query_len, tree, scales=scales)
     plan_decode(plan, lens, starts, rows, 2, window, fused=True)
     fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap, scales)
     slots = ints(4, dtype=torch.int64)
     rope_kv_write_triton(qkv, angle, angle, norm, 1e-6, cache, cache, slots, scales)
     kv_write_triton(qkv[:, :2], qkv[:, 2:4], cache, cache, slots, scales)
     for is_fixed in (False, True):
-        where = (cache, cache, tables, rows, starts, lens)
-        paged_prefill_triton(q, *where, 1.0, window, cap, is_fixed=is_fixed, scales=scales)
+        paged_prefill_triton(
+            q, cache, cache, tables, rows, starts, lens, 1.0, window, cap, is_fixed=is_fixed, scales=scales
+        )
 
 
 def compile_quantized_kv_on_hopper(
@@ -369,12 +370,36 @@ def compile_sampling() -> None:
         (torch.float32, False, False),
     ):
         logits = torch.zeros(16, 151_936, dtype=dtype)
-        parameters = (floats, longs, floats, floats, longs, longs, longs)
-        sample_triton(logits, rows, *parameters, any_random=any_random, any_filtered=any_filtered)
+        sample_triton(
+            logits,
+            rows,
+            temperature=floats,
+            top_k=longs,
+            top_p=floats,
+            min_p=floats,
+            seed=longs,
+            child_index=longs,
+            output_index=longs,
+            any_random=any_random,
+            any_filtered=any_filtered,
+        )
     drafted = torch.zeros(16, 151_936, dtype=torch.bfloat16)
     for dtype, num_siblings, any_filtered in ((torch.bfloat16, 1, False), (torch.float32, 4, True)):
-        proposals = (drafted, rows, ints(16, num_siblings))
-        rejection_sample_triton(drafted.to(dtype), rows, *parameters, *proposals, any_filtered=any_filtered)
+        rejection_sample_triton(
+            drafted.to(dtype),
+            rows,
+            temperature=floats,
+            top_k=longs,
+            top_p=floats,
+            min_p=floats,
+            seed=longs,
+            child_index=longs,
+            output_index=longs,
+            draft_logits=drafted,
+            draft_rows=rows,
+            siblings=ints(16, num_siblings),
+            any_filtered=any_filtered,
+        )
 
 
 def main() -> None:
@@ -411,24 +436,75 @@ def main() -> None:
     architectures[:] = without
     compile_sampling()
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
-    step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s)
-    step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, longs, longs, longs, int32s, True)
-    flat = (longs, longs, longs, int32s)
-    step_inputs(int32s, ints(17), int32s, ints(4, 64), int32s, ints(4, 4), 16, *flat, depths=int32s, num_trees=4)
-    known, told = (ints(4, 64), int32s, int32s), (ints(4, 64), ints(1))
+    tables = ints(4, 4)
+    for all_known, depths, num_trees in ((False, None, 0), (True, None, 0), (False, int32s, 4)):
+        step_inputs(
+            rows=int32s,
+            query_start=ints(17),
+            planned_start=int32s,
+            token_ids=ints(4, 64),
+            num_known=int32s,
+            block_tables=tables,
+            block_size=16,
+            input_ids=longs,
+            positions=longs,
+            slot_mapping=longs,
+            seq_lens=int32s,
+            all_known=all_known,
+            depths=depths,
+            num_trees=num_trees,
+        )
     for places in (longs, None):
-        accept(ints(17), int32s, int32s, longs, *known, ints(4), int32s, int32s, ints(16, 3), places, *told)
+        accept(
+            first=ints(17),
+            rows=int32s,
+            logit_index=int32s,
+            sampled=longs,
+            token_ids=ints(4, 64),
+            num_known=int32s,
+            num_real=int32s,
+            parents=ints(4),
+            last=int32s,
+            last_token=int32s,
+            path=ints(16, 3),
+            places=places,
+            outputs=ints(4, 64),
+            output_row=ints(1),
+        )
     KVMover([(torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 64))]).move(
         ints(16, 3), ints(17), int32s, int32s, ints(4, 4)
     )
-    rows = (int32s, int32s, ints(4, 64), int32s, ints(4, 4), 16)
     for num_tokens, depth in ((1, None), (2, None), (3, 0)):
-        draft_inputs(*rows, *flat, num_tokens=num_tokens, offset=-2, depth=depth)
+        draft_inputs(
+            rows=int32s,
+            num_drafts=int32s,
+            token_ids=ints(4, 64),
+            num_known=int32s,
+            block_tables=tables,
+            block_size=16,
+            input_ids=longs,
+            positions=longs,
+            slot_mapping=longs,
+            seq_lens=int32s,
+            num_tokens=num_tokens,
+            offset=-2,
+            depth=depth,
+        )
     push(int32s, int32s, longs, ints(4, 64), int32s, int32s, 0)
     following_ids(int32s, ints(17), int32s, ints(4, 64), longs, longs)
     for siblings in (1, 2):
-        tree = (ints(5, siblings), ints(5))
-        draft_proposals(ints(17), int32s, ints(4, 64), int32s, int32s, *tree, ints(16, siblings), int32s, 4)
+        draft_proposals(
+            first=ints(17),
+            rows=int32s,
+            token_ids=ints(4, 64),
+            num_known=int32s,
+            num_drawn=int32s,
+            children=ints(5, siblings),
+            kept=ints(5),
+            siblings=ints(16, siblings),
+            draft_rows=int32s,
+            num_kept=4,
+        )
     synthetic_verdict(ints(17), int32s, longs, ints(4, 64), int32s, ints(5, 1), 0.8)
     append_tokens(int32s, longs, ints(4, 64), int32s, ints(4, 16), ints(1))
     write_runs(ints(16), ints(40), 4, 10)

@@ -83,12 +83,21 @@ def test_paged_attention_equals_the_definition_for_every_batch_and_layout(batch:
         shape = (num_queries, kv_heads * batch["group"], size)
         queries.append(torch.randn(shape, generator=generator, dtype=torch.float64))
         expected.append(_attention_by_definition(queries[-1], k, v, 0.4, batch["window"], batch["soft_cap"]))
-    arguments = (torch.cat(queries), *caches, tables, batch["query_lens"], batch["kv_lens"])
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(paged_attention, "_QUERY_TILE", batch["tile"])
         monkeypatch.setattr(paged_attention, "_PADDING_WORTH_A_LAUNCH", batch["padding"])
         for attention in (paged_attention_reference, paged_attention_cpu):
-            got = attention(*arguments, scale=0.4, window=batch["window"], soft_cap=batch["soft_cap"])
+            got = attention(
+                torch.cat(queries),
+                k_cache=caches[0],
+                v_cache=caches[1],
+                block_tables=tables,
+                query_lens=batch["query_lens"],
+                kv_lens=batch["kv_lens"],
+                scale=0.4,
+                window=batch["window"],
+                soft_cap=batch["soft_cap"],
+            )
             torch.testing.assert_close(got, torch.cat(expected), rtol=1e-12, atol=1e-12)
 
 

@@ -20,13 +20,13 @@ from teachllm_kernels.linear.scaled import scaled_linear
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 from tests.kernels.rounding import round_as_a_gpu
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, times
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 DEVICE, DTYPE = (torch.device("cuda"), torch.bfloat16) if ON_GPU else (torch.device("cpu"), torch.float32)
 ROWS = (1, 2, 17, 64, 300, 2500) if ON_GPU else (1, 5)
-NUM_IN, NUM_OUT = (384, 512) if ON_GPU else (128, 128)  # interpreted ones take long
+NUM_IN, NUM_OUT = (384, 512) if ON_GPU else (128, times(128, 256))  # interpreted ones take long
 E4M3 = torch.float8_e4m3fn
 NEAR = 1e-2 if ON_GPU else 1e-4  # of a row's length
 NEAR_AFTER_NORM = 2e-2  # where a quantized value may be rounded the other way
@@ -84,7 +84,9 @@ def weights(*usual: str) -> pytest.MarkDecorator:
 
 
 def few_programs(patch: pytest.MonkeyPatch) -> None:
-    """Let fewer interpreted programs share a product."""
+    """Let fewer interpreted programs share a product where there is little time."""
+    if THOROUGH:
+        return
     scaled_linear._arrivals(DEVICE)  # is cached: with all of its counters
     patch.setattr(scaled_linear, "_BLOCKS_WANTED", 4)
     patch.setattr(packed_gemv, "PLACES", 1)

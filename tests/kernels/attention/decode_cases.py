@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,8 +79,16 @@ def make_batch(
             quantize_kv_reference(v_cache, v_scale, kv_dtype),
         )
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    moved = (t.to(DEVICE) for t in (tables, rows, starts, seq_lens))
-    return Batch(wide[:, :num_heads], k_cache, v_cache, *moved, scales)  # tokens of q lie apart
+    return Batch(
+        q=wide[:, :num_heads],  # tokens lie apart
+        k_cache=k_cache,
+        v_cache=v_cache,
+        tables=tables.to(DEVICE),
+        rows=rows.to(DEVICE),
+        query_start=starts.to(DEVICE),
+        seq_lens=seq_lens.to(DEVICE),
+        scales=scales,
+    )
 
 
 def plan_for(
@@ -92,10 +100,9 @@ def plan_for(
     on_hopper: bool = False,
     num_before: int = 0,
 ) -> DecodePlan:
-    _, _, num_kv_heads, head_size = batch.k_cache.shape
     """Plan a launch; `num_before` nodes of a draft tree are in the cache already."""
-    sizes = (len(batch.rows), num_heads, num_kv_heads, head_size)
-    plan = DecodePlan.allocate(*sizes, DEVICE, max_query_len, on_hopper)
+    _, _, num_kv_heads, head_size = batch.k_cache.shape
+    plan = DecodePlan.allocate(len(batch.rows), num_heads, num_kv_heads, head_size, DEVICE, max_query_len, on_hopper)
     seen = None if window is None else window + num_before + max_query_len - 1
     plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen, fused)
     return plan
@@ -125,16 +132,31 @@ class Kind(NamedTuple):
     kv_dtype: torch.dtype | None = None
 
 
+def decode(batch: Batch, plan: DecodePlan, window: int | None = None, **options: Any) -> torch.Tensor:
+    """Call `paged_decode_triton` with a batch."""
+    return paged_decode_triton(
+        q=batch.q,
+        k_cache=batch.k_cache,
+        v_cache=batch.v_cache,
+        block_tables=batch.tables,
+        query_start=batch.query_start,
+        plan=plan,
+        scale=0.3,
+        window=window,
+        scales=batch.scales,
+        **options,
+    )
+
+
 def check_one_token(lens: list[int], kind: Kind, num_launches: int = 1) -> None:
     """Check `paged_decode_triton`; a second launch finds the arrivals as the first left them."""
     query_lens = [1] * len(lens)
     batch = make_batch(lens, query_lens, kind.heads, kind.head_size, kind.block_size, kind.dtype, kind.kv_dtype)
     plan = plan_for(batch, kind.heads[0], 1, kind.window)
     expected = reference(batch, query_lens, 0.3, kind.window, kind.cap)
-    where = (batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.query_start, plan, 0.3)
     for _ in range(num_launches):
         out = torch.full(expected.shape, float("nan"), dtype=kind.dtype, device=DEVICE)
-        paged_decode_triton(*where, kind.window, kind.cap, out=out, scales=batch.scales)
+        decode(batch, plan, kind.window, soft_cap=kind.cap, out=out)
         assert_near(out, expected)
         assert not plan.finished.any()
 
@@ -155,34 +177,44 @@ def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = F
             for row, n in zip(batch.rows, lens, strict=True)
         ]
     )
-    caches = batch.dequantized()
-    turned = qkv.double()
+    k_cache, v_cache = batch.dequantized()
+    turned, wide_weight = qkv.double(), None if weight is None else weight.double()
     rope_kv_write_reference(
-        turned, cos.double(), signed_sin.double(), None if weight is None else weight.double(), 1e-6, *caches, slots
+        turned, cos.double(), signed_sin.double(), wide_weight, 1e-6, k_cache, v_cache, slot_mapping=slots
     )
     for cache in (batch.k_cache, batch.v_cache):  # what is written may not be read before
         as_bytes(cache).flatten(0, 1)[slots] = torch.nan if kv_dtype is None else 127
     plan = plan_for(batch, num_heads, 1, window, True, on_hopper)
     before = qkv.clone()
     out = fused_paged_decode(
-        *(qkv, cos, signed_sin, weight, 1e-6, batch.k_cache, batch.v_cache, batch.tables, plan, 0.3, window, cap),
+        qkv,
+        cos,
+        signed_sin,
+        qk_weight=weight,
+        eps=1e-6,
+        k_cache=batch.k_cache,
+        v_cache=batch.v_cache,
+        block_tables=batch.tables,
+        plan=plan,
+        scale=0.3,
+        window=window,
+        soft_cap=cap,
         scales=batch.scales,
     )
     assert torch.equal(qkv, before) and not plan.finished.any()
     # What attention reads is of the dtype, fused or not: what this rounding costs is not its own error.
-    read = [tensor.to(dtype) for tensor in (turned[:, :num_heads], *caches)]
-    written = batch._replace(q=read[0])
+    written = batch._replace(q=turned[:, :num_heads].to(dtype))
     if batch.scales is None:
-        written = written._replace(k_cache=read[1], v_cache=read[2])
+        written = written._replace(k_cache=k_cache.to(dtype), v_cache=v_cache.to(dtype))
     assert_near(out, reference(written, query_lens, 0.3, window, cap))
     for cache, expected in zip(
-        (batch.k_cache, batch.v_cache) if kv_dtype is None else batch.dequantized(), caches, strict=True
+        (batch.k_cache, batch.v_cache) if kv_dtype is None else batch.dequantized(), (k_cache, v_cache), strict=True
     ):
         mine, theirs = cache.flatten(0, 1)[slots], expected.flatten(0, 1)[slots]
         if kv_dtype is None:
             assert_near(mine, theirs)
             continue
-        scale = batch.scales[0 if expected is caches[0] else 1].double()[:, None]
+        scale = batch.scales[0 if expected is k_cache else 1].double()[:, None]
         assert_rounded(mine / scale, theirs / scale, kv_dtype, TOLERANCE[dtype])
 
 

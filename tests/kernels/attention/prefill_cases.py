@@ -97,7 +97,12 @@ def expected(shape: Shape, inputs: dict[str, Any]) -> torch.Tensor:
         0,
     )
     return paged_attention_reference(
-        *(q, k_cache, v_cache, tables, shape.query_lens, shape.kv_lens),
+        q,
+        k_cache,
+        v_cache,
+        block_tables=tables,
+        query_lens=shape.query_lens,
+        kv_lens=shape.kv_lens,
         scale=inputs["scale"],
         window=shape.window,
         soft_cap=shape.soft_cap,

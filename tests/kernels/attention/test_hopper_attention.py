@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -62,24 +62,24 @@ def check_prefill(shape: Shape, longest: int = 0, num_programs: int = 2) -> list
     return launches
 
 
-SHAPES: list[dict[str, Any]] = [
-    {"head_size": 128, "group": 2},
-    {"head_size": 128, "group": 2, "kv_dtype": FP8},
-    {"head_size": 128, "group": 4, "kv_dtype": INT8, "window": 100, "block_size": 32},
-    {"head_size": 64, "group": 8, "kv_dtype": FP8, "block_size": 48, "dtype": torch.bfloat16},
-    {"head_size": 128, "group": 64, "num_kv_heads": 1, "kv_dtype": FP8, "window": 1},
+OF_FLOAT16 = Shape([], [], head_size=128, dtype=torch.float16)
+SHAPES = [
+    OF_FLOAT16,
+    replace(OF_FLOAT16, kv_dtype=FP8),
+    replace(OF_FLOAT16, group=4, kv_dtype=INT8, window=100, block_size=32),
+    Shape([], [], head_size=64, group=8, kv_dtype=FP8, block_size=48, dtype=torch.bfloat16),
+    replace(OF_FLOAT16, group=64, num_kv_heads=1, kv_dtype=FP8, window=1),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES if THOROUGH else [SHAPES[0], *SHAPES[2:]], ids=str)
-def test_prefill_of_more_tiles_than_there_are_stages(shape: dict[str, Any]) -> None:
-    lens = ([70, 5], [300, 0]) if shape["group"] < 64 else ([3, 3], [300, 0])
-    launches = check_prefill(Shape(*lens, **{"dtype": torch.float16} | shape), num_programs=1)
+def test_prefill_of_more_tiles_than_there_are_stages(shape: Shape) -> None:
+    query_lens = [70, 5] if shape.group < 64 else [3, 3]
+    launches = check_prefill(replace(shape, query_lens=query_lens, context_lens=[300, 0]), num_programs=1)
     assert all(all(barriers) for barriers in launches), "a barrier that nothing waits for"
 
 
 @pytest.mark.parametrize("shape", SHAPES[: times(2, 5)], ids=str)
-def test_prefill_in_large_tiles_by_several_programs(shape: dict[str, Any]) -> None:
-    check_prefill(
-        Shape([1, 100, 64], [64, 127, 64], **{"dtype": torch.float16} | shape), longest=10_000, num_programs=3
-    )
+def test_prefill_in_large_tiles_by_several_programs(shape: Shape) -> None:
+    shape = replace(shape, query_lens=[1, 100, 64], context_lens=[64, 127, 64])
+    check_prefill(shape, longest=10_000, num_programs=3)

@@ -201,14 +201,15 @@ def test_attention_to_quantized_keys_is_attention_to_the_values_that_they_stand_
     )
     k_scale, v_scale = (torch.rand(2, 2, generator=generator) + 0.5) * 4 / LARGEST[dtype]
     k, v = torch.randn(2, sum(counts), block_size, 2, 8, generator=generator)
-    quantized = (quantize_kv_reference(k, k_scale, dtype), quantize_kv_reference(v, v_scale, dtype))
-    unquantized = (dequantize_kv_reference(quantized[0], k_scale), dequantize_kv_reference(quantized[1], v_scale))
+    k, v = quantize_kv_reference(k, k_scale, dtype), quantize_kv_reference(v, v_scale, dtype)
+    exact_k, exact_v = (dequantize_kv_reference(x, scale).double() for x, scale in ((k, k_scale), (v, v_scale)))
     q = torch.randn(sum(query_lens), 4, 8, generator=generator)
-    how = (tables, query_lens, kv_lens, 0.3, window, soft_cap)
-    expected = paged_attention_reference(q.double(), *(x.double() for x in unquantized), *how).float()
+    expected = paged_attention_reference(
+        q.double(), exact_k, exact_v, tables, query_lens, kv_lens, 0.3, window, soft_cap
+    )
     for attend in (paged_attention_reference, paged_attention_cpu):
-        found = attend(q, *quantized, *how, scales=(k_scale, v_scale))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        found = attend(q, k, v, tables, query_lens, kv_lens, 0.3, window, soft_cap, scales=(k_scale, v_scale))
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 @both

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ DTYPE = HALF  # of the kernels
 BLOCK_SIZE, HEAD_SIZE = 16, 128
 NUM_HEADS, NUM_KV_HEADS = per_device((4, 2), (32, 8))
 LONG = 16_448 if THOROUGH or ON_GPU else 2_112
-NUM_KEYS = per_device(150, LONG)
+NUM_KEYS = per_device(times(150, 200), LONG)
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SCALE = HEAD_SIZE**-0.5
 
@@ -68,8 +68,9 @@ class Context:
 
     def exact_of_quantized(self, kv: tuple[torch.Tensor, torch.Tensor], scales: KVScales) -> torch.Tensor:
         """Attention to the dequantized values: nothing but storing them costs."""
+        (k, v), (k_scale, v_scale) = kv, scales
         return self.exact(
-            *(dequantize_kv_reference(x, scale, torch.float64) for x, scale in zip(kv, scales, strict=True))
+            dequantize_kv_reference(k, k_scale, torch.float64), dequantize_kv_reference(v, v_scale, torch.float64)
         )
 
     def quantized(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], KVScales]:
@@ -96,22 +97,25 @@ def tables(num_keys: int, device: torch.device) -> torch.Tensor:
 
 def by_reference(attend: Callable[..., torch.Tensor], at: Context, kv: Any, scales: KVScales | None) -> torch.Tensor:
     order = tables(len(at.k), at.q.device)
-    caches = (paged(kv[0], order), paged(kv[1], order))
-    return attend(at.q, *caches, order[None], [1], [len(at.k)], SCALE, scales=scales)
+    k_cache, v_cache = paged(kv[0], order), paged(kv[1], order)
+    return attend(at.q, k_cache, v_cache, order[None], [1], [len(at.k)], SCALE, scales=scales)
 
 
-def on_device(at: Context) -> dict[str, Any]:
-    rows, start = (
-        torch.zeros(1, dtype=torch.int32, device=DEVICE),
-        torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
-    )
-    return {"rows": rows, "query_start": start, "seq_lens": torch.full_like(rows, len(at.k))}
+class OnDevice(NamedTuple):
+    rows: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def on_device(at: Context) -> OnDevice:
+    rows = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    start = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    return OnDevice(rows, start, torch.full_like(rows, len(at.k)))
 
 
 def planned(at: Context, fused: bool, hopper: bool) -> DecodePlan:
-    where, num_kv_heads = on_device(at), at.k.shape[1]
+    (rows, starts, lens), num_kv_heads = on_device(at), at.k.shape[1]
     plan = DecodePlan.allocate(1 + hopper, at.q.shape[1], num_kv_heads, HEAD_SIZE, DEVICE, on_hopper=hopper)
-    lens, starts, rows = where["seq_lens"], where["query_start"], where["rows"]
     if hopper:  # which is for two sequences and more
         lens, rows, starts = lens.repeat(2), rows.repeat(2), torch.arange(3, dtype=torch.int32, device=DEVICE)
     plan_decode(plan, lens, starts, rows, num_kv_heads, fused=fused)
@@ -120,9 +124,9 @@ def planned(at: Context, fused: bool, hopper: bool) -> DecodePlan:
 
 def by_decode(at: Context, kv: Any, scales: KVScales | None) -> torch.Tensor:
     order = tables(len(at.k), DEVICE)
-    where = (paged(kv[0], order), paged(kv[1], order), order[None])
-    start = on_device(at)["query_start"]
-    return paged_decode_triton(at.q, *where, start, planned(at, False, False), SCALE, scales=scales)
+    k_cache, v_cache, start = paged(kv[0], order), paged(kv[1], order), on_device(at).query_start
+    plan = planned(at, False, False)
+    return paged_decode_triton(at.q, k_cache, v_cache, order[None], start, plan, SCALE, scales=scales)
 
 
 def by_fused_decode(at: Context, kv: Any, scales: KVScales | None, hopper: bool = False) -> torch.Tensor:
@@ -130,9 +134,18 @@ def by_fused_decode(at: Context, kv: Any, scales: KVScales | None, hopper: bool 
     order, num_seqs = tables(len(at.k), DEVICE), 1 + hopper
     qkv = torch.cat([at.q, at.k[-1:], at.v[-1:]], dim=1).repeat(num_seqs, 1, 1).contiguous()
     angles = torch.ones(num_seqs, 1, HEAD_SIZE, dtype=at.q.dtype, device=DEVICE)
-    where = (paged(kv[0], order), paged(kv[1], order), order[None].repeat(num_seqs, 1))
     out = fused_paged_decode(
-        qkv, angles, angles * 0, None, 0.0, *where, planned(at, True, hopper), SCALE, scales=scales
+        qkv,
+        cos=angles,
+        signed_sin=angles * 0,
+        qk_weight=None,
+        eps=0.0,
+        k_cache=paged(kv[0], order),
+        v_cache=paged(kv[1], order),
+        block_tables=order[None].repeat(num_seqs, 1),
+        plan=planned(at, True, hopper),
+        scale=SCALE,
+        scales=scales,
     )
     assert torch.equal(out[0], out[-1])
     return out[:1]
@@ -140,12 +153,13 @@ def by_fused_decode(at: Context, kv: Any, scales: KVScales | None, hopper: bool 
 
 def by_prefill(at: Context, kv: Any, scales: KVScales | None, hopper: bool = False) -> torch.Tensor:
     order = tables(len(at.k), DEVICE)
-    where, caches = on_device(at), (paged(kv[0], order), paged(kv[1], order), order[None])
+    k_cache, v_cache, tables_of_one = paged(kv[0], order), paged(kv[1], order), order[None]
+    rows, starts, lens = on_device(at)
     if not hopper:
-        return paged_prefill_triton(at.q, *caches, **where, scale=SCALE, scales=scales)
+        return paged_prefill_triton(at.q, k_cache, v_cache, tables_of_one, rows, starts, lens, SCALE, scales=scales)
     group = at.q.shape[1] // at.k.shape[1]
-    plan = plan_prefill(where["query_start"], where["seq_lens"], where["rows"], 1, group, len(at.k))
-    return hopper_prefill(at.q, *caches, plan, SCALE, scales=scales)
+    plan = plan_prefill(starts, lens, rows, 1, group, len(at.k))
+    return hopper_prefill(at.q, k_cache, v_cache, tables_of_one, plan, SCALE, scales=scales)
 
 
 Attend = Callable[[Context, Any, KVScales | None], torch.Tensor]
@@ -176,7 +190,7 @@ def drawn(attend: Any, seed: int) -> Context:
     q = torch.randn(1, NUM_HEADS, HEAD_SIZE, generator=generator)
     k = torch.randn(num_keys, NUM_KV_HEADS, HEAD_SIZE, generator=generator) * sizes
     v = torch.randn(num_keys, NUM_KV_HEADS, HEAD_SIZE, generator=generator) + 0.2
-    return Context(*(x.to(dtype).to(device) for x in (q, k, v)))
+    return Context(q.to(dtype).to(device), k.to(dtype).to(device), v.to(dtype).to(device))
 
 
 @ways

@@ -93,8 +93,8 @@ def test_many_tiles_to_a_program(prefill: Callable[..., torch.Tensor], window: i
     rng = random.Random(window)
     lens = [rng.randint(1, 700) for _ in range(60)]
     contexts = [rng.choice([0, rng.randint(1, 500)]) for _ in lens]
-    heads = {"num_kv_heads": 8, "group": 4, "head_size": 128}
-    check(Shape(lens, contexts, dtype=torch.bfloat16, window=window, **heads), prefill=prefill)
+    shape = Shape(lens, contexts, num_kv_heads=8, group=4, head_size=128, dtype=torch.bfloat16, window=window)
+    check(shape, prefill=prefill)
 
 
 @pytest.mark.parametrize("seed", range(per_device(times(2, 30), 30)))
@@ -105,8 +105,13 @@ def test_a_plan_lists_every_tile_once_and_those_with_the_most_keys_first(seed: i
     rows = [-1 if padding else 3 * i for i, padding in enumerate(is_padding)]
     starts = torch.tensor([0, *query_lens]).cumsum(0)
     lens = [query + context for query, context in zip(query_lens, contexts, strict=True)]
-    on_device = (torch.as_tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lens, rows))
-    plan = plan_prefill(*on_device, num_tokens=int(starts[-1]), group=8)
+    plan = plan_prefill(
+        torch.as_tensor(starts, dtype=torch.int32, device=DEVICE),
+        torch.as_tensor(lens, dtype=torch.int32, device=DEVICE),
+        torch.as_tensor(rows, dtype=torch.int32, device=DEVICE),
+        num_tokens=int(starts[-1]),
+        group=8,
+    )
     items = plan.items[: plan.count.item()].tolist()
     wanted = [
         [start + first, min(query - first, 16), context + first, row]
@@ -196,8 +201,8 @@ def test_quantized_keys_with_and_without_an_instruction_for_e4m3(
     per_device([(1, 16), (32, 48), (33, 16)], [(1, 16), (16, 48), (64, 16), (65, 32), (1000, 16)]),
 )
 def test_windows_end_where_they_should_at_every_tile_edge(window: int, block_size: int) -> None:
-    lens = per_device(([65, 33], [0, 31]), ([130, 65], [0, 127]))
-    check(Shape(*lens, block_size=block_size, num_kv_heads=1, group=1, window=window))
+    lens, contexts = per_device(([65, 33], [0, 31]), ([130, 65], [0, 127]))
+    check(Shape(lens, contexts, block_size=block_size, num_kv_heads=1, group=1, window=window))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -312,7 +317,8 @@ def test_a_captured_graph_replays_another_batch(prefill: Callable[..., torch.Ten
     for name in ("k_cache", "v_cache", "block_tables"):  # room for either batch
         big = torch.zeros([max(a, b) for a, b in zip(inputs[name].shape, later[name].shape, strict=True)])
         inputs[name] = big.to(inputs[name]).contiguous()
-    prefill(**inputs | {"rows": torch.full_like(inputs["rows"], -1)})  # compiles
+    padding = inputs | {"rows": torch.full_like(inputs["rows"], -1)}
+    prefill(**padding)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         prefill(**inputs)

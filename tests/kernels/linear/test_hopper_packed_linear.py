@@ -17,8 +17,16 @@ ON_HOPPER = torch.cuda.is_available() and has_hopper(torch.device("cuda"))
 # (inputs, outputs, inputs of a group): a tile, groups of several tiles, of a whole row, and of parts of a tile; outputs
 # that fill no stripe, one of a program, two, three
 SHAPES = [
-    *[(128, 64, 128), (512, 96, 256), (1216, 64, 1216), (4096, 512, 128), (640, 80, 32), (1024, 4096, 64)],
-    *[(256, 9216, 128), (512, 24576, 32), (384, 17408, 128), (12288, 256, 128)],
+    (128, 64, 128),
+    (512, 96, 256),
+    (1216, 64, 1216),
+    (4096, 512, 128),
+    (640, 80, 32),
+    (1024, 4096, 64),
+    (256, 9216, 128),
+    (512, 24576, 32),
+    (384, 17408, 128),
+    (12288, 256, 128),
 ]
 KINDS = ["4 bits", "4 bits, zeros", "8 bits", "8 bits, zeros", "e2m1"]
 
@@ -40,9 +48,13 @@ def weight_of(
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
 @settings(max_examples=times(80, 400))
 @given(
-    *(st.sampled_from([1, 2, 7, 8, 9, 16, 31, 40, 64, 65, 128, 130, MAX_ROWS]), st.sampled_from(SHAPES)),
-    *(st.sampled_from(KINDS), st.booleans(), st.sampled_from(["plain", "gated", "parts"])),
-    *(st.sampled_from([torch.bfloat16, torch.float16]), st.sampled_from([torch.bfloat16, torch.float16])),
+    num_rows=st.sampled_from([1, 2, 7, 8, 9, 16, 31, 40, 64, 65, 128, 130, MAX_ROWS]),
+    shape=st.sampled_from(SHAPES),
+    kind=st.sampled_from(KINDS),
+    has_bias=st.booleans(),
+    how=st.sampled_from(["plain", "gated", "parts"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    scale_dtype=st.sampled_from([torch.bfloat16, torch.float16]),
 )
 def test_products(
     num_rows: int,
@@ -53,9 +65,9 @@ def test_products(
     dtype: torch.dtype,
     scale_dtype: torch.dtype,
 ) -> None:
-    num_in, num_out, _ = shape
+    num_in, num_out, group_size = shape
     gated = how == "gated"
-    weight = weight_of(*shape, kind, scale_dtype, gated)
+    weight = weight_of(num_in, num_out, group_size, kind, scale_dtype, gated)
     x = torch.randn(num_rows, num_in, device="cuda", dtype=dtype)
     if not is_fit(x, weight, gated):
         return
@@ -74,8 +86,12 @@ def test_products(
 
 
 @given(
-    *(st.integers(1, MAX_ROWS), st.integers(1, 400).map(lambda number: number * 64), st.integers(1, 2500)),
-    *(st.sampled_from([4, 8]), st.sampled_from([16, 64, 128]), st.booleans()),
+    num_rows=st.integers(1, MAX_ROWS),
+    num_in=st.integers(1, 400).map(lambda number: number * 64),
+    num_blocks=st.integers(1, 2500),
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([16, 64, 128]),
+    parts=st.booleans(),
 )
 def test_all_inputs_are_multiplied_once(
     num_rows: int, num_in: int, num_blocks: int, bits: int, group_size: int, parts: bool

@@ -35,8 +35,18 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # (inputs, outputs, inputs of a group): blocks and parts of them, groups of less than a block and of several, groups
 # that do not divide one, whole rows, several chunks of a program
 SHAPES = [
-    *[(64, 32, 64), (512, 40, 128), (96, 20, 32), (80, 22, 16), (192, 34, 96), (1088, 70, 64), (768, 34, 256)],
-    *[(100, 34, 100), (75, 26, 75), (1024, 130, 1024), (4096, 24, 128), (6272, 18, 128)],
+    (64, 32, 64),
+    (512, 40, 128),
+    (96, 20, 32),
+    (80, 22, 16),
+    (192, 34, 96),
+    (1088, 70, 64),
+    (768, 34, 256),
+    (100, 34, 100),
+    (75, 26, 75),
+    (1024, 130, 1024),
+    (4096, 24, 128),
+    (6272, 18, 128),
 ]
 OF_ONE_ROW = per_device([(512, 34, 64), (80, 22, 16), (75, 26, 75), (1152, 18, 128)], SHAPES)
 OF_ROWS = per_device([(512, 40, 128) if THOROUGH else (256, 24, 128), (80, 22, 16), (192, 34, 64)], SHAPES)

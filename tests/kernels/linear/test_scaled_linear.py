@@ -165,13 +165,13 @@ def test_one_row(
     residual = torch.randn(1, num_out, device=DEVICE).to(dtype) if has_residual else None
     norm = (torch.randn(num_in, device=DEVICE).to(dtype), 1e-6) if how == "norm" else None
     given_scale = torch.tensor([0.01], device=DEVICE) if how == "static" else None
-    arguments = (weight, scales, bias, norm, residual, gated, given_scale)
     row = quantize_rows_reference(x, quantized_dtype, grouped=kind == "block") if how == "quantized" else x
-    y = scaled_gemv_triton(row, *arguments, dtype)
+    y = scaled_gemv_triton(row, weight, scales, bias, norm, residual, gated, given_scale, dtype)
     assert y.dtype == dtype and y.shape == (1, num_out)
     # Sums of squares that differ in their last bit may turn a value, and so its quantized value, to the next one.
     near = 2e-2 if how == "norm" and dtype != torch.float32 else ROUNDED[dtype]
-    assert_near(y, scaled_gemv_reference(x, *arguments).double(), 2 * near)
+    expected = scaled_gemv_reference(x, weight, scales, bias, norm, residual, gated, given_scale)
+    assert_near(y, expected.double(), 2 * near)
 
 
 @pytest.mark.parametrize("quantized_dtype", QUANTIZED_DTYPES)
@@ -252,8 +252,11 @@ def test_sums_of_integers_from_the_library_get_their_scales(kind: str, gated: bo
 
 @settings(max_examples=times(60, 500))
 @given(
-    *(st.integers(1, MAX_ROWS), st.integers(1, 2000).map(lambda count: 16 * count), st.integers(1, 9000)),
-    *(st.sampled_from(["plain", "gated", "parts"]), st.sampled_from([(2, False), (1, False), (1, True)])),
+    num_rows=st.integers(1, MAX_ROWS),
+    num_in=st.integers(1, 2000).map(lambda count: 16 * count),
+    sixteens=st.integers(1, 9000),
+    form=st.sampled_from(["plain", "gated", "parts"]),
+    kind=st.sampled_from([(2, False), (1, False), (1, True)]),
 )
 def test_programs_of_few_rows_cover_the_product_and_fit(
     num_rows: int, num_in: int, sixteens: int, form: str, kind: tuple[int, bool]
@@ -304,22 +307,28 @@ def test_launchers_refuse_what_they_would_compute_wrongly() -> None:
 @hopper_only
 @settings(max_examples=150)
 @given(
-    st.sampled_from([1, 2, 7, 8, 9, 16, 31, 40, 64, 65, 96, 128, 129, 160, 192, MAX_ROWS]),
-    st.sampled_from([(128, 64), (80, 40), (1040, 200), (1024, 4096), (4096, 96), (512, 9000), (4096, 6144)]),
-    *(st.sampled_from(OF_HOPPER), st.booleans(), st.sampled_from(["plain", "gated", "parts"])),
+    num_rows=st.sampled_from([1, 2, 7, 8, 9, 16, 31, 40, 64, 65, 96, 128, 129, 160, 192, MAX_ROWS]),
+    shape=st.sampled_from([(128, 64), (80, 40), (1040, 200), (1024, 4096), (4096, 96), (512, 9000), (4096, 6144)]),
+    kind=st.sampled_from(OF_HOPPER),
+    has_bias=st.booleans(),
+    form=st.sampled_from(["plain", "gated", "parts"]),
 )
 def test_products_of_quantized_rows_on_hopper(
     num_rows: int, shape: tuple[int, int], kind: tuple[torch.dtype, str], has_bias: bool, form: str
 ) -> None:
-    check_few_rows_on_hopper(num_rows, shape, *kind, has_bias, form)
+    quantized_dtype, scale_kind = kind
+    check_few_rows_on_hopper(num_rows, shape, quantized_dtype, scale_kind, has_bias, form)
 
 
 @hopper_only
 @settings(max_examples=70)
 @given(
-    st.integers(1, 700) | st.sampled_from([2048, 2100]),  # of those, several tiles for each program
-    st.sampled_from([(128, 128), (80, 40), (1040, 200), (512, 3072), (2048, 1096), (4096, 4096)]),
-    *(st.sampled_from(OF_HOPPER), st.booleans(), st.booleans(), st.sampled_from([0, 128, 512])),
+    num_rows=st.integers(1, 700) | st.sampled_from([2048, 2100]),  # of those, several tiles for each program
+    shape=st.sampled_from([(128, 128), (80, 40), (1040, 200), (512, 3072), (2048, 1096), (4096, 4096)]),
+    kind=st.sampled_from(OF_HOPPER),
+    has_bias=st.booleans(),
+    gated=st.booleans(),
+    level=st.sampled_from([0, 128, 512]),
 )
 def test_products_of_many_quantized_rows_on_hopper(
     num_rows: int,
@@ -329,7 +338,8 @@ def test_products_of_many_quantized_rows_on_hopper(
     gated: bool,
     level: int,
 ) -> None:
-    check_many_rows_on_hopper(num_rows, shape, *kind, has_bias, gated, level)
+    quantized_dtype, scale_kind = kind
+    check_many_rows_on_hopper(num_rows, shape, quantized_dtype, scale_kind, has_bias, gated, level)
 
 
 @hopper_only

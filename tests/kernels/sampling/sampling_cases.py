@@ -54,7 +54,7 @@ def one_by_one(
             tokens.append(int(one.cpu().argmax()))  # on a CPU the lowest of equal ids wins
         else:
             if p["top_k"].item() < vocab_size or p["top_p"].item() < 1 or p["min_p"].item() > 0:
-                filters = (p["temperature"], p["top_k"], p["top_p"], p["min_p"])
-                one = apply_filters(one, *filters, num_candidates=int(p["top_k"]))
+                top_k = p["top_k"]
+                one = apply_filters(one, p["temperature"], top_k, p["top_p"], p["min_p"], num_candidates=int(top_k))
             tokens.append(int(draw(i, one, p)))
     return tokens

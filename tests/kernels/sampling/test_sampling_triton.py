@@ -41,13 +41,30 @@ def expected_tokens(
     return one_by_one(logits, rows, table, draw)
 
 
+def filtered(logits: torch.Tensor, table: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Filter by the only request of a table."""
+    temperature, top_k, top_p, min_p = (table[name].cpu() for name in ("temperature", "top_k", "top_p", "min_p"))
+    return apply_filters(logits, temperature, top_k, top_p, min_p, num_candidates=int(top_k))
+
+
 def sample(
-    logits: torch.Tensor, rows: list[int], table: dict[str, torch.Tensor], output_index: torch.Tensor, **options: bool
+    logits: torch.Tensor,
+    rows: list[int],
+    table: dict[str, torch.Tensor],
+    output_index: torch.Tensor,
+    any_random: bool = True,
+    any_filtered: bool = True,
 ) -> list[int]:
     rows_on_device = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-    options = {"any_random": True, "any_filtered": True} | options
     before = logits.clone()
-    tokens = sample_triton(logits, rows_on_device, **table, output_index=output_index, **options)
+    tokens = sample_triton(
+        logits,
+        rows_on_device,
+        **table,
+        output_index=output_index,
+        any_random=any_random,
+        any_filtered=any_filtered,
+    )
     assert torch.equal(logits, before)
     return tokens.tolist()
 
@@ -103,11 +120,18 @@ def test_the_best_of_each_rank_s_columns_is_the_token_of_all(
     output_index = torch.randint(0, 5000, (len(rows),), generator=generator).to(DEVICE)
     table = make_table(vocab_size, [{}, {"temperature": 0.7, "seed": seed}, {"temperature": 2.0, "child_index": 3}])
     on_device, width = torch.tensor(rows, dtype=torch.int32, device=DEVICE), -(-vocab_size // num_ranks)
-    what = {"any_random": True, "any_filtered": False, "output_index": output_index}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_sample, "_BLOCK", block)
         best = [
-            sample_triton(logits[:, first : first + width], on_device, **table, **what, first_id=first)
+            sample_triton(
+                logits[:, first : first + width],
+                on_device,
+                **table,
+                output_index=output_index,
+                any_random=True,
+                any_filtered=False,
+                first_id=first,
+            )
             for first in range(0, vocab_size, width)
         ]
     assert token_of_best(torch.stack(best)).tolist() == expected_tokens(logits, rows, table, output_index)
@@ -181,8 +205,7 @@ def test_of_tied_logits_the_lowest_ids_are_kept(filters: dict) -> None:
     output_index = torch.arange(num_draws, device=DEVICE)
     tokens = sample(logits, [0] * num_draws, table, output_index)
     assert tokens == expected_tokens(logits, [0] * num_draws, table, output_index)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    kept = apply_filters(one, *(table[name].cpu() for name in names), num_candidates=int(table["top_k"]))
+    kept = filtered(one, table)
     assert kept[0, tokens].isfinite().all()
 
 
@@ -225,7 +248,8 @@ def test_words_and_noise_are_the_references(seed: int, output_index: int, child_
     counter[1], counter[2] = output_index & 0xFFFFFFFF, child_index
     key = torch.tensor([[seed & 0xFFFFFFFF], [(seed >> 32) & 0xFFFFFFFF]])
     assert torch.equal(words.cpu(), philox_reference(counter, key).T.flatten())
-    uniform = philox_uniform_reference(*(t.cpu() for t in one), size)[0].double()
+    seed_column, index_column, child_column = (column.cpu() for column in one)
+    uniform = philox_uniform_reference(seed_column, index_column, child_column, size)[0].double()
     torch.testing.assert_close(noise.cpu().double(), -torch.log(-torch.log1p(-uniform)), rtol=1e-6, atol=3e-6)
 
 
@@ -312,8 +336,7 @@ def test_draws_follow_the_softmax_of_what_the_filters_leave() -> None:
     output_index = torch.arange(num_draws, device=DEVICE)
     rows = [0] * num_draws
     tokens = sample(logits.repeat(num_draws, 1).to(DEVICE), rows, table, output_index, any_filtered=True)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    kept = apply_filters(logits[None], *(table[name].cpu() for name in names), num_candidates=int(table["top_k"]))[0]
+    kept = filtered(logits[None], table)[0]
     expected = (kept / 1.5).softmax(0) * num_draws
     counts = torch.bincount(torch.tensor(tokens), minlength=8).float()
     assert counts[expected == 0].sum() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,6 +44,60 @@ class Rows:
         return self.tables[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
 
+class Flat(NamedTuple):
+    """The inputs of a step's tokens, as they lie on the device before a kernel writes them."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @classmethod
+    def of(cls, num_tokens: int, num_seqs: int) -> Flat:
+        ids, positions, slots = (torch.full((num_tokens,), 77, device=DEVICE) for _ in range(3))
+        return cls(ids, positions, slots, ints([-1] * num_seqs))
+
+
+def draft(state: Rows, rows: list[int], asked: list[int], num_tokens: int, **options: Any) -> Flat:
+    """Return a drafter's inputs."""
+    flat = Flat.of(len(rows) * num_tokens, len(rows))
+    draft_inputs(
+        rows=ints(rows),
+        num_drafts=ints(asked),
+        token_ids=state.token_ids,
+        num_known=state.num_known,
+        block_tables=state.block_tables,
+        block_size=BLOCK_SIZE,
+        input_ids=flat.input_ids,
+        positions=flat.positions,
+        slot_mapping=flat.slots,
+        seq_lens=flat.seq_lens,
+        num_tokens=num_tokens,
+        **options,
+    )
+    return flat
+
+
+def step(state: Rows, rows: list[int], starts: list[int], planned: list[int], **options: Any) -> Flat:
+    """Return a step's inputs."""
+    flat = Flat.of(starts[-1], len(rows))
+    step_inputs(
+        rows=ints(rows),
+        query_start=ints(starts),
+        planned_start=ints(planned),
+        token_ids=state.token_ids,
+        num_known=state.num_known,
+        block_tables=state.block_tables,
+        block_size=BLOCK_SIZE,
+        input_ids=flat.input_ids,
+        positions=flat.positions,
+        slot_mapping=flat.slots,
+        seq_lens=flat.seq_lens,
+        **options,
+    )
+    return flat
+
+
 def header(rows: list[int], num_drafts: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """(first, row of each position, first as numbers), with a sequence of padding behind."""
     first = [0]
@@ -77,14 +132,27 @@ def test_the_path_that_holds_is_kept_and_the_token_at_its_end(tree: DraftTree, s
         real[row] = num_real
         ids = [tokens[0], *(tokens[1 + node] for node in path)]
         told.append(([len(ids), min(num_real, count), *ids], path))
-    num_real, last, last_token = ints(real), *ints([[-5] * (len(rows) + 1)] * 2)
+    num_real = ints(real)
+    last, last_token = ints([[-5] * (len(rows) + 1)] * 2)
     path = torch.full((len(rows) + 1, num_levels), -7, dtype=torch.int32, device=DEVICE)
     places = None if tree is CHAIN else torch.arange(40, device=DEVICE)  # which are in order then
     outputs = torch.full((3, 6 * fields), -9, dtype=torch.int32, device=DEVICE)
     logit_index = ints([num_before + i for i in range(len(sampled))] + [0])
     accept(
-        *(first, of_row, logit_index, ints([*sampled, 0], torch.int64), state.token_ids, state.num_known, num_real),
-        *(tree.tensors(DEVICE).parents, last, last_token, path, places, outputs, ints([1])),
+        first=first,
+        rows=of_row,
+        logit_index=logit_index,
+        sampled=ints([*sampled, 0], torch.int64),
+        token_ids=state.token_ids,
+        num_known=state.num_known,
+        num_real=num_real,
+        parents=tree.tensors(DEVICE).parents,
+        last=last,
+        last_token=last_token,
+        path=path,
+        places=places,
+        outputs=outputs,
+        output_row=ints([1]),
     )
     expected_places = list(range(40))
     for index, (row, (entry, nodes)) in enumerate(zip(rows, told, strict=True)):
@@ -125,8 +193,7 @@ def test_kv_of_what_holds_goes_where_its_tokens_stand(dtype: torch.dtype) -> Non
         state.tables[row] = [row * 20 + i for i in range(MAX_LEN // BLOCK_SIZE)]
     state.block_tables = ints(state.tables)
     mover = KVMover(caches)  # type: ignore[arg-type]
-    where = (ints([0, 1, 2, 3, 4]), ints([*rows, -1]), state.num_known, state.block_tables)
-    mover.move(ints(paths), *where)
+    mover.move(ints(paths), ints([0, 1, 2, 3, 4]), ints([*rows, -1]), state.num_known, state.block_tables)
     for cache, old in zip(caches, before, strict=True):
         for tensor, expected in zip(cache, old, strict=True):
             untouched = expected.clone()
@@ -144,16 +211,7 @@ def test_a_drafter_gets_the_newest_tokens_of_the_requests_that_ask(
     num_tokens: int, offset: int, id_shift: int, least: int
 ) -> None:
     state, rows, asked = Rows(5, 3), [4, -1, 0, 2], [4, 4, 1, 3]
-    ids, positions, slots = (torch.full((len(rows) * num_tokens,), 77, device=DEVICE) for _ in range(3))
-    lens = ints([-1] * len(rows))
-    draft_inputs(
-        *(ints(rows), ints(asked), state.token_ids, state.num_known, state.block_tables, BLOCK_SIZE),
-        *(ids, positions, slots, lens),
-        num_tokens=num_tokens,
-        offset=offset,
-        id_shift=id_shift,
-        least=least,
-    )
+    ids, positions, slots, lens = draft(state, rows, asked, num_tokens, offset=offset, id_shift=id_shift, least=least)
     for seq, (row, count) in enumerate(zip(rows, asked, strict=True)):
         at = slice(seq * num_tokens, (seq + 1) * num_tokens)
         if row < 0 or count < least:
@@ -169,15 +227,7 @@ def test_a_drafter_gets_the_newest_tokens_of_the_requests_that_ask(
 def test_a_request_that_asks_for_no_drafts_has_the_token_before_the_newest_followed() -> None:
     """The block of the newest one is not theirs yet."""
     state, rows, asked = Rows(5, 3), [4, -1, 0, 2], [4, 0, 0, 1]
-    ids, positions, slots = (torch.full((8,), 77, device=DEVICE) for _ in range(3))
-    lens = ints([-1] * 4)
-    draft_inputs(
-        *(ints(rows), ints(asked), state.token_ids, state.num_known, state.block_tables, BLOCK_SIZE),
-        *(ids, positions, slots, lens),
-        num_tokens=2,
-        offset=-2,
-        follows=True,
-    )
+    ids, positions, slots, lens = draft(state, rows, asked, num_tokens=2, offset=-2, follows=True)
     expected: list[tuple[int, int, int]] = []
     for row, count in zip(rows, asked, strict=True):
         for at in (state.known[row] - 2, state.known[row] - 1):
@@ -189,17 +239,7 @@ def test_a_request_that_asks_for_no_drafts_has_the_token_before_the_newest_follo
 
 def test_nodes_side_by_side_have_one_position_and_slots_of_their_own() -> None:
     state, rows, asked = Rows(5, 3), [4, 0, 2], [4, 3, 7]
-    ids, positions, slots = (torch.full((6,), 77, device=DEVICE) for _ in range(3))
-    lens = ints([-1] * 3)
-    draft_inputs(
-        *(ints(rows), ints(asked), state.token_ids, state.num_known, state.block_tables, BLOCK_SIZE),
-        *(ids, positions, slots, lens),
-        num_tokens=2,
-        offset=1,
-        id_shift=1,
-        least=4,
-        depth=-1,
-    )
+    ids, positions, slots, lens = draft(state, rows, asked, num_tokens=2, offset=1, id_shift=1, least=4, depth=-1)
     expected: list[tuple[int, int, int]] = []
     for row, count in zip(rows, asked, strict=True):
         known = state.known[row]
@@ -213,14 +253,8 @@ def test_nodes_side_by_side_have_one_position_and_slots_of_their_own() -> None:
 
 def test_positions_of_a_step_are_those_in_the_tree_and_slots_are_in_order() -> None:
     state, rows, planned = Rows(4, 8), [1, 3, -1], [30, 1, 0]
-    starts, depths = ints([0, 4, 7, 9]), TREE.tensors(DEVICE).depths
-    ids, positions, slots = (torch.full((9,), 77, device=DEVICE) for _ in range(3))
-    step_inputs(
-        *(ints(rows), starts, ints(planned), state.token_ids, state.num_known, state.block_tables, BLOCK_SIZE),
-        *(ids, positions, slots, ints([-1] * 3)),
-        depths=depths,
-        num_trees=1,
-    )
+    starts, depths = [0, 4, 7, 9], TREE.tensors(DEVICE).depths
+    ids, positions, slots, _ = step(state, rows, starts, planned, depths=depths, num_trees=1)
     newest = state.known[1] - 1
     assert positions.tolist() == [newest, newest + 1, newest + 1, newest + 2, 1, 2, 3, 0, 0]
     assert slots.tolist()[:4] == [state.slot(1, newest + i) for i in range(4)]
@@ -231,12 +265,13 @@ def test_positions_of_a_step_are_those_in_the_tree_and_slots_are_in_order() -> N
 def test_pushed_drafts_stand_after_the_known_tokens_of_requests_that_ask_for_so_many() -> None:
     state, rows, asked = Rows(5, 4), [4, -1, 0, 2], [4, 4, 0, 2]
     num_real = ints([9] * 5)
-    push(*(ints(rows), ints(asked), ints([11, 12, 13, 14], torch.int64), state.token_ids, state.num_known), num_real, 1)
+    of_one_token = ints([11, 12, 13, 14], torch.int64)
+    push(ints(rows), ints(asked), of_one_token, state.token_ids, state.num_known, num_real, index=1)
     expected = [list(ids) for ids in state.ids]
     expected[4][state.known[4] + 1], expected[2][state.known[2] + 1] = 11, 14
     assert state.token_ids.tolist() == expected
     assert num_real.tolist() == [9, 9, 2, 9, 2]
-    push(*(ints(rows), ints(asked), ints([[1, 2, 3]] * 4), state.token_ids, state.num_known), num_real, 0)
+    push(ints(rows), ints(asked), ints([[1, 2, 3]] * 4), state.token_ids, state.num_known, num_real, index=0)
     expected[4][state.known[4] : state.known[4] + 3] = [1, 2, 3]
     expected[2][state.known[2] : state.known[2] + 2] = [1, 2]
     assert state.token_ids.tolist() == expected
@@ -261,8 +296,18 @@ def test_proposals_name_the_logits_that_drafts_were_drawn_from(tree: DraftTree) 
     tensors, width = tree.tensors(DEVICE), tree.most_siblings
     siblings = torch.full((begins[-1], width), -7, dtype=torch.int32, device=DEVICE)
     draft_rows = torch.full((begins[-1],), -7, dtype=torch.int32, device=DEVICE)
-    where = (first, of_row, state.token_ids, state.num_known, ints(num_drawn), tensors.children, tensors.kept)
-    draft_proposals(*where, siblings, draft_rows, len(tree.inner))
+    draft_proposals(
+        first=first,
+        rows=of_row,
+        token_ids=state.token_ids,
+        num_known=state.num_known,
+        num_drawn=ints(num_drawn),
+        children=tensors.children,
+        kept=tensors.kept,
+        siblings=siblings,
+        draft_rows=draft_rows,
+        num_kept=len(tree.inner),
+    )
     inner = [place for place, children in enumerate(tree.children) if children]
     at = 0
     for row, count in zip(rows, num_drafts, strict=True):
@@ -279,9 +324,9 @@ def test_a_coin_decides_which_drafts_hold_where_that_is_asked_for() -> None:
     state = Rows(num_rows, 7)
     first, of_row, begins = header(list(range(num_rows)), [MAX_DRAFTS] * num_rows)
     sampled = ints([6] * begins[-1], torch.int64)
-    again = sampled.clone()
+    again, children = sampled.clone(), CHAIN.tensors(DEVICE).children
     for each in (sampled, again):
-        synthetic(*(first, of_row, each, state.token_ids, state.num_known), CHAIN.tensors(DEVICE).children, rate=0.8)
+        synthetic(first, of_row, each, state.token_ids, state.num_known, children, rate=0.8)
     assert torch.equal(sampled, again)
     tokens = sampled.view(num_rows, MAX_DRAFTS + 1).tolist()
     drafts = [state.ids[row][state.known[row] :][:MAX_DRAFTS] for row in range(num_rows)]
@@ -293,20 +338,12 @@ def test_a_coin_decides_which_drafts_hold_where_that_is_asked_for() -> None:
 
 def test_a_flat_batch_of_known_tokens_ends_with_the_newest() -> None:
     state, rows, planned = Rows(4, 8), [1, 3, -1], [0, 30, 0]
-    lens = [3, 2, 2]
-    starts = ints([0, 3, 5, 7])
-    ids, positions, slots = (torch.full((7,), 77, device=DEVICE) for _ in range(3))
-    seq_lens = ints([-1] * 3)
-    step_inputs(
-        *(ints(rows), starts, ints(planned), state.token_ids, state.num_known, state.block_tables, BLOCK_SIZE),
-        *(ids, positions, slots, seq_lens),
-        all_known=True,
-    )
+    ids, positions, slots, seq_lens = step(state, rows, [0, 3, 5, 7], planned, all_known=True)
     expected = [*range(3), *range(state.known[3] - 2, state.known[3])]
     assert positions[:5].tolist() == expected
     assert ids[:5].tolist() == [state.ids[row][p] for row, p in zip([1, 1, 1, 3, 3], expected, strict=True)]
     assert slots.tolist()[5:] == [-1, -1]
-    assert seq_lens.tolist() == [lens[0], state.known[3], 0]
+    assert seq_lens.tolist() == [3, state.known[3], 0]
 
 
 def test_cost_counts_ids_in_and_out() -> None:

@@ -83,8 +83,9 @@ def test_what_never_stood_before_has_no_proposals() -> None:
 def test_the_reference_equals_the_definition(
     tokens: list[int], max_ngram: int, min_ngram: int, num_drafts: int
 ) -> None:
-    rule = (max_ngram, min(min_ngram, max_ngram), num_drafts)
-    assert proposals(tokens, *rule) == by_definition(tokens, *rule)
+    min_ngram = min(min_ngram, max_ngram)
+    expected = by_definition(tokens, max_ngram, min_ngram, num_drafts)
+    assert proposals(tokens, max_ngram, min_ngram, num_drafts) == expected
 
 
 def test_the_reference_takes_each_sequence_from_its_row_and_knows_its_length() -> None:

@@ -30,8 +30,13 @@ def test_sampling_with_every_parameter_stays_within_its_bound() -> None:
     vocab_size, num_rows, max_len = 20000, 8, 300
     sampler = Sampler(num_rows, vocab_size, torch.device("cpu"))
     params = SamplingParams(
-        **{"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "logprobs": 5},
-        **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+        temperature=0.8,
+        top_p=0.9,
+        min_p=0.01,
+        logprobs=5,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
     )
     sampler.open_rows([(row, NewRow([1, 2], 2, params, 0, 3, frozenset(), ())) for row in range(num_rows)])
     logits, lengths = torch.randn(num_rows, vocab_size), torch.full((num_rows,), max_len)
@@ -69,7 +74,7 @@ def test_the_samplers_workspaces_are_counted(monkeypatch: pytest.MonkeyPatch, nu
     top_k, seed, child, index = ints.unbind(1)
     with LiveBytes() as live:
         sampled = random_sample.sample_triton(
-            *(logits, rows, heat, top_k, top_p, min_p, seed, child, index), any_random=True, any_filtered=True
+            logits, rows, heat, top_k, top_p, min_p, seed, child, index, any_random=True, any_filtered=True
         )
     assert sampled.shape == (num_rows,)
     assert (
