@@ -29,11 +29,15 @@ def per_device(interpreted: Any, on_gpu: Any) -> Any:
     return on_gpu if ON_GPU else interpreted
 
 
-def pairs(most: int = 60, without: dict[str, Any] | None = None, **settings: Sequence[Any]) -> Callable[[Any], Any]:
+def pairs(
+    most: int = 60, few: int | None = None, without: dict[str, Any] | None = None, **settings: Sequence[Any]
+) -> Callable[[Any], Any]:
     """Parametrize a test by `settings`, values by name, such that every pair of values occurs.
 
     Args:
         most: On a GPU, and where there is time, random combinations are added up to this number.
+        few: Where kernels are interpreted and there is little time, only so many cases. The first ones have most
+            pairs, and must have all values.
         without: Values that do not go together where kernels are interpreted, by the settings' names.
     """
     indices = [range(len(values)) for values in settings.values()]
@@ -49,6 +53,10 @@ def pairs(most: int = 60, without: dict[str, Any] | None = None, **settings: Seq
         rng, num_rows = random.Random(0), max(most, len(rows))
         rows += filter(is_wanted, [tuple(map(rng.choice, indices)) for _ in range(4 * most)])
         rows = list(dict.fromkeys(rows))[:num_rows]
+    else:
+        num_values = [len(set(column)) for column in zip(*rows, strict=True)]
+        rows = rows[:few]
+        assert [len(set(column)) for column in zip(*rows, strict=True)] == num_values, "too few cases for all values"
     cases = [[values[i] for values, i in zip(settings.values(), row, strict=True)] for row in rows]
     return pytest.mark.parametrize(
         list(settings), [pytest.param(*case, id="-".join(map(_short, case))) for case in cases]

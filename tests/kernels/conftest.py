@@ -14,9 +14,10 @@ from tests.kernels.guard import guard
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
     """Fill new memory with NaN, or the largest integer: nothing that was never written may matter."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # of which filling new memory is a part
+    # Filling new memory is a part of this. `torch.use_deterministic_algorithms` takes two seconds to import a compiler.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ MAX_SEQS = 16
 
 
 @pairs(
+    few=7,
     longest=[0, 70, *per_device([700], [1500, 5000])],  # of sequences of which one may be padding
     num_seqs=[1, 5, MAX_SEQS],
     window=[None, 100],

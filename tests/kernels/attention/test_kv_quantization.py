@@ -141,6 +141,7 @@ def test_quantized_values_are_written_to_their_slots_and_no_other(
 
 
 @pairs(
+    few=4,
     dtype=[FP8, INT8],
     heads=per_device([(4, 2), (3, 1)], [(1, 1), (4, 2), (9, 3), (16, 8)]),
     head_size=per_device([16, 80], [16, 80, 128]),

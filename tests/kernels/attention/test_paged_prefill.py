@@ -142,6 +142,7 @@ def test_another_batch_compiles_nothing(prefill: Callable[..., torch.Tensor], mo
 
 
 @pairs(
+    few=7,
     lens=[([40, 1], [0, 35]), ([5, 33], [30, 3])],
     block_size=[16, 48],
     num_kv_heads=[1, 2],
@@ -238,7 +239,7 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
 
 
 FIXED_KINDS = [
-    *(Shape([], [], dtype=torch.float32, window=window) for window in per_device([40], [None, 40])),
+    *(Shape([], [], num_kv_heads=per_device(times(1, 2), 2), window=window) for window in per_device([40], [None, 40])),
     Shape([], [], num_kv_heads=1, group=4, head_size=64, dtype=HALF),
     *per_device([], [Shape([], [], num_kv_heads=1, group=3, dtype=torch.float16, window=100, soft_cap=30.0)]),
     *[Shape([], [], num_kv_heads=1, group=4, dtype=torch.float16, kv_dtype=FP8)] * (THOROUGH or ON_GPU),
@@ -269,7 +270,7 @@ def test_with_a_fixed_order_neither_chunks_nor_neighbours_change_a_bit(
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_padding_sequences_and_surplus_tiles_are_harmless(prefill: Callable[..., torch.Tensor]) -> None:
-    shape = Shape([40, 3], [20, 30], head_size=64, dtype=torch.float16)
+    shape = Shape([40, 3], [20, 30], num_kv_heads=per_device(1, 2), head_size=64, dtype=torch.float16)
     inputs = draw_inputs(shape, seed=2)
     alone = prefill(**inputs).clone()
     num_tokens, num_padding = len(alone), 29
@@ -298,7 +299,8 @@ def test_padding_sequences_and_surplus_tiles_are_harmless(prefill: Callable[...,
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_num_tokens_bounds_the_grid_and_leaves_the_rest_alone(prefill: Callable[..., torch.Tensor]) -> None:
-    inputs = draw_inputs(Shape([40, 3], [20, 30], head_size=64, dtype=torch.float16), seed=3)
+    shape = Shape([40, 3], [20, 30], num_kv_heads=per_device(1, 2), head_size=64, dtype=torch.float16)
+    inputs = draw_inputs(shape, seed=3)
     whole = prefill(**inputs).clone()
     wider = inputs | {"q": inputs["q"].repeat(3, 1, 1), "out": inputs["out"].repeat(3, 1, 1).fill_(torch.nan)}
     result = prefill(**wider, num_tokens=len(whole))

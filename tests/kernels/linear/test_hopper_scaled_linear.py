@@ -23,7 +23,12 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pairs(
-    num_rows=[1, 9, 64], shape=[(80, 40), (times(528, 1040), 200)], kind=OF_HOPPER, has_bias=[False, True], form=FORMS
+    few=8,
+    num_rows=[1, 9, 64],
+    shape=[(80, 40), (times(528, 1040), 200)],
+    kind=OF_HOPPER,
+    has_bias=[False, True],
+    form=FORMS,
 )
 def test_few_rows(
     num_rows: int, shape: tuple[int, int], kind: tuple[torch.dtype, str], has_bias: bool, form: str
@@ -32,7 +37,7 @@ def test_few_rows(
         check_few_rows_on_hopper(num_rows, shape, kind[0], kind[1], has_bias, form)
 
 
-@pairs(num_rows=[96, 130, 200], kind=[*OF_HOPPER[1:3], OF_HOPPER[-1]], form=FORMS)
+@pairs(few=7, num_rows=[96, 130, 200], kind=[*OF_HOPPER[1:3], OF_HOPPER[-1]], form=FORMS)
 def test_further_rows(num_rows: int, kind: tuple[torch.dtype, str], form: str) -> None:
     with interpreted("_hopper_linear"):
         check_few_rows_on_hopper(num_rows, (272, 40), kind[0], kind[1], has_bias=True, form=form)
@@ -59,6 +64,7 @@ def test_many_rows_of_blocks(columns: int, gated: bool, monkeypatch: pytest.Monk
 
 
 @pairs(
+    few=6,
     num_rows=[1, 150],
     shape=[(80, 40), (272, 264)],
     kind=OF_HOPPER,

@@ -118,6 +118,7 @@ def check_kernel(
 
 @pairs(
     most=per_device(60, 200),
+    few=7,
     vocab_size=[1, 3],
     lengths=[[60, 1, 7], [23, 40]],
     ngrams=[(1, 1), (3, 2), (8, 4)],

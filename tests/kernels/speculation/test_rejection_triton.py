@@ -82,6 +82,7 @@ def propose(batch: dict, table: dict[str, torch.Tensor], num_siblings: int) -> t
 
 @pairs(
     most=per_device(60, 300),
+    few=6,
     vocab_size=per_device([61, times(140, 200)], [50, 61, 64, 513, 700]),
     num_siblings=per_device([1, 2], [1, 2, 3, 5]),
     replaced=[False, True],
@@ -190,7 +191,7 @@ def test_rows_without_proposals_have_the_tokens_of_a_plain_draw_and_greedy_ones_
 
 
 def test_a_row_without_filters_does_not_see_that_others_have_some() -> None:
-    batch, table = one_request(per_device(2, 20), per_device(100, 1500))
+    batch, table = one_request(per_device(times(1, 2), 20), per_device(100, 1500))
     batch["siblings"] = propose(batch, table, 2)
     tokens = sample(batch, table)
     assert tokens == expected_tokens(batch, table)
