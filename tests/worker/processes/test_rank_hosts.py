@@ -71,7 +71,7 @@ def test_two_machines_give_what_one_process_gives_and_end_with_the_engine(monkey
 
 
 @needs_proc
-@pytest.mark.skipif(not THOROUGH, reason="ranks that are killed, and machines that end, others show by themselves")
+@pytest.mark.skipif(not THOROUGH, reason="test_rank_processes.py kills a rank, and in test_joining.py machines end")
 @pytest.mark.parametrize("whose", ["there", "here"])
 def test_a_rank_that_is_killed_ends_all_on_both_machines(whose: str) -> None:
     expected, port = run(make_engine()), free_port()

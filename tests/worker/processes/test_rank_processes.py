@@ -18,12 +18,15 @@ import pytest
 
 from teachllm import SamplingParams
 from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.engine.async_llm import AsyncLLM
 from teachllm.engine.llm_engine import Engine
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, RemoteStep
+from tests.engine import streams
+from tests.engine.streams import all_hear_that
 from tests.processes import children, is_gone, num_descriptors, num_rings
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, times
 from tests.waiting import HANG_SECONDS, wait_for
 from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.kill import kill_a_rank, program
@@ -69,7 +72,17 @@ def assert_sent_as_predicted(lines: list[str], layout: list[int]) -> None:
             assert told["sent"] == told["expected"] and told["sent"]
 
 
-def test_two_ranks_give_what_one_process_gives_survive_signals_and_leave_nothing() -> None:
+async def kill_while_answering(llm: AsyncLLM, rank: int, process: subprocess.Popen[bytes]) -> None:
+    """Kill a rank when every request has its first token: each is answered with an error that says why."""
+    answers = [llm.generate(random_ids(9, seed=i), LONG) for i in range(4)]
+    for each in answers:
+        await anext(each)
+    process.kill()
+    await all_hear_that(f"^the process of rank {rank} has ended with SIGKILL$", answers)
+
+
+@pytest.mark.parametrize("is_killed", [True, False][: times(1, 2)])
+def test_two_ranks_give_what_one_process_gives_survive_signals_and_leave_nothing(is_killed: bool) -> None:
     expected = run(make_engine())
     gc.collect()
     before = num_descriptors(), num_rings(os.getpid())
@@ -82,8 +95,12 @@ def test_two_ranks_give_what_one_process_gives_survive_signals_and_leave_nothing
             for process in processes:
                 process.send_signal(number)
         assert run(engine) == expected
-    assert_sent_as_predicted(lines, [0, 0])
-    assert [process.returncode for process in processes] == [0, 0]
+        assert_sent_as_predicted(lines, [0, 0])
+        if is_killed:
+            with closing(AsyncLLM(engine)) as llm:
+                streams.run(kill_while_answering(llm, 1, processes[1]))
+    codes = [process.returncode for process in processes]
+    assert codes[0] is not None and codes[1] == -signal.SIGKILL if is_killed else codes == [0, 0]
     assert (num_descriptors(), num_rings(os.getpid())) == before
 
 
@@ -113,7 +130,9 @@ def end_in_a_batch(engine: Engine, rank: int, num_steps: int, *, is_killed: bool
     wait_for(lambda: all(process.poll() is not None for process in processes))
 
 
-@pytest.mark.skipif(not THOROUGH, reason="in threads: test_ranks.py; a parent that is gone: test_expert_parallel.py")
+@pytest.mark.skipif(
+    not THOROUGH, reason="stages are threads in test_ranks.py; a replica's parent is gone in test_expert_parallel.py"
+)
 def test_two_stages_give_what_one_process_gives_and_one_whose_parent_is_gone_ends_the_batch_with_an_error() -> None:
     expected = run(make_engine())
     gc.collect()
@@ -126,7 +145,7 @@ def test_two_stages_give_what_one_process_gives_and_one_whose_parent_is_gone_end
     assert (num_descriptors(), num_rings(os.getpid()), children(os.getpid())) == before
 
 
-@pytest.mark.skipif(not THOROUGH, reason="test_ranks.py kills threads")
+@pytest.mark.skipif(not THOROUGH, reason="the first test of this file kills a rank while it answers")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_in_a_batch_ends_it_with_an_error(rank: int) -> None:
     gc.collect()

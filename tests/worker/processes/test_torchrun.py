@@ -62,7 +62,7 @@ def test_one_command_runs_once_and_answers_as_one_process_does() -> None:
 
 
 @needs_proc
-@pytest.mark.skipif(not THOROUGH, reason="starts five processes, and test_rank_hosts.py kills such a rank")
+@pytest.mark.skipif(not THOROUGH, reason="starts five processes; test_rank_processes.py kills a rank of two")
 def test_a_rank_that_is_killed_ends_every_process_with_an_error() -> None:
     code = _SCRIPT.replace("[output]", "while True: [output]")
     code = code.format(settings=tiny(**TORCHRUN), prompt=random_ids(9), greedy=SamplingParams(max_tokens=80))
