@@ -21,13 +21,14 @@ from teachllm.quantization import rounding
 from teachllm.quantization.formats import awq, compressed_tensors, gptq
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.quantized_weights import Activations, GroupedWeight, Quantized, ScaledWeight
+from tests.thorough import times
 
 E4M3 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
 Tokens = list[tuple[list[int], list[float]]]  # of each prompt, and their log-probabilities
 
 PROMPTS = [[7, 300, 21], [500, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [42]]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(temperature=0, max_tokens=times(6, 24), ignore_eos=True, logprobs=0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 from teachllm.quantization.quantized_weights import Activations, GroupedWeight, ScaledWeight
 from teachllm_kernels.linear.packed import packed_gemv
-from teachllm_kernels.linear.scaled import scaled_linear
+from teachllm_kernels.linear.scaled import scaled_gemv, scaled_linear
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 from tests.kernels.rounding import round_as_a_gpu
@@ -90,6 +90,7 @@ def few_programs(patch: pytest.MonkeyPatch) -> None:
     scaled_linear._arrivals(DEVICE)  # is cached: with all of its counters
     patch.setattr(scaled_linear, "_BLOCKS_WANTED", 4)
     patch.setattr(packed_gemv, "PLACES", 1)
+    patch.setattr(scaled_gemv, "_shape", lambda num_in, gated: (num_in, 64, 4))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -234,7 +234,7 @@ def num_found(at: Context, place: torch.Tensor, result: torch.Tensor) -> int:
     return int((likest.cpu() == place).sum())
 
 
-@pytest.mark.parametrize("attend", WAYS if THOROUGH or ON_GPU else WAYS[:2])
+@pytest.mark.parametrize("attend", WAYS if ON_GPU else WAYS[:2])  # among few keys none stands out
 @kinds
 def test_a_needle_is_found_as_without_quantization(attend: Attend, kv_dtype: str) -> None:
     """No needle is lost by how attention reads what is stored; and with e4m3 none by storing it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from teachllm.quantization.algorithms import blocks
 from teachllm.quantization.algorithms.quantize import check, quantize_model
 from teachllm.quantization.algorithms.recipe import Recipe
 from tests.checkpoints import make_checkpoint
+from tests.quantization.algorithms.conftest import CONVERSATIONS
 from tests.thorough import only_thorough, times
 
-SOME = {"num_samples": 4, "seq_len": 64}
+SOME: dict[str, Any] = {"num_samples": 4, "seq_len": 64, "calibration": CONVERSATIONS}
 
 
-def few(method: str) -> dict[str, int]:
+def few(method: str) -> dict[str, Any]:
     """As little as a calibrated method takes."""
     return SOME | ({"num_iters": 1} if method == "autoround" else {})
 

@@ -30,10 +30,10 @@ from teachllm.quantization.layer_schemes import config_of, of_config
 from teachllm.quantization.quantized_weights import GroupedWeight, ScaledWeight
 from teachllm_kernels.linear.scaled.quantize_rows import quantize_rows
 from tests.checkpoints import make_checkpoint
-from tests.quantization.algorithms.conftest import MLP_WIDTH
+from tests.quantization.algorithms.conftest import CONVERSATIONS, MLP_WIDTH
 from tests.thorough import THOROUGH, only_thorough, times
 
-SOME = {"num_samples": times(2, 4), "seq_len": times(32, 64)}
+SOME: dict[str, Any] = {"num_samples": times(2, 4), "seq_len": times(32, 64), "calibration": CONVERSATIONS}
 RECIPES = [
     Recipe("int8", smoothquant=True, **SOME),
     Recipe("fp8"),
@@ -182,7 +182,7 @@ def test_the_engine_scores_a_text_as_transformers_does_with_the_dequantized_weig
 ) -> None:
     if not (THOROUGH or recipe.smoothquant):
         pytest.skip("of the usual recipes only one that scales inputs, and weights with them")
-    text = compare.read(None, short)[:3]
+    text = compare.read(CONVERSATIONS, short)[:3]
     few = compare.Decoding(num_requests=1, prompt_len=4, output_len=2)
     scores, tokens_per_s = compare.measure(written, text, few, dtype="float32", device="cpu")
     assert tokens_per_s > 0
@@ -236,7 +236,8 @@ def test_each_block_gets_what_the_quantized_blocks_before_it_put_out(
     monkeypatch.setattr(methods, "method_of", lambda recipe: nearest)
     recipe = Recipe("autoround", **SOME)
     made = quantize_weights(short, recipe)
-    rows = calibration_rows(recipe.calibration, AutoTokenizer.from_pretrained(short), *SOME.values())
+    tokenizer = AutoTokenizer.from_pretrained(short)
+    rows = calibration_rows(recipe.calibration, tokenizer, recipe.num_samples, recipe.seq_len)
     # What a model gives out last went through its last norm, too.
     quantized = with_quantized(short, made)(rows, output_hidden_states=True).hidden_states[:-1]
     unquantized = with_quantized(short, Made("model.layers"))(rows, output_hidden_states=True).hidden_states[:-1]
