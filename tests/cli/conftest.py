@@ -20,6 +20,7 @@ from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm_cli import engine as engine_door
 from teachllm_cli.app import app
+from tests.clients import certificates
 
 
 class WordTokenizer:
@@ -95,9 +96,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     return fake
 
 
-# Both take longer than most commands.
-built = cache(get_command)
-certificates = cache(ssl.create_default_context)
+built = cache(get_command)  # which takes longer than most commands
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:

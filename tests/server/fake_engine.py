@@ -19,6 +19,7 @@ from teachllm.server.app import create_app
 from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
 from teachllm.server.trace_endpoint import TraceHub
+from tests.clients import http_client
 from tests.waiting import HANG_SECONDS
 
 
@@ -133,7 +134,7 @@ class Server:
         self._thread.start()
         assert self._ready.wait(HANG_SECONDS)
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=HANG_SECONDS, verify=False)
+        self.http = http_client(self.url)
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()

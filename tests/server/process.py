@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tests.clients import http_client
 from tests.processes import children
 from tests.programs import start_program
 from tests.waiting import HANG_SECONDS
@@ -32,7 +33,7 @@ class Process:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = self.event("listening")["url"]
-        self.http = httpx.Client(base_url=self.url, timeout=HANG_SECONDS, verify=False)
+        self.http = http_client(self.url)
 
     def _read(self) -> None:
         assert self.child.stderr is not None

@@ -6,12 +6,11 @@ import json
 import logging
 from typing import Any
 
-import httpx
 import pytest
 
 from teachllm import __version__
+from tests.clients import http_client
 from tests.server.fake_engine import FakeEngineClient, Server, error_of, serving
-from tests.waiting import HANG_SECONDS
 
 PATH = "/v1/completions"
 
@@ -111,10 +110,7 @@ def test_every_answer_has_the_request_s_id_the_client_s_own_if_it_is_plain(serve
 
 def test_the_same_id_twice_at_once_disturbs_nobody() -> None:
     engine_client = FakeEngineClient()
-    with (
-        serving(engine_client) as server,
-        httpx.Client(base_url=server.url, timeout=HANG_SECONDS, verify=False) as other,
-    ):
+    with serving(engine_client) as server, http_client(server.url) as other:
         server.call(engine_client.go.clear)
         headers = {"X-Request-Id": "same"}
         request = {"prompt": "a", "stream": True}

@@ -18,6 +18,7 @@ import pytest
 from teachllm.config import EngineConfig
 from teachllm.server import lifecycle
 from teachllm.server.options import ServerOptions
+from tests.clients import http_client
 from tests.server.fake_engine import FakeEngineClient, chunks, error_of
 from tests.waiting import HANG_SECONDS, wait_for
 
@@ -81,7 +82,7 @@ class Life:
         """Serve until the end, with a client beside it in a thread; return the exit code."""
 
         def use() -> None:
-            with httpx.Client(base_url=self.fields("listening")["url"], timeout=HANG_SECONDS, verify=False) as http:
+            with http_client(self.fields("listening")["url"]) as http:
                 client(http)
 
         with ThreadPoolExecutor(1) as pool:

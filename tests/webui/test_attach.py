@@ -7,7 +7,6 @@ import socket
 import ssl
 import threading
 from contextlib import closing
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,13 +18,11 @@ from teachllm_webui import attach
 from teachllm_webui.latecomer import Latecomer
 from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Seen, Timeline
+from tests.clients import certificates
 from tests.waiting import wait_for
 from tests.webui.trace_server import Serve
 
 HEADER, OTHER = '{"event":"header","time":1}', '{"event":"header","time":2}'
-
-
-certificates = cache(ssl.create_default_context)
 
 
 @pytest.fixture(autouse=True)

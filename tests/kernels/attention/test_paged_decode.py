@@ -82,11 +82,8 @@ def test_quantized_keys_with_and_without_an_instruction_for_e4m3(
 
 SEVERAL = [
     (3, [(66, 3), (1, 1)], KINDS[1]),
-    (
-        9,
-        [(3, 9), (1, 4)],
-        KINDS[2] if ANY else Kind((3, 1), 64, torch.float16, 48, cap=20.0),
-    ),  # more queries than one program takes
+    # More queries than one program takes.
+    (9, [(3, 9), (1, 4)], KINDS[2] if ANY else Kind((3, 1), 64, torch.float16, 48, cap=20.0)),
     (9, [(130 if ANY else 66, 9)], Kind((4 if ANY else 1, 1), 80, torch.float32)),  # in several splits
     *[(2, [(40, 2)], KINDS[7])] * ANY,
     (5, [(100, 5), (2, 1)], KINDS[9]),

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from teachllm.engine.llm_engine import EngineDeadError
+from tests.clients import http_client
 from tests.server.fake_engine import FakeEngineClient, Server, chunks, error_of, serving
 from tests.waiting import HANG_SECONDS
 
@@ -186,7 +187,7 @@ def test_what_is_open_when_time_runs_out_is_told_so() -> None:
     engine_client = FakeEngineClient()
     with serving(engine_client) as server:
         server.call(engine_client.go.clear)
-        with httpx.Client(base_url=server.url, timeout=HANG_SECONDS, verify=False) as other:
+        with http_client(server.url) as other:
             request = other.build_request("POST", PATH, json={"prompt": "a", "stream": True})
             response = other.send(request, stream=True)
             server.until(lambda: len(engine_client.open) == 1)

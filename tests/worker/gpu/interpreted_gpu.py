@@ -102,9 +102,8 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "kv_write_cpu", kv_write_triton)
     patch.setattr(Embedding, "_raw_logits", Embedding._float32_logits)
     patch.setattr(LlamaForCausalLM, "fuses_decodes", False)
-    patch.setattr(
-        decode_plan, "_MULTIPROCESSORS", times(2, 8)
-    )  # a launch is as large as the GPU, its work as small as a test
+    # A launch is as large as the GPU, its work as small as a test.
+    patch.setattr(decode_plan, "_MULTIPROCESSORS", times(2, 8))
     patch.setattr(DecodePlan, "fuses", lambda plan, num_seqs: False)
     patch.setattr(gpu_model_runner, "select_backend", lambda *needs: TritonBackend())
     patch.setattr(gpu_model_runner, "Graphs", _Graphs)
