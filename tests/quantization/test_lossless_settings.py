@@ -104,7 +104,7 @@ def test_golden_answers_are_transformers() -> None:
 
 
 @pytest.mark.gpu
-@settings(max_examples=40)
+@settings(max_examples=6)
 @given(name=st.sampled_from(ON_A_GPU), **OF_OWN_CODE)
 def test_nor_do_they_on_a_gpu(name: str, **drawn: Any) -> None:
     check(**drawn, judge=transformers_reference(drawn["family"], name), device="cuda")

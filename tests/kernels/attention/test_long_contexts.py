@@ -237,20 +237,21 @@ def num_found(at: Context, place: torch.Tensor, result: torch.Tensor) -> int:
 @pytest.mark.parametrize("attend", WAYS if ON_GPU else WAYS[:2])  # among few keys none stands out
 @kinds
 def test_a_needle_is_found_as_without_quantization(attend: Attend, kv_dtype: str) -> None:
-    """No needle is lost by how attention reads what is stored; and with e4m3 none by storing it.
+    """No needle is lost by how attention reads K and V, stored or not; a few of the weaker ones are by storing them.
 
-    With integers a few of the weaker ones are: steps that are wide enough for the largest channel are wide for all.
+    With integers it is more of them: steps that are wide enough for the largest channel are wide for all.
     """
-    totals, num_seeds = {"plain": 0, "stored": 0, "quantized": 0}, per_device(times(1, 3), 2)
+    totals, num_seeds = {"exact": 0, "plain": 0, "stored": 0, "quantized": 0}, per_device(times(1, 3), 2)
     for seed in range(num_seeds):
         for strength in (0.0, -1.0):  # a weaker one is lost in what is not summed up well
             at, place = needles(attend, strength, seed)
             kv, scales = at.quantized(KV_DTYPES[kv_dtype])
+            totals["exact"] += num_found(at, place, at.exact())
             totals["plain"] += num_found(at, place, attend(at, (at.k, at.v), None))
             totals["stored"] += num_found(at, place, at.exact_of_quantized(kv, scales))
             totals["quantized"] += num_found(at, place, attend(at, kv, scales))
     most = 2 * num_seeds * NUM_HEADS
-    assert totals["plain"] > 0.75 * most, totals
+    assert totals["exact"] > 0.75 * most, totals
+    assert totals["plain"] >= totals["exact"] - 0.01 * most, totals
     assert totals["quantized"] >= totals["stored"] - 0.01 * most, totals
-    lost = {"fp8": 0.01, "int8": 0.03}[kv_dtype]
-    assert totals["quantized"] >= totals["plain"] - lost * most, totals
+    assert totals["stored"] >= totals["exact"] - {"fp8": 0.02, "int8": 0.03}[kv_dtype] * most, totals

@@ -108,6 +108,24 @@ def test_a_tree_of_drafts_is_sampled_and_verified_as_on_a_cpu_with_a_quantized_c
         )  # quantized values may flip
 
 
+@pytest.mark.parametrize("method", ["ngram", "eagle", "draft_model"])
+def test_drafts_proposed_and_verified_in_a_graph_are_those_of_a_cpu(method: str) -> None:
+    """The second step of a shape is recorded, the third is the recording: proposals, verdicts and K of what held."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = []
+    for is_interpreted in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_interpreted:
+                interpret(patch)
+            llm = engine(method, {}, num_drafts=1, max_num_seqs=1, max_num_batched_tokens=16)
+            (output,) = llm.generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False)
+        speculated = llm.speculation()
+        assert speculated is not None
+        found.append((output.outputs[0].token_ids, speculated.stats.num_accepted_tokens))
+    assert found[0] == found[1]
+    assert any(key[0] == "full" for key in llm.engine.core.executor._runner._graphs._full)  # type: ignore[attr-defined]
+
+
 @thorough
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_settings_do_not_change_greedy_tokens_of_a_quantized_cache(kv_cache_dtype: str) -> None:
