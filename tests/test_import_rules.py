@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import teachllm
-from tests.bench.fake_openai import Answer, FakeServer, running
+from tests.bench.serve.fake_openai import Answer, FakeServer, running
 from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -244,7 +244,7 @@ FAULTS = (
         "            zeros = zeros + self.stored_offset\n",
         "            zeros = zeros + 0\n",
         "Every weight is off by one step of its scale, all of them in one direction: nothing that is said makes sense.",
-        "tests/quantization/test_golden.py::test_a_golden_file_dequantizes_to_the_weights_of_its_library[autoround_auto_gptq_int4_sym_g32]",
+        "tests/quantization/formats/test_golden.py::test_a_golden_file_dequantizes_to_the_weights_of_its_library[autoround_auto_gptq_int4_sym_g32]",
     ),
     Fault(
         "12",

@@ -57,7 +57,7 @@ def copy_to(folder: Path) -> None:
     for wing in _WINGS:
         ignored = shutil.ignore_patterns("assets", "golden", "*.ipynb*", ".*")  # bytecode goes along: it is valid there
         shutil.copytree(ROOT / wing, folder / wing, ignore=ignored)
-    for linked in ("teachllm/assets", "tests/golden", "tests/quantization/golden"):
+    for linked in ("teachllm/assets", "tests/golden", "tests/quantization/formats/golden"):
         (folder / linked).symlink_to(ROOT / linked, target_is_directory=True)
     shutil.copy(ROOT / "pyproject.toml", folder)
 

@@ -18,7 +18,7 @@ from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import load_model_config
 from tests.checkpoints import make_checkpoint
-from tests.quantization.formats import FORMATS, write_checkpoint
+from tests.quantization.format_checkpoints import FORMATS, write_checkpoint
 from tests.thorough import THOROUGH
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from teachllm.models import random_weights
 from teachllm.models.random_weights import fill_parts_randomly
 from tests.checkpoints import OWN, build_config, make_checkpoint
 from tests.distributed.test_model_parts import LAYOUTS, run
-from tests.quantization.formats import FORMATS
+from tests.quantization.format_checkpoints import FORMATS
 from tests.thorough import THOROUGH
 
 SEQUENCES: Any = [torch.arange(5, 45), torch.arange(100, 109), torch.arange(300, 323)]

@@ -22,7 +22,7 @@ from teachllm.models.sharding import stage_layers
 from teachllm.quantization.quantized_weights import Activations, part_of
 from tests.checkpoints import build_config, make_checkpoint
 from tests.distributed.test_model_parts import run
-from tests.quantization.formats import FORMATS, write_checkpoint, write_dequantized
+from tests.quantization.format_checkpoints import FORMATS, write_checkpoint, write_dequantized
 from tests.thorough import THOROUGH, times
 
 SEQUENCES: Any = [torch.arange(5, 45), torch.arange(100, 109), torch.arange(300, 323)]

@@ -1,6 +1,6 @@
 """The reference for greedy tokens of a quantized model: transformers in float64 with dequantized projections.
 
-What it computes for `GOLDEN_NAMES` lies in golden/greedy.npz, which `python -m tests.quantization.judge` writes again.
+What it computes for `GOLDEN_NAMES` lies in greedy.npz, which `python -m tests.quantization.judge` writes again.
 
 It is independent of the engine. The input of a W8A8 projection is divided by its scale, rounded, and multiplied back.
 Where it lies between two quantized values, float32 and float64 may take different ones, and models as small as these
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from teachllm.quantization.quantized_weights import BLOCK, Activations
 from tests.engine.reference import MAX_GAP, MAX_LOGPROB_ERROR, Reference, reference
 from tests.engine.test_lossless_settings import PROMPTS
-from tests.quantization.formats import FORMATS, write_checkpoint
+from tests.quantization.format_checkpoints import FORMATS, write_checkpoint
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | None, width: int | None = None) -> torch.Tensor:
@@ -40,7 +40,7 @@ def _rounded_alike(x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | N
     return (x * (1 / scale)).clamp(-448, 448).to(dtype).double() * scale.double()
 
 
-GOLDEN = Path(__file__).parent / "golden" / "greedy.npz"
+GOLDEN = Path(__file__).with_name("greedy.npz")
 GOLDEN_FAMILY, GOLDEN_NAMES = "qwen3", ["int8", "fp8", "fp8 by tensor", "fp8 by block", "fp8 static"]
 GOLDEN_PROMPTS, NUM_GREEDY = PROMPTS[::3], 24
 

@@ -18,7 +18,7 @@ from teachllm.quantization.scaled_weight import CPUScaledWeight
 from tests.engine.quantized_reference import QuantizedReference, float64_allowed, logprobs_of
 from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, check
-from tests.quantization.formats import FORMATS, RENAMED, write_checkpoint
+from tests.quantization.format_checkpoints import FORMATS, RENAMED, write_checkpoint
 from tests.quantization.judge import (
     GOLDEN_FAMILY,
     GOLDEN_NAMES,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.bench.serve.fake_openai import MODEL, Answer, FakeServer, running
 from tests.waiting import HANG_SECONDS
 
 SMALL = (

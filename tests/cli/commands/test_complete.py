@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.bench.serve.fake_openai import MODEL, Answer, FakeServer, running
 from tests.cli.conversation.test_chat_url import FirstOnly
 from tests.server.fake_engine import FakeEngineClient, Server, serving
 

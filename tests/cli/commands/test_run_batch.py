@@ -1,4 +1,4 @@
-"""`teachllm run-batch`: files in, files out; what one line of them gets is in tests/server/openai/test_batch.py."""
+"""`teachllm run-batch`: files in, files out; tests/server/openai/batches/test_batch.py has what one line gets."""
 
 from __future__ import annotations
 

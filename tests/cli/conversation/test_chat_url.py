@@ -20,7 +20,7 @@ from teachllm_cli.conversation.answerers import ServerAnswerer
 from teachllm_cli.conversation.chat_session import ChatSession
 from teachllm_cli.conversation.history import Turn
 from teachllm_cli.conversation.openai_client import OpenAIClient, ServerError, TooLongError
-from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.bench.serve.fake_openai import MODEL, Answer, FakeServer, running
 from tests.server.fake_engine import FakeEngineClient, Server, serving
 
 TOO_LONG = {"error": {"message": "This model's maximum context length is 9 tokens.", "code": 400}}

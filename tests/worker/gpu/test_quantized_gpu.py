@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from teachllm.layers.attention_backends import triton
-from tests.quantization.formats import write_checkpoint
+from tests.quantization.format_checkpoints import write_checkpoint
 from tests.worker.gpu.test_gpu_model_runner import TEACHLM, recorded, replayed, workload
 
 pytestmark = pytest.mark.gpu

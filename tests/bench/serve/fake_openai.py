@@ -2,7 +2,7 @@
 
 As a program it is what the load generator is measured against, in a process of its own:
 
-    python tests/bench/fake_openai.py [--port 8000] [--steps-per-second 120]
+    python tests/bench/serve/fake_openai.py [--port 8000] [--steps-per-second 120]
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from teachllm_kernels.attention import decode_plan
 from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
 from teachllm_kernels.attention.paged_attention import paged_attention_reference
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
-from tests.layers.attention_cases import (
+from tests.layers.attention_backends.attention_cases import (
     BLOCK_SIZE,
     DTYPE,
     FULL,

@@ -12,7 +12,15 @@ import torch
 
 from teachllm.models.registry import ModelError
 from teachllm.quantization.layer_schemes import of_config
-from tests.quantization.formats import FORMATS, Tensors, assert_same, edit, edit_tensors, generate, write_checkpoint
+from tests.quantization.format_checkpoints import (
+    FORMATS,
+    Tensors,
+    assert_same,
+    edit,
+    edit_tensors,
+    generate,
+    write_checkpoint,
+)
 
 DOWN = "model.layers.1.mlp.down_proj"
 NOT_THIS_FILE = r"config.json is not this file's: correct its quantization_config \(quant_method, bits, group_size\)"

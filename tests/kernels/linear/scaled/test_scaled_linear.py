@@ -20,7 +20,7 @@ from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, w
 from teachllm_kernels.linear.scaled.scaled_mm import fits_scaled_mm, scaled_mm
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind, scaled_linear_reference, weight_only_reference
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
-from tests.kernels.linear.scaled_cases import (
+from tests.kernels.linear.scaled.scaled_cases import (
     KINDS,
     OF_HOPPER,
     QUANTIZED_DTYPES,

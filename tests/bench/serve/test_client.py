@@ -15,7 +15,7 @@ from teachllm.bench.serve.client import Target, ask, ask_model, open_session
 from teachllm.bench.serve.dataset import Prompt
 from teachllm.bench.serve.load import run
 from teachllm.bench.serve.record import Record
-from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.bench.serve.fake_openai import MODEL, Answer, FakeServer, running
 from tests.waiting import HANG_SECONDS
 
 PROMPT = Prompt("three small words", 4)

@@ -16,7 +16,7 @@ import torch
 from teachllm.models.registry import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.layer_schemes import of_config
-from tests.quantization.formats import (
+from tests.quantization.format_checkpoints import (
     FORMATS,
     Format,
     assert_same,

@@ -12,12 +12,12 @@ ask for versions of torch and transformers that do not go together and work with
     pip install -c constraints.txt compressed-tensors==0.20.0 auto-round==0.16.1 nvidia-modelopt==0.47.0 optimum \
         accelerate datasets device-smi threadpoolctl logbar tokenicer pypcre defuser dill torchao zstandard
     pip install --no-deps --no-build-isolation gptqmodel==7.7.0 autoawq==0.2.9
-    python tests/quantization/make_golden.py            # all but the next one; or name some: ... gptqmodel autoawq
+    python tests/quantization/formats/make_golden.py    # all but the next one; or name some: ... gptqmodel autoawq
 
 Groups in activation order (`weight_g_idx`) are gone from compressed-tensors since 0.19, so that case takes an old one:
 
     pip install --no-deps --target old compressed-tensors==0.17.1
-    PYTHONPATH=old python tests/quantization/make_golden.py compressed_tensors_g_idx
+    PYTHONPATH=old python tests/quantization/formats/make_golden.py compressed_tensors_g_idx
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from teachllm.bench.serve.figures import (
 )
 from teachllm.bench.serve.load import Load, measure, run
 from teachllm.bench.serve.record import Record
-from tests.bench.fake_openai import MODEL, Answer, FakeServer, running
+from tests.bench.serve.fake_openai import MODEL, Answer, FakeServer, running
 from tests.waiting import HANG_SECONDS
 
 PROMPTS = [Prompt(f"request {index}", 3) for index in range(8)]

@@ -11,8 +11,8 @@ import pytest
 from teachllm.bench.serve.load import Load
 from teachllm.bench.serve.record import Record
 from teachllm.engine.text.tokenizer import Tokenizer
-from tests.bench.fake_openai import Answer, FakeServer, running
 from tests.bench.h200_script import load_script
+from tests.bench.serve.fake_openai import Answer, FakeServer, running
 from tests.thorough import THOROUGH
 
 script = load_script("serve")

@@ -13,7 +13,7 @@ from teachllm.layers.attention_backends.base import AttentionSettings
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.attention_backends.triton import TritonBackend
 from tests.kernels.cases import ON_GPU
-from tests.layers.attention_cases import FULL, NEEDS, Batch, absent, stand_in
+from tests.layers.attention_backends.attention_cases import FULL, NEEDS, Batch, absent, stand_in
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -23,7 +23,7 @@ from teachllm.quantization import rounding
 from teachllm.quantization.formats.scheme import OnTheFly, QuantizedWeightLoader
 from teachllm.quantization.quantized_weights import Activations
 from teachllm.quantization.scaled_weight import CPUScaledWeight
-from tests.quantization.formats import (
+from tests.quantization.format_checkpoints import (
     FORMATS,
     RENAMED,
     Tensors,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from teachllm.quantization.formats.scheme import QuantizedWeightLoader
 from teachllm.quantization.layer_schemes import of_config
 from teachllm.quantization.quantized_weights import GroupedWeight, ScaledWeight
-from tests.quantization.formats import E4M3, FORMATS
+from tests.quantization.format_checkpoints import E4M3, FORMATS
 from tests.thorough import times
 
 NAME = "model.layers.0.mlp.up_proj"

@@ -9,7 +9,7 @@ from teachllm_kernels.linear import hopper_tiling
 from teachllm_kernels.linear.scaled import hopper_scaled_mm
 from tests.kernels.cases import pairs
 from tests.kernels.interpreted_gluon import interpreted
-from tests.kernels.linear.scaled_cases import OF_HOPPER, check_few_rows_on_hopper, check_many_rows_on_hopper
+from tests.kernels.linear.scaled.scaled_cases import OF_HOPPER, check_few_rows_on_hopper, check_many_rows_on_hopper
 from tests.thorough import times
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a Hopper runs them itself: test_scaled_linear.py")
