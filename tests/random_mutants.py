@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+HANG_SECONDS = 240  # of one test: a mutant that hangs is found, too
 FOLDERS = ("teachllm/core", "teachllm/worker", "teachllm/sampling")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -106,7 +107,10 @@ def is_found(root: Path, mutant: Mutant, workers: int, tests: list[str]) -> str:
         file.write_text("".join(rows), encoding="utf-8")
         paths = [name, *(f"{name}/{wing}" for wing in ("kernels", "cli", "webui", "lessons"))]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-n", str(workers), "--dist", "worksteal", *tests],
+            [
+                *(sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-n", str(workers), "--dist", "worksteal"),
+                *("-o", f"faulthandler_timeout={HANG_SECONDS}", "-o", "faulthandler_exit_on_timeout=true", *tests),
+            ],
             cwd=name,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
