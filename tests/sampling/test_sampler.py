@@ -192,7 +192,7 @@ def test_allowed_ids_bias_and_bans_change_the_choice() -> None:
 
 
 def test_a_stop_token_waits_for_min_tokens() -> None:
-    early = {"logits": SKEWED, "params": {"min_tokens": 2}, "stop_token_ids": frozenset({0, 1, 99_999})}
+    early = {"logits": SKEWED, "params": {"min_tokens": 2}, "stop_token_ids": frozenset({0, 1, VOCAB, 99_999})}
     assert one(**early, outputs=[]) == 2
     assert one(**early, outputs=[3]) == 2
     assert one(**early, outputs=[3, 3]) == 0

@@ -148,10 +148,11 @@ def test_memory_that_holds_no_block_at_all_names_no_length() -> None:
         plan(kv_cache_memory_bytes=int(fits) - 1)
 
 
-def test_weights_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", [0, 1])  # nothing is left for a KV cache, or less than that
+def test_weights_that_do_not_fit_are_named(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config, model = load()
     whole = plan_memory(config, model, CPU)
-    monkeypatch.setattr(kv_cache, "_free_ram", lambda: whole.taken - 1)
+    monkeypatch.setattr(kv_cache, "_free_ram", lambda: whole.taken - missing)
     with pytest.raises(
         ValueError, match=r"^weights \(.*B\) and what a step needs \(.*B\) do not fit into the .*B that"
     ):
