@@ -251,7 +251,9 @@ def test_a_needle_is_found_as_without_quantization(attend: Attend, kv_dtype: str
             totals["stored"] += num_found(at, place, at.exact_of_quantized(kv, scales))
             totals["quantized"] += num_found(at, place, attend(at, kv, scales))
     most = 2 * num_seeds * NUM_HEADS
-    assert totals["exact"] > 0.75 * most, totals
+    assert totals["plain"] > 0.75 * most, totals
     assert totals["plain"] >= totals["exact"] - 0.01 * most, totals
     assert totals["quantized"] >= totals["stored"] - 0.01 * most, totals
-    assert totals["stored"] >= totals["exact"] - {"fp8": 0.02, "int8": 0.03}[kv_dtype] * most, totals
+    lost = {"fp8": 0.02, "int8": 0.03}[kv_dtype]
+    assert totals["stored"] >= totals["exact"] - lost * most, totals
+    assert totals["quantized"] >= totals["plain"] - lost * most, totals

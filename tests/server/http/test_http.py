@@ -161,6 +161,9 @@ def test_a_proxy_may_put_the_server_elsewhere() -> None:
             assert server.http.get(f"{prefix}/v1/models", headers=headers).status_code == 200
 
 
+# -- what there is -----------------------------------------------------------------------------------------
+
+
 def test_the_schema_names_every_route_its_limits_and_its_errors(server: Server) -> None:
     schema = server.http.get("/openapi.json").json()
     assert {PATH, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health"} <= set(schema["paths"])

@@ -20,6 +20,7 @@ from teachllm.engine.llm_engine import Engine
 from teachllm.layers import linear
 from teachllm.layers.weight import Weight
 from teachllm.models.model_config import load_model_config
+from teachllm.outputs import RequestOutput
 from teachllm.quantization.execution_weights import as_groups
 from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
@@ -95,10 +96,7 @@ def test_a_tree_of_drafts_is_sampled_and_verified_as_on_a_cpu_with_a_quantized_c
                 interpret(patch)
             patch.setattr(kv_scales, "calibration_ids", lambda *_: PROMPTS[1])
             llm = engine("eagle", TREE, **settings)
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        speculated = llm.speculation()
-        assert speculated is not None
-        found.append((outputs, speculated.stats.num_accepted_tokens))
+            found.append(generated(llm, prompts, params))
     (expected, num_held), (outputs, num_held_there) = found
     assert num_held_there == num_held > 0
     for here, there in zip(outputs, expected, strict=True):
@@ -118,10 +116,8 @@ def test_drafts_proposed_and_verified_in_a_graph_are_those_of_a_cpu(method: str)
             if is_interpreted:
                 interpret(patch)
             llm = engine(method, {}, num_drafts=1, max_num_seqs=1, max_num_batched_tokens=16)
-            (output,) = llm.generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False)
-        speculated = llm.speculation()
-        assert speculated is not None
-        found.append((output.outputs[0].token_ids, speculated.stats.num_accepted_tokens))
+            (output,), num_held = generated(llm, PROMPTS[1:2], params)
+        found.append((output.outputs[0].token_ids, num_held))
     assert found[0] == found[1]
     assert any(key[0] == "full" for key in llm.engine.core.executor._runner._graphs._full)  # type: ignore[attr-defined]
 
@@ -214,11 +210,16 @@ def engine(method: str, more: dict[str, Any], max_num_seqs: int = 4, num_drafts:
 
 def sampled(method: str, more: dict[str, Any], params: SamplingParams) -> tuple[list[Any], int]:
     """Tokens and log-probabilities, and how many drafts held."""
-    llm = engine(method, more)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    outputs, num_held = generated(engine(method, more), PROMPTS, params)
+    return [output.outputs[0] for output in outputs], num_held
+
+
+def generated(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[RequestOutput], int]:
+    """Outputs, and how many drafts held."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     speculated = llm.speculation()
     assert speculated is not None
-    return [output.outputs[0] for output in outputs], speculated.stats.num_accepted_tokens
+    return outputs, speculated.stats.num_accepted_tokens
 
 
 @thorough
