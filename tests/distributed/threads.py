@@ -103,10 +103,15 @@ class ThreadGroup(ProcessGroup):
 
 
 class Meeting:
-    """All groups of some ranks."""
+    """All groups of some ranks.
+
+    Attributes:
+        threads: what the ranks are that have met here.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.threads = set[threading.Thread]()
         self._shared: dict[tuple[str, tuple[int, ...]], _Shared] = {}
 
     def ranks(self, place: RankCoords) -> Ranks:
@@ -161,6 +166,7 @@ def connected_in_threads(place: RankCoords, rendezvous: Any, device: torch.devic
     """Stand for `connected` where ranks are threads: those with the same rendezvous meet."""
     with _lock:
         meeting = _meetings.setdefault(rendezvous.port, Meeting())
+        meeting.threads.add(threading.current_thread())
     try:
         yield meeting.ranks(place)
     except BaseException:
@@ -171,8 +177,9 @@ def connected_in_threads(place: RankCoords, rendezvous: Any, device: torch.devic
             _meetings.pop(rendezvous.port, None)
 
 
-def abort_meetings() -> None:
-    """End every wait of ranks that are threads."""
+def abort_meetings(thread: threading.Thread) -> None:
+    """End every wait of the ranks that have met with this one."""
     with _lock:
         for meeting in _meetings.values():
-            meeting.abort()
+            if thread in meeting.threads:
+                meeting.abort()

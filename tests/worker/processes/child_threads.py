@@ -59,7 +59,9 @@ class ChildThread:
     """
 
     def __init__(self, main: Callable[[ChildThread], object], pass_fds: Sequence[int] = ()) -> None:
-        self._main = main
+        self._main, self._children = main, list[ChildThread]()
+        if (parent := getattr(_current, "child", None)) is not None:
+            parent._children.append(self)
         self.killed = threading.Event()
         self.signals: list[int] = []
         self.returncode: int | None = None
@@ -120,7 +122,12 @@ class ChildThread:
         self.signals.append(number)
         if number == signal.SIGKILL and self._thread.is_alive():
             self.killed.set()
-            abort_meetings()
+            self._leave()
+
+    def _leave(self) -> None:
+        abort_meetings(self._thread)
+        for child in self._children:  # ranks end with their core
+            child._leave()
 
 
 _current = threading.local()  # `child`: the one whose thread this is
