@@ -22,14 +22,14 @@ from teachllm.spec_decode.chi_square import chi_square_test, upper_gamma
 from teachllm.spec_decode.losslessness import RULES, check
 from teachllm.spec_decode.tree import DraftTree
 from teachllm_kernels.speculation.rejection_reference import rejection_sample_reference
-from tests.kernels.sampling.test_sampling_triton import DEVICE
+from tests.kernels.cases import DEVICE, ON_GPU
 from tests.thorough import THOROUGH, times
 
 NUM_SAMPLES = times(10_000, 100_000)
 NUM_BIASED_SAMPLES = times(5_000, 100_000)
 SEEDS = range(times(1, 10))
 BIASED_SEEDS = range(times(1, 10))
-on_device = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
+on_device = pytest.mark.gpu if ON_GPU else lambda test: test
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
 BIASED = [name for name, rule in RULES.items() if not rule.is_lossless]
 
@@ -74,8 +74,8 @@ def test_what_is_accepted_is_what_the_engine_accepts(name: str, monkeypatch: pyt
 
 
 @on_device
-@pytest.mark.skipif(DEVICE != "cuda" and not THOROUGH, reason="interpreted, it runs in make test-thorough")
-@pytest.mark.parametrize("name", ["chain", "tree"] if DEVICE == "cuda" else ["short-chain"])  # interpreted it is slow
+@pytest.mark.skipif(not ON_GPU and not THOROUGH, reason="interpreted, it runs in make test-thorough")
+@pytest.mark.parametrize("name", ["chain", "tree"] if ON_GPU else ["short-chain"])  # interpreted it is slow
 def test_the_kernel_draws_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     kernel = state.rejection_sample_triton
@@ -85,7 +85,7 @@ def test_the_kernel_draws_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -
         return kernel(*given, **more)
 
     monkeypatch.setattr(state, "rejection_sample_triton", noting)
-    assert check(RULES[name], 100, seed=5, device=DEVICE, kernels=True) == check(RULES[name], 100, seed=5)
+    assert check(RULES[name], 100, seed=5, device=DEVICE.type, kernels=True) == check(RULES[name], 100, seed=5)
     assert sum(drawn) >= 100
 
 

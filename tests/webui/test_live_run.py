@@ -139,7 +139,7 @@ def test_what_the_engine_refuses_is_said_and_nothing_else_is_disturbed(make: Mak
 
 
 FORKS = [{"max_num_batched_tokens": 16, "num_gpu_blocks_override": 9}]
-FORKS += [{"max_num_batched_tokens": 16}, {"block_size": 4}, {"num_gpu_blocks_override": 9}] if THOROUGH else []
+FORKS += [{"max_num_batched_tokens": 16}, {"block_size": 4}, {"num_gpu_blocks_override": 7}] if THOROUGH else []
 
 
 @pytest.mark.parametrize("changes", FORKS)
