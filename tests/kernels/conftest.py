@@ -33,21 +33,27 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         guard(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def products_in_order() -> Iterator[None]:
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make interpreted `tl.dot` add up in one order for every row.
 
     Its own is NumPy's product: the processor's library, whose bits may depend on where in the matrix a row lies.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            from triton.runtime import interpreter
+    if torch.cuda.is_available():
+        return
+    from triton.runtime import interpreter
 
-            def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-                total = d.data
-                for k in range(a.data.shape[-1]):
-                    total = total + a.data[..., k, None].astype(total.dtype) * b.data[..., k, None, :]
-                return interpreter.TensorHandle(total, d.dtype.scalar)
+    def unpacked(x: Any) -> Any:
+        """Return a block's numbers; the interpreter holds 8-bit floats as bytes."""
+        if not (x.dtype.is_floating() and x.dtype.primitive_bitwidth == 8):
+            return x.data
+        return torch.from_numpy(x.data).view(torch.float8_e4m3fn).float().numpy()
 
-            patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-        yield
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        left, right = unpacked(a), unpacked(b)
+        total = d.data
+        for k in range(left.shape[-1]):
+            total = total + left[..., k, None].astype(total.dtype) * right[..., k, None, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -17,7 +17,7 @@ from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def watch() -> Watch:
     watch = Watch(num_gpu_blocks_override=24, max_model_len=128, enable_prefix_caching=True, max_num_seqs=2)
     question = "Explain what a KV cache keeps for every token, and why that saves so much of the work. "

@@ -163,6 +163,7 @@ def test_a_fork_with_another_block_size_stands_beside_the_original_and_both_go_o
     page.click("[data-open=fork]")
     assert "After step 1" in page.locator("[data-form=fork]").inner_text()
     page.fill("[data-form=fork] [name=block_size]", "4")
+    page.fill("[data-form=fork] [name=max_num_seqs]", "")  # the form keeps what was typed before
     page.keyboard.press("Enter")
     page.wait_for_selector("[data-form=fork]", state="hidden")
     page.wait_for_selector("[data-side='1']")

@@ -214,7 +214,8 @@ class _Lines:
             watcher.join()
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # an interrupt left something that was not written yet
+                process.stdin.close()
         if self.death is None:
             os.close(self._sentinel_end)
 

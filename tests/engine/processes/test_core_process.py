@@ -64,7 +64,7 @@ def test_it_gives_what_an_engine_in_this_process_gives(remote: Engine) -> None:
         GREEDY,
         SamplingParams(n=3, seed=2**70 + 3, max_tokens=9, logprobs=2, prompt_logprobs=1),
         SamplingParams(seed=-5, max_tokens=9, logit_bias={3: 2.5}, min_tokens=4, allowed_token_ids=range(40)),
-        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
+        SamplingParams(seed=3, max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
     ]
     found = []
     for engine in (local, remote):

@@ -91,6 +91,20 @@ def drained(llm: LLM) -> list[StepStats]:
     return [stats for stats in seen if stats is not None]
 
 
+def rest(llm: LLM) -> None:
+    """Return once both replicas hold nothing, and count from here on."""
+
+    def is_empty() -> bool:
+        llm.engine.interrupt()
+        llm.engine.step()
+        stats = llm.engine.stats()
+        return stats is not None and stats.replicas == ((0, 0), (0, 0)) and stats.kv_cache_usage == 0
+
+    llm.engine.count()
+    llm.engine.reset_prefix_cache()  # both will say how they stand
+    wait_for(is_empty)
+
+
 def running() -> set[int]:
     """Return the processes that this one has started and that have not ended."""
     return {pid for pid in children(os.getpid()) if not is_gone(pid)}
@@ -168,8 +182,7 @@ def test_figures_of_replicas_add_up_and_usage_is_their_mean() -> None:
 
 def test_two_replicas_give_the_greedy_tokens_of_one_and_share_the_work(one: LLM, two: LLM) -> None:
     expected = one.generate(PROMPTS, GREEDY, use_tqdm=False)
-    two.engine.count()
-    two.engine.stats()
+    rest(two)
     outputs = [two.engine.add_request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
     assert abs(replicas_of(two).count(0) - replicas_of(two).count(1)) <= 1
     seen = drained(two)
@@ -209,16 +222,7 @@ def test_an_abort_reaches_the_replica_that_has_the_request(two: LLM) -> None:
     two.engine.abort_request("c")
     [again] = two.generate("Request b", GREEDY, use_tqdm=False)
     assert again.finished and len(again.outputs[0].token_ids) == 12
-    two.engine.count()
-
-    def is_empty() -> bool:
-        two.engine.interrupt()
-        two.engine.step()
-        stats = two.engine.stats()
-        return stats is not None and stats.replicas == ((0, 0), (0, 0)) and stats.kv_cache_usage == 0
-
-    two.engine.reset_prefix_cache()  # both will say how they stand
-    wait_for(is_empty)
+    rest(two)
 
 
 def test_what_is_refused_names_the_numbers_and_disturbs_nobody(two: LLM) -> None:

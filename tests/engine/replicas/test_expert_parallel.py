@@ -105,13 +105,10 @@ def test_greedy_tokens_and_the_load_of_each_expert_are_those_of_one_process(
     assert loads_of_all(traces, TOP_K[name]) == load
 
 
-@pytest.fixture(scope="module")
-def traced(
-    threads: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Engine, Callable[[], list[Trace]]]]:
-    folder = tmp_path_factory.mktemp("traces")
-    config = EngineConfig(**tiny("qwen3_moe", **SHARED, trace_path=str(folder / "run.jsonl")))
-    paths = [folder / f"run-{replica}.jsonl" for replica in range(2)]
+@pytest.fixture
+def traced(threads: None, tmp_path: Path) -> Iterator[tuple[Engine, Callable[[], list[Trace]]]]:
+    config = EngineConfig(**tiny("qwen3_moe", **SHARED, trace_path=str(tmp_path / "run.jsonl")))
+    paths = [tmp_path / f"run-{replica}.jsonl" for replica in range(2)]
     with closing(Engine(config)) as engine:
         wait_for(lambda: all("\n" in path.read_text() for path in paths))  # written by a thread
         yield engine, lambda: [read_trace(path) for path in paths]

@@ -6,11 +6,13 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,7 +98,7 @@ def test_ranks_give_what_one_process_gives_with_plans_in_flight(two: Engine) -> 
         GREEDY,
         SamplingParams(n=3, seed=2**70 + 3, max_tokens=9, logprobs=2, prompt_logprobs=1),
         SamplingParams(seed=-5, max_tokens=9, logit_bias={3: 2.5}, min_tokens=4, allowed_token_ids=range(40)),
-        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
+        SamplingParams(seed=3, max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
     ]
     for here, there in zip(run(make_engine(), params), run(two, params), strict=True):
         assert tokens(here) == tokens(there)
@@ -349,6 +351,25 @@ def test_ctrl_c_while_a_rank_is_started_leaves_none(monkeypatch: pytest.MonkeyPa
     finally:
         signal.signal(signal.SIGINT, handler)
     assert [rank.returncode for rank in started] == [-signal.SIGKILL] and open_descriptors() == before
+
+
+def test_ctrl_c_while_a_rank_is_told_what_to_load_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something is left in the pipe's buffer then, and cannot be written any more."""
+
+    class Interrupted(SimpleNamespace):
+        def flush(self) -> None:
+            raise KeyboardInterrupt
+
+    def start(*_: Any, **__: Any) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+        process.wait()
+        assert process.stdin is not None
+        process.stdin = Interrupted(write=process.stdin.write, close=process.stdin.close)  # type: ignore[assignment]
+        return process
+
+    monkeypatch.setattr(rank_processes, "start_child", start)
+    with pytest.raises(KeyboardInterrupt):
+        make_engine(**MP)
 
 
 def test_ranks_are_ended_if_the_core_around_them_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
