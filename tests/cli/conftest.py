@@ -63,8 +63,6 @@ class FakeLLM:
         try:
             for count in range(1, len(words) + 1):
                 if self.ctrl_c_after == count - 1:
-                    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is where tests run in background
-                        signal.signal(signal.SIGINT, signal.default_int_handler)
                     signal.raise_signal(signal.SIGINT)
                 result = self._result(num_tokens, None)
                 result.outputs[0].text = " ".join(words[:count])

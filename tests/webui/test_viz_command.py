@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ def viz(*flags: str) -> Result:
 
 
 @pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """As in a terminal, wherever the tests run."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the command tells its user, while it runs."""
     found: list[str] = []
@@ -51,7 +42,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_it_prints_its_address_answers_there_writes_a_trace_and_ends_at_an_interrupt(
-    ctrl_c: None, printed: list[str], tmp_path: Path
+    printed: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
     seen: list[Any] = []

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -111,20 +110,16 @@ def test_an_answer_that_breaks_off_is_an_error_after_what_came(teachllm) -> None
 def test_ctrl_c_ends_it_quietly_and_frees_it_on_the_server(teachllm) -> None:
     engine_client = FakeEngineClient()
     engine_client.go = FirstOnly(0)
-    before: Any = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with serving(engine_client) as server:
+    with serving(engine_client) as server:
 
-            def press() -> None:
-                server.until(lambda: bool(engine_client.open))
-                os.kill(os.getpid(), signal.SIGINT)
+        def press() -> None:
+            server.until(lambda: bool(engine_client.open))
+            os.kill(os.getpid(), signal.SIGINT)
 
-            presser = threading.Thread(target=press)
-            presser.start()
-            result = teachllm("complete", "--url", server.url, "-p", "a")
-            presser.join()
-            server.until(lambda: not server.service.open)
-    finally:
-        signal.signal(signal.SIGINT, before)
+        presser = threading.Thread(target=press)
+        presser.start()
+        result = teachllm("complete", "--url", server.url, "-p", "a")
+        presser.join()
+        server.until(lambda: not server.service.open)
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")
     assert len(engine_client.aborted) == 1

@@ -120,12 +120,8 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
         return await submit(self, *arguments, **options)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        monkeypatch.setattr(Engine, "submit", press)
-        result, answers = batch(text, "--max-concurrency", "1")
-    finally:
-        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(Engine, "submit", press)
+    result, answers = batch(text, "--max-concurrency", "1")
     assert (result.exit_code, len(answers)) == (130, 3)
     assert "5 left for the same command to go on with" in result.stderr
     assert (engine.num_closed, len(engine.aborted)) == (1, 1)

@@ -322,16 +322,8 @@ class FirstOnly(asyncio.Event):
         return self._num_left >= 0 or await super().wait()
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """As in a terminal, wherever the tests run."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("num_steps", [0, 2])
-def test_ctrl_c_stops_an_answer_and_frees_it_on_the_server(ctrl_c: None, num_steps: int) -> None:
+def test_ctrl_c_stops_an_answer_and_frees_it_on_the_server(num_steps: int) -> None:
     engine_client = FakeEngineClient()
     engine_client.go = FirstOnly(num_steps)
     with serving(engine_client) as server:
@@ -352,7 +344,7 @@ def test_ctrl_c_stops_an_answer_and_frees_it_on_the_server(ctrl_c: None, num_ste
         assert session.conversation.turns == []
 
 
-def test_what_was_said_before_ctrl_c_is_kept(ctrl_c: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_said_before_ctrl_c_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_client = FakeEngineClient()
     engine_client.go = FirstOnly(1)
     write = chat_module.ChatSession._stream.__globals__["write_model_text"]
