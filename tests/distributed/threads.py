@@ -106,7 +106,7 @@ class Meeting:
     """All groups of some ranks.
 
     Attributes:
-        threads: what the ranks are that have met here.
+        threads: of the ranks that have met here.
     """
 
     def __init__(self) -> None:

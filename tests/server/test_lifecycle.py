@@ -99,7 +99,6 @@ class Life:
 @pytest.fixture(autouse=True)
 def settings_of_the_process() -> Iterator[None]:
     interval, handlers = sys.getswitchinterval(), [signal.getsignal(number) for number in lifecycle.SIGNALS]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     sys.setswitchinterval(interval)
     for number, handler in zip(lifecycle.SIGNALS, handlers, strict=True):

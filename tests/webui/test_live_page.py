@@ -69,6 +69,10 @@ def tab(first_tab: Watched, live: tuple[LiveSession, str]) -> Iterator[Any]:
     first_tab.page.mouse.move(0, 0)
     first_tab.page.keyboard.press("Escape")
     first_tab.page.evaluate("document.activeElement.blur()")  # what the test before has clicked takes keys for itself
+    for name in ("block_size", "max_num_seqs"):  # the form keeps what was typed
+        first_tab.page.eval_on_selector_all(
+            f"[data-form=fork] [name={name}]", "found => found.map(one => one.value = '')"
+        )
     first_tab.page.wait_for_selector(f"[data-generation='{live[0].generation}']")
     yield first_tab.page
     assert first_tab.complaints == []
@@ -163,7 +167,6 @@ def test_a_fork_with_another_block_size_stands_beside_the_original_and_both_go_o
     page.click("[data-open=fork]")
     assert "After step 1" in page.locator("[data-form=fork]").inner_text()
     page.fill("[data-form=fork] [name=block_size]", "4")
-    page.fill("[data-form=fork] [name=max_num_seqs]", "")  # the form keeps what was typed before
     page.keyboard.press("Enter")
     page.wait_for_selector("[data-form=fork]", state="hidden")
     page.wait_for_selector("[data-side='1']")
@@ -200,7 +203,6 @@ def test_a_fork_is_made_where_its_form_says_though_the_engine_goes_on(session: L
     assert "After step 0" in page.locator("[data-form=fork]").inner_text()
     session.step()
     is_at(page, 1)
-    page.fill("[data-form=fork] [name=block_size]", "")  # the form keeps what was typed before
     page.fill("[data-form=fork] [name=max_num_seqs]", "2")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("[data-side='1']")

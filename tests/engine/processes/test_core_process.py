@@ -58,18 +58,18 @@ def process_of(engine: Engine) -> Any:
     return engine._core._links[0].process  # type: ignore[attr-defined]
 
 
-def test_it_gives_what_an_engine_in_this_process_gives(remote: Engine) -> None:
-    local = make_engine()
+def test_it_gives_what_an_engine_in_this_process_gives() -> None:
     params = [
         GREEDY,
         SamplingParams(n=3, seed=2**70 + 3, max_tokens=9, logprobs=2, prompt_logprobs=1),
         SamplingParams(seed=-5, max_tokens=9, logit_bias={3: 2.5}, min_tokens=4, allowed_token_ids=range(40)),
-        SamplingParams(seed=3, max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
+        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
     ]
     found = []
-    for engine in (local, remote):
-        outputs = [engine.add_request(str(i), random_ids(9, seed=i), each) for i, each in enumerate(params)]
-        drain(engine)
+    for make in (make_engine, make_remote):  # new ones: without a seed, noise depends on what came before
+        with closing(make()) as engine:
+            outputs = [engine.add_request(str(i), random_ids(9, seed=i), each) for i, each in enumerate(params)]
+            drain(engine)
         found.append(outputs)
     for here, there in zip(*found, strict=True):
         assert tokens(here) == tokens(there) and len(here.outputs) == len(there.outputs)

@@ -122,12 +122,13 @@ class ChildThread:
         self.signals.append(number)
         if number == signal.SIGKILL and self._thread.is_alive():
             self.killed.set()
-            self._leave()
+            self._end_exchanges()
 
-    def _leave(self) -> None:
+    def _end_exchanges(self) -> None:
+        """End every wait for this child, and for those that it has started: ranks end with their core."""
         abort_meetings(self._thread)
-        for child in self._children:  # ranks end with their core
-            child._leave()
+        for child in self._children:
+            child._end_exchanges()
 
 
 _current = threading.local()  # `child`: the one whose thread this is
