@@ -16,6 +16,14 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
 
 MakeExecutor = Callable[[EngineConfig, Executor], Executor]
+# What requests ask for and other processes must be told. The last has no seed: its noise depends on all requests that
+# its engine had before, so only new engines draw the same.
+VARIED = [
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    SamplingParams(n=3, seed=2**70 + 3, max_tokens=9, logprobs=2, prompt_logprobs=1),
+    SamplingParams(seed=-5, max_tokens=9, logit_bias={3: 2.5}, min_tokens=4, allowed_token_ids=range(40)),
+    SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
+]
 
 
 def tiny(name: str = "qwen3", **changes: Any) -> dict[str, Any]:

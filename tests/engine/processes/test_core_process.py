@@ -28,7 +28,7 @@ from tests.engine.streams import all_hear_that
 from tests.processes import children, num_descriptors
 from tests.thorough import THOROUGH
 from tests.waiting import wait_for
-from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.engines import VARIED, drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.child_threads import cores_in_threads, in_processes, loading, patched, put_in_place, saying
 from tests.worker.processes.process_trees import needs_proc
 
@@ -59,16 +59,10 @@ def process_of(engine: Engine) -> Any:
 
 
 def test_it_gives_what_an_engine_in_this_process_gives() -> None:
-    params = [
-        GREEDY,
-        SamplingParams(n=3, seed=2**70 + 3, max_tokens=9, logprobs=2, prompt_logprobs=1),
-        SamplingParams(seed=-5, max_tokens=9, logit_bias={3: 2.5}, min_tokens=4, allowed_token_ids=range(40)),
-        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
-    ]
     found = []
-    for make in (make_engine, make_remote):  # new ones: without a seed, noise depends on what came before
+    for make in (make_engine, make_remote):
         with closing(make()) as engine:
-            outputs = [engine.add_request(str(i), random_ids(9, seed=i), each) for i, each in enumerate(params)]
+            outputs = [engine.add_request(str(i), random_ids(9, seed=i), each) for i, each in enumerate(VARIED)]
             drain(engine)
         found.append(outputs)
     for here, there in zip(*found, strict=True):

@@ -122,13 +122,13 @@ class ChildThread:
         self.signals.append(number)
         if number == signal.SIGKILL and self._thread.is_alive():
             self.killed.set()
-            self._end_exchanges()
+            self._abort_meetings()
 
-    def _end_exchanges(self) -> None:
-        """End every wait for this child, and for those that it has started: ranks end with their core."""
+    def _abort_meetings(self) -> None:
+        """Abort the meetings of this child and of its children: a rank ends with its core."""
         abort_meetings(self._thread)
         for child in self._children:
-            child._end_exchanges()
+            child._abort_meetings()
 
 
 _current = threading.local()  # `child`: the one whose thread this is

@@ -28,7 +28,7 @@ from teachllm.worker.processes.rank_processes import RankProcesses
 from teachllm.worker.processes.worker_process import LENGTH, WorkerStart
 from tests.processes import num_descriptors
 from tests.waiting import wait_for
-from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
+from tests.worker.engines import VARIED, drain, make_engine, random_ids, tiny, tokens
 from tests.worker.processes.child_threads import ChildThread, loading, patched, ranks_in_threads
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -94,15 +94,9 @@ def first_plan() -> SchedulerOutput:
 
 
 def test_ranks_give_what_one_process_gives_with_plans_in_flight() -> None:
-    params = [
-        GREEDY,
-        SamplingParams(n=3, seed=2**70 + 3, max_tokens=9, logprobs=2, prompt_logprobs=1),
-        SamplingParams(seed=-5, max_tokens=9, logit_bias={3: 2.5}, min_tokens=4, allowed_token_ids=range(40)),
-        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.2, stop_token_ids=[7]),
-    ]
-    with closing(make_engine(**TWO, async_scheduling=True)) as two:  # without a seed, noise depends on what came before
-        remote = run(two, params)
-    for here, there in zip(run(make_engine(), params), remote, strict=True):
+    with closing(make_engine(**TWO, async_scheduling=True)) as two:
+        remote = run(two, VARIED)
+    for here, there in zip(run(make_engine(), VARIED), remote, strict=True):
         assert tokens(here) == tokens(there)
         assert [list(each or ()) for each in here.prompt_logprobs or ()] == [
             list(each or ()) for each in there.prompt_logprobs or ()
