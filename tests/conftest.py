@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -36,6 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Budget())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # while modules are imported, which stay
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -69,9 +69,8 @@ def test_what_started_ranks_or_replicas_refuse_is_one_line_and_ends_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "is_loading"), [(TP, True), *([(TP, False), (DP, False)] if THOROUGH else [])], ids=str
-)
+@only_thorough
+@pytest.mark.parametrize(("ranks", "is_loading"), [(TP, True), (TP, False), (DP, False)], ids=str)
 def test_ctrl_c_ends_all_of_them_without_a_word(ranks: str, is_loading: bool, tmp_path: Path) -> None:
     files = tmp_path / "temporary"
     files.mkdir()

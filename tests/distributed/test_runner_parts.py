@@ -193,9 +193,7 @@ def alone(folder: str) -> Callable[[str], dict[str, list[int]]]:
 
 
 CASES = [
-    (Layout(2, 2), "filtered"),
     (Layout(2, 2), "penalties and logprobs"),
-    (Layout(2, 1), "greedy"),
     (Layout(1, 3), "random"),
     (Layout(4, 1), "nucleus"),
 ]

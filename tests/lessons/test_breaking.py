@@ -29,6 +29,7 @@ def assert_shown(said: str) -> None:
     assert whole.split("```")[1].strip() != broken.split("```")[1].strip() != ""
 
 
+@only_thorough  # a notebook that the usual run executes asks all of it but for the words
 def test_a_process_shows_the_fault_then_tells_what_the_test_that_notices_says_and_then_it_may_end() -> None:
     broken = plant(FAULT)
     assert_shown(broken.symptom(f"teachllm_lessons.helpers.{SCENARIOS[FAULT]}").text)

@@ -41,8 +41,8 @@ def test_the_same_seed_gives_the_same_lines() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"async_scheduling": True}, {"enable_chunked_prefill": False}]
-    + ([{}, {"scheduling_policy": "static"}] if THOROUGH else []),
+    [{"async_scheduling": True}]
+    + ([{"enable_chunked_prefill": False}, {}, {"scheduling_policy": "static"}] if THOROUGH else []),
 )
 def test_every_step_is_the_one_that_the_engine_makes_with_a_model(changes: dict[str, Any]) -> None:
     parts = [

@@ -1,6 +1,6 @@
 """Replicas that share a mixture's experts: the tokens of one process, whoever has work, and one end for all.
 
-They and their ranks are threads here; once they are processes.
+They and their ranks are threads here, and processes in one thorough test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from teachllm.trace.reader import Trace, read_trace
 from teachllm.worker.errors import EngineDeadError
 from tests.engine.streams import all_hear_that
 from tests.processes import descendants, is_gone, num_descriptors
-from tests.thorough import THOROUGH, times
+from tests.thorough import THOROUGH, only_thorough, times
 from tests.waiting import wait_for
 from tests.worker.engines import random_ids, tiny, tokens
 from tests.worker.processes.child_threads import cores_in_threads, in_processes, patched
@@ -195,9 +195,9 @@ def test_one_that_is_told_to_end_serves_the_others_until_all_are() -> None:
 
 
 @needs_proc
+@only_thorough
 @pytest.mark.parametrize(
-    ("victim", "num_requests"),
-    [("its input", 1), *([("core", 1), ("core", 6), ("rank", 1), ("rank", 6)] if THOROUGH else [])],
+    ("victim", "num_requests"), [("its input", 1), ("core", 1), ("core", 6), ("rank", 1), ("rank", 6)]
 )
 def test_replicas_in_processes_give_the_tokens_of_one_and_when_one_ends_all_hear_of_it_and_end(
     victim: str, num_requests: int, tmp_path: Path

@@ -71,7 +71,7 @@ def sample(
 
 @pairs(
     most=per_device(60, 300),
-    few=6,
+    few=4,
     vocab_size=per_device([61, 200], [50, 61, 64, 513, 700]),
     spread=[0.1, 5.0],
     quantum=[0.0, 0.75],  # or ties everywhere

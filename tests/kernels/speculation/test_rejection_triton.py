@@ -82,7 +82,7 @@ def propose(batch: dict, table: dict[str, torch.Tensor], num_siblings: int) -> t
 
 @pairs(
     most=per_device(60, 300),
-    few=6,
+    few=4,
     vocab_size=per_device([61, times(140, 200)], [50, 61, 64, 513, 700]),
     num_siblings=per_device([1, 2], [1, 2, 3, 5]),
     replaced=[False, True],

@@ -188,7 +188,7 @@ def test_dequantized_weights_are_those_of_the_definition() -> None:
 
 
 @pairs(
-    few=9,
+    few=6,
     shape=per_device([(272, 68, 16), (75, 26, 75)], SHAPES),
     kind=KINDS,
     dtype=DTYPES,
@@ -207,7 +207,7 @@ def test_dequantizing_is_exact(
 
 
 @pairs(
-    few=10,
+    few=6,
     shape=OF_ONE_ROW,
     kind=KINDS_TO_MULTIPLY,
     dtype=DTYPES,
@@ -246,7 +246,7 @@ def test_one_row(
 
 
 @pairs(
-    few=11,
+    few=8,
     num_rows=per_device([2, 17], [2, 9, 16, 17, 40, 64, 130, MAX_ROWS]),
     shape=OF_ROWS,
     kind=KINDS_TO_MULTIPLY,

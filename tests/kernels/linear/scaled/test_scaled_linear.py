@@ -76,7 +76,7 @@ def test_the_definition_is_the_product_of_the_values_that_are_stored(quantized_d
 
 
 @pairs(
-    few=8,
+    few=6,
     num_rows=per_device([2, 40, 70], [1, 2, 16, 17, 40, 70, 130]),
     shape=SHAPES,
     quantized_dtype=QUANTIZED_DTYPES,
