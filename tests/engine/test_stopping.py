@@ -18,7 +18,7 @@ from tests.worker.engines import DraftingExecutor, assert_clean, complete, make_
 
 QUESTION = [{"role": "user", "content": "Who are you?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-both = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+both = pytest.mark.parametrize("ahead", [True, False][: times(1, 2)], ids=lambda ahead: "ahead" if ahead else "plain")
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def draw_weights(num_experts: int, size: int, width: int, dtype: torch.dtype) ->
 
 
 @pairs(
-    few=6,
+    few=5,
     mixture=MIXTURES,
     num_tokens=NUMS_TOKENS,
     is_crowded=[False, True],
