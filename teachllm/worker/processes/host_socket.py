@@ -19,6 +19,7 @@ import hashlib
 import socket
 import threading
 from collections.abc import Callable
+from functools import cache
 
 import zmq
 from zmq.utils import z85
@@ -131,5 +132,6 @@ def _set_up(either: zmq.Socket[bytes]) -> None:
     either.heartbeat_ivl, either.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
 
 
+@cache  # scrypt takes long on purpose
 def _server_key(secret: str) -> bytes:
     return z85.encode(hashlib.scrypt(secret.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=32))
