@@ -42,7 +42,7 @@ viz: $(VENV)/.ui  ## watch the engine run the embedded model, in a browser
 lessons: $(VENV)/.lessons  ## open the notebooks that step through the engine
 	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m jupyterlab lessons $(ARGS)
 
-test: format-check  ## run format and lint checks, the type checker, the tests and a notebook
+test: format-check  ## run format and lint checks, the type checker, the tests and two notebooks
 	@$(MAKE) --no-print-directory -j 2 types pytest
 
 test-thorough:  ## run the same with many more examples per randomized test, and every notebook

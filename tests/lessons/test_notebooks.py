@@ -1,6 +1,6 @@
 """The notebooks: each is what its source says, short, without an error, and quotes no code of the package.
 
-`make test` executes one of them as well, and `make test-thorough` all; of the others a stamp says what they were when
+`make test` executes two of them as well, and `make test-thorough` all; of the others a stamp says what they were when
 they were last executed.
 """
 
