@@ -46,6 +46,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Tests of the page wait for a browser. Each worker begins with a part of the list, and takes over what is left at
+    # another's end: at the end both would wait, each for a browser of its own.
+    items.sort(key=lambda item: "webui" not in item.path.parts)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

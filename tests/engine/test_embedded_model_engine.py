@@ -28,7 +28,7 @@ def theirs() -> list[dict[str, Any]]:
 
 def test_greedy_tokens_equal_transformers_from_the_same_files(llm: LLM, theirs: list[dict[str, Any]]) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-    every = times(3, 1)
+    every = times(4, 1)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS[::every]]
     outputs = llm.chat(chats, params, use_tqdm=False) + llm.generate(TEXTS[::every], params, use_tqdm=False)
     wanted = theirs[: len(QUESTIONS) : every] + theirs[len(QUESTIONS) : -1 : every]

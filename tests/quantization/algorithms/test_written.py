@@ -37,12 +37,12 @@ SOME: dict[str, Any] = {"num_samples": times(2, 4), "seq_len": times(32, 64), "c
 RECIPES = [
     Recipe("int8", smoothquant=True, **SOME),
     Recipe("fp8"),
-    Recipe("rtn", bits=8, group_size=-1, is_symmetric=False),
     Recipe("gptq", group_size=32, is_symmetric=False, desc_act=True, **SOME),
     Recipe("awq", **SOME),
     Recipe("autoround", num_iters=3, is_symmetric=False, group_size=32, **SOME),
 ]
 MORE_RECIPES = [
+    Recipe("rtn", bits=8, group_size=-1, is_symmetric=False),
     Recipe("int8"),
     Recipe("rtn", group_size=64),
     Recipe("gptq", **SOME),
