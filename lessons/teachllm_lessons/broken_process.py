@@ -33,10 +33,19 @@ class BrokenProcess:
         self._process = start_python(folder, "-m", "teachllm_lessons.broken_process", **pipes)
 
     def ask(self, kind: str, name: str, seconds: float) -> tuple[int, str]:
-        """(exit code, what was printed); it is ended if that takes longer."""
-        process = self._process
+        """(exit code, what was printed).
+
+        Raises:
+            TimeoutError: it has taken longer, and was ended.
+        """
+        process, is_late = self._process, threading.Event()
         assert process.stdin is not None and process.stdout is not None
-        watch = threading.Timer(seconds, process.kill)
+
+        def end() -> None:
+            is_late.set()
+            process.kill()
+
+        watch = threading.Timer(seconds, end)
         watch.start()
         try:
             process.stdin.write(json.dumps([kind, name]) + "\n")
@@ -49,6 +58,8 @@ class BrokenProcess:
         if answer:
             code, printed = json.loads(answer)
             return code, printed
+        if is_late.is_set():
+            raise TimeoutError(f"no answer within {seconds:.0f} seconds: is the machine busy? Run the cell again")
         return process.wait(), "it ended without a word"
 
     @property

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,11 @@ def is_up_to_date(source: Path) -> bool:
     return stamps().get(source.stem) == stamp(source)
 
 
-def execute(notebook: Any, folder: Path) -> float:
+def execute(notebook: Any, folder: Path, on_cell: Callable[[int], None] = lambda index: None) -> float:
     """Runs it; returns the seconds that it took.
+
+    Args:
+        on_cell: called with the index of each cell before it runs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed, and its words.
@@ -98,6 +101,7 @@ def execute(notebook: Any, folder: Path) -> float:
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
         extra_arguments=["--log-level=40"],  # errors only: it warns of its own way to talk on this machine
+        on_cell_start=lambda cell, cell_index: on_cell(cell_index),
     ).execute()
     return time.monotonic() - began
 

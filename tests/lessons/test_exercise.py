@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from teachllm.core.block_pool import Block, BlockPool
 from teachllm.core.policy import FirstComeFirstServed
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.exercise import VERDICT_TYPE, Exercise, Wrong, check, run_with
-from teachllm_lessons.guard import TooLong, _Alarm, run_guarded
+from teachllm_lessons.guard import Seconds, TooLong, _Alarm, run_guarded
 from teachllm_lessons.watch import NoProgress, Watch
 from tests.waiting import HANG_SECONDS
+
+LONG = Seconds(HANG_SECONDS, HANG_SECONDS)
 
 
 def double(contract: Any = lambda piece: int(piece(2) == 4), live: Any = lambda piece: "It ran.") -> Exercise:
@@ -39,7 +42,7 @@ def unwritten(x: int) -> int:
 @pytest.mark.parametrize(
     ("piece", "words"),
     [
-        (for_ever, "was still running after 0 seconds"),
+        (for_ever, "was still running after"),
         (for_ever_and_catches_all, "does a loop of it never end"),
         (lambda x: 1 // 0, "raised ZeroDivisionError"),
         (lambda x: sys.exit(3), "ended the program"),
@@ -48,10 +51,29 @@ def unwritten(x: int) -> int:
 )
 def test_it_is_told_what_its_code_did_and_gets_the_engines_own(piece: Any, words: str) -> None:
     never_ends = piece in (for_ever, for_ever_and_catches_all)
-    checked = check(double(), piece, seconds=0.2 if never_ends else HANG_SECONDS)
+    checked = check(double(), piece, Seconds(0.2, HANG_SECONDS) if never_ends else LONG)
     assert not checked.is_right and words in checked.message
     assert checked.piece(3) == 6
     assert "`DOUBLE.hint(1)` may help" in checked.message
+
+
+def computes(piece: Any) -> int:
+    for _ in range(5_000_000):
+        pass
+    return int(piece(2) == 4)
+
+
+def waits(piece: Any) -> int:
+    for _ in range(10):
+        time.sleep(0.05)
+    return int(piece(2) == 4)
+
+
+@pytest.mark.parametrize("slow", [computes, waits])
+@pytest.mark.parametrize("limit", [Seconds(0.02, HANG_SECONDS), Seconds(HANG_SECONDS, 0.02), Seconds(0.02, 0.02)])
+def test_a_right_piece_is_right_where_the_engines_own_is_as_slow(slow: Any, limit: Seconds) -> None:
+    assert check(double(contract=slow), lambda x: x + x, limit).is_right
+    assert check(double(live=lambda piece: f"{slow(piece)}"), lambda x: x + x, limit).is_right
 
 
 def test_what_is_not_written_yet_is_done_by_the_engines_own() -> None:
@@ -70,7 +92,7 @@ def test_a_contract_says_what_is_wrong_and_so_does_the_engine() -> None:
 
 
 def test_an_alarm_that_comes_too_late_rings_nowhere() -> None:
-    alarm = _Alarm(HANG_SECONDS)
+    alarm = _Alarm(LONG)
     with alarm:
         pass
     alarm._ring()  # the timer had fired just before it was to be cancelled
@@ -78,7 +100,7 @@ def test_an_alarm_that_comes_too_late_rings_nowhere() -> None:
 
 
 def test_an_alarm_that_comes_at_the_last_moment_is_not_left_for_what_follows() -> None:
-    alarm = _Alarm(HANG_SECONDS)
+    alarm = _Alarm(LONG)
     with pytest.raises(TooLong), alarm:
         alarm._ring()
 
@@ -88,7 +110,7 @@ def test_ctrl_c_is_the_readers_own() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_guarded(interrupted, 1.0)
+        run_guarded(interrupted, LONG)
 
 
 class Leaky(BlockPool):
@@ -108,12 +130,12 @@ class Closed(FirstComeFirstServed):
 
 def test_a_pool_that_loses_blocks_is_found_out() -> None:
     for pool in (Leaky, Greedy):
-        ran = run_guarded(lambda pool=pool: run_with(EngineOverrides(make_pool=pool)), HANG_SECONDS)
+        ran = run_guarded(lambda pool=pool: run_with(EngineOverrides(make_pool=pool)), LONG)
         assert ran.error is not None and "block" in str(ran.error).lower()
 
 
 def test_a_policy_that_admits_nobody_does_not_hang() -> None:
-    ran = run_guarded(lambda: run_with(EngineOverrides(policy=Closed())), HANG_SECONDS)
+    ran = run_guarded(lambda: run_with(EngineOverrides(policy=Closed())), LONG)
     assert isinstance(ran.error, NoProgress) and "nothing is computed any more" in str(ran.error)
 
 

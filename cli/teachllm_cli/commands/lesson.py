@@ -60,11 +60,13 @@ def check_lesson(
     with one_line_errors(debug):
         path = notebook or _notebook(number)
         _need("nbclient")
-        notes().print(f"running {path.name} ...")
+        from rich.markup import escape
+
         from teachllm_lessons.saved import verdicts
 
         marks = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "unwritten": "[dim]…[/]"}
-        found = verdicts(path)
+        with notes().status(f"running {path.name} ...") as status:
+            found = verdicts(path, lambda cell: status.update(escape(f"running {path.name}, {cell} ...")))
         for each in found:
             answers().print(f"{marks[each.verdict]} {each.exercise}", end=" ")
             answers().print(each.says.partition("\n")[0], markup=False)

@@ -54,7 +54,7 @@ def test_every_piece_of_a_notebook_has_a_line_and_one_that_does_not_hold_is_exit
 ) -> None:
     says = {"right": "keeps its contract in 1 cases.\nIt ran.", "wrong": "double(2) is 5, not 4"}
 
-    def execute(notebook: Any, folder: Path) -> None:
+    def execute(notebook: Any, folder: Path, on_cell: Any) -> None:
         for cell, (verdict, text) in zip(notebook.cells, says.items(), strict=False):
             data = {VERDICT_TYPE: {"exercise": "double", "verdict": verdict, "says": text}}
             cell.outputs = [nbformat.v4.new_output("display_data", data)]
@@ -71,9 +71,9 @@ def test_every_piece_of_a_notebook_has_a_line_and_one_that_does_not_hold_is_exit
     [
         (
             CellExecutionError("", "ZeroDivisionError", "division by zero"),
-            "mine.ipynb: a cell fails: ZeroDivisionError: division by zero",
+            "mine.ipynb: cell 2 of 3 (x = 1 / 0) fails: ZeroDivisionError: division by zero",
         ),
-        (CellTimeoutError("too long"), "mine.ipynb: a cell does not end"),
+        (CellTimeoutError("too long"), "mine.ipynb: cell 2 of 3 (x = 1 / 0) was still running after 300 seconds: does"),
         (None, "mine.ipynb: no cell shows what check(...) says: put the notebook back as it was"),
     ],
     ids=["fails", "hangs", "no check"],
@@ -81,12 +81,13 @@ def test_every_piece_of_a_notebook_has_a_line_and_one_that_does_not_hold_is_exit
 def test_what_cannot_be_judged_is_said_in_a_line(
     teachllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
 ) -> None:
-    def execute(notebook: Any, folder: Path) -> None:
+    def execute(notebook: Any, folder: Path, on_cell: Any) -> None:
+        on_cell(1)
         if error is not None:
             raise error
 
     monkeypatch.setattr("teachllm_lessons.saved.execute", execute)
-    result = teachllm("lesson", "check", "05", "--notebook", saved(tmp_path, "1 + 1"))
+    result = teachllm("lesson", "check", "05", "--notebook", saved(tmp_path, "1", "# a\n\nx = 1 / 0", "2"))
     assert result.exit_code == 1
     assert said in " ".join(result.stderr.split())
 

@@ -85,9 +85,10 @@ def test_wrong_ones_are_told_why(piece: Any, words: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a compiler takes it for an error")
 def test_an_empty_frame_is_not_called_wrong() -> None:
+    from teachllm_lessons.exercise import LIMIT
     from teachllm_lessons.guard import run_guarded
 
-    assert isinstance(run_guarded(lambda: UPDATE.contract(of_nothing), 30.0).error, NotImplementedError)
+    assert isinstance(run_guarded(lambda: UPDATE.contract(of_nothing), LIMIT).error, NotImplementedError)
 
 
 @only_thorough
