@@ -8,7 +8,9 @@ in one line that names the setting to change.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from teachllm.speculative_config import SpeculativeConfig
 
@@ -22,7 +24,10 @@ CHOICES = {
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
     "distributed_executor_backend": (None, "mp", "torchrun", "ray"),
 }
-_PATHS = ("model", "tokenizer", "trace_path")
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+_PATHS = ("model", "tokenizer", "generation_config", "trace_path")
+_OBJECTS = ("override_generation_config", "hf_overrides")
+_EMBEDDED_DRAFTERS = {"draft_model": "teachlm-draft", "eagle": "teachlm-eagle", "medusa": "teachlm-medusa"}
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -34,7 +39,8 @@ class EngineConfig:
         model: a local folder, a hub id, or "teachlm", the model that comes with the package.
         tokenizer: where to load the tokenizer from, if not from `model`.
         revision: branch, tag or commit on the hub.
-        dtype: of weights, activations and KV cache; "auto" takes the checkpoint's, but float32 on a CPU.
+        dtype: of weights, activations and KV cache; "auto" takes the checkpoint's, but float32 on a CPU. "half" is
+            float16 and "float" is float32.
         load_format: "auto" reads safetensors; "pt" allows pickled weights, which can run code; "dummy" draws
             random weights from `config.json` alone.
         model_impl: this project's own model code, or transformers' with our paged attention.
@@ -42,6 +48,11 @@ class EngineConfig:
             "int4" (4 bits by groups of 128, 64 or 32). Embedding and output head stay. A checkpoint that is quantized
             already says so itself; see docs/quantization.md.
         trust_remote_code: lets a checkpoint bring its own Python.
+        hf_overrides: values in place of those in config.json, as a JSON object: {"rope_scaling": {"rope_type": "yarn",
+            "factor": 4.0, "original_max_position_embeddings": 32768}}.
+        generation_config: where requests get the settings from that they do not name: "auto" is the checkpoint's
+            generation_config.json, "vllm" (vLLM's word) no file at all, anything else a folder with such a file.
+        override_generation_config: settings in place of that file's, as a JSON object: {"temperature": 0.5}.
         skip_tokenizer_init: prompts and results are token ids only.
         max_model_len: longest sequence, prompt and output together; None takes the model's context length.
         device: "cpu", "cuda", "cuda:1", ...; "auto" is the GPU where there is one.
@@ -80,7 +91,7 @@ class EngineConfig:
             quantized cache.
         batch_invariant: a request's logits do not change by one bit with what runs beside it or how its prompt is
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
-        max_logprobs: the most `logprobs` a request may ask for.
+        max_logprobs: the most `logprobs` a request may ask for; -1 is no limit.
         check_invariants: verify the scheduler's books after every step.
 
     Parallelism, see docs/parallelism.md:
@@ -115,6 +126,9 @@ class EngineConfig:
     model_impl: str = "auto"
     quantization: str | None = None
     trust_remote_code: bool = False
+    hf_overrides: Mapping[str, Any] | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
     skip_tokenizer_init: bool = False
     max_model_len: int | None = None
     device: str = "auto"
@@ -159,6 +173,7 @@ class EngineConfig:
         for name in _PATHS:
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))  # other processes are told settings as plain text
+        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")
@@ -167,9 +182,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        for name in ("long_prefill_token_threshold", "max_logprobs"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError(f"long_prefill_token_threshold={self.long_prefill_token_threshold}: must be 0 or more")
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for no limit")
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port={self.master_port}: must be in 0..65535")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -205,8 +221,12 @@ class EngineConfig:
                 f"batch_invariant=True needs kernels that add in a fixed order, and attention_backend="
                 f"{self.attention_backend!r} has none: set attention_backend=triton, or batch_invariant=False"
             )
+        for name in _OBJECTS:
+            if not isinstance(getattr(self, name), Mapping | None):
+                raise ValueError(f'{name}={getattr(self, name)!r}: must be an object, like {{"temperature": 0.5}}')
         if self.speculative_config is not None:
-            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+            drafters = _EMBEDDED_DRAFTERS if self.model == "teachlm" else {}
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config, drafters))
             if not self.enable_kv_cache:
                 raise ValueError(
                     "speculative_config needs cached tokens to verify drafts: leave it out, or set enable_kv_cache=True"

@@ -12,7 +12,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 for the most likely token.
-        decoded_token: its text alone, or None without a tokenizer.
+        decoded_token: its text alone; None without a tokenizer, or where the request does not detokenize.
     """
 
     logprob: float
@@ -29,7 +29,7 @@ class CompletionOutput:
         text: detokenized, never ending in half a character.
         token_ids: the sampled ids, the stop token included.
         cumulative_logprob: sum over the sampled ids; None unless logprobs were asked for.
-        logprobs: per output token, {token id: Logprob}.
+        logprobs: per output token, {token id: Logprob}: the sampled one first, then the most likely ones, best first.
         finish_reason: "stop", "length", "abort", or None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
     """

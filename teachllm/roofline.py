@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,6 +49,16 @@ class Ceilings:
     copy_bandwidth: float
     gemm_flops: float
     attention_flops: float
+
+    def scaled(self, bandwidths: float, flops: float) -> Ceilings:
+        """Return multiples of these rates."""
+        return replace(
+            self,
+            read_bandwidth=bandwidths * self.read_bandwidth,
+            copy_bandwidth=bandwidths * self.copy_bandwidth,
+            gemm_flops=flops * self.gemm_flops,
+            attention_flops=flops * self.attention_flops,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,14 @@ class Work:
     def seconds(self, ceilings: Ceilings) -> float:
         """The floor."""
         return max(self._seconds_to_move(ceilings), self._seconds_to_compute(ceilings))
+
+    def raised(self, ceilings: Ceilings, seconds: float) -> Ceilings:
+        """Return ceilings under which work that took so long could be done: these, if it could.
+
+        A device cannot do more than it can. Where it has, the ceiling was measured too low, or bytes lie in a cache.
+        """
+        moves, computes = self._seconds_to_move(ceilings), self._seconds_to_compute(ceilings)
+        return ceilings.scaled(max(1.0, moves / seconds), max(1.0, computes / seconds))
 
     def bound(self, ceilings: Ceilings, seconds: float) -> str:
         """Return what a step that took so long was bound by.

@@ -7,11 +7,24 @@ and `engine/text/detokenizer.py` (strings).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 _GREEDY_EPSILON = 1e-5  # a temperature below this is greedy: dividing by it would overflow
+
+# What each parameter is; those of the second kind may also be None.
+_INTEGERS = ("n", "top_k", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "stop", "allowed_token_ids", "logit_bias")
+_NONE_IS_EMPTY = ("stop_token_ids", "bad_words")  # as vLLM takes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +41,7 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of every token already in the output.
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: added to the logits of these token ids.
-        seed: fixes this request's noise; None draws one from the engine's own seed.
+        seed: fixes this request's noise; None, or -1, draws one from the engine's own seed.
         max_tokens: output tokens at most; None runs to `max_model_len`.
         min_tokens: no stop token or stop string ends the output before this many tokens.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
@@ -37,10 +50,15 @@ class SamplingParams:
         bad_words: strings that must not be produced.
         allowed_token_ids: if given, only these may be sampled.
         logprobs: log-probabilities of this many most likely tokens per output token, of the sampled one besides
-            (before penalties and temperature).
+            (before penalties and temperature). -1 is the whole vocabulary, if the engine's `max_logprobs` is -1.
         prompt_logprobs: the same for each prompt token; such a request does not read the prefix cache.
         detokenize: False returns ids only; stop strings then have nothing to match.
         skip_special_tokens: leave special tokens out of the text.
+
+    Integers of NumPy and the like become Python's, and sequences tuples.
+
+    Raises:
+        ValueError: a parameter is not of its type, or out of its range.
     """
 
     n: int = 1
@@ -67,6 +85,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check("n", self.n >= 1, "at least 1")
         self._check("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more, and finite")
         self._check("top_k", self.top_k >= -1, "0 or -1 (all), or how many tokens to keep")
@@ -81,12 +100,38 @@ class SamplingParams:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            self._check(name, value is None or value >= 0, "0 or more")
+            self._check(name, value is None or value >= -1, "0 or more, or -1 for the whole vocabulary")
         self._check("stop", "" not in self.stop_strings, "strings of at least one character")
         self._check("bad_words", "" not in self.bad_words, "strings of at least one character")
         self._check("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "not empty")
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need text to match: drop stop=, or set detokenize=True")
+
+    def _check_types(self) -> None:
+        """Bring every parameter to its type, or refuse it: what a step would stumble over never gets there."""
+        for name in _NONE_IS_EMPTY:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
+        kinds: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
+            (_INTEGERS, _integer, "a whole number"),
+            (_NUMBERS, _number, "a number"),
+            (_FLAGS, _flag, "True or False"),
+            (("stop",), _text_or_texts, "a string or a list of strings"),
+            (("bad_words",), _texts, "a list of strings"),
+            (_ID_LISTS, _ids, "a list of token ids"),
+            (("logit_bias",), _biases, "a dictionary of token ids and numbers"),
+        )
+        for names, convert, wanted in kinds:
+            for name in names:
+                value = getattr(self, name)
+                if value is None and name in _MAY_BE_NONE:
+                    continue
+                try:
+                    object.__setattr__(self, name, convert(value))
+                except (TypeError, ValueError, OverflowError):
+                    self._check(name, False, wanted)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
 
     def _check(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
@@ -102,7 +147,43 @@ class SamplingParams:
         return self.temperature < _GREEDY_EPSILON
 
 
-def plain(value: Any) -> Any:
-    """A list or a number, for whoever writes parameters down, of what a user may give in place of one: a range, a set,
-    NumPy's."""
-    return value.tolist() if hasattr(value, "tolist") else list(value)
+def _integer(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not (isinstance(value, Real) or hasattr(value, "item")):
+        raise TypeError
+    return value if type(value) in (int, float) else float(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text_or_texts(value: Any) -> str | tuple[str, ...]:
+    return _texts([value])[0] if isinstance(value, str) else _texts(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str | bytes | Mapping) or not all(isinstance(each, str) for each in value):
+        raise TypeError
+    for each in value:
+        each.encode()  # half a surrogate pair is no text
+    return tuple(value)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, str | bytes | Mapping):
+        raise TypeError
+    return tuple(_integer(each) for each in value)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return {_integer(token_id): _number(bias) for token_id, bias in value.items()}

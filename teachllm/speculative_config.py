@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 METHODS = ("ngram", "draft_model", "eagle", "medusa", "custom")
@@ -32,7 +33,7 @@ class SpeculativeConfig:
         num_speculative_tokens: tokens to draft one after the other, at most. Of a tree its depth; its number of nodes
             is taken, too, and becomes the depth.
         model: folder or hub id of the draft model, or of the heads; "teachlm-draft", "teachlm-eagle" and
-            "teachlm-medusa" come with the package.
+            "teachlm-medusa" come with the package, and are what "teachlm" has where none is named.
         revision: branch, tag or commit of it on the hub.
         load_format: as the engine's, which it is if None.
         draft_tensor_parallel_size: 1, there is no other.
@@ -136,8 +137,13 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative {name}={getattr(self, name)!r} has an effect only {where}: leave it out")
 
     @staticmethod
-    def of(given: SpeculativeConfig | Mapping[str, Any]) -> SpeculativeConfig:
+    def of(
+        given: SpeculativeConfig | Mapping[str, Any], drafters: Mapping[str, str] = MappingProxyType({})
+    ) -> SpeculativeConfig:
         """From a dictionary, as a command line or a trace has it.
+
+        Args:
+            drafters: method -> the model that it has where none is given.
 
         Raises:
             ValueError: there is no such setting, one is missing, or has a wrong value.
@@ -157,7 +163,8 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative_config: {name}={value!r} must be of type {kind}")
         if "method" not in given:
             raise ValueError(f"speculative_config lacks a method: choose one of {', '.join(METHODS)}")
-        return SpeculativeConfig(**given)
+        method = _SYNONYMS["method"].get(given["method"], given["method"])
+        return SpeculativeConfig(**({"model": drafters.get(method)} | dict(given)))
 
     @cached_property
     def tree(self) -> tuple[tuple[int, ...], ...] | None:

@@ -21,7 +21,10 @@ WINGS = {".": "teachllm", "kernels": "teachllm_kernels", "cli": "teachllm_cli"}
 WINGS |= {"webui": "teachllm_webui", "lessons": "teachllm_lessons"}
 OURS = set(WINGS.values())
 
-PLAIN_DATA = ("teachllm.config", "teachllm.speculative_config", "teachllm.sampling_params", "teachllm.outputs")
+PLAIN_DATA = (
+    *("teachllm.config", "teachllm.speculative_config", "teachllm.sampling_params", "teachllm.outputs"),
+    "teachllm.errors",
+)
 FROM_ABOVE = (
     *("teachllm", "teachllm.engine", "teachllm.bench", "teachllm.simulator"),
     *("teachllm.core.memory", "teachllm.trace", "teachllm.roofline", *PLAIN_DATA),
@@ -36,6 +39,7 @@ FLOORS = {
     "teachllm.speculative_config": PLAIN_DATA,
     "teachllm.sampling_params": PLAIN_DATA,
     "teachllm.outputs": PLAIN_DATA,
+    "teachllm.errors": PLAIN_DATA,
     "teachllm.core": ("teachllm.core", *PLAIN_DATA),
     "teachllm.layers": (*TENSORS, *PLAIN_DATA),
     "teachllm.sampling": ("teachllm.sampling", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
@@ -50,7 +54,7 @@ FLOORS = {
         *TO_A_WORKER,
         *PLAIN_DATA,
     ),
-    "teachllm.quantization.algorithms": ("teachllm", "teachllm.quantization", *A_CHECKPOINT),
+    "teachllm.quantization.algorithms": ("teachllm", "teachllm.quantization", *A_CHECKPOINT, "teachllm.errors"),
     "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": (
         *("teachllm", "teachllm.worker", "teachllm.models"),

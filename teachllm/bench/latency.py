@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, Timing, check_length, random_ids, run_batch
-from teachllm.bench.figures import Figure, as_json
+from teachllm.bench.figures import Figure, as_json, raise_ceilings
 from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.roofline import Ceilings
 
@@ -48,11 +48,13 @@ class LatencyResult:
     Attributes:
         timings: one an iteration.
         figures: median latency, time to the first tokens, time per output token after them.
+        ceilings: as given, or higher, see `raise_ceilings`.
         json: all of it, with settings and ceilings.
     """
 
     timings: list[Timing]
     figures: list[Figure]
+    ceilings: Ceilings
     json: dict[str, Any]
 
 
@@ -85,13 +87,15 @@ def run_latency(
             progress(done, num_all)
     timings = timings[options.num_iters_warmup :]
     figures = _figures(llm, options, ceilings, batch, timings)
+    if llm.config.speculative_config is None:  # which needs fewer steps than the ceilings count
+        figures, ceilings = raise_ceilings(figures, ceilings)
     seconds = [timing.total_s for timing in timings]
     results = {
         "avg_latency": statistics.mean(seconds),
         "latencies": seconds,
         "percentiles": {str(percent): _percentile(seconds, percent) for percent in _PERCENTILES},
     }
-    return LatencyResult(timings, figures, as_json(llm, options, results, figures, ceilings))
+    return LatencyResult(timings, figures, ceilings, as_json(llm, options, results, figures, ceilings))
 
 
 def _figures(

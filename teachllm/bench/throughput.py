@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, check_length, random_ids, run_batch
-from teachllm.bench.figures import Figure, as_json
+from teachllm.bench.figures import Figure, as_json, raise_ceilings
 from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.roofline import Ceilings
 
@@ -56,6 +56,7 @@ class ThroughputResult:
     Attributes:
         elapsed_s: from the first request's arrival to the last token.
         figures: output and total tokens per second, requests per second.
+        ceilings: as given, or higher, see `raise_ceilings`.
         json: all of it, with settings and ceilings.
     """
 
@@ -63,6 +64,7 @@ class ThroughputResult:
     num_prompt_tokens: int
     num_output_tokens: int
     figures: list[Figure]
+    ceilings: Ceilings
     json: dict[str, Any]
 
 
@@ -113,6 +115,8 @@ def run_throughput(
         Figure(name, "requests/s" if name == "requests" else "tokens/s", amount / elapsed_s, amount / floor_s)
         for name, amount in amounts.items()
     ]
+    if llm.config.speculative_config is None:  # which needs fewer steps than the ceilings count
+        figures, ceilings = raise_ceilings(figures, ceilings)
     results = {
         "elapsed_time": elapsed_s,
         "num_requests": options.num_prompts,
@@ -121,4 +125,4 @@ def run_throughput(
         "tokens_per_second": (num_prompt + num_output) / elapsed_s,
     }
     json = as_json(llm, options, results, figures, ceilings)
-    return ThroughputResult(elapsed_s, num_prompt, num_output, figures, json)
+    return ThroughputResult(elapsed_s, num_prompt, num_output, figures, ceilings, json)

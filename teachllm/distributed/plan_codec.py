@@ -24,7 +24,7 @@ from teachllm.core.scheduler_output import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from teachllm.sampling_params import SamplingParams, plain
+from teachllm.sampling_params import SamplingParams
 
 _HEAD = struct.Struct("=3q")
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
@@ -247,4 +247,4 @@ def _params(plain: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**plain)
 
 
-_to_json = json.JSONEncoder(default=plain).encode
+_to_json = json.JSONEncoder().encode

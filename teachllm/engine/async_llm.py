@@ -131,6 +131,7 @@ class AsyncLLM(EngineThread):
 
         Raises:
             ValueError: as `Engine.add_request`.
+            EngineDeadError: a process of the engine has ended.
         """
         name = request_id or self.next_id()
         stream = OutputStream(asyncio.get_running_loop())

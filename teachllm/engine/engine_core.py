@@ -23,7 +23,7 @@ from teachllm.core import invariants
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
-from teachllm.core.scheduler_output import SchedulerOutput
+from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.observability.stats import StepCounter, StepStats
 from teachllm.engine.observability.step_roofline import StepRoofline
@@ -221,8 +221,7 @@ class EngineCore:
             of_worker = ("graph_mode", "expert_load", "ranks")
             more: dict[str, Any] = {name: getattr(result, name) for name in of_worker}
             if self._roofline is not None and work is not None:
-                # A device that does not time itself is done when the calls return.
-                more["roofline"] = self._roofline.verdict(work, result.seconds or times.execute)
+                more["roofline"] = self._roofline.verdict(work, _seconds_of(result, times))
             self.recorder.step(plan, updates, self.scheduler, times, **more)
         return updates
 
@@ -267,6 +266,15 @@ class EngineCore:
     def close(self) -> None:
         self.executor.close()
         self._on_close()
+
+
+def _seconds_of(result: ModelRunnerOutput, times: StepTimestamps) -> float:
+    """Return how long a step was computed: as the device says, or its ranks; else it is over when the calls return."""
+    if result.seconds:
+        return result.seconds
+    if result.ranks:
+        return float(max(told["end"] for told in result.ranks) - min(told["begin"] for told in result.ranks))
+    return times.execute + times.wait
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:

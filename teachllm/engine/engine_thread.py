@@ -63,6 +63,7 @@ class EngineThread:
         self._orders: deque[Order] = deque()
         self._wake = threading.Condition()
         self._is_paused, self._is_closing = is_paused, False
+        self._death: EngineDeadError | None = None
         self._num_single_steps = 0
         self._pace, self._last_step = 0.0, -math.inf  # seconds; when the last step began
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -127,10 +128,13 @@ class EngineThread:
         """Runs something in the engine's thread, between two steps: the only way to look at the engine from outside.
 
         Raises:
+            EngineDeadError: a process of the engine has ended.
             RuntimeError: it is closed.
         """
         done: Future[T] = Future()
         with self._wake:
+            if self._death is not None:
+                raise EngineDeadError(str(self._death)) from self._death
             if self._is_closing:
                 raise RuntimeError("the engine is closed")
             self._orders.append((order, done))
@@ -156,7 +160,7 @@ class EngineThread:
             failure = caught
         error = failure or RuntimeError("the engine is closed")
         with self._wake:
-            self._is_closing = True
+            self._is_closing, self._death = True, failure if isinstance(failure, EngineDeadError) else None
             orders, self._orders = self._orders, deque()
         self._fail(error)
         for _, done in orders:

@@ -22,6 +22,7 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
 from teachllm.sampling_params import SamplingParams
 
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -55,8 +56,15 @@ class InputProcessor:
         Raises:
             ValueError: the prompt is none, or a parameter does not suit the model.
         """
+        check_type("priority", priority, int, "a whole number")
+        if isinstance(prompt, Mapping):
+            prompt, cache_salt = _content(prompt, cache_salt)
+        if cache_salt is not None:
+            check_type("cache_salt", cache_salt, str, "a string")
+            check_encodable("cache_salt", cache_salt)
         text, token_ids, packed_ids = self._token_ids(prompt)
         bad_words = self._check(params)
+        params = self._with_whole_vocabulary(params)
         self.num_requests += 1
         seed = params.seed
         if seed is None:  # the same engine seed and order of requests give the same noise
@@ -83,6 +91,13 @@ class InputProcessor:
         check_some_token_allowed(params, self._model_config.vocab_size, children[0].stop_token_ids, bad_words)
         return text, token_ids, children
 
+    def _with_whole_vocabulary(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with -1 log-probabilities spelled out: as many as there are tokens."""
+        everything = self._model_config.vocab_size
+        if params.logprobs == -1:
+            params = replace(params, logprobs=everything)
+        return replace(params, prompt_logprobs=everything) if params.prompt_logprobs == -1 else params
+
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The id sequences of a request's bad words; none without a tokenizer."""
         if self._tokenizer is None or not params.bad_words:
@@ -91,16 +106,13 @@ class InputProcessor:
 
     def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int], array[int]]:
         """Text, ids and packed ids of a prompt. A long one's are looked at by C code alone: its first token waits."""
-        content: Any = prompt
-        if isinstance(prompt, Mapping):
-            if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-                raise ValueError('a prompt dictionary has either "prompt" or "prompt_token_ids"')
-            content = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-        text, given = None, content
-        if isinstance(content, str):
+        text: str | None = None
+        given: Any = prompt
+        if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError('skip_tokenizer_init=True: give prompts as {"prompt_token_ids": [...]}')
-            text, given = content, self._tokenizer.encode(content)
+            check_encodable("a prompt", prompt)
+            text, given = prompt, self._tokenizer.encode(prompt)
         if not isinstance(given, Iterable):
             kind = type(given).__name__
             raise ValueError(f"a prompt is a text, token ids, or a dictionary with either, not {kind}")
@@ -127,6 +139,36 @@ class InputProcessor:
         bad_words = self.bad_word_ids(params)
         check_ids("bad_words", (token_id for word in bad_words for token_id in word), vocab_size)
         return bad_words
+
+
+def _content(prompt: Mapping[str, Any], cache_salt: str | None) -> tuple[Prompt, str | None]:
+    """Return the text or ids of a prompt dictionary, and the salt that goes with it."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    salt = given.pop("cache_salt", cache_salt)
+    if cache_salt not in (None, salt):
+        raise ValueError(f"cache_salt={cache_salt!r}, and the prompt dictionary says {salt!r}: give one of them")
+    contents = [given.pop(key) for key in ("prompt", "prompt_token_ids") if key in given]
+    if given:
+        raise ValueError(f"a prompt dictionary with {next(iter(given))!r} is not supported: it has {', '.join(_KEYS)}")
+    if len(contents) != 1:
+        raise ValueError('a prompt dictionary has either "prompt" or "prompt_token_ids"')
+    return contents[0], salt
+
+
+def check_type(name: str, value: Any, kind: type, wanted: str) -> None:
+    """Refuse a value of another type."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be {wanted}")
+
+
+def check_encodable(name: str, text: str) -> None:
+    """Refuse what is no text: half a surrogate pair has no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has half a surrogate pair at character {error.start}: send whole characters"
+        ) from None
 
 
 def _is_below(token_id: Any, vocab_size: int) -> bool:

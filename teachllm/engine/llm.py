@@ -7,6 +7,7 @@ for output in llm.generate(["What is a KV cache?"], SamplingParams(temperature=0
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -19,12 +20,13 @@ from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.drafter import Drafter
+from teachllm.worker.processes.child import uninterrupted
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. Several threads may use one: their calls queue.
 
     Args:
         model: a local folder, a hub id, or "teachlm".
@@ -50,6 +52,7 @@ class LLM:
             raise ValueError(f"LLM has no setting {unknown[0]!r}; it has {known}")
         self.engine = Engine(EngineConfig(model=model, **settings), progress=progress, drafter=drafter)
         self._num_requests = 0
+        self._lock = threading.RLock()  # the engine takes one step at a time
         if self.config.speculative_config is not None:
             self.engine.count()
 
@@ -61,6 +64,23 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers loads it, for scripts that count tokens or render templates themselves.
+
+        The engine itself uses `tokenizer`, which gives the same ids.
+        """
+        from transformers import AutoTokenizer
+
+        config = self.config
+        folder = config.tokenizer or self.engine.model_config.path
+        revision = config.revision if config.tokenizer else None
+        return AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=config.trust_remote_code)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the content of every block that no request holds."""
+        with self._lock, uninterrupted():
+            self.engine.reset_prefix_cache()
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
@@ -76,13 +96,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Completes prompts.
 
         Args:
-            prompts: a string, {"prompt_token_ids": [...]}, or a list of either (or of lists of token ids).
+            prompts: a string, {"prompt": text} or {"prompt_token_ids": [...]}, or a list of these (or of lists of token
+                ids). In a dictionary, "cache_salt" keeps a prompt's KV from prompts of other salts.
             sampling_params: one for all, or one each; None takes the checkpoint's recommendation.
             use_tqdm: a progress bar on standard error.
+            priority: one for all, or one each; lower goes first, with scheduling_policy="priority".
 
         Returns:
             One output a prompt, in order.
@@ -98,7 +122,10 @@ class LLM:
         params = list(sampling_params)
         if len(params) != len(batch):
             raise ValueError(f"{len(batch)} prompts and {len(params)} sampling_params: give one for all, or one each")
-        return self._run(batch, params, use_tqdm)
+        priorities: list[Any] = list(priority) if isinstance(priority, list | tuple) else [priority] * len(batch)
+        if len(priorities) != len(batch):
+            raise ValueError(f"{len(batch)} prompts and {len(priorities)} priorities: give one for all, or one each")
+        return self._run(batch, params, priorities, use_tqdm)
 
     def chat(
         self,
@@ -130,9 +157,10 @@ class LLM:
         self, messages: Messages, sampling_params: SamplingParams | None = None, **template_options: Any
     ) -> Generator[RequestOutput, None, None]:
         """Answers one conversation, yielding its output whenever it has grown. Closing the generator aborts it."""
-        request_id = self._next_id()
-        prompt = self._chat_prompt(messages, template_options)
-        output = self.engine.add_request(request_id, prompt, sampling_params or self.get_default_sampling_params())
+        prompt, params = self._chat_prompt(messages, template_options), sampling_params
+        with self._lock, uninterrupted():
+            request_id = self._next_id()
+            output = self.engine.add_request(request_id, prompt, params or self.get_default_sampling_params())
         num_shown = 0
         try:
             while True:  # by the output, not by what `step` returns: another stream's steps make this one grow too
@@ -143,9 +171,12 @@ class LLM:
                 elif output.finished:
                     return
                 else:
-                    self.engine.step()
+                    with self._lock, uninterrupted():
+                        if not output.finished:  # another thread's steps may have ended it
+                            self.engine.step()
         finally:
-            self.engine.abort_request(request_id)
+            with self._lock, uninterrupted():
+                self.engine.abort_request(request_id)
 
     def speculation(self) -> Speculation | None:
         """Return what speculation did since the last call; None: the engine does not speculate."""
@@ -160,18 +191,25 @@ class LLM:
         """Gives the model's memory back."""
         self.engine.close()
 
-    def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int], use_tqdm: bool
+    ) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for prompt, each in zip(prompts, params, strict=True):
-                request_id = self._next_id()
-                outputs[request_id] = self.engine.add_request(request_id, prompt, each)
-            with _progress_bar(len(prompts), use_tqdm) as bar:
-                while self.engine.has_unfinished_requests:
-                    bar.update(sum(output.finished and output.request_id in outputs for output in self.engine.step()))
-        finally:
-            for request_id in outputs:
-                self.engine.abort_request(request_id)
+        with self._lock:
+            try:
+                for prompt, each, priority in zip(prompts, params, priorities, strict=True):
+                    with uninterrupted():
+                        request_id = self._next_id()
+                        outputs[request_id] = self.engine.add_request(request_id, prompt, each, priority=priority)
+                with _progress_bar(len(prompts), use_tqdm) as bar:
+                    while self.engine.has_unfinished_requests:
+                        with uninterrupted():
+                            changed = self.engine.step()
+                        bar.update(sum(output.finished and output.request_id in outputs for output in changed))
+            finally:
+                with uninterrupted():
+                    for request_id in outputs:
+                        self.engine.abort_request(request_id)
         return list(outputs.values())
 
     def _chat_prompt(self, messages: Messages, options: Mapping[str, Any]) -> Prompt:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from teachllm.config import EngineConfig
@@ -148,6 +149,10 @@ class Engine:
                 overrides=overrides,
             )
         self.config = self._core.config
+        eos_token_id = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        if eos_token_id is not None:  # a fine-tuned model's config may be its base's, its tokenizer is its own
+            ids = self.model_config.eos_token_ids | {eos_token_id}
+            self.model_config = replace(self.model_config, eos_token_ids=ids)
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer)
         self.token_texts = TokenTexts(self.tokenizer)
@@ -281,10 +286,7 @@ class Engine:
     @property
     def generation_defaults(self) -> dict[str, Any]:
         """Sampling settings that the checkpoint recommends, under SamplingParams' names."""
-        defaults = dict(self.model_config.generation_defaults)
-        if "max_new_tokens" in defaults:
-            defaults["max_tokens"] = defaults.pop("max_new_tokens")
-        return defaults
+        return dict(self.model_config.generation_defaults)
 
     def close(self) -> None:
         """Gives the model's memory back; the engine cannot be used after this."""

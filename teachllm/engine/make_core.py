@@ -106,7 +106,8 @@ def make_core(
         roofline: StepRoofline | None = None
         traffic: StepTraffic | None = None
         if recorder is not None:
-            roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype))
+            num_devices = config.tensor_parallel_size if device.type == "cuda" else 1  # ranks share a CPU
+            roofline = StepRoofline(model, known_ceilings(device_name(str(device)), model.dtype), num_devices)
             traffic = StepTraffic(config, model) if layout_of(config).num_connected > 1 else None
         core = EngineCore(
             config,

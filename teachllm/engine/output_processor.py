@@ -80,7 +80,8 @@ class OutputProcessor:
         if completion.index == 0:
             output.num_cached_tokens = request.num_cached_tokens or 0
             if update.prompt_logprobs is not None and output.prompt_logprobs is not None:
-                self._add_prompt_logprobs(output.prompt_logprobs, update.prompt_logprobs, update.start)
+                decodes = request.sampling_params.detokenize
+                self._add_prompt_logprobs(output.prompt_logprobs, update.prompt_logprobs, update.start, decodes)
         match = None
         if child.detokenizer is not None and tokens:
             match = child.detokenizer.append(tokens, request.finish_reason is FinishReason.STOP)
@@ -90,7 +91,7 @@ class OutputProcessor:
         completion.token_ids += tokens
         if update.logprobs is not None and completion.logprobs is not None:
             for entry in update.logprobs[: len(tokens)]:
-                completion.logprobs.append(self._logprobs(entry))
+                completion.logprobs.append(self._logprobs(entry, request.sampling_params.detokenize))
                 completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry.logprob
         if match is not None:
             self._end(request.request_id, "stop", match.stop)
@@ -120,18 +121,18 @@ class OutputProcessor:
             self._taken -= {request_id, *self._ids.pop(request_id)}
 
     def _add_prompt_logprobs(
-        self, known: list[dict[int, Logprob] | None], entries: list[TokenLogprobs], start: int
+        self, known: list[dict[int, Logprob] | None], entries: list[TokenLogprobs], start: int, decodes: bool
     ) -> None:
         for index, entry in enumerate(entries, start=start + 1):
             if index == len(known):  # a preempted prompt is computed, and scored, a second time
-                known.append(self._logprobs(entry))
+                known.append(self._logprobs(entry, decodes))
 
-    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """By token id: the most likely ones, best first, and the one at hand."""
-        ranked = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        found = {token_id: Logprob(value, rank) for rank, (token_id, value) in enumerate(ranked, start=1)}
-        found.setdefault(entry.token_id, Logprob(entry.logprob, entry.rank))
-        if self._tokenizer is not None:
+    def _logprobs(self, entry: TokenLogprobs, decodes: bool) -> dict[int, Logprob]:
+        """By token id: the one at hand first, as vLLM has it, then the most likely ones, best first."""
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank)}
+        for rank, (token_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
+            found.setdefault(token_id, Logprob(value, rank))
+        if self._tokenizer is not None and decodes:
             for token_id, logprob in found.items():
                 logprob.decoded_token = self._tokenizer.token_text(token_id)
         return found

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
 
 EMBEDDED_MODEL = "teachlm"
 EMBEDDED_DRAFTERS = ("teachlm-draft", "teachlm-eagle", "teachlm-medusa")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
+_SAFETENSORS = "model.safetensors"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
+# Files that lie beside a model's weights, of training, of an adapter, or with Mistral's own names for the same.
+_NOT_MODELS = ("optimizer", "scheduler", "random_states", "adapter_model", "consolidated")
 
 
 @dataclass(frozen=True)
@@ -83,20 +89,84 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors in a folder's safetensors files, by name; empty if it has no such file.
+    """All tensors in a checkpoint's safetensors files, by name; empty if it has no such file.
+
+    A tensor that lies in two files is the one of the file that the index names.
 
     Raises:
-        ModelError: a shard that the index names is missing, or a file is broken or truncated.
+        ModelError: as `safetensors_files`; a file is broken or truncated; or two files hold a tensor, and no index says
+            which of them counts.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    named, found = _weight_map(folder, _SAFETENSORS), dict[str, StoredTensor]()
+    for file in safetensors_files(folder):
+        for name, tensor in _read_header(file).items():
+            if name in found and named.get(name) not in (file.name, found[name].file.name):
+                files = f"{found[name].file.name} and {file.name}"
+                raise ModelError(f"{folder}: tensor {name} lies in {files}: remove the file that does not belong there")
+            if name not in found or named[name] == file.name:
+                found[name] = tensor
+    return found
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold a checkpoint's model, as `weight_files` finds them."""
+    return weight_files(folder, _SAFETENSORS, "*.safetensors")
+
+
+def pickle_files(folder: Path) -> list[Path]:
+    """The pickles that hold a checkpoint's model, or heads that were published as such."""
+    return weight_files(folder, "pytorch_model.bin", "pytorch_model*.bin") or [*folder.glob("medusa_lm_head.pt")]
+
+
+def weight_files(folder: Path, name: str, pattern: str) -> list[Path]:
+    """The files that hold a model's weights: the one that is named so, those of its index, or the only ones there.
+
+    A folder may hold other weights besides: a backup, an optimizer's state, an adapter, a copy in another layout.
+
+    Args:
+        name: of the file that holds all weights, for example "model.safetensors".
+        pattern: of the files of this kind.
+
+    Raises:
+        ModelError: a shard is missing, or nothing says which of several files hold the model.
+    """
+    if (folder / name).is_file():
+        return [folder / name]
+    if named := _weight_map(folder, name):
+        files = [folder / file for file in sorted(set(named.values()))]
         for file in files:
-            if not file.exists():
-                raise ModelError(f"{folder} lacks the shard {file.name}, which {index.name} names: download it again")
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in _read_header(file).items()}
+            if not file.is_file():
+                tensor = next(tensor for tensor, where in named.items() if where == file.name)
+                raise ModelError(
+                    f"{folder} lacks the shard {file.name}, which {name}.index.json names for {tensor}: get it anew"
+                )
+        return files
+    found = sorted(file for file in folder.glob(pattern) if file.stem not in _NOT_MODELS)
+    shards = [_SHARD.fullmatch(file.stem) for file in found]
+    sets = {(each[1], each[3]) if each else None for each in shards}
+    if len(found) < 2 or (None not in sets and len(sets) == 1):
+        total = int(shards[0][3]) if found and shards[0] else len(found)
+        if len(found) < total:
+            raise ModelError(f"{folder} has {len(found)} of {total} shards of its weights: download it again")
+        return found
+    names = ", ".join(file.name for file in found)
+    raise ModelError(f"{folder} has several files with weights ({names}) and no {name}: remove those of other models")
+
+
+def _weight_map(folder: Path, name: str) -> dict[str, str]:
+    """Tensor -> file, by the index beside `name`; empty if there is no index."""
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return {}
+    values = JsonObject(read_json(index), index.name)
+    entries = values.object("weight_map")
+    found = {tensor: entries.text(tensor) for tensor in entries}
+    if not found:
+        raise ModelError(f"{index}: weight_map names no tensor: download it again")
+    for tensor, file in found.items():
+        if Path(file).name != file:
+            raise entries.refusal(tensor, "the name of a file beside it")
+    return found
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

@@ -229,6 +229,7 @@ class LlamaForCausalLM(nn.Module):
         fuses_decodes: on a GPU, attention does what comes before it too, where `AttentionMetadata.is_fused` says so.
         hidden_size: of the residual stream.
         experts: those that some of its layers have.
+        is_tied: the output head is the embedding.
     """
 
     implementation = "teachllm"
@@ -238,7 +239,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         coords, shard = ranks.coords, ranks.shard_spec(config.num_kv_heads)
         own, self._indices = of_rank(config, coords), stage_layers(config, coords.layout.pipeline)[coords.stage]
-        self.hidden_size, self._num_all_layers, self._is_tied = own.hidden_size, config.num_layers, config.tied
+        self.hidden_size, self._num_all_layers, self.is_tied = own.hidden_size, config.num_layers, config.tied
         embedding = partial(Embedding, config.vocab_size, own.hidden_size, rows=shard.part, group=shard.group)
         self.embed_tokens = embedding() if coords.is_first_stage else None
         self.rotary = Rotary(own.rotary, max_len)
@@ -325,7 +326,7 @@ class LlamaForCausalLM(nn.Module):
         if self._quantized_head is not None:
             yield from ((f"lm_head.{name}", slot) for name, slot in self._quantized_head.slots.items())
         elif self.lm_head is not self.embed_tokens:
-            yield "model.embed_tokens.weight" if self._is_tied else "lm_head.weight", self.lm_head.destination
+            yield "model.embed_tokens.weight" if self.is_tied else "lm_head.weight", self.lm_head.destination
 
     def is_elsewhere(self, name: str) -> bool:
         """Return whether a tensor of the checkpoint is another stage's, or said twice."""
@@ -336,9 +337,9 @@ class LlamaForCausalLM(nn.Module):
                 return False
             return int(index) not in self._indices or self._layer(int(index)).is_elsewhere(rest)
         if kind == "lm_head":
-            return self._is_tied or self.lm_head is None
+            return self.is_tied or self.lm_head is None
         if kind == "embed_tokens":
-            return self.embed_tokens is None and not (self._is_tied and self.lm_head is not None)
+            return self.embed_tokens is None and not (self.is_tied and self.lm_head is not None)
         return kind == "norm" and self.norm is None
 
     def execute_dummy_step(self) -> None:

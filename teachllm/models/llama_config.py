@@ -6,17 +6,24 @@ are spelled `rope_theta` with `rope_scaling`, or since transformers 5 together a
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from teachllm.errors import ModelError
 from teachllm.layers.rotary import SCALINGS, RotaryConfig
+from teachllm.models.json_values import JsonObject
 from teachllm.models.moe_config import MoeConfig, parse_moe
-from teachllm.models.registry import ModelError, architecture_of
+from teachllm.models.registry import LAYER_TYPES, architecture_of
 
+# Keys for which null is as good as silence; of the others transformers refuses null.
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "rope_scaling", "rope_parameters")
 # What each architecture means by a key that is absent, as far as it differs from Llama's.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "LlamaForCausalLM": {"eos_token_id": 2},
+    "MistralForCausalLM": {
+        **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, "eos_token_id": 2},
+    },
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
     "Qwen3MoeForCausalLM": {
@@ -26,16 +33,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "MixtralForCausalLM": {
         **{"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        **{"num_local_experts": 8, "num_experts_per_tok": 2},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2},
     },
 }
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_NEEDED_BY_SCALING = {
+# What each scaling needs to be told, and what else it may be told; all are numbers above 0.
+_SCALING_NEEDS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+}
+_SCALING_TAKES = {
+    "llama3": (),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),  # an mscale of 0: not given
 }
 
 
@@ -47,6 +58,7 @@ class LlamaConfig:
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
         qk_norm: every head of Q and K is normalised before it is turned.
         tied: the output head is the embedding.
+        eos_token_ids: end-of-sequence ids.
         windows: per layer, how many tokens back it looks, itself included; None looks at all.
         moe: its experts, where layers have them in place of one MLP of `intermediate_size`.
     """
@@ -64,6 +76,7 @@ class LlamaConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
+    eos_token_ids: frozenset[int]
     rotary: RotaryConfig
     windows: tuple[int | None, ...]
     moe: MoeConfig | None = None
@@ -127,70 +140,96 @@ def parse(raw: dict[str, Any]) -> LlamaConfig:
         ModelError: a key is missing or has a value that the family's code does not know.
     """
     architecture = architecture_of(raw)
-    given = {key: value for key, value in raw.items() if value is not None}
-    values = _DEFAULTS[architecture] | given
-    if "sliding_window" in raw:
-        values["sliding_window"] = raw["sliding_window"]  # here null has a meaning: no window
-    for key in _REQUIRED:
-        if key not in values:
-            raise ModelError(f"config.json of {architecture} lacks {key!r}")
-    if values.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{architecture} with hidden_act={values['hidden_act']!r} is not supported, only with 'silu'")
-    hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
-    num_kv_heads = values.get("num_key_value_heads", num_heads)
+    meant = _DEFAULTS[architecture] | raw
+    given = {key: value for key, value in meant.items() if value is not None or key not in _MAY_BE_NULL}
+    values = JsonObject(given, "config.json")
+    has_eos = raw.get("eos_token_id", 0) is not None  # null says that there is none, silence means the default
+    if raw.get("hidden_act", "silu") != "silu":
+        raise JsonObject(raw, "config.json").refusal("hidden_act", f"'silu' in {architecture}")
+    hidden_size, num_heads = values.integer("hidden_size"), values.integer("num_attention_heads")
+    num_kv_heads = values.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise ModelError(f"{architecture}: {num_heads} attention heads cannot share {num_kv_heads} KV heads equally")
-    head_size = values.get("head_dim", hidden_size // num_heads)
-    attention_bias = values.get("attention_bias", False)
+        raise values.refusal("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+    head_size = values.integer("head_dim", hidden_size // num_heads, least=2)
+    if head_size % 2:
+        raise ModelError(f"config.json: head_dim={head_size} is odd, and rotary embedding turns pairs of channels")
+    attention_bias = values.flag("attention_bias", False)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
+    num_layers = values.integer("num_hidden_layers")
     return LlamaConfig(
-        vocab_size=values["vocab_size"],
+        vocab_size=values.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=values["intermediate_size"],
-        num_layers=values["num_hidden_layers"],
+        intermediate_size=values.integer("intermediate_size"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        norm_eps=values.get("rms_norm_eps", 1e-6),
+        norm_eps=values.number("rms_norm_eps", 1e-6, above=0, below=1),
         qkv_bias=is_qwen2 or attention_bias,
         o_bias=attention_bias and not is_qwen2,
-        mlp_bias=values.get("mlp_bias", False),
+        mlp_bias=values.flag("mlp_bias", False),
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        tied=values.get("tie_word_embeddings", False),
+        tied=values.flag("tie_word_embeddings", False),
+        eos_token_ids=values.token_ids("eos_token_id") if has_eos else frozenset(),
         rotary=_rotary(values, head_size),
-        windows=_windows(values, architecture),
+        windows=_windows(values, architecture, num_layers),
         moe=parse_moe(values, architecture),
     )
 
 
-def _rotary(values: dict[str, Any], head_size: int) -> RotaryConfig:
-    parameters = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    scaling = parameters.pop("rope_type", None) or parameters.pop("type", "default")
-    theta = parameters.pop("rope_theta", None) or values.get("rope_theta", 10000.0)
-    if scaling not in SCALINGS:
-        raise ModelError(f"rope scaling {scaling!r} is not supported, only {', '.join(SCALINGS)}")
-    for key in _NEEDED_BY_SCALING[scaling]:
-        if key not in parameters:
-            raise ModelError(f"config.json: rope scaling {scaling!r} lacks {key!r}")
-    trained_len = values.get("max_position_embeddings", 2048)
-    if scaling in ("llama3", "yarn"):
-        parameters.setdefault("original_max_position_embeddings", trained_len)
-    return RotaryConfig(head_size, float(theta), scaling, trained_len, parameters)
+def _rotary(values: JsonObject, head_size: int) -> RotaryConfig:
+    """As transformers reads it: a `rope_scaling` takes the place of the whole of `rope_parameters`."""
+    scaling, parameters = values.object("rope_scaling"), values.object("rope_parameters")
+    rope = scaling if scaling else parameters
+    for layer_type in LAYER_TYPES:
+        if rope.has(layer_type):
+            raise rope.refusal(layer_type, "left out: all layers of this family turn alike")
+    if "rope_type" in rope and not rope.has("rope_type"):
+        raise rope.refusal("rope_type", "a string")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in SCALINGS:
+        raise rope.refusal("rope_type" if rope.has("rope_type") else "type", f"one of {', '.join(SCALINGS)}")
+    for where in (values, rope):
+        if where.number("partial_rotary_factor", 1.0) != 1:
+            raise where.refusal("partial_rotary_factor", "1: all channels of a head are turned")
+    trained_len = values.integer("max_position_embeddings", 2048)
+    settings = {key: rope.number(key, above=0) for key in _SCALING_NEEDS[kind]}
+    for key in _SCALING_TAKES.get(kind, ()):
+        if rope.has(key) and rope.number(key, above=-1 if key.startswith("mscale") else 0):
+            settings[key] = rope.number(key)
+    if kind == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:
+        raise rope.refusal("low_freq_factor", "less than high_freq_factor")
+    if kind == "yarn":
+        settings["truncate"] = rope.flag("truncate", True)
+    if kind in _SCALING_TAKES:
+        settings["original_max_position_embeddings"] = rope.integer("original_max_position_embeddings", trained_len)
+    theta = rope.number("rope_theta", values.number("rope_theta", 10000.0, above=0), above=0)
+    if scaling and (replaced := parameters.number("rope_theta", theta)) != theta:
+        warnings.warn(
+            f"config.json: rope_scaling takes the place of rope_parameters, so rope_theta is {theta:g} and not "
+            f"{replaced:g}: write rope_theta into rope_scaling too",
+            stacklevel=2,
+        )
+    return RotaryConfig(head_size, float(theta), kind, trained_len, settings)
 
 
-def _windows(values: dict[str, Any], architecture: str) -> tuple[int | None, ...]:
-    """Mistral, Mixtral: all layers. Qwen: if switched on, those of `layer_types`, or those above `max_window_layers`.
+def _windows(values: JsonObject, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """How far each layer looks back.
 
-    Qwen3-MoE: if switched on, all.
+    With `layer_types`, the layers that it calls sliding have the window. Without, all layers of Mistral and Mixtral
+    do; if it is switched on, all of Qwen3-MoE, and those of Qwen from `max_window_layers` on; and no layer of Llama.
     """
-    num_layers, window = values["num_hidden_layers"], values.get("sliding_window")
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return (window,) * num_layers
-    if architecture == "LlamaForCausalLM" or not values.get("use_sliding_window", False):
-        return (None,) * num_layers
-    if architecture == "Qwen3MoeForCausalLM":
-        return (window,) * num_layers
-    layer_types = values.get("layer_types")
-    if layer_types is not None:
-        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-    return tuple(window if i >= values.get("max_window_layers", 28) else None for i in range(num_layers))
+    is_on = values.flag("use_sliding_window", False) or not architecture.startswith("Qwen")
+    given = values.integer("sliding_window", least=1 if is_on else 0) if values.has("sliding_window") else None
+    window = given if is_on else None
+    first_with_window = values.integer("max_window_layers", 28, least=0)
+    kinds = values.entries("layer_types")
+    if values.has("layer_types"):
+        if len(kinds) != num_layers or not all(isinstance(kind, str) for kind in kinds):
+            raise values.refusal("layer_types", f"a name for each of {num_layers} layers")
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        first = first_with_window
+    else:
+        first = num_layers if architecture == "LlamaForCausalLM" else 0
+    return tuple(window if i >= first else None for i in range(num_layers))

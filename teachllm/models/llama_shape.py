@@ -22,6 +22,7 @@ def shape(raw: dict[str, Any]) -> Shape:
         head_size=config.head_size,
         windows=config.windows,
         tied=config.tied,
+        eos_token_ids=config.eos_token_ids,
         num_parameters=config.num_parameters,
         num_active_parameters=config.num_active_parameters,
         peak_width=peak_width(config),

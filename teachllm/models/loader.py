@@ -18,12 +18,13 @@ from torch import nn
 from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.shards import ShardDestination
+from teachllm.errors import ModelError
 from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.moe import Experts
 from teachllm.layers.norm import RMSNorm
-from teachllm.models.checkpoint import stored_tensors
+from teachllm.models.checkpoint import pickle_files, stored_tensors
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
@@ -31,7 +32,7 @@ from teachllm.models.moe import unstacked
 from teachllm.models.moe_config import ExpertNames
 from teachllm.models.quantized_needs import of_model
 from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
-from teachllm.models.registry import ModelError
+from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
@@ -77,7 +78,7 @@ def load_model(
     if config.load_format != "dummy":
         check_weights(folder, config.load_format)
     if model_config.implementation == "transformers":
-        from teachllm.models.transformers_backend import load_transformers_model
+        from teachllm.models.via_transformers.model import load_transformers_model
 
         model: nn.Module = load_transformers_model(model_config, config, device, dtype)
         if config.load_format == "dummy":
@@ -126,22 +127,35 @@ def _warn_of_fp8(model: nn.Module, model_config: ModelConfig) -> None:
         )
 
 
-def check_weights(folder: Path, load_format: str) -> None:
+def check_weights(folder: Path, load_format: str, where: str = "") -> None:
     """Refuses a folder without readable weights.
+
+    Args:
+        where: to set another `load_format`, for the message; " in speculative_config".
 
     Raises:
         ModelError: there are none in this format, a shard is missing or truncated, or they are pickles.
     """
     if load_format == "pt":
-        if not _pickles(folder):
-            raise ModelError(f"{folder} has no pytorch_model.bin: set load_format='auto'")
+        if not pickle_files(folder):
+            raise ModelError(f"{folder} has no pytorch_model.bin: set load_format='auto'{where}")
     elif not stored_tensors(folder):
-        if _pickles(folder):
+        if pickle_files(folder):
             raise ModelError(
                 f"{folder} has its weights only as pickles (.bin), which can run code when they are read: "
-                "set load_format='pt' if you trust them, or convert them to safetensors"
+                f"set load_format='pt'{where} if you trust them, or convert them to safetensors"
             )
-        raise ModelError(f"{folder} has no .safetensors file: set load_format='dummy' for random weights")
+        raise ModelError(f"{folder} has no .safetensors file: set load_format='dummy'{where} for random weights")
+
+
+def stored_names(folder: Path, load_format: str, where: str = "") -> list[str]:
+    """The names of a checkpoint's tensors; with random weights there are none. Errors as in `check_weights`."""
+    if load_format == "dummy":
+        return []
+    check_weights(folder, load_format, where)
+    if load_format != "pt":
+        return list(stored_tensors(folder))
+    return [name for name, _, _ in read_pickles(folder, None)]
 
 
 def fill_from_checkpoint(
@@ -149,7 +163,11 @@ def fill_from_checkpoint(
 ) -> None:
     """Copies every tensor of a checkpoint to its place in the model. Errors as in `fill`."""
 
+    stored = stored_names(folder, load_format)
+    rename = renaming(stored, model.is_tied)
+
     def name_of(name: str) -> str | None:
+        name = rename(name)
         return None if name.endswith(_DERIVED) or model.is_elsewhere(name) else name
 
     names = None if model.experts is None else model.experts.names
@@ -218,7 +236,9 @@ def fill(
         name, place = next(iter(missing.items()))
         what = f"{name} of {place.format}" if isinstance(place, Slot) else name
         fix = f"take a complete checkpoint{', or correct quantization_config' if isinstance(place, Slot) else ''}"
-        raise ModelError(f"{folder} lacks tensor {what} ({len(missing)} missing in all): {fix}")
+        raise ModelError(
+            f"{folder} lacks tensor {what}, which config.json means ({len(missing)} missing in all): {fix}"
+        )
 
 
 def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
@@ -267,7 +287,7 @@ def _read_safetensors(
             with safe_open(file, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)
                     size = 0
-                    if wants(name):
+                    if stored[name].file == file and wants(name):
                         cut = part(name)
                         if cut is None:
                             tensor = reader.get_tensor(name)
@@ -300,10 +320,6 @@ def _wrong_shape(name: str, file: Path, shape: Sequence[int], expected: Sequence
     return f"{file}: tensor {name} has shape {list(shape)}, config.json means {list(expected)}"
 
 
-def _pickles(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("medusa_lm_head.pt")])
-
-
 def read_pickles(
     folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
 ) -> Iterator[tuple[str, torch.Tensor, Path]]:
@@ -316,7 +332,7 @@ def read_pickles(
     Raises:
         ModelError: a file holds anything else, or what is to be cut has another shape.
     """
-    files = _pickles(folder)
+    files = pickle_files(folder)
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         try:

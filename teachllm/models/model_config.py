@@ -6,22 +6,27 @@ arithmetic needs is known here, before a weight is allocated.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from teachllm.config import EngineConfig
+from teachllm.errors import ModelError
 from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
-from teachllm.models.registry import OWN, WITH_EXPERTS, ModelError, architecture_of, check_supported
+from teachllm.models.generation_config import generation_defaults, read_generation_config
+from teachllm.models.json_values import JsonObject
+from teachllm.models.registry import OWN, WITH_EXPERTS, architecture_of, check_supported
 from teachllm.models.shape import Shape
+from teachllm.models.tensor_names import HEAD, has_own_head, renaming
 
 if TYPE_CHECKING:
     from teachllm.models.quantized_needs import Dequantized
     from teachllm.quantization.layer_schemes import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STORED_DTYPES = ("", "auto", "float64", *DTYPE_BYTES, "half", "float", "float8_e4m3fn", "float8_e5m2", "uint8", "int8")
 _KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,7 @@ class ModelConfig(Shape):
         implementation: "teachllm" or "transformers".
         dtype: "float32", "bfloat16" or "float16".
         max_model_len: `context_len`, or the shorter length that was asked for.
-        eos_token_ids: generation_config.json's, else config.json's.
+        eos_token_ids: generation_config.json's, else config.json's; an engine adds its tokenizer's.
         weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
         active_bytes: of the parameters that `num_active_parameters` counts.
         quantization: how its weights are quantized, for people; None: they are not. See `of_model`.
@@ -43,8 +48,8 @@ class ModelConfig(Shape):
         load_format: as `EngineConfig.load_format`.
         num_w8a8_parameters: of the parameters that `num_active_parameters` counts, those of W8A8 products.
         dequantized: weights that a step of many tokens dequantizes on a GPU, see `Dequantized`.
-        generation_defaults: sampling settings that generation_config.json recommends.
-        raw: config.json.
+        generation_defaults: settings of requests that do not name them, see `generation_config.py`.
+        raw: config.json, with `EngineConfig.hf_overrides`.
         kv_cache_dtype: as `EngineConfig.kv_cache_dtype`.
     """
 
@@ -54,7 +59,6 @@ class ModelConfig(Shape):
     implementation: str
     dtype: str
     max_model_len: int
-    eos_token_ids: frozenset[int]
     weight_bytes: int
     active_bytes: int
     quantization: str | None
@@ -97,12 +101,13 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         ModelError: (a ValueError) no such checkpoint, an unsupported one, or a broken one; in one line.
     """
     folder = find_folder(config.model, config.revision, config.load_format, config.trust_remote_code)
-    raw = read_json(folder / "config.json")
+    raw = read_json(folder / "config.json") | dict(config.hf_overrides or {})
     check_supported(raw, config.trust_remote_code)
     architecture = architecture_of(raw)
     implementation = _implementation(architecture, config.model_impl)
     quantization = _quantization(config, raw, folder, implementation, None)
-    shape = _shape(folder, raw, implementation, config.trust_remote_code)
+    stored_dtype(raw)
+    shape = _shape(folder, raw, implementation, config)
     dtype = _dtype(raw, config.dtype, device_type)
     max_model_len = config.max_model_len or shape.context_len
     if max_model_len > shape.context_len:
@@ -111,35 +116,44 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
             f"set max_model_len={shape.context_len} or less"
         )
     stored = {} if config.load_format in ("dummy", "pt") else stored_tensors(folder)
+    if implementation == "teachllm" and shape.tied and has_own_head(stored):
+        warnings.warn(
+            f"{folder}: config.json says tie_word_embeddings=true, but the stored lm_head.weight is not the embedding: "
+            "the model runs with that head",
+            stacklevel=2,
+        )
+        raw = raw | {"tie_word_embeddings": False}
+        shape = _shape(folder, raw, implementation, config)
+    rename = renaming(stored, shape.tied) if implementation == "teachllm" else str
+    stored = {rename(name): tensor for name, tensor in stored.items()}
     if stored and quantization is not None:  # by what is stored it is known which layers are
         quantization = _quantization(config, raw, folder, implementation, frozenset(stored))
-    generation = folder / "generation_config.json"
-    defaults = read_json(generation) if generation.exists() else {}
+    recommended = read_generation_config(config, folder)
     num_parameters, size = shape.num_parameters, DTYPE_BYTES[dtype]
     if stored and quantization is None:  # quantized tensors do not tell the number of weights
         num_parameters = sum(t.num_elements for t in stored.values())
-        if shape.tied and "lm_head.weight" in stored:
-            num_parameters -= stored["lm_head.weight"].num_elements
+        if shape.tied and HEAD in stored:
+            num_parameters -= stored[HEAD].num_elements
     saved_bytes, widths, num_w8a8 = 0, dict[str, int](), 0
     dequantized: tuple[Dequantized, ...] = ()
     if quantization is not None and device_type != "cpu":
         from teachllm.models.quantized_needs import needs_of  # loads torch
 
         saved_bytes, widths, dequantized, num_w8a8 = needs_of(raw, quantization.schemes, size)
+    eos_token_ids = recommended.token_ids("eos_token_id") if recommended.has("eos_token_id") else shape.eos_token_ids
     num_kept = num_parameters
     if implementation == "teachllm":
         from teachllm.models.llama_config import parse
 
         num_kept += parse(raw).num_beside(max_model_len, shape.tied and device_type == "cpu")
     return ModelConfig(
-        **(asdict(shape) | {"num_parameters": num_parameters} | widths),
+        **(asdict(shape) | {"num_parameters": num_parameters, "eos_token_ids": eos_token_ids} | widths),
         path=str(folder),
         device_type=device_type,
         architecture=architecture,
         implementation=implementation,
         dtype=dtype,
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(defaults, raw),
         weight_bytes=num_kept * size - saved_bytes,
         active_bytes=shape.num_active_parameters * size - saved_bytes,
         quantization=None if quantization is None else quantization.name,
@@ -147,16 +161,10 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         load_format=config.load_format,
         num_w8a8_parameters=num_w8a8,
         dequantized=dequantized,
-        generation_defaults=_generation_defaults(defaults),
+        generation_defaults=generation_defaults(config, recommended),
         raw=raw,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-
-
-def _generation_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
-    """Return what generation_config.json advises; one that says not to sample advises temperature 0."""
-    advised = {name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None}
-    return advised | {"temperature": 0.0} if generation.get("do_sample") is False else advised
 
 
 def _quantization(
@@ -203,27 +211,32 @@ def _implementation(architecture: str, model_impl: str) -> str:
     return "teachllm" if architecture in OWN and model_impl != "transformers" else "transformers"
 
 
-def _shape(folder: Path, raw: dict[str, Any], implementation: str, trust_remote_code: bool) -> Shape:
+def _shape(folder: Path, raw: dict[str, Any], implementation: str, config: EngineConfig) -> Shape:
     # Imported here: both load torch, and transformers takes seconds.
     if implementation == "teachllm":
         from teachllm.models.llama_shape import shape
 
         return shape(raw)
-    from teachllm.models import transformers_backend
+    from teachllm.models.via_transformers import shape as via_transformers_shape
 
-    return transformers_backend.shape(folder, trust_remote_code)
+    return via_transformers_shape.shape(folder, config)
 
 
 def _dtype(raw: dict[str, Any], requested: str, device_type: str) -> str:
     if requested != "auto":
         return requested
-    stored = raw.get("dtype") or raw.get("torch_dtype")
-    return str(stored) if device_type != "cpu" and stored in DTYPE_BYTES else "float32"
+    return stored if device_type != "cpu" and (stored := stored_dtype(raw)) in DTYPE_BYTES else "float32"
 
 
-def _eos_token_ids(generation_config: dict[str, Any], raw: dict[str, Any]) -> frozenset[int]:
-    for source in (generation_config, raw):
-        ids = source.get("eos_token_id")
-        if ids is not None:
-            return frozenset(ids) if isinstance(ids, list) else frozenset([ids])
-    return frozenset()
+def stored_dtype(raw: dict[str, Any]) -> str:
+    """Return the dtype that config.json names, without "torch."; "" if it names none.
+
+    Raises:
+        ModelError: no dtype has such a name.
+    """
+    values = JsonObject(raw, "config.json")
+    key = "dtype" if values.has("dtype") else "torch_dtype"
+    name = values.text(key, "").removeprefix("torch.")
+    if name not in _STORED_DTYPES:
+        raise values.refusal(key, f"one of {', '.join(filter(None, _STORED_DTYPES))}")
+    return name

@@ -5,14 +5,9 @@ Sources: the configurations of Qwen3-MoE and Mixtral in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from teachllm.models.registry import ModelError
-
-_COUNTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-_MIXTRALS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}  # its config has no such keys
+from teachllm.models.json_values import JsonObject
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class MoeConfig:
         return sum(self.layers)
 
 
-def parse_moe(values: Mapping[str, Any], architecture: str) -> MoeConfig | None:
+def parse_moe(values: JsonObject, architecture: str) -> MoeConfig | None:
     """The experts of a config.json whose absent keys have been given their meaning; None: it is not of a mixture.
 
     Raises:
@@ -71,25 +66,21 @@ def parse_moe(values: Mapping[str, Any], architecture: str) -> MoeConfig | None:
     """
     if architecture not in NAMES:
         return None
-    if architecture == "MixtralForCausalLM":
-        values = {**values, **_MIXTRALS, "moe_intermediate_size": values["intermediate_size"]}
-    values = {**values, "num_experts": values.get("num_experts", values.get("num_local_experts"))}
-    for key in _COUNTS:
-        if type(values[key]) is not int or values[key] < 1:
-            raise ModelError(f"{architecture} with {key}={values[key]!r} is not supported, only with 1 or more")
-    num_experts, top_k = values["num_experts"], values["num_experts_per_tok"]
+    num_layers, is_mixtral = values.integer("num_hidden_layers"), architecture == "MixtralForCausalLM"
+    num_experts = values.integer("num_experts" if values.has("num_experts") else "num_local_experts")
+    top_k = values.integer("num_experts_per_tok")
     if top_k > num_experts:
-        raise ModelError(f"{architecture}: a token cannot go to {top_k} of {num_experts} experts")
-    num_layers, dense = values["num_hidden_layers"], values["mlp_only_layers"]
-    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense):
-        raise ModelError(f"{architecture}: mlp_only_layers={dense!r} names layers that are not among its {num_layers}")
-    step = values["decoder_sparse_step"]
+        raise values.refusal("num_experts_per_tok", f"at most the number of experts, {num_experts}")
+    dense = [] if is_mixtral else values.entries("mlp_only_layers")
+    if not all(type(i) is int and 0 <= i < num_layers for i in dense):
+        raise values.refusal("mlp_only_layers", f"a list of layers among the {num_layers} that there are")
+    step = 1 if is_mixtral else values.integer("decoder_sparse_step")
     return MoeConfig(
         num_experts=num_experts,
         num_held=num_experts,
         top_k=top_k,
-        intermediate_size=values["moe_intermediate_size"],
-        renormalizes=bool(values["norm_topk_prob"]),
+        intermediate_size=values.integer("intermediate_size" if is_mixtral else "moe_intermediate_size"),
+        renormalizes=is_mixtral or values.flag("norm_topk_prob"),
         layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
         names=NAMES[architecture],
     )

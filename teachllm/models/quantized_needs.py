@@ -26,6 +26,7 @@ from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.peak_width import peak_width
 from teachllm.models.sharding import of_rank
+from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import OnTheFly, QuantizedWeightLoader, Schemes
 from teachllm.quantization.layer_schemes import Quantization, quantization_of
@@ -67,7 +68,10 @@ def of_model(model: ModelConfig) -> Quantization | None:
     if model.quantization is None:
         return None
     folder, is_known = Path(model.path), model.load_format not in ("dummy", "pt")
-    names = frozenset(stored_tensors(folder)) if is_known else None
+    names = None
+    if is_known:
+        stored = stored_tensors(folder)
+        names = frozenset(map(renaming(stored, model.tied), stored))
     return quantization_of(model.raw, folder, model.quantized_as_read, names)
 
 

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
+
 # Architectures of `models/llama.py`: with one MLP in a layer, and with experts.
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 OWN = (*DENSE, *WITH_EXPERTS)
+# By model_type, which decides in transformers what class reads a checkpoint, whatever `architectures` says.
+_OWN_TYPES = dict(zip(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"), OWN, strict=True))
 
 # What a config.json with any of these keys describes, and why blocks of K and V cannot hold its state.
 _REFUSED_KEYS = {
@@ -42,7 +47,8 @@ _REFUSED_MODEL_TYPES = {
     "bloom": "ALiBi, a bias on the scores by distance",
     "mpt": "ALiBi, a bias on the scores by distance",
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+_KINDS_OF_ATTENTION = (*LAYER_TYPES, "attention")  # the last one in configurations of hybrids
 
 SUPPORTED = (
     f"supported are {', '.join(OWN)} and, through transformers, decoder-only models with plain causal grouped-query "
@@ -50,20 +56,24 @@ SUPPORTED = (
 )
 
 
-class ModelError(ValueError):
-    """A model that cannot be run, or a checkpoint that cannot be read, in one line."""
-
-
 def architecture_of(raw: dict[str, Any]) -> str:
     """The architecture that a config.json names.
 
     Raises:
-        ModelError: it names none.
+        ModelError: it names none, or names one of ours and a model type that is not.
     """
-    architectures = raw.get("architectures") or []
+    values = JsonObject(raw, "config.json")
+    architectures = values.entries("architectures")
     if not architectures:
-        raise ModelError(f"config.json names no architecture; {SUPPORTED}")
-    return str(architectures[0])
+        raise ModelError(f"config.json names no architecture in 'architectures'; {SUPPORTED}")
+    if not all(isinstance(name, str) for name in architectures):
+        raise values.refusal("architectures", "a list of class names")
+    model_type = values.text("model_type", "")
+    if architectures[0] not in OWN or not model_type:
+        return str(architectures[0])
+    if model_type not in _OWN_TYPES:
+        raise values.refusal("model_type", f"one of {', '.join(_OWN_TYPES)}, as architectures={architectures} means")
+    return _OWN_TYPES[model_type]
 
 
 def check_supported(raw: dict[str, Any], trust_remote_code: bool) -> None:
@@ -77,9 +87,7 @@ def check_supported(raw: dict[str, Any], trust_remote_code: bool) -> None:
         ModelError: with the architecture's name, the reason and what is supported.
     """
     architecture = architecture_of(raw)
-    reason = _reason_to_refuse(raw, architecture)
-    if reason is not None:
-        raise ModelError(f"{architecture} is not supported: it has {reason}; {SUPPORTED}")
+    check_features(raw, architecture)
     if raw.get("auto_map") and architecture not in OWN and not trust_remote_code:
         raise ModelError(
             f"{architecture} brings its own Python code, which would run on this machine: "
@@ -87,19 +95,40 @@ def check_supported(raw: dict[str, Any], trust_remote_code: bool) -> None:
         )
 
 
+def check_features(raw: dict[str, Any], architecture: str) -> None:
+    """Refuses a configuration that asks for more than attention over K and V of blocks.
+
+    Args:
+        raw: config.json, or what transformers makes of it, with defaults.
+
+    Raises:
+        ModelError: with the architecture's name, the reason and what is supported.
+    """
+    reason = _reason_to_refuse(raw, architecture)
+    if reason is not None:
+        raise ModelError(f"{architecture} is not supported: it has {reason}; {SUPPORTED}")
+
+
 def _reason_to_refuse(raw: dict[str, Any], architecture: str) -> str | None:
     if raw.get("is_encoder_decoder"):
         return "an encoder besides its decoder"
     if raw.get("model_type") in _REFUSED_MODEL_TYPES:
         return _REFUSED_MODEL_TYPES[raw["model_type"]]
+    values = JsonObject(raw, "config.json")
+    kinds = values.entries("layer_types") or values.entries("layers_block_type")
+    is_all_attention = bool(kinds) and all(kind in _KINDS_OF_ATTENTION for kind in kinds)
     for key, reason in _REFUSED_KEYS.items():
-        if raw.get(key):
+        if raw.get(key) and not (is_all_attention and reason.startswith("a hybrid of")):
             return reason
     if raw.get("alibi"):
         return _REFUSED_MODEL_TYPES["bloom"]
     if not (architecture.endswith("ForCausalLM") or architecture.endswith("LMHeadModel")):
         return "no plain language-model head"
-    for layer_type in raw.get("layer_types") or []:
-        if layer_type not in _LAYER_TYPES:
-            return f"layers of type {layer_type!r}"
+    for kind in kinds:
+        if kind not in _KINDS_OF_ATTENTION:
+            return f"layers of type {kind!r} (layer_types in config.json)"
+    if raw.get("use_bidirectional_attention"):
+        return "attention to later tokens (use_bidirectional_attention in config.json)"
+    if isinstance(raw.get("text_config"), dict):
+        return "a language model inside of a larger one"
     return None

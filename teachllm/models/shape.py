@@ -14,6 +14,7 @@ class Shape:
         num_kv_heads, head_size: of the KV cache; the same in all layers.
         windows: per layer, how many tokens back it looks, itself included; None looks at all.
         tied: the output head is the embedding.
+        eos_token_ids: end-of-sequence ids that config.json names, or that its architecture means by naming none.
         num_parameters: tied ones counted once.
         num_active_parameters: of them, those that a token meets between embeddings and output head. Where a router
             picks experts these are as many of them as one token is sent to, or fewer if that is not known.
@@ -32,6 +33,7 @@ class Shape:
     head_size: int
     windows: tuple[int | None, ...]
     tied: bool
+    eos_token_ids: frozenset[int]
     num_parameters: int
     num_active_parameters: int
     peak_width: int

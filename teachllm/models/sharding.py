@@ -15,8 +15,8 @@ from itertools import accumulate
 
 from teachllm.distributed.layout import RankCoords
 from teachllm.distributed.shards import spread
+from teachllm.errors import ModelError
 from teachllm.models.llama_config import LlamaConfig
-from teachllm.models.registry import ModelError
 
 
 def of_rank(config: LlamaConfig, coords: RankCoords) -> LlamaConfig:

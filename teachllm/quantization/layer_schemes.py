@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from teachllm.errors import ModelError
 from teachllm.models.checkpoint import quantization_config
-from teachllm.models.registry import ModelError
 from teachllm.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from teachllm.quantization.formats.compressed_tensors import Packed
 from teachllm.quantization.formats.scaled import Scaled
@@ -71,8 +71,8 @@ def config_of(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     method = config.get("quant_method", "unnamed")
     if method not in FORMATS:
         raise ModelError(
-            f"it is quantized with {method!r}, which is not supported: supported are {', '.join(FORMATS)}; or take its "
-            "unquantized checkpoint (float32, bfloat16 or float16)"
+            f"config.json: quantization_config: quant_method={method!r} is not supported, only {', '.join(FORMATS)}: "
+            "take one of these, or its unquantized checkpoint (float32, bfloat16 or float16)"
         )
     return config
 
@@ -119,10 +119,12 @@ def of_config(config: Mapping[str, Any], names: Container[str] | None) -> Quanti
 
 @contextmanager
 def _malformed_is_said(method: str, where: str = "") -> Iterator[None]:
-    """Of a file that anyone may have edited, the parsers do not check each type."""
+    """Of a file that anyone may have edited, the parsers do not check each type, nor do they know where it lies."""
     what, fix = f"quantization_config of {method!r}{where}", "correct it in config.json, or get that anew"
     try:
         yield
+    except ModelError as error:
+        raise ModelError(f"config.json: quantization_config: {error}") from error
     except KeyError as error:
         raise ModelError(f"{what} lacks {error}: {fix}") from None
     except (TypeError, AttributeError, re.error) as error:

@@ -17,7 +17,7 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
 
     Args:
         vocab_size: number of logits the model produces.
-        max_logprobs: the most log-probabilities per token that the engine hands out.
+        max_logprobs: the most log-probabilities per token that the engine hands out; -1 is no limit.
 
     Raises:
         ValueError: a token id outside the vocabulary, a bias that is not finite, or too many log-probabilities.
@@ -32,8 +32,12 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
             )
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
-        if wanted is not None and wanted > max_logprobs:
+        if wanted is None or max_logprobs == -1:
+            continue
+        if wanted > max_logprobs:
             raise ValueError(f"{name}={wanted} is more than max_logprobs={max_logprobs}: ask for fewer, or raise it")
+        if wanted == -1:
+            raise ValueError(f"{name}=-1 asks for the whole vocabulary: ask for fewer, or set max_logprobs=-1")
 
 
 def check_some_token_allowed(

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from teachllm.errors import ModelError
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.models.llama import Angles, LlamaAttention, LlamaMLP, added_up
-from teachllm.models.registry import ModelError
 from teachllm.spec_decode.drafter import DraftBatch, KVCache, logits_of
 from teachllm.spec_decode.eagle_config import EagleConfig
 

@@ -1,7 +1,7 @@
 """Read an EAGLE head's config.json and the names of its tensors: four ways to write the same few facts.
 
     authors, SGLang   keys of a Llama layer; EAGLE-3's is `midlayer`, its layers `eagle_config`'s
-    vLLM              the same, and the layers beside the other keys
+    vLLM              the same, and the layers beside the other keys; or a Llama layer's keys in `model`
     speculators       the layer's keys in `transformer_layer_config`, its tensors `layers.0`
 
 Which of the model's layers are fused is numbered in two ways. Within `eagle_config` an id means the output of a layer:
@@ -16,8 +16,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from teachllm.errors import ModelError
 from teachllm.models.llama_config import LlamaConfig, parse
-from teachllm.models.registry import DENSE, ModelError
+from teachllm.models.registry import DENSE
 from teachllm.models.shape import Shape
 from teachllm.spec_decode.head_settings import HeadSettings
 
@@ -31,6 +32,7 @@ _SCALING = (
     *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_theta"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
+_NESTED = ("model", "transformer_layer_config")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -96,8 +98,8 @@ class EagleConfig:
             ModelError: the head is for another model, or of a form that is not known, or a value has a wrong type.
         """
         _check_form(settings)
-        layer = settings.section("transformer_layer_config")
-        settings = HeadSettings(settings.folder, {**settings.raw, **layer.raw})
+        for key in _NESTED:
+            settings = HeadSettings(settings.folder, {**settings.raw, **settings.section(key).raw})
         llama = _layer_config(settings, stored)
         is_third = any(re.search(r"(^|\.)(midlayer|hidden_norm|d2t)(\.|$)", name) for name in stored)
         if not is_third and "layers.0.input_layernorm.weight" in stored:
@@ -115,6 +117,8 @@ class EagleConfig:
             raise ModelError(
                 f"an EAGLE head of hidden_size={llama.hidden_size} beside {model.hidden_size} is not supported"
             )
+        if settings.size("truncated_vocab_size", model.vocab_size) != model.vocab_size:
+            raise ModelError("an EAGLE head with a truncated vocabulary is not supported: take one with a whole one")
         if llama.num_layers != 1:
             raise ModelError(f"an EAGLE head of {llama.num_layers} layers is not supported, only of one")
         draft_vocab_size = settings.size("draft_vocab_size", model.vocab_size) if is_third else model.vocab_size
@@ -172,7 +176,8 @@ def _layer_config(settings: HeadSettings, stored: Collection[str]) -> LlamaConfi
     kind = f"{str(settings.raw.get('model_type')).capitalize()}ForCausalLM"
     names = [*(named if isinstance(named, list) else []), kind]
     architecture = next((name for name in names if name in DENSE), "LlamaForCausalLM")
-    llama = parse({"num_hidden_layers": 1, **settings.raw, "architectures": [architecture]})
+    raw = {key: value for key, value in settings.raw.items() if key != "model_type"}  # of the head, maybe
+    llama = parse({"num_hidden_layers": 1, **raw, "architectures": [architecture]})
 
     def has(tensor: str) -> bool:
         return any(name.endswith(tensor) for name in stored)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 
 D = TypeVar("D")
 

@@ -11,11 +11,11 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
-from teachllm.models.checkpoint import find_folder, read_json, stored_tensors
-from teachllm.models.loader import check_weights, fill, finish, load_model, new_module, read_pickles
+from teachllm.errors import ModelError
+from teachllm.models.checkpoint import find_folder, read_json
+from teachllm.models.loader import check_weights, fill, finish, load_model, new_module, stored_names
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.random_weights import fill_randomly
-from teachllm.models.registry import ModelError
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import KVCache, ModelDrafter
 from teachllm.spec_decode.eagle import Eagle, EagleHead
@@ -25,6 +25,8 @@ from teachllm.spec_decode.medusa import Medusa, MedusaConfig, MedusaHeads
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.spec_decode.vocabulary import check_vocabularies
 from teachllm.speculative_config import SpeculativeConfig
+
+_WHERE = " in speculative_config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,9 @@ def load_drafter_config(config: EngineConfig, model: ModelConfig, device_type: s
         load_format=load_format,
         quantization=None,  # what the model is asked to be, its drafter need not be
         speculative_config=None,
+        hf_overrides=None,
+        generation_config="auto",
+        override_generation_config=None,
     )
     try:
         if speculation.method == "draft_model":
@@ -119,6 +124,8 @@ def _draft_model_config(
     draft = load_model_config(replace(config, max_model_len=None), device_type)
     if draft.max_model_len > model.max_model_len:
         draft = load_model_config(replace(config, max_model_len=model.max_model_len), device_type)
+    if config.load_format != "dummy":
+        check_weights(Path(draft.path), config.load_format, _WHERE)
     check_vocabularies(Path(draft.path), Path(model.path), draft.vocab_size, model.vocab_size)
     return DrafterConfig(
         speculation=speculation,
@@ -139,7 +146,7 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
     folder = find_folder(speculation.model, speculation.revision, config.load_format)
     settings = HeadSettings(folder, read_json(folder / "config.json"))
     nowhere, dtype, max_len = torch.device("meta"), getattr(torch, model.dtype), model.max_model_len
-    stored = _stored_names(folder, config.load_format)
+    stored = stored_names(folder, config.load_format, _WHERE)
     head: EagleConfig | MedusaConfig
     specs: list[KVCacheSpec] = []
     if speculation.method == "medusa":
@@ -155,7 +162,8 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
                 "hands out none: take a draft model, or method=ngram"
             )
         max_len = min(max_len, head.llama.rotary.context_len)
-        specs = [KVCacheSpec(head.llama.num_kv_heads, head.llama.head_size, model.kv_bytes)]
+        (window,) = head.llama.windows
+        specs = [KVCacheSpec(head.llama.num_kv_heads, head.llama.head_size, model.kv_bytes, window)]
         module = new_module(lambda: EagleHead(head, model.max_model_len), nowhere, dtype)  # type: ignore[arg-type]
     return DrafterConfig(
         speculation=speculation,
@@ -208,13 +216,3 @@ def load_drafter(
     if isinstance(module, MedusaHeads):
         return Medusa(module, model)
     return Eagle(module, model, kv_caches)
-
-
-def _stored_names(folder: Path, load_format: str) -> list[str]:
-    """Names of a checkpoint's tensors; with random weights there are none."""
-    if load_format == "dummy":
-        return []
-    check_weights(folder, load_format)
-    if load_format != "pt":
-        return list(stored_tensors(folder))
-    return [name for name, _, _ in read_pickles(folder, None)]

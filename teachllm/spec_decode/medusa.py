@@ -4,7 +4,8 @@ The state from which the model predicts the next token knows something of the on
 guess of the (h + 2)th: x + silu(W x + b), a few times, then an output head. One small product per head, no layer, no
 KV; but a head does not know what the others guess.
 
-Checkpoints: vLLM's form (`blocks.*`, `lm_heads.*`) and the authors' (`0.0.linear.weight`, pickled).
+Checkpoints: vLLM's form (`blocks.*`, `lm_heads.*`) and the authors' (`0.0.linear.weight`, pickled). Text Generation
+Inference leaves out the output heads in its second version: all use the model's.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024.
 """
@@ -20,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from teachllm.errors import ModelError
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
-from teachllm.models.registry import ModelError
 from teachllm.models.shape import Shape
 from teachllm.spec_decode.drafter import DraftBatch, logits_of
 from teachllm.spec_decode.head_settings import HeadSettings
@@ -59,8 +60,9 @@ class MedusaConfig:
                 wrong type.
         """
         is_authors = "medusa_num_heads" in settings.raw
-        shares_head = settings.flag("original_lm_head")
         names = {_in_one_form(name) for name in stored}
+        has_heads = any(name.startswith("lm_heads.") for name in names)
+        shares_head = settings.flag("original_lm_head") or (bool(names) and not has_heads)
         num_said = settings.size("medusa_num_heads", settings.size("num_heads", 0))
         if not num_said:
             raise ModelError("config.json describes no Medusa heads: it lacks 'num_heads' and 'medusa_num_heads'")

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 
 
 def check_vocabularies(draft: Path, model: Path, num_draft_ids: int, num_model_ids: int) -> None:

@@ -18,11 +18,11 @@ from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
-from teachllm.sampling_params import SamplingParams, plain
+from teachllm.sampling_params import SamplingParams
 
 TRACE_VERSION = 1
 _DEFAULTS = asdict(SamplingParams())
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=plain).encode
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _OF_A_REQUEST = ("request_id", "num_prompt_tokens", "child_index", "seed", "priority", "max_len", "group")
 
 

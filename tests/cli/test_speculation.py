@@ -55,7 +55,6 @@ def test_the_flag_reaches_the_configuration(teachllm, llm) -> None:
         ('{"method": "ngram", "num_tokens": 3}', "speculative_config has no 'num_tokens', only method,"),
         ('{"method": "ngram", "num_speculative_tokens": "3"}', "must be of type int"),
         ('{"num_speculative_tokens": 3}', "speculative_config lacks a method"),
-        ('{"method": "eagle"}', 'needs a model: add "model": "..."'),
     ],
 )
 def test_what_is_wrong_in_it_is_said_in_one_line(teachllm, llm, given: str, said: str) -> None:
@@ -65,6 +64,21 @@ def test_what_is_wrong_in_it_is_said_in_one_line(teachllm, llm, given: str, said
     assert said in result.stderr
     if "not JSON" in said:
         assert 'write it like --speculative-config \'{"method": "ngram"}\', in single quotes' in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "drafter"),
+    [
+        *(("medusa", "teachlm-medusa"), ("eagle", "teachlm-eagle"), ("eagle3", "teachlm-eagle")),
+        *(("draft_model", "teachlm-draft"), ("ngram", None)),
+    ],
+)
+def test_the_embedded_model_has_a_drafter_of_each_kind(teachllm, llm, method: str, drafter: str | None) -> None:
+    given = ("generate", "-p", "one", "--speculative-config", json.dumps({"method": method}))
+    assert teachllm(*given).exit_code == 0
+    assert llm.config.speculative_config.model == drafter
+    if drafter is not None:
+        assert 'needs a model: add "model": "..."' in teachllm(*given, "--model", "some/model").stderr
 
 
 def test_the_line_says_what_held_what_that_saved_and_what_was_measured() -> None:

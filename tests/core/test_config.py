@@ -61,7 +61,7 @@ from teachllm.speculative_config import SpeculativeConfig
             {"distributed_executor_backend": "torchrun", "tensor_parallel_size": 2, "nnodes": 2},
             "nnodes=2 is for ranks that join, and torchrun starts all: leave nnodes out",
         ),
-        ({"max_logprobs": -1}, "max_logprobs=-1: must be 0 or more"),
+        ({"max_logprobs": -2}, "max_logprobs=-2: must be 0 or more"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: must be in (0, 1]"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization=0.0: must be in (0, 1]"),
         (
@@ -135,7 +135,7 @@ def test_a_contradiction_is_one_line_that_names_the_fix(settings: dict[str, obje
 )
 def test_a_speculative_setting_that_cannot_work_is_one_line_that_names_it(given: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError) as error:
-        EngineConfig(speculative_config=given)  # type: ignore[arg-type]
+        EngineConfig(model="some/model", speculative_config=given)  # type: ignore[arg-type]
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -105,11 +105,11 @@ def test_an_output_comes_back_as_it_was(output: ModelRunnerOutput) -> None:
     assert repr(decode_output(encode_output(output))) == repr(output)  # as text no number is equal to itself
 
 
-def test_what_stands_for_a_list_arrives_as_one() -> None:
+def test_what_stands_for_a_list_arrives_as_a_tuple() -> None:
     params = SamplingParams(allowed_token_ids=range(4), bad_words=("a", "b"))
     row = NewRow(array("q", [1, 2]), 2, params, 0, 2**64 - 1, frozenset())
     plan = SchedulerOutput(0, [ScheduledRequest("a", 0, 2, [], True, 0, [5], row)])
     new = decode_plan(encode_plan(plan))[0].scheduled[0].new_row
     assert new is not None and new.token_ids == [1, 2] and new.seed == 2**64 - 1
-    assert new.sampling_params.allowed_token_ids == [0, 1, 2, 3]
+    assert new.sampling_params.allowed_token_ids == (0, 1, 2, 3)
     assert new.sampling_params.bad_words == ("a", "b")

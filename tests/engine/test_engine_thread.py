@@ -13,6 +13,7 @@ import pytest
 from teachllm.engine import engine_thread
 from teachllm.engine.async_llm import AsyncLLM
 from teachllm.trace.recorder import Recorder
+from teachllm.worker.errors import EngineDeadError
 from tests.engine.streams import GREEDY, answer, expected, go_round, num_of, run, running, until
 from tests.waiting import HANG_SECONDS, wait_for
 from tests.worker.engines import FaultyExecutor, random_ids, tokens
@@ -165,6 +166,19 @@ def test_what_goes_wrong_outside_of_a_step_ends_everything_and_hangs_nobody() ->
             await asyncio.wait_for(answer(llm, random_ids(4)), HANG_SECONDS)
         with pytest.raises(RuntimeError, match="the engine is closed"):
             await answer(llm, random_ids(4))
+
+    with running(on_step=fail) as llm:
+        run(main(llm))
+
+
+def test_after_the_death_of_a_process_later_calls_say_what_has_died() -> None:
+    def fail(error: Exception | None) -> None:
+        raise EngineDeadError("the process of rank 1 has ended with SIGKILL")
+
+    async def main(llm: AsyncLLM) -> None:
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=r"^the process of rank 1 has ended with SIGKILL$"):
+                await asyncio.wait_for(answer(llm, random_ids(4)), HANG_SECONDS)
 
     with running(on_step=fail) as llm:
         run(main(llm))

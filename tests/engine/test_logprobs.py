@@ -25,10 +25,14 @@ def check_logprobs(entries: dict[int, Logprob], logits: torch.Tensor, token_id: 
         least = int((expected > expected[found] + 1e-4).sum()) + 1
         most = int((expected > expected[found] - 1e-4).sum()) + 1
         assert least <= logprob.rank <= most
-    ranks = [logprob.rank for logprob in entries.values()]
-    assert ranks[:num_top] == list(range(1, num_top + 1))
-    values = [logprob.logprob for logprob in entries.values()]
-    assert values[:num_top] == sorted(values[:num_top], reverse=True)
+    assert next(iter(entries)) == token_id
+    likeliest = [logprob for found, logprob in entries.items() if found != token_id or logprob.rank <= num_top]
+    likeliest.sort(key=lambda logprob: logprob.rank)
+    assert [logprob.rank for logprob in likeliest] == list(range(1, num_top + 1))
+    others = [logprob.rank for found, logprob in entries.items() if found != token_id]
+    assert others == sorted(others)
+    values = [logprob.logprob for logprob in likeliest]
+    assert values == sorted(values, reverse=True)
 
 
 def check_prompt_logprobs(output: RequestOutput, name: str, num_top: int) -> None:

@@ -89,7 +89,7 @@ def _under(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
 
 def eagle(raw: Mapping[str, Any], tensors: Tensors, model: Any, states: States) -> Naive:
     """EAGLE, or EAGLE-3 if the layer has a `hidden_norm`."""
-    raw = {**raw, **raw.get("transformer_layer_config", {})}
+    raw = {**raw, **raw.get("transformer_layer_config", {}), **raw.get("model", {})}
     tensors = {name: each.double() if each.is_floating_point() else each for name, each in tensors.items()}
     is_third = any("hidden_norm" in name for name in tensors)
     block = _under(tensors, "midlayer.") or _under(tensors, "layers.0.")

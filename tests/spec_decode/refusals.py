@@ -10,7 +10,7 @@ import torch
 
 from teachllm import EngineConfig
 from teachllm.engine.llm_engine import Engine
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from tests.spec_decode.heads import forms
 from tests.worker.engines import tiny
 

@@ -13,7 +13,7 @@ import torch
 
 from teachllm import EngineConfig
 from teachllm.engine.llm_engine import Engine
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.spec_decode.draft_model import DraftModel
 from tests.checkpoints import VOCAB_SIZE, build_model, make_checkpoint
 from tests.spec_decode import naive

@@ -6,7 +6,7 @@ Flags that `vllm bench` has, too, are spelled as it spells them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,8 +23,9 @@ from teachllm_cli.terminal import answers, notes
 
 if TYPE_CHECKING:
     from teachllm import LLM
-    from teachllm.bench.figures import Figure
+    from teachllm.bench.latency import LatencyResult
     from teachllm.bench.step_profile import Floor, StepProfile
+    from teachllm.bench.throughput import ThroughputResult
     from teachllm.engine.observability.speculation_stats import Speculation
     from teachllm.roofline import Ceilings
 
@@ -66,7 +67,7 @@ def latency(
             check_profile(llm, latency_batch(llm, options))
         with progress_bar("iterations") as progress:
             result = run_latency(llm, options, ceilings, progress)
-        found = _report(title, result.figures, ceilings, result.json, output_json, llm.speculation())
+        found = _report(title, result, ceilings, output_json, llm.speculation())
         if trace is not None:
             steps = profile_decode(llm, latency_batch(llm, options), ceilings, trace_path=trace)
             _report_profile(steps)
@@ -98,7 +99,7 @@ def throughput(
         speculation = llm.speculation()
     tokens = f"{result.num_prompt_tokens:,} tokens in, {result.num_output_tokens:,} out"
     title = f"{engine.model}: {num_prompts} requests, {tokens}, {result.elapsed_s:.2f} s"
-    _report(title, result.figures, ceilings, result.json, output_json, speculation)
+    _report(title, result, ceilings, output_json, speculation)
 
 
 bench.command()(serve)
@@ -118,13 +119,13 @@ def _measured(engine: EngineConfig, output_json: Path | None) -> Iterator[tuple[
 
 def _report(
     title: str,
-    figures: Sequence[Figure],
-    ceilings: Ceilings,
-    found: dict[str, Any],
+    result: LatencyResult | ThroughputResult,
+    measured: Ceilings,
     output_json: Path | None,
     speculation: Speculation | None,
 ) -> dict[str, Any]:
     """Prints figures, and writes what was found; returns that."""
+    ceilings, found = result.ceilings, result.json
     if speculation is not None:
         found = found | {"speculation": speculation.as_json()}
     write_json(output_json, found)
@@ -135,7 +136,7 @@ def _report(
     table.add_column("figure")
     for column in ("measured", "at the ceilings", "of them"):
         table.add_column(column, justify="right")
-    for figure in figures:
+    for figure in result.figures:
         amounts = (f"{number(value)} {figure.unit}" for value in (figure.value, figure.limit))
         table.add_row(figure.name, *amounts, f"{figure.of_ceiling:.1%}")
     console = answers()
@@ -148,6 +149,13 @@ def _report(
         style="dim",
         markup=False,
     )
+    if ceilings != measured:
+        console.print(
+            f"The ceilings are {ceilings.read_bandwidth / measured.read_bandwidth:.2f} times those measured, since the "
+            "engine came to as much: the model fits a cache, or they were measured too low",
+            style="dim",
+            markup=False,
+        )
     if speculation is not None:
         console.print(f"With warm-up, {speculation_line(speculation)}", style="dim", markup=False)
         console.print("The figures at the ceilings are of plain decoding, a token per step.", style="dim", markup=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from teachllm.config import EngineConfig
 from teachllm_cli.bench_output import OutputJson, check_folder, number, progress_bar, write_json
 from teachllm_cli.errors import one_line_errors
 from teachllm_cli.terminal import answers, notes
@@ -38,7 +39,8 @@ def quantize(
     ] = False,
     bits: Annotated[int | None, typer.Option(help="Bits per weight, 4 or 8. Default: 4; int8 and fp8 have 8.")] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale; -1: all. Default: 128. Not of int8 and fp8.")
+        int | None,
+        typer.Option(help="Inputs that share a scale; -1: all. Default: 128, or what divides. Not of int8 and fp8."),
     ] = None,
     symmetric: Annotated[
         bool | None,
@@ -65,6 +67,9 @@ def quantize(
     plot: Annotated[Path | None, typer.Option(help="With --compare: draw the table to this HTML file.")] = None,
     output_json: OutputJson = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: a GPU if there is one.")] = None,
+    for_other_engines: Annotated[
+        bool, typer.Option("--for-other-engines", help="Write it, too, if this engine does not run it.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Write a quantized checkpoint in a format that transformers and other engines load, and for many models this one.
@@ -89,8 +94,7 @@ def quantize(
         given |= {"num_samples": num_samples, "seq_len": seq_len, "num_iters": num_iters}
         given = {name: value for name, value in given.items() if value is not None}
         if compare:
-            recipes = several(method, given)
-            found = _compare(recipes, model, out, text, plot is not None, _usable(device))
+            recipes, found = _compare(several(method, given), model, out, text, plot is not None, _usable(device))
             _show(found, recipes, model)
             write_json(output_json, {"model": model, "found": [asdict(each) for each in found]})
             if plot is not None:
@@ -100,7 +104,7 @@ def quantize(
                 notes().print(f"The table as a picture: {plot}", markup=False, soft_wrap=True)
         else:
             assert method is not None and out is not None
-            _make(Recipe(method=method[0], **given), model, out, _usable(device))
+            _make(Recipe(method=method[0], **given), model, out, _usable(device), for_other_engines)
 
 
 def _usable(device: str | None) -> str:
@@ -118,22 +122,33 @@ def _usable(device: str | None) -> str:
     return device
 
 
-def _make(recipe: Recipe, model: str, out: Path, device: str) -> None:
+def _make(recipe: Recipe, model: str, out: Path, device: str, for_other_engines: bool) -> None:
     from teachllm.quantization.algorithms.quantize import quantize_model
 
-    with _quiet(), progress_bar(recipe.name) as progress:
-        quantize_model(model, out, recipe, progress, device)
+    with _quiet(), progress_bar(recipe.method) as progress:
+        made = quantize_model(model, out, recipe, progress, device, for_other_engines)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    notes().print(
-        f"{recipe.name} of {model}, {number(size / 1e6)} MB: {out}\nTry it: teachllm chat --model {out}",
-        markup=False,
-        soft_wrap=True,
-    )
+    notes().print(f"{made.name} of {model}, {number(size / 1e6)} MB: {out}", markup=False, soft_wrap=True)
+    if (how := _how_to_try(out)) is not None:
+        notes().print(f"Try it: {how}", markup=False, soft_wrap=True)
+
+
+def _how_to_try(out: Path) -> str | None:
+    """Return a command that runs a checkpoint; None: this engine does not."""
+    from teachllm.engine.info import describe_model
+    from teachllm.engine.text.tokenizer import Tokenizer
+
+    try:
+        describe_model(EngineConfig(model=str(out)))
+        chats = Tokenizer.load(str(out)).has_chat_template
+    except ValueError:
+        return None
+    return f"teachllm chat --model {out}" if chats else f"teachllm generate --model {out} --prompt 'Once upon a time'"
 
 
 def _compare(
     recipes: Sequence[Recipe], model: str, out: Path | None, text: Path | None, will_plot: bool, device: str
-) -> list[Compared]:
+) -> tuple[list[Recipe], list[Compared]]:
     from teachllm.quantization.algorithms import compare
     from teachllm.quantization.algorithms import plot as picture
     from teachllm.quantization.algorithms.quantize import check
@@ -143,12 +158,12 @@ def _compare(
         picture.check_plotly()
     with _quiet():
         documents = compare.read(text, model)
-        check(model, recipes, will_run=True)
+        fitted = check(model, recipes, for_other_engines=None)
         if out is not None:
-            for recipe in recipes:
+            for recipe in fitted:
                 check_empty(out / recipe.name)
             make_folder(out)
-        return compare.compare(_made(recipes, model, out, device), documents, device=device)
+        return fitted, compare.compare(_made(fitted, model, out, device), documents, device=device)
 
 
 def _made(recipes: Sequence[Recipe], model: str, out: Path | None, device: str) -> Iterator[tuple[str, str | Path]]:

@@ -20,16 +20,30 @@ import typer
 from teachllm.config import EngineConfig
 from teachllm.worker.processes.torchrun import works_for_process_0
 from teachllm_cli.errors import one_line_errors
+from teachllm_cli.options.config_file import take_file
 
 # `seed` is a flag of the request, which fixes its noise whatever else runs; commands print text, so they need
 # the tokenizer.
 _NOT_FLAGS = {"seed", "skip_tokenizer_init"}
-_NAMES = {"model": ["--model", "-m"], "trace_path": ["--trace"], "trace_text": ["--trace-text/--trace-no-text"]}
-_OBJECTS = {"speculative_config": '{"method": "ngram"}'}  # knobs of several parts, given as JSON like this
+_NAMES = {"trace_path": "--trace", "trace_text": "--trace-text/--trace-no-text"}
+_SHORT = {
+    "model": "-m",
+    "quantization": "-q",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep",
+    "nnodes": "-n",
+}
+_OBJECTS = {  # knobs of several parts, given as JSON like this
+    "speculative_config": '{"method": "ngram"}',
+    "hf_overrides": '{"max_position_embeddings": 8192}',
+    "override_generation_config": '{"temperature": 0.5}',
+}
 
 
 def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[..., None]:
-    """Replace the parameter `engine` of a command by the flags that make it, and add `--debug`.
+    """Replace the parameter `engine` of a command by the flags that make it, and add `--config` and `--debug`.
 
     Args:
         runs: the engine does something that could be traced. Where torchrun has started this process and it is not the
@@ -39,28 +53,29 @@ def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        values.pop("config")  # has been read, see `config_file.py`
         with one_line_errors(debug=values.pop("debug")):
             engine = EngineConfig(**{flag.name: _read(flag.name, values.pop(flag.name)) for flag in flags})
             if not (runs and works_for_process_0(engine)):
                 command(engine=engine, **values)
 
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "engine"]
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in [*own, *flags, _debug_flag()]]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in [*own, *flags, _config_flag(), _debug_flag()]]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 
 def given_flags(context: typer.Context) -> list[str]:
-    """Those of `engine_command` that were typed, be it with their defaults, as --block-size."""
-    typed = [
+    """Those of `engine_command` that were given, be it with their defaults, as --block-size."""
+    given = [
         field.name
         for field in fields(EngineConfig)
         if field.name not in _NOT_FLAGS
         and (source := context.get_parameter_source(field.name)) is not None
-        and source.name == "COMMANDLINE"
+        and source.name in ("COMMANDLINE", "DEFAULT_MAP")
     ]
-    return [_NAMES.get(name, [f"--{name.replace('_', '-')}"])[0].split("/")[0] for name in typed]
+    return [_NAMES.get(name, f"--{name.replace('_', '-')}").split("/")[0] for name in given]
 
 
 def _flags() -> Iterator[inspect.Parameter]:
@@ -71,7 +86,8 @@ def _flags() -> Iterator[inspect.Parameter]:
         section, text = explained.get(field.name, ("Engine", ""))
         kind, name = types[field.name], field.name.replace("_", "-")
         is_on = kind in (bool, bool | None) and field.default is not False
-        names = _NAMES.get(field.name, [f"--{name}/--no-{name}" if is_on else f"--{name}"])
+        names = [_NAMES.get(field.name, f"--{name}/--no-{name}" if is_on else f"--{name}")]
+        names += [_SHORT[field.name]] if field.name in _SHORT else []
         is_object = field.name in _OBJECTS
         metavar = "JSON" if is_object else None
         option = typer.Option(*names, help=text[:1].upper() + text[1:], rich_help_panel=section, metavar=metavar)
@@ -94,6 +110,17 @@ def _read(name: str, given: Any) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"--{name.replace('_', '-')} {given!r} is JSON, but no object: {advice}")
     return value
+
+
+def _config_flag() -> inspect.Parameter:
+    option = typer.Option(
+        "--config",
+        help="A YAML file of flags, as `max-model-len: 4096`; what is typed wins.",
+        callback=take_file,
+        is_eager=True,
+        metavar="FILE",
+    )
+    return _parameter("config", Annotated[str | None, option], None)
 
 
 def _debug_flag() -> inspect.Parameter:

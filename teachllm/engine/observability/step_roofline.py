@@ -14,10 +14,15 @@ class StepRoofline:
 
     Args:
         ceilings: of the device; None where they are not known: then neither is what bound a step.
+        num_devices: that share each layer, each with a part of its weights and heads.
+
+    Attributes:
+        ceilings: of all devices together, as given.
     """
 
-    def __init__(self, model: ModelConfig, ceilings: Ceilings | None) -> None:
-        self.ceilings = ceilings
+    def __init__(self, model: ModelConfig, ceilings: Ceilings | None, num_devices: int = 1) -> None:
+        self.ceilings = None if ceilings is None else ceilings.scaled(num_devices, num_devices)
+        self._reached = self.ceilings  # those, or higher ones, where a step has come to more
         self._model = model
 
     def work(self, plan: SchedulerOutput, num_held: int) -> Work:
@@ -29,12 +34,20 @@ class StepRoofline:
         return step_work(self._model, StepShape(query_lens, kv_lens, num_sampled, num_held=num_held))
 
     def verdict(self, work: Work, seconds: float) -> dict[str, Any]:
-        """For the trace: bytes and FLOPs of a step, the seconds that it took, its floor, its bound (`Work.bound`)."""
-        ceilings = self.ceilings
-        return {
+        """For the trace: bytes and FLOPs of a step, the seconds that it took, its floor, its bound (`Work.bound`).
+
+        Ceilings that a step exceeds rise to what it came to, and stay there: then the verdict has them, as "raised".
+        """
+        if self._reached is not None and seconds > 0:  # a clock may stand still
+            self._reached = work.raised(self._reached, seconds)
+        ceilings = self._reached
+        found: dict[str, Any] = {
             "num_bytes": work.num_bytes,
             "num_flops": work.matrix_flops + work.attention_flops,
             "seconds": seconds,
             "floor": None if ceilings is None else work.seconds(ceilings),
             "bound": None if ceilings is None else work.bound(ceilings, seconds),
         }
+        if ceilings is not None and ceilings != self.ceilings:
+            found["raised"] = {"read_bandwidth": ceilings.read_bandwidth, "gemm_flops": ceilings.gemm_flops}
+        return found

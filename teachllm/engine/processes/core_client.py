@@ -173,6 +173,7 @@ class CoreClient:
             request.child_index,
             request.seed % 2**64,
             request.bad_word_token_ids,
+            request.eos_token_ids,
         )
         try:
             msgspec.msgpack.decode(encode(params), type=SamplingParams)  # of the types that the core will insist on

@@ -16,7 +16,7 @@ from teachllm.distributed.lockstep import LockstepEnd
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.engine.observability.stats import StepStats
 from teachllm.models.model_config import ModelConfig
-from teachllm.sampling_params import SamplingParams, plain
+from teachllm.sampling_params import SamplingParams
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -58,6 +58,7 @@ class Add(Message, frozen=True):
     child_index: int
     seed: int
     bad_word_token_ids: tuple[tuple[int, ...], ...]
+    eos_token_ids: frozenset[int]
 
 
 class Finish(Message, frozen=True):
@@ -142,6 +143,6 @@ ToCore = Start | Add | Finish | ResetPrefixCache | Close
 FromCore = Loading | Ready | Refused | Stepped | Failed | Died
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
+encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(list[ToCore]).decode
 decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

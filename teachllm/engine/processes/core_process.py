@@ -124,7 +124,6 @@ class CoreProcess:
     ) -> None:
         self._socket, self._core, self._lines, self._lockstep = socket, core, lines, lockstep
         self._is_leaving = False
-        self._eos_token_ids = model_config.eos_token_ids
         self._requests: dict[int, Request] = {}  # unfinished ones, by the client's numbers
         self._numbers: dict[str, int] = {}  # the other way round, by the ids the core knows them by
         self._num_failures = 0  # in a row
@@ -205,7 +204,7 @@ class CoreProcess:
             request_id=add.request_id,
             prompt_token_ids=prompt,
             sampling_params=add.sampling_params,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=add.eos_token_ids,
             arrival_time=add.arrival_time,
             priority=add.priority,
             cache_keys=add.cache_keys,

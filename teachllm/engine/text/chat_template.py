@@ -6,13 +6,19 @@ data, with the filters and globals that transformers gives them and nothing else
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jinja2
 
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_ASKS_FOR_NONE = re.compile(r"""content['"\]]*\s*(is\s+(not\s+)?|==\s*|!=\s*)none\b""", re.IGNORECASE)
+_PROBE = "is-this-read"
 _MAX_RENDERED_CHARACTERS = 1 << 24  # more than any context holds: an endless one stops here
 
 
@@ -37,6 +43,82 @@ def render_template(template: str, variables: dict[str, Any]) -> str:
         reason = " ".join(str(error).split()) or "no reason given"
         raise ValueError(f"the chat template failed: {type(error).__name__}: {reason}") from error
     return "".join(pieces)
+
+
+def render_conversation(
+    template: str, messages: Sequence[Mapping[str, Any]], named_tokens: Mapping[str, str], variables: Mapping[str, Any]
+) -> str:
+    """Renders messages, which a template gets as they are, with four exceptions.
+
+    The arguments of a tool call travel as JSON text, and templates print the object. Content in parts becomes one text
+    if the template takes none but text. A field that is None is left out, since most templates would print "None"; but
+    content stays where a template asks whether it is none, and can go on from there. A thought has several names, and
+    stands under those that templates know.
+
+    Args:
+        named_tokens: {"eos_token": "</s>", ...}, which a template gets, too.
+        variables: further ones.
+
+    Raises:
+        ValueError: the arguments of a tool call are no JSON object; or as `render_template`.
+    """
+
+    def rendered(keeps_none: bool) -> str:
+        found = [_plain_message(message, template, named_tokens, keeps_none) for message in messages]
+        return render_template(template, {**named_tokens, **variables, "messages": found})
+
+    asks = _ASKS_FOR_NONE.search(template) is not None
+    if asks and any(message.get("content", "") is None for message in messages):
+        with contextlib.suppress(ValueError):
+            return rendered(keeps_none=True)
+    return rendered(keeps_none=False)
+
+
+def _plain_message(
+    message: Mapping[str, Any], template: str, named_tokens: Mapping[str, str], keeps_none: bool
+) -> dict[str, Any]:
+    kept = ("content",) if keeps_none else ()
+    plain = {name: value for name, value in message.items() if value is not None or name in kept}
+    thought = next((plain[name] for name in _THOUGHTS if name in plain), None)
+    if thought is not None:
+        plain = {"thinking": thought, **plain, "reasoning_content": thought}
+    parts: Any = plain.get("content")
+    if _are_texts(parts) and not _takes_parts(template, tuple(named_tokens.items())):
+        plain["content"] = "\n".join(part["text"] for part in parts)
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_with_object(call) for call in calls]
+    return plain
+
+
+def _are_texts(parts: Any) -> bool:
+    is_list = isinstance(parts, list) and bool(parts)
+    return is_list and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    )
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a tool call have to be a JSON object, as text")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+@lru_cache(maxsize=32)
+def _takes_parts(template: str, named_tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Find out, by rendering a message in parts, whether a template reads the text in them or prints the list."""
+    message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+    try:
+        text = render_template(template, {**dict(named_tokens), "messages": [message], "add_generation_prompt": False})
+    except ValueError:
+        return False
+    return _PROBE in text and "'text'" not in text and '"text"' not in text
 
 
 @lru_cache(maxsize=32)

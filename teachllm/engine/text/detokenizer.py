@@ -61,11 +61,9 @@ class IncrementalDetokenizer:
         self._settled = ""  # all text that can no longer change
         self._num_shown = 0  # characters of it that are shown: the rest could become a stop string
         # Ids of the window, and how many characters of its text are settled (or belong to the prompt).
-        self._window = [i for i in prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :] if self._has_text(i)]
-        self._window = self._window[-_NUM_CONTEXT_TOKENS:]
-        # Half a character at the prompt's end is completed, and so shown, by the output.
-        self._num_settled = len(self._decode(self._window).rstrip(_REPLACEMENT)) if self._enabled else 0
-        self._num_context = len(self._window)
+        self._window, self._num_context, self._num_settled = list[int](), 0, 0
+        if self._enabled:
+            self._begin([i for i in prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :] if self._has_text(i)])
 
     @property
     def text(self) -> str:
@@ -119,6 +117,33 @@ class IncrementalDetokenizer:
                 self._restart_window()
         elif len(self._window) > _MAX_WINDOW:
             self._cut_window(text)
+
+    def _begin(self, ids: list[int]) -> None:
+        """Takes the prompt's last ids as context: from where a character begins to where the last whole one ends.
+
+        Half a character at the front would do more harm than it seems: a decoder with byte fallback blanks the whole
+        run of byte tokens that it stands in. Half a one at the end is completed, and so shown, by the output.
+        """
+        start = max(len(ids) - _NUM_CONTEXT_TOKENS, 0)
+        starts = range(start, max(start - _MAX_TOKENS_PER_CHARACTER, -1), -1)
+        self._window = ids[next((first for first in starts if self._begins_whole(ids[first:])), start) :]
+        literal = self._tokenizer.replacement_ids
+        if literal and self._window[-len(literal) :] == literal:  # the character itself, whole
+            self._num_context, self._num_settled = len(self._window), len(self._decode(self._window))
+            return
+        for cut in range(min(_MAX_TOKENS_PER_CHARACTER, len(self._window) + 1)):
+            self._num_context = len(self._window) - cut
+            text = self._decode(self._window[: self._num_context])
+            if not text.endswith(_REPLACEMENT):
+                break
+        else:  # bytes that are no character
+            self._num_context, text = len(self._window), self._decode(self._window).rstrip(_REPLACEMENT)
+        self._num_settled = len(text)
+
+    def _begins_whole(self, ids: list[int]) -> bool:
+        """Return whether the first character is not cut off in front."""
+        counts = range(1, _MAX_TOKENS_PER_CHARACTER + 1)
+        return any(_REPLACEMENT not in self._decode(ids[:count]) for count in counts)
 
     def _restart_window(self) -> None:
         """Everything is settled: keep only the last added token or tokens as context for the next."""

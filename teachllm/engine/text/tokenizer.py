@@ -11,13 +11,16 @@ vLLM: who serves strangers should filter such text first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from teachllm.engine.text.chat_template import render_template
+from teachllm.engine.text.chat_template import render_conversation
+from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
 
 if TYPE_CHECKING:
     import tokenizers
@@ -25,8 +28,10 @@ if TYPE_CHECKING:
 # Class names for which transformers reads tokenizer.json unchanged, and those for which it does so if byte-level.
 _READ_AS_IS = ("PreTrainedTokenizer", "TokenizersBackend")
 _READ_AS_IS_IF_BYTE_LEVEL = ("LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_PARTS: dict[str, Any] = {"version": "1.0", "added_tokens": []}  # of tokenizer.json, and what any of them may be
+_PARTS |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
 _LONG_TEXT = 4096  # characters, from which on other threads may run meanwhile: of one text `tokenizers` lets none
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HUB_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "config.json"]
 _HUB_FILES += ["vocab*", "merges.txt", "*.model", "additional_chat_templates/*"]
 
@@ -103,6 +108,7 @@ class Tokenizer:
         eos_token_id: ends a sequence, as the tokenizer's files say; a generation config may name more.
         vocab_size: ids the tokenizer knows, added tokens included; the model may have more logits.
         special_ids: ids that are left out of the text on request.
+        replacement_ids: of U+FFFD, behind another character.
     """
 
     def __init__(self, backend: _Backend, named_tokens: dict[str, str], chat_templates: dict[str, str]) -> None:
@@ -113,7 +119,9 @@ class Tokenizer:
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
         self.vocab_size = backend.vocab_size
         self.special_ids = backend.special_ids
-        self._token_before = self.encode("a", add_special_tokens=False)[-1:]
+        letter = self.encode("a", add_special_tokens=False)
+        self._token_before = letter[-1:]
+        self.replacement_ids = self.encode(f"a{_REPLACEMENT}", add_special_tokens=False)[len(letter) :]
         self._len_before = len(self.decode(self._token_before, False))
 
     @classmethod
@@ -129,11 +137,14 @@ class Tokenizer:
         """
         folder = Path(path) if Path(path).is_dir() else _download(path, revision, trust_remote_code)
         config = _read_json(folder / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # transformers' older format spreads over two files
-            config |= _read_json(folder / "special_tokens_map.json")
         loaded = None if trust_remote_code and "auto_map" in config else _load_with_tokenizers(folder, config)
         backend, named_tokens = loaded or _load_with_transformers(folder, trust_remote_code)
         return cls(backend, named_tokens, _read_chat_templates(folder, config))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Return whether the checkpoint says what a conversation looks like."""
+        return bool(self._chat_templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the checkpoint puts around one (usually bos)."""
@@ -181,7 +192,7 @@ class Tokenizer:
         """The prompt that a conversation becomes.
 
         Args:
-            messages: {"role": ..., "content": ...}, as in OpenAI's API.
+            messages: {"role": ..., "content": ...}, as in OpenAI's API; see `render_conversation`.
             tools: JSON schemas of functions the model may call.
             chat_template: a Jinja template, or the name of one of the checkpoint's, instead of its default.
             add_generation_prompt: end with the header of the assistant's answer.
@@ -196,45 +207,44 @@ class Tokenizer:
         template = template or self._chat_templates.get("default")
         if template is None:
             raise ValueError("the checkpoint has no chat template: give one with chat_template=, or use a plain prompt")
-        return render_template(
-            template,
-            {
-                **self._named_tokens,
-                "documents": None,
-                **kwargs,
-                "messages": [{k: v for k, v in message.items() if v is not None} for message in messages],
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            },
-        )
+        variables = {"documents": None, **kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return render_conversation(template, messages, self._named_tokens, variables)
 
 
 def _load_with_tokenizers(folder: Path, config: dict[str, Any]) -> tuple[_Backend, dict[str, str]] | None:
     """tokenizer.json, finished as transformers would; None where transformers would build something else."""
-    class_name = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    values = JsonObject(config, "tokenizer_config.json")
+    class_name = values.text("tokenizer_class").removesuffix("Fast") if values.has("tokenizer_class") else ""
     if class_name not in _READ_AS_IS + _READ_AS_IS_IF_BYTE_LEVEL or not (folder / "tokenizer.json").is_file():
         return None
-    from tokenizers import AddedToken, decoders
     from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import decoders
+
+    from teachllm.engine.text.added_tokens import add_tokens
 
     try:
         tokenizer = RustTokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{folder / 'tokenizer.json'}: not a readable tokenizer: {error}") from error
+        where = _unreadable_part(folder / "tokenizer.json")
+        raise ModelError(f"{folder / 'tokenizer.json'}: {where}not a readable tokenizer: {error}") from error
     if class_name not in _READ_AS_IS and not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None
 
-    by_id = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    tokenizer.add_tokens([AddedToken(**token) for _, token in by_id if token["content"] not in known])
-    named = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name)}
-    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    extra = [_content(token) for token in (more.values() if isinstance(more, dict) else more)]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in (*named.values(), *extra)]
-    )
+    named = add_tokens(tokenizer, folder, config)
     # `add_bos_token` in the configuration is not read: like transformers, the file's post-processor decides.
     return _TokenizersBackend(tokenizer), named
+
+
+def _unreadable_part(file: Path) -> str:
+    """Return the key of the part without which the file would be readable, with a colon; "": there is none."""
+    from tokenizers import Tokenizer as RustTokenizer
+
+    content = _read_json(file)
+    for key, harmless in _PARTS.items():
+        with contextlib.suppress(Exception):
+            RustTokenizer.from_str(json.dumps(content | {key: harmless}))
+            return f"{key}: "
+    return "model: " if "model" in content else ""
 
 
 def _load_with_transformers(folder: Path, trust_remote_code: bool) -> tuple[_Backend, dict[str, str]]:
@@ -246,7 +256,7 @@ def _load_with_transformers(folder: Path, trust_remote_code: bool) -> tuple[_Bac
     except Exception as error:  # many kinds, with pages of advice: the first line says what is wrong
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{folder}: no tokenizer that can be loaded: {reason}") from error
-    named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in _NAMED_TOKENS}
+    named = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     backend: _Backend = (
         _TokenizersBackend(tokenizer.backend_tokenizer) if tokenizer.is_fast else _PythonBackend(tokenizer)
     )
@@ -257,10 +267,14 @@ def _load_with_transformers(folder: Path, trust_remote_code: bool) -> tuple[_Bac
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """The checkpoint's templates by name; "default" is the one used unasked."""
-    declared = config.get("chat_template")
-    templates = (
-        {"default": declared} if isinstance(declared, str) else {t["name"]: t["template"] for t in declared or ()}
-    )
+    values = JsonObject(config, "tokenizer_config.json")
+    if isinstance(config.get("chat_template"), str):
+        templates = {"default": values.text("chat_template")}
+    else:
+        entries = {f"[{index}]": entry for index, entry in enumerate(values.entries("chat_template"))}
+        listed = JsonObject(entries, f"{values.where}: chat_template")
+        parts = [listed.object(index) for index in listed]
+        templates = {each.text("name"): each.text("template") for each in parts}
     file = folder / "chat_template.jinja"
     if file.is_file():
         templates["default"] = file.read_text(encoding="utf-8")
@@ -291,8 +305,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must hold an object")
     return content
-
-
-def _content(token: str | dict[str, Any]) -> str:
-    """A special token is declared as its text, or as an object with the text in it."""
-    return token if isinstance(token, str) else token["content"]

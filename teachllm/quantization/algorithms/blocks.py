@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from teachllm.errors import ModelError
 from teachllm.models.checkpoint import StoredTensor, stored_tensors
-from teachllm.models.registry import ModelError
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BATCH = 8  # rows that go through a block together

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.algorithms import autoround, folding
 from teachllm.quantization.algorithms.awq import best_scales

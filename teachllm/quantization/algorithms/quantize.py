@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
+from teachllm.errors import ModelError
 from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
-from teachllm.models.registry import DENSE, OWN, ModelError, architecture_of
+from teachllm.models.registry import DENSE, architecture_of
 from teachllm.quantization.algorithms import blocks, folding, methods, write
 from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.recipe import Recipe
@@ -31,7 +32,8 @@ def quantize_model(
     recipe: Recipe,
     progress: Progress = lambda done, total: None,
     device: str = "cpu",
-) -> None:
+    for_other_engines: bool = False,
+) -> Recipe:
     """Writes a quantized checkpoint.
 
     Args:
@@ -39,25 +41,33 @@ def quantize_model(
         out: a folder that is empty or not there.
         progress: called with (percent done, 100).
         device: where blocks are worked on, one at a time.
+        for_other_engines: also write what this engine does not run.
+
+    Returns:
+        The recipe, with what `check` chose.
 
     Raises:
         ValueError: the model, the folder, the text or a setting will not do, or weights are not finite; one line says
             why.
     """
     write.check_empty(out)
-    check(model, [recipe])
+    [recipe] = check(model, [recipe], for_other_engines)
     write.make_folder(out)
     folder = find_folder(model)
     write.write_checkpoint(folder, out, recipe, quantize_weights(folder, recipe, progress, device))
+    return recipe
 
 
-def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None:
-    """Refuses, before a weight is read, what will not do.
+def check(model: str, recipes: Sequence[Recipe], for_other_engines: bool | None = False) -> list[Recipe]:
+    """Refuses, before a weight is read, what will not do, and chooses the size of groups where none is given.
 
     Args:
         model: as of `quantize_model`.
         recipes: which look at one text, those that do.
-        will_run: in this engine, which does not run all that it quantizes; otherwise it warns.
+        for_other_engines: as of `quantize_model`; None: this engine measures what is made.
+
+    Returns:
+        The recipes, each with what was chosen.
 
     Raises:
         ValueError: of the checkpoint, a calibration text, or a layer that a recipe's format cannot hold.
@@ -65,18 +75,29 @@ def check(model: str, recipes: Sequence[Recipe], will_run: bool = False) -> None
     folder = find_folder(model)
     check_unquantized(folder)
     architecture = architecture_of(read_json(folder / "config.json"))
-    reason = f"{architecture} runs through transformers' code here, which takes no quantized weights"
-    if architecture not in OWN and will_run:
-        raise ModelError(f"{reason}, so there is nothing to measure: take one of {', '.join(DENSE)}")
-    parts = blocks.blocks_of(blocks.load_on_meta(folder), stored_tensors(folder))
-    for recipe in recipes:
-        for block in parts:
-            for name, layer in block.linears().items():
-                recipe.check_layer(f"{block.name}.{name}", layer.out_features, layer.in_features)
-    for recipe in [recipe for recipe in recipes if recipe.needs_text][:1]:
+    if architecture not in DENSE and not for_other_engines:
+        cannot = f"{architecture} takes no quantized weights in this engine"
+        if for_other_engines is None:
+            raise ModelError(f"{cannot}, so there is nothing to measure: take one of {', '.join(DENSE)}")
+        raise ModelError(f"{cannot}: add --for-other-engines to write it for those that do")
+    layers = [
+        (f"{block.name}.{name}", layer.out_features, layer.in_features)
+        for block in blocks.blocks_of(blocks.load_on_meta(folder), stored_tensors(folder))
+        for name, layer in block.linears().items()
+    ]
+    fitted = [recipe.fitted(layers) for recipe in recipes]
+    for recipe in fitted:
+        for layer in layers:
+            recipe.check_layer(*layer)
+    smaller = next((each for each, given in zip(fitted, recipes, strict=True) if each.grid != given.grid), None)
+    if smaller is not None:
+        warnings.warn(
+            f"groups of {smaller.grid.group_size}, the largest usual ones that divide the inputs of every layer",
+            stacklevel=2,
+        )
+    for recipe in [recipe for recipe in fitted if recipe.needs_text][:1]:
         _rows(folder, recipe)
-    if architecture not in OWN:
-        warnings.warn(f"{reason}: what is written is for other engines", stacklevel=3)
+    return fitted
 
 
 def check_unquantized(folder: Path) -> None:

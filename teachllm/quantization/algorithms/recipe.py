@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Recipe:
     Attributes:
         method: of `METHODS`.
         bits: bits per weight.
-        group_size: inputs that share a scale; -1: all. Not of int8 and fp8, which have one for each output.
+        group_size: inputs that share a scale; -1: all; None: what `fitted` finds. Not of int8 and fp8, which have one
+            for each output.
         is_symmetric: 0.0 is the middle of the range; otherwise each group has its own zero.
         desc_act: gptq rounds the inputs with the largest activations first.
         smoothquant: int8 moves outliers of activations to weights.
@@ -124,6 +126,17 @@ class Recipe:
             return "-".join((method, *others))
         size = self.grid.group_size
         return "-".join((method, f"{self.grid.bits}bit", "row" if size == -1 else f"g{size}", *others))
+
+    def fitted(self, layers: Iterable[tuple[str, int, int]]) -> Recipe:
+        """Return it with the largest usual group size, if it has none, that divides the inputs of every layer.
+
+        Args:
+            layers: name, number of outputs and of inputs of each.
+        """
+        if self.method in EIGHT_BIT or self.group_size is not None:
+            return self
+        common = math.gcd(*(num_in for _, _, num_in in layers))
+        return replace(self, group_size=next((size for size in _GROUP_SIZES if common % size == 0), None))
 
     def check_layer(self, name: str, num_out: int, num_in: int) -> None:
         """Refuses a layer that the format cannot hold.

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 
 _ASSETS = Path(__file__).parents[2] / "assets"
 CALIBRATION_TEXT = _ASSETS / "calibration.jsonl"
 HELD_OUT_TEXT = _ASSETS / "held_out.jsonl"
+_ENOUGH = 0.25  # of the rows that were asked for
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,25 @@ def read_tokenizer(folder: Path) -> Any:
 def calibration_rows(path: Path, tokenizer: Any, num_rows: int, seq_len: int) -> torch.Tensor:
     """[num_rows, seq_len] token ids: a text, cut up. Each row begins as the tokenizer begins a text.
 
+    A text that is somewhat shorter gives fewer rows, with a warning.
+
     Args:
         tokenizer: transformers'.
 
     Raises:
-        ValueError: the text is too short, or its file is not what it should be.
+        ValueError: the text is much too short, or its file is not what it should be.
     """
     start = _start(tokenizer, seq_len)
     length = seq_len - len(start)
     ids = [token_id for document in _read("--calibration", path, tokenizer, start) for token_id in document.ids]
     found = len(ids) // length
+    if num_rows > found >= _ENOUGH * num_rows:
+        warnings.warn(
+            f"--calibration {path} has {len(ids):,} tokens, which make {found} rows of {seq_len} instead of {num_rows}"
+            ": these are used",
+            stacklevel=2,
+        )
+        num_rows = found
     if found < num_rows:
         rows, tokens = (found, seq_len) if found else (1, len(ids) + len(start))
         fix = f"set --num-samples {rows}" + ("" if found else f" and --seq-len {tokens}")

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization.formats.awq import BITS as BITS_OF_AWQ
 from teachllm.quantization.formats.awq import Awq
 from teachllm.quantization.formats.compressed_tensors import parse as parse_compressed_tensors
@@ -30,7 +30,12 @@ _AS_AWQ = ("auto_round:auto_awq", "auto_round:awq")
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
     """Return the function that returns a projection's scheme by its name; see `gptq.parse`."""
-    packing = config.get("packing_format") or "auto"
+    packing, kind = config.get("packing_format") or "auto", config.get("data_type", "int")
+    if str(kind).startswith(("mx_fp", "nv_fp")):
+        raise ModelError(
+            f"AutoRound with data_type {kind!r} is not supported, only 'int': take a checkpoint with this, or one that "
+            "it has exported to compressed-tensors (nvfp4-, mxfp4-pack-quantized or mxfp8-quantized)"
+        )
     if packing == "auto_round:llm_compressor":
         return parse_compressed_tensors(config, names)
     if packing not in (*_AS_GPTQ, *_AUTO_ROUND, *_AS_AWQ):
@@ -38,7 +43,6 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
         raise ModelError(
             f"AutoRound in the packing {packing!r} is not supported, only {supported}: take a checkpoint in these"
         )
-    kind = config.get("data_type", "int")
     if not str(kind).startswith("int"):
         raise ModelError(
             f"AutoRound with data_type {kind!r} is not supported in the packing {packing!r}, only 'int': "

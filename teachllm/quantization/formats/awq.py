@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.gptq import LEAVE_OUT, check_sizes, checked_bits, grouped_bytes, num_groups
 from teachllm.quantization.formats.packing import pack, unpack

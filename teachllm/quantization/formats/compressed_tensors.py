@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.formats.gptq import BITS, check_sizes, grouped_bytes, num_groups, unless_sorted
@@ -156,10 +156,11 @@ def _scheme_of_group(name: str, group: Any, layout: str | None) -> Scheme | None
     settings = group if isinstance(group, Mapping) else {"targets": group, "weights": name}
     where = f"compressed-tensors, {name} of {settings['targets']}"
     weights, inputs = settings["weights"], settings.get("input_activations")
-    if not weights:
+    if weights is None:
         return None
-    if not all(isinstance(each, Mapping) for each in (weights, inputs or {})):
-        raise ModelError(f"{where}: a name ({weights!r}) in place of settings is not supported: write them out")
+    for each in (weights, {} if inputs is None else inputs):
+        if not isinstance(each, Mapping):
+            raise ModelError(f"{where}: a name ({each!r}) in place of settings is not supported: write them out")
     try:
         return _scheme(weights, inputs, settings.get("format") or layout)
     except ValueError as error:
@@ -176,7 +177,9 @@ def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout
     size: Any = weights.get("group_size")
     if layout in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         return Fp4(layout[:5])  # of activations nothing is quantized: only cards with 4-bit tensor cores gain by it
-    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    strategy = weights.get("strategy")
+    if strategy is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if layout == "pack-quantized" and kind == "int" and bits in BITS and strategy in ("channel", "group"):
         return Packed(bits, -1 if strategy == "channel" else size, weights.get("symmetric", True))
     if (

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.packing import WORD, pack, unpack
 from teachllm.quantization.formats.scheme import FLOATS, INTS, Scheme, Stored

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import Scheme

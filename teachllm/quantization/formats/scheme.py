@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization.quantized_weights import Quantized, part_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -54,7 +54,9 @@ class CompletionLogprobs:
                 continue
             found["token_logprobs"].append(finite(entry[token_id].logprob))
             top: dict[str, float] = {}
-            for other, logprob in entry.items():  # ids of the same text: the likelier one
+            for other, logprob in sorted(
+                entry.items(), key=lambda each: each[1].rank
+            ):  # of ids with one text the likelier
                 top.setdefault(token_text(other, logprob), finite(logprob.logprob))
             found["top_logprobs"].append(top)
         return found

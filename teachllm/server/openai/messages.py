@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+_AS_SENT = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # templates may know further fields
 
 
 class TextPart(BaseModel):
@@ -27,27 +28,27 @@ Content = str | Annotated[list[TextPart], Field(min_length=1), BeforeValidator(_
 
 
 class FunctionCall(BaseModel):
-    model_config = STRICT
+    model_config = _AS_SENT
     name: Annotated[str, Field(min_length=1)]
     arguments: str | None = Field(None, description="A JSON object, as text.")
 
 
 class ToolCall(BaseModel):
-    model_config = STRICT
+    model_config = _AS_SENT
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class UserMessage(BaseModel):
-    model_config = STRICT
+    model_config = _AS_SENT
     role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
 
 
 class ToolMessage(BaseModel):
-    model_config = STRICT
+    model_config = _AS_SENT
     role: Literal["tool", "function"]
     content: Content
     tool_call_id: str | None = None
@@ -55,7 +56,7 @@ class ToolMessage(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    model_config = STRICT
+    model_config = _AS_SENT
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
@@ -69,7 +70,7 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class FunctionDefinition(BaseModel):
-    model_config = STRICT
+    model_config = _AS_SENT
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
@@ -77,7 +78,7 @@ class FunctionDefinition(BaseModel):
 
 
 class Tool(BaseModel):
-    model_config = STRICT
+    model_config = _AS_SENT
     type: Literal["function"]
     function: FunctionDefinition
 

@@ -5,7 +5,6 @@ for nothing that takes longer than a step.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -43,7 +42,7 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatOptions, options: Serve
     if wrong := sorted(_NOT_VARIABLES & variables.keys()):
         raise ApiError(400, f"chat_template_kwargs may not hold {wrong[0]}", "chat_template_kwargs")
     messages = [_for_template(message) for message in request.messages]
-    tools = None if not request.tools else [tool.model_dump(exclude_none=True) for tool in request.tools]
+    tools = None if not request.tools else [tool.model_dump(exclude_unset=True) for tool in request.tools]
     given = {"add_generation_prompt": request.add_generation_prompt is not False, **variables}
     template = request.chat_template or options.chat_template
     size = sum(len(str(message)) for message in (*messages, *(tools or ()), variables))
@@ -55,27 +54,9 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatOptions, options: Serve
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """As templates expect it: content is text, and the arguments of a call are an object."""
-    plain = message.model_dump(exclude_none=True)
-    if isinstance(plain.get("content"), list):
-        plain["content"] = "\n".join(part["text"] for part in plain["content"])
-    if isinstance(message, AssistantMessage):
-        plain.setdefault("content", "")  # templates add to it
-        if not message.tool_calls:
-            plain.pop("tool_calls", None)
-        for call in plain.get("tool_calls", ()):
-            call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
-    return plain
-
-
-def _arguments(text: str | None) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ApiError(400, "the arguments of a tool call have to be a JSON object, as text", "messages")
-    return arguments
+    """Return a message as it was sent. One that is calls of tools alone may come without content."""
+    plain = message.model_dump(exclude_unset=True)
+    return {"content": None, **plain} if isinstance(message, AssistantMessage) else plain
 
 
 async def _run(size: int, work: Callable[[], T]) -> T:

@@ -8,11 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
 
 # PyTorch and oneDNN keep a plan for each number of rows that a matrix product has met: in the end, hundreds of MB.
 _CACHE_SIZES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+# What Python code may handle, and whose handler may raise in the middle of anything.
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 _STDERR = 2  # this process's own: `sys.stderr` may be a notebook's, or a test's, which is no file
 
 
@@ -45,23 +50,31 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes after this: while a process is started, it would leave one that is not known of."""
+    """Ctrl-C comes after this, as does any signal that Python code handles: the handler may raise, and half of what is
+    done here would remain. Whoever cannot wait presses Ctrl-C a second time."""
     if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
         yield
         return
-    has_come = False
+    come: list[int] = []
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come
-        has_come = True
+        if number in come:
+            handlers[number](number, frame)
+        else:
+            come.append(number)
 
-    before = signal.signal(signal.SIGINT, remember)
     try:
+        for handled in _HANDLED:
+            if callable(handler := signal.getsignal(handled)):
+                handlers[handled] = handler
+                signal.signal(handled, remember)
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if has_come:
-        signal.raise_signal(signal.SIGINT)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in come:
+        signal.raise_signal(number)
 
 
 def leave_signals_to_the_parent() -> None:
@@ -81,6 +94,20 @@ def end_with_the_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent's end", daemon=True).start()
+
+
+def only_here(act: Callable[P, None]) -> Callable[P, None]:
+    """Return `act` for this process: in a child that is forked from it, it does nothing.
+
+    A child inherits whatever closes what its parent has started, and runs it when it ends.
+    """
+    here = os.getpid()
+
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        if os.getpid() == here:
+            act(*args, **kwargs)
+
+    return guarded
 
 
 def how_it_ended(returncode: int) -> str:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from teachllm.distributed.rendezvous import keep_store
 from teachllm.worker.processes.agreement import ranks_text
+from teachllm.worker.processes.child import only_here
 from teachllm.worker.processes.host_lines import HostLines
 from teachllm.worker.processes.host_messages import Order
 from teachllm.worker.processes.host_plan import HostPlan
@@ -42,7 +43,7 @@ class RankHosts:
         self.frames = self._local.frames
         self.sentinel = self._hosts.sentinel
         # Whoever drops this without closing it leaves nothing behind.
-        self._finalizer = weakref.finalize(self, HostLines.close, self._hosts)
+        self._finalizer = weakref.finalize(self, only_here(HostLines.close), self._hosts)
 
     @property
     def death(self) -> str | None:

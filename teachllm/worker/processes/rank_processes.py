@@ -30,7 +30,7 @@ from teachllm.distributed.ring import RingWriter
 from teachllm.distributed.spin_wait import spin_seconds, spin_until
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.answers import Listener
-from teachllm.worker.processes.child import how_it_ended, start_child, uninterrupted
+from teachllm.worker.processes.child import how_it_ended, only_here, start_child, uninterrupted
 from teachllm.worker.processes.rank_lines import Frame, RankWork, whole
 from teachllm.worker.processes.worker_process import LENGTH, WorkerStart
 
@@ -54,7 +54,7 @@ class RankProcesses:
         self.sentinel = self._lines.sentinel
         self._spin_seconds = 0.0
         # Whoever drops this without closing it leaves no process.
-        self._finalizer = weakref.finalize(self, _Lines.close, self._lines)
+        self._finalizer = weakref.finalize(self, only_here(_Lines.close), self._lines)
 
     @property
     def death(self) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from teachllm.models.checkpoint import find_folder
 from teachllm.quantization.algorithms import compare
 from teachllm.quantization.algorithms.compare import Compared
 from teachllm.quantization.algorithms.recipe import Recipe
@@ -20,9 +22,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path, Recipe]]:
     """What was asked for: nothing is quantized here, or measured."""
     asked: list[tuple[str, Path, Recipe]] = []
 
-    def quantize_model(model: str, out: Path, recipe: Recipe, progress: Any, device: str) -> None:
+    def quantize_model(model: str, out: Path, recipe: Recipe, progress: Any, *_: Any) -> Recipe:
         asked.append((model, out, recipe))
         progress(100, 100)
+        return recipe
 
     def compared(models: Iterable[tuple[str, Path]], documents: Any, **settings: Any) -> list[Compared]:
         return [
@@ -39,7 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path, Recipe]]:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a table would be refused for is not looked for, and no text is read."""
     monkeypatch.setattr(compare, "read", lambda text, model: [])
-    monkeypatch.setattr("teachllm.quantization.algorithms.quantize.check", lambda *_, **__: None)
+    monkeypatch.setattr("teachllm.quantization.algorithms.quantize.check", lambda model, recipes, **_: list(recipes))
 
 
 def test_a_method_and_its_settings_become_a_recipe(teachllm, made, tmp_path) -> None:
@@ -49,6 +52,16 @@ def test_a_method_and_its_settings_become_a_recipe(teachllm, made, tmp_path) -> 
     recipe = Recipe("gptq", 8, 64, is_symmetric=False, desc_act=True, num_samples=7)
     assert made == [("a/b", tmp_path / "q", recipe)]
     assert str(tmp_path / "q") in result.stderr.replace("\n", "")
+
+
+def test_a_command_to_try_it_is_shown_where_it_works(teachllm, made, tmp_path) -> None:
+    arguments = ("quantize", "--method", "int8", "--out", str(tmp_path / "q"))
+    assert "Try it" not in teachllm(*arguments).stderr  # nothing was written, so nothing runs
+    shutil.copytree(find_folder("teachlm"), tmp_path / "q")
+    assert f"Try it: teachllm chat --model {tmp_path / 'q'}" in teachllm(*arguments).stderr.replace("\n", "")
+    settings = json.loads((tmp_path / "q" / "tokenizer_config.json").read_text())
+    (tmp_path / "q" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    assert "Try it: teachllm generate --model" in teachllm(*arguments).stderr.replace("\n", "")
 
 
 def test_a_table_shows_what_each_method_loses_and_wins(teachllm, made, unchecked, tmp_path) -> None:

@@ -131,6 +131,14 @@ def test_exchanges_lie_inside_of_their_step_in_order_and_are_all_that_were_count
             assert step["time"] <= told["begin"] and told["end"] <= step["end"]  # on one clock
 
 
+def test_a_step_takes_as_long_as_its_ranks_compute_and_not_as_long_as_it_is_handed_out(
+    traces: tuple[Trace, Trace],
+) -> None:
+    for step in traces[0].steps:
+        begins, ends = zip(*((told["begin"], told["end"]) for told in step["ranks"]), strict=True)
+        assert step["roofline"]["seconds"] == pytest.approx(max(ends) - min(begins))
+
+
 def test_two_plans_are_in_flight_and_each_rank_takes_one_after_the_other(traces: tuple[Trace, Trace]) -> None:
     assert max(num_in_flight) == 2
     for rank in range(4):

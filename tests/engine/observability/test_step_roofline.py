@@ -15,6 +15,7 @@ from teachllm import EngineConfig, SamplingParams
 from teachllm.engine.llm_engine import Engine
 from teachllm.engine.observability import ceilings as known
 from teachllm.engine.observability.ceilings import device_name, known_ceilings, remember
+from teachllm.engine.observability.step_roofline import StepRoofline
 from teachllm.roofline import Ceilings, StepShape, Work, step_work
 from teachllm.trace.recorder import Recorder
 from tests.bench.h200_script import h200
@@ -71,9 +72,27 @@ def test_every_step_of_a_trace_carries_its_work_and_its_bound(async_scheduling: 
         sampled = sum(end >= {"a": 40, "b": 30}[share["request_id"]] for end, share in zip(ends, shares, strict=True))
         work = step_work(engine.model_config, StepShape(lens, ends, sampled))
         assert (found["num_bytes"], found["num_flops"]) == (work.num_bytes, work.matrix_flops + work.attention_flops)
-        assert found["floor"] == work.seconds(HERE)
-        assert found["seconds"] == step["execute"] > 0
-        assert found["bound"] == work.bound(HERE, step["execute"])
+        assert found["floor"] == work.seconds(HERE) and "raised" not in found
+        assert found["seconds"] == pytest.approx(step["execute"] + step["wait"])
+        assert found["bound"] == work.bound(HERE, found["seconds"])
+
+
+def test_a_ceiling_that_a_step_exceeds_rises_to_what_it_came_to_and_stays() -> None:
+    roofline = StepRoofline(None, ROUND, num_devices=2)  # 200 bytes/s, 20 and 10 FLOP/s
+    slow, fast = Work(400, 4, 2), Work(400, 40, 10)
+    assert roofline.verdict(slow, 3.0) == {
+        **{"num_bytes": 400, "num_flops": 6, "seconds": 3.0},
+        **{"floor": 2.0, "bound": "bandwidth"},
+    }
+    found = roofline.verdict(slow, 0.5)  # four times as fast
+    assert (found["floor"], found["seconds"], found["bound"]) == (0.5, 0.5, "bandwidth")
+    assert found["raised"] == {"read_bandwidth": 800.0, "gemm_flops": 20.0}
+    found = roofline.verdict(fast, 1.0)  # 2 + 1 seconds of products and attention
+    assert found["floor"] == pytest.approx(1.0) and found["bound"] == "compute"
+    assert found["raised"] == {"read_bandwidth": 800.0, "gemm_flops": pytest.approx(60.0)}
+    assert roofline.verdict(slow, 0.0)["raised"] == found["raised"]
+    assert roofline.verdict(slow, 3.0)["floor"] == 0.5
+    assert StepRoofline(None, None).verdict(slow, 0.5).keys() == {"num_bytes", "num_flops", "seconds", "floor", "bound"}
 
 
 def test_a_prefix_that_requests_share_is_counted_as_often_as_it_can_be_held() -> None:
@@ -200,4 +219,4 @@ def test_the_verdict_is_right_on_three_cases_and_no_floor_lies_above_its_time(
     eager = gpu_steps(tmp_path, "qwen3-0.6b", 128, 40, enforce_eager=True, **settings)[4:-1]
     for steps, bound in ((decode, "bandwidth"), (prefill, "compute"), (eager, "overhead")):
         assert [step["bound"] for step in steps] == [bound] * len(steps)
-        assert all(0 < step["floor"] <= step["seconds"] for step in steps)
+        assert all(0 < step["floor"] <= step["seconds"] and "raised" not in step for step in steps)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization.algorithms import blocks
 from teachllm.quantization.algorithms.quantize import check, quantize_model
 from teachllm.quantization.algorithms.recipe import Recipe
@@ -85,13 +85,32 @@ def test_what_will_not_do_for_one_recipe_is_found_before_any_weight_is_read(
         check(str(short), [Recipe("int8"), Recipe("autoround", calibration=Path("none.txt"))])
 
 
-def test_what_the_engine_will_not_run_is_written_with_a_warning_and_not_measured(tmp_path: Path) -> None:
-    folder = Path(make_checkpoint("phi3", tmp_path / "phi3"))
-    with pytest.raises(ModelError, match=r"Phi3ForCausalLM runs through transformers' code .* nothing to measure"):
-        check(str(folder), [Recipe("int8")], will_run=True)
-    with pytest.warns(UserWarning, match="Phi3ForCausalLM .* what is written is for other engines"):
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
+def test_what_the_engine_will_not_run_is_written_for_others_and_not_measured(family: str, tmp_path: Path) -> None:
+    folder = Path(make_checkpoint(family, tmp_path / family))
+    with pytest.raises(ModelError, match=r"ForCausalLM takes no quantized weights .* nothing to measure"):
+        check(str(folder), [Recipe("int8")], for_other_engines=None)
+    with pytest.raises(ModelError, match=r"ForCausalLM takes no quantized weights .*: add --for-other-engines"):
         quantize_model(str(folder), tmp_path / "int8", Recipe("int8"))
-    assert (tmp_path / "int8" / "config.json").exists()
+    assert not (tmp_path / "int8").exists()
+    if family == "phi3":
+        quantize_model(str(folder), tmp_path / "int8", Recipe("int8"), for_other_engines=True)
+        assert (tmp_path / "int8" / "config.json").exists()
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((256, 256), 128), ((576, 1536), 64), ((96, 256), 32), ((48, 80), 16)])
+def test_groups_are_the_largest_usual_ones_that_divide_every_layer(sizes: tuple[int, ...], chosen: int) -> None:
+    layers = [(f"layer{i}", 64, num_in) for i, num_in in enumerate(sizes)]
+    for method in ("rtn", "gptq", "awq", "autoround"):
+        assert Recipe(method).fitted(layers).group_size == chosen
+        assert Recipe(method, group_size=8).fitted(layers).group_size == 8
+    assert Recipe("int8").fitted(layers) == Recipe("int8")
+
+
+def test_smaller_groups_are_said(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama2", tmp_path / "llama2")
+    with pytest.warns(UserWarning, match=r"groups of (64|32|16), the largest usual ones that divide"):
+        quantize_model(str(folder), tmp_path / "rtn", Recipe("rtn"))
 
 
 def test_a_folder_that_cannot_be_made_is_named_before_the_work(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:

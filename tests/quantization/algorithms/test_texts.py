@@ -12,8 +12,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from teachllm.errors import ModelError
 from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
-from teachllm.models.registry import ModelError
 from teachllm.quantization.algorithms.texts import (
     CALIBRATION_TEXT,
     HELD_OUT_TEXT,
@@ -77,7 +77,13 @@ def test_a_short_text_says_how_many_rows_it_has(tokenizer: Any, tmp_path: Path) 
     fix = f"{num_tokens} tokens, and 128 rows of 32 take 4,096: set --num-samples {num_tokens // 32}, or give a longer"
     with pytest.raises(ValueError, match=fix):
         calibration_rows(path, tokenizer, 128, 32)
-    assert len(calibration_rows(path, tokenizer, num_tokens // 32, 32)) == num_tokens // 32
+    whole = calibration_rows(path, tokenizer, num_tokens // 32, 32)
+    assert len(whole) == num_tokens // 32
+    for num_rows in (len(whole) + 1, 4 * len(whole)):
+        with pytest.warns(UserWarning, match=f"make {len(whole)} rows of 32 instead of {num_rows}: these are used"):
+            assert torch.equal(calibration_rows(path, tokenizer, num_rows, 32), whole)
+    with pytest.raises(ValueError, match="is too short"):
+        calibration_rows(path, tokenizer, 4 * len(whole) + 1, 32)
     with pytest.raises(ValueError, match=f"set --num-samples 1 and --seq-len {num_tokens}, or give a longer text"):
         calibration_rows(path, tokenizer, 128, 1024)
     assert len(calibration_rows(path, tokenizer, 1, num_tokens)) == 1

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from teachllm.config import EngineConfig
+from teachllm.errors import ModelError
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import load_model_config
-from teachllm.models.registry import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.scheme import OnTheFly, QuantizedWeightLoader
 from teachllm.quantization.quantized_weights import Activations

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import QuantizedWeightLoader
 from teachllm.quantization.layer_schemes import of_config, quantization_of

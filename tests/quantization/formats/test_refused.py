@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization.layer_schemes import of_config
 from tests.quantization.format_checkpoints import (
     FORMATS,
@@ -50,7 +50,7 @@ def in_place_of(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Ca
         (
             "gptq int4",
             without_tensor("scales"),
-            rf"lacks tensor {DOWN}.scales of GPTQ \(bits 4, group_size 32\) \(1 mis",
+            rf"lacks tensor {DOWN}.scales of GPTQ \(bits 4, group_size 32\), which config.json means \(1 mis",
         ),
         (
             "gptq int4",
@@ -275,7 +275,10 @@ def test_a_group_of_compressed_tensors_is_named_by_its_targets(part: str, change
     changed: Any = group[part] if part else group
     changed.update(changes)
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_7": group}}
-    with pytest.raises(ModelError, match=rf"^compressed-tensors, group_7 of \['re:\.\*mlp\.\*'\]: .*{says}"):
+    with pytest.raises(
+        ModelError,
+        match=rf"quantization_config: compressed-tensors, group_7 of \['re:\.\*mlp\.\*'\]: .*{says}",
+    ):
         of_config(config, None)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from teachllm.models.registry import ModelError
+from teachllm.errors import ModelError
 from teachllm.quantization import rounding
 from teachllm.quantization.layer_schemes import of_config
 from tests.quantization.format_checkpoints import (

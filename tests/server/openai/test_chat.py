@@ -129,13 +129,13 @@ def test_content_in_parts_and_answers_of_tools_are_understood(server: Server) ->
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "How is"}, {"type": "text", "text": "the weather?"}]},
+        {"role": "user", "content": [{"type": "text", "text": "How is "}, {"type": "text", "text": "the weather?"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
     response = server.post("/tokenize", {"messages": messages})
     text = server.post("/detokenize", {"tokens": response.json()["tokens"]}).json()["prompt"]
-    assert "How is\nthe weather?" in text and '"arguments": {"city": "Oslo"}' in text and "rain" in text
+    assert "How is the weather?" in text and '"arguments": {"city": "Oslo"}' in text and "rain" in text
     assert server.post(PATH, {"messages": messages, "max_tokens": 2}).status_code == 200
     broken = [*messages[:2], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]
     assert "JSON object" in error_of(server.post(PATH, {"messages": broken}), 400)["message"]

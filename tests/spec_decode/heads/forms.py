@@ -153,6 +153,17 @@ def speculators_eagle_3(inputs: tuple[int, ...] = (0, 1, 2), has_qk_norm: bool =
     return config | {key: raw[key] for key in own}, named
 
 
+def nested_eagle_1() -> Head:
+    """As vLLM writes the first EAGLE's: the layer's keys apart."""
+    raw, tensors = eagle_1()
+    return {
+        "model_type": "eagle",
+        "architectures": ["EAGLEModel"],
+        "truncated_vocab_size": VOCAB_SIZE,
+        "model": raw,
+    }, tensors
+
+
 def medusa(
     num_heads: int = 3, num_layers: int = 2, has_bias: bool = True, shares_head: bool = True, shared: str = ""
 ) -> Head:
@@ -185,8 +196,10 @@ def medusa(
     return raw, tensors
 
 
-def authors_medusa(num_heads: int = 3, num_layers: int = 2, prefix: str = "", num_said: int = 2) -> Head:
-    """In the authors' form: head 0 is `0.0.linear`, `0.1.linear` and so on, and last its output head.
+def authors_medusa(
+    num_heads: int = 3, num_layers: int = 2, prefix: str = "", num_said: int = 2, has_heads: bool = True
+) -> Head:
+    """In the authors' form: head 0 is `0.0.linear`, `0.1.linear` and so on, and last its output head, if it has one.
 
     Args:
         num_said: heads that config.json counts.
@@ -196,7 +209,8 @@ def authors_medusa(num_heads: int = 3, num_layers: int = 2, prefix: str = "", nu
         for layer in range(num_layers):
             tensors[f"{prefix}{head}.{layer}.linear.weight"] = random.matrix(HIDDEN_SIZE, HIDDEN_SIZE)
             tensors[f"{prefix}{head}.{layer}.linear.bias"] = random.bias()
-        tensors[f"{prefix}{head}.{num_layers}.weight"] = random.matrix(VOCAB_SIZE, HIDDEN_SIZE)
+        if has_heads:
+            tensors[f"{prefix}{head}.{num_layers}.weight"] = random.matrix(VOCAB_SIZE, HIDDEN_SIZE)
     raw = {"medusa_num_heads": num_said, "medusa_num_layers": num_layers, "base_model_name_or_path": "somebody/else"}
     return raw, tensors
 

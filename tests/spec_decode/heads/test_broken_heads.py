@@ -18,9 +18,19 @@ zeros = torch.zeros
 @pytest.mark.parametrize(
     ("method", "make_head", "tensors", "says"),
     [
-        ("eagle", forms.eagle_3, {"fc.weight": None}, "{folder} lacks tensor fc.weight (1 missing in all)"),
+        (
+            "eagle",
+            forms.eagle_3,
+            {"fc.weight": None},
+            "{folder} lacks tensor fc.weight, which config.json means (1 missing in all)",
+        ),
         ("eagle", forms.eagle_1, {"layers.0.mlp.up_proj.weight": None}, "lacks tensor layers.0.mlp.up_proj.weight"),
-        ("eagle", lambda: forms.eagle_3(draft_vocab_size=200), {"d2t": None}, "lacks tensor d2t (1 missing in all)"),
+        (
+            "eagle",
+            lambda: forms.eagle_3(draft_vocab_size=200),
+            {"d2t": None},
+            "lacks tensor d2t, which config.json means (1 missing in all)",
+        ),
         (
             "eagle",
             forms.eagle_3,
@@ -55,7 +65,7 @@ zeros = torch.zeros
             "medusa",
             forms.medusa,
             {"blocks.1.layers.0.weight": None, "blocks.2.layers.1.bias": None},
-            "{folder} lacks tensor blocks.1.layers.0.weight (2 missing in all)",
+            "{folder} lacks tensor blocks.1.layers.0.weight, which config.json means (2 missing in all)",
         ),
         (
             "medusa",
@@ -101,7 +111,7 @@ def test_pickles_are_read_only_where_they_are_asked_for_and_never_run(
 ) -> None:
     folder = forms.write(tmp_path, head, file)
     message = refusal(method, folder)
-    assert "only as pickles" in message and "set load_format='pt' if you trust them" in message
+    assert "only as pickles" in message and "set load_format='pt' in speculative_config if you trust them" in message
     make(method, folder, load_format="pt").close()
     torch.save({"0.0.linear.weight": Engine}, tmp_path / file)
     assert f"{tmp_path / file} cannot be read as plain tensors" in refusal(method, folder, load_format="pt")

@@ -52,6 +52,7 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
         "model.safetensors",
     ),
     "eagle for Qwen2": ("llama2", lambda: forms.eagle_1(has_qkv_bias=True), "model.safetensors"),
+    "eagle in vLLM's form": ("llama2", forms.nested_eagle_1, "model.safetensors"),
     "eagle 3": ("llama2", forms.eagle_3, "model.safetensors"),
     "eagle 3 that names outputs": ("llama2", lambda: forms.eagle_3(outputs=(1, 0, 1)), "model.safetensors"),
     "eagle 3 that names two layers": ("llama2", lambda: forms.eagle_3(outputs=(0, 1)), "model.safetensors"),
@@ -94,7 +95,7 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
 
 # In the usual half one of each generation, and each in another scenario.
 CASES = [
-    ("eagle", "several chunks"),
+    ("eagle in vLLM's form", "several chunks"),
     ("eagle 3 with fewer tokens", "prefix hits"),
     ("speculators with norms", "one chunk"),
 ]

@@ -56,6 +56,11 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
         "medusa_lm_head.pt",
     ),
     "the authors' form": ("llama2", lambda: forms.authors_medusa(num_layers=1), "model.safetensors"),
+    "the authors' form without output heads": (
+        "llama2",
+        lambda: forms.authors_medusa(num_layers=1, has_heads=False),
+        "medusa_lm_head.safetensors",
+    ),
     "the authors' form with a prefix": (
         "gemma2",  # hidden states and head of a model of transformers
         lambda: forms.authors_medusa(prefix="medusa_heads."),

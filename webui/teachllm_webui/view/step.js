@@ -10,6 +10,8 @@
     overhead: "bound by overhead: far from both ceilings",
   };
 
+  const RAISED = "(a ceiling rose: steps were faster than it was measured, or the model fits a cache)";
+
   class Step {
     constructor(context) {
       this.context = context;
@@ -96,9 +98,11 @@
       patch(this.work, { hidden: !work });
       if (!work) return;
       const amounts = `${format.bytes(work.num_bytes)} · ${format.flops(work.num_flops)}`;
-      patch(this.bound, { text: BOUND[work.bound] ?? amounts, "data-bound": work.bound ?? "" });
+      const said = BOUND[work.bound] ?? amounts;
+      patch(this.bound, { text: work.raised ? `${said} ${RAISED}` : said, "data-bound": work.bound ?? "" });
       const bars = [];
       if (ceilings && work.floor) {
+        ceilings = { ...ceilings, ...work.raised };
         bars.push(["bytes", format.bytes(work.num_bytes), work.num_bytes / ceilings.read_bandwidth]);
         bars.push(["FLOPs", format.flops(work.num_flops), work.num_flops / ceilings.gemm_flops]);
         const share = work.floor / work.seconds;

@@ -1,0 +1,126 @@
+"""Tokens that a checkpoint adds to its tokenizer's vocabulary: which there are, what each does, and which have a name.
+
+They are spread over several files, some of older formats, and transformers 5 decides which of them counts:
+
+    tokenizer_config.json    `added_tokens_decoder`: tokens by id, with their flags. If it is there, the next two files
+                             are not read, and its flags replace those in tokenizer.json
+    special_tokens_map.json  tokens by name
+    added_tokens.json        ids by token
+    tokenizer.json           `added_tokens`; whatever the others lack stays as it is there
+    tokenizer_config.json    `extra_special_tokens`, a list or an object, or else `additional_special_tokens`; those in
+                             `model_specific_special_tokens`, and every string under a key that ends in "_token"
+
+A token's flags: with `lstrip` and `rstrip` it takes the spaces before and after it, with `normalized` it is looked for
+in the normalised text, and a special one can be left out of the decoded text.
+
+GPT2Tokenizer and Qwen2Tokenizer are rebuilt by transformers from vocabulary and merges, without what tokenizer.json
+alone knows: tokens that `added_tokens_decoder` leaves out, and flags that differ. Here that file counts.
+
+Source: `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` of transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from teachllm.models.checkpoint import read_json
+from teachllm.models.json_values import JsonObject
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "rstrip", "single_word")
+_BY_ID, _OF_MODEL = "added_tokens_decoder", "model_specific_special_tokens"
+_EXTRA, _ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
+_CONFIG, _MAP, _IDS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+
+
+def add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Give a tokenizer, read from tokenizer.json, the tokens that lie elsewhere; return those that have a name.
+
+    Args:
+        config: tokenizer_config.json.
+
+    Returns:
+        {"eos_token": "</s>", ...}, with the names that only this model has.
+
+    Raises:
+        ModelError: a value is no token; names file and key.
+    """
+    own, is_new = tokenizer.get_added_tokens_decoder(), config.get(_BY_ID) is not None
+    older = {} if is_new else _read(folder / _MAP)
+    named, unnamed = _named(config, older), _unnamed(config, older)
+    if is_new:
+        values = JsonObject(config, _CONFIG).object(_BY_ID)
+        by_id = {_id(values, key): _token(values, key, is_special=False) for key in values}
+    else:
+        special = {token.content for token in (*named.values(), *unnamed)}
+        ids = JsonObject(_read(folder / _IDS), _IDS)
+        by_id = {ids.integer(text, least=0): AddedToken(text, special=text in special) for text in ids} | own
+    flags = {token.content: token for token in by_id.values()}
+    named = {name: flags.get(token.content, token) for name, token in named.items()}
+    same, names = {repr(token) for token in own.values()}, {token.content for token in named.values()}
+    for token in by_id.values():
+        token.special = token.special or token.content in names
+    added = [token for _, token in sorted(by_id.items()) if repr(token) not in same]
+    contents = {token.content for token in (*own.values(), *added)}
+    added += {each.content: each for each in (*named.values(), *unnamed) if each.content not in contents}.values()
+    tokenizer.add_tokens(added)
+    return {name: token.content for name, token in named.items()}
+
+
+def _named(config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, AddedToken]:
+    found: dict[str, AddedToken] = {}
+    for where, source in ((_CONFIG, config), (_MAP, older)):
+        values = JsonObject(source, where)
+        for key in values:
+            is_name = key in _NAMES or (key.endswith("_token") and isinstance(source[key], str))
+            if is_name and values.has(key):
+                found[key] = _token(values, key)
+        for group in (_OF_MODEL, _EXTRA):
+            if values.is_object(group):
+                of_model = values.object(group)
+                found |= {key: _token(of_model, key) for key in of_model}
+    return found
+
+
+def _unnamed(config: Mapping[str, Any], older: Mapping[str, Any]) -> list[AddedToken]:
+    lists = [_tokens(config, _CONFIG, _EXTRA) or _tokens(config, _CONFIG, _ADDITIONAL), _tokens(older, _MAP, _EXTRA)]
+    return [token for each in lists for token in each] or _tokens(older, _MAP, _ADDITIONAL)
+
+
+def _tokens(source: Mapping[str, Any], where: str, key: str) -> list[AddedToken]:
+    """Return the tokens of a list; none of an object, which gives them names."""
+    if isinstance(source.get(key), dict):
+        return []
+    entries = JsonObject(source, where).entries(key)
+    values = JsonObject({f"[{index}]": entry for index, entry in enumerate(entries)}, f"{where}: {key}")
+    return [_token(values, index) for index in values]
+
+
+def _token(values: JsonObject, key: str, is_special: bool = True) -> AddedToken:
+    """Return a token: a string, or an object with `content` and flags.
+
+    Args:
+        is_special: unless it says otherwise.
+    """
+    if not values.is_object(key):
+        return AddedToken(values.text(key), special=is_special)
+    token = values.object(key)
+    is_special = token.flag("special", is_special)
+    flags = {name: token.flag(name, False) for name in _FLAGS}
+    return AddedToken(
+        token.text("content"), special=is_special, normalized=token.flag("normalized", not is_special), **flags
+    )
+
+
+def _id(values: JsonObject, key: str) -> int:
+    if not key.isdecimal() or not values.is_object(key):
+        raise values.refusal(key, "a token with its flags, under its id")
+    return int(key)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}

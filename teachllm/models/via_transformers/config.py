@@ -1,0 +1,105 @@
+"""What transformers makes of a checkpoint's config.json: its configuration, and an empty model of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from teachllm.config import EngineConfig
+from teachllm.errors import ModelError
+from teachllm.models.checkpoint import read_json
+from teachllm.models.json_values import JsonObject
+from teachllm.models.registry import LAYER_TYPES, SUPPORTED
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_POSITIVE = ("query_pre_attn_scalar", "attention_multiplier")  # what scores are multiplied by, or divided by its root
+NO_INTERFACE = "it does not use transformers' attention interface"
+
+
+def read_config(folder: Path, engine_config: EngineConfig) -> Any:
+    """Return transformers' configuration of a checkpoint, with the overrides of the engine's.
+
+    Raises:
+        ModelError: transformers does not know such a model, or a value is none that it can have.
+    """
+    overrides = engine_config.hf_overrides or {}
+    raw = read_json(folder / "config.json") | dict(overrides)
+    _check_values(JsonObject(raw, "config.json"))
+    try:
+        if overrides and "auto_map" not in raw:
+            return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=engine_config.trust_remote_code)
+        return type(found).from_dict(found.to_dict() | dict(overrides)) if overrides else found
+    except Exception as error:
+        raise ModelError(f"{folder}/config.json: transformers gave {' '.join(str(error).split())[:300]}") from error
+
+
+def _check_values(values: JsonObject) -> None:
+    """Refuse by its key what transformers would fail at without naming it.
+
+    Raises:
+        ModelError: names file and key.
+    """
+    model_type = values.text("model_type")
+    if model_type not in CONFIG_MAPPING and not values.has("auto_map"):
+        raise values.refusal("model_type", "one of transformers'")
+    for key in SIZES:
+        if key in values:
+            values.integer(key)
+    for key in _POSITIVE:
+        if values.has(key):
+            values.number(key, above=0)
+    ropes = [values.object(key) for key in ("rope_scaling", "rope_parameters")]
+    ropes += [rope.object(kind) for rope in ropes for kind in LAYER_TYPES]
+    for rope in ropes:
+        for key in ("rope_type", "type"):
+            if key in rope and rope.text(key, "") not in ("default", *ROPE_INIT_FUNCTIONS):
+                raise rope.refusal(key, f"one of default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+
+
+def create(config: Any, trust_remote_code: bool, implementation: str) -> Any:
+    """Return a model with unfilled weights.
+
+    Args:
+        implementation: a name in transformers' table of functions for attention.
+
+    Raises:
+        ModelError: transformers has no causal language model for this configuration, or cannot make it; names the key
+            of config.json that is to blame.
+    """
+    try:
+        return _create(config, trust_remote_code, implementation)
+    except Exception as error:
+        name = config.architectures[0]
+        # Older model code looks the name up in a table of its own.
+        if isinstance(error, KeyError) and error.args == (implementation,):
+            raise ModelError(f"{name} is not supported: {NO_INTERFACE}; {SUPPORTED}") from error
+        key = _culprit(config, trust_remote_code, implementation)
+        value = "" if key is None else f" with {key}={getattr(config, key)!r}"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"config.json: transformers cannot make a {name}{value} ({reason}); {SUPPORTED}") from error
+
+
+def _create(config: Any, trust_remote_code: bool, implementation: str) -> Any:
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=implementation, trust_remote_code=trust_remote_code
+    )
+
+
+def _culprit(config: Any, trust_remote_code: bool, implementation: str) -> str | None:
+    """Return the key without which there would be a model; None: it is not one key alone."""
+    values = config.to_diff_dict()
+    for key in values:
+        try:
+            changed = type(config).from_dict({name: value for name, value in values.items() if name != key})
+            with torch.device("meta"):
+                _create(changed, trust_remote_code, implementation)
+        except Exception:
+            continue
+        return str(key)
+    return None

@@ -1,0 +1,144 @@
+"""What the engine must know of a model that runs through transformers' code, before its weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from teachllm.config import EngineConfig
+from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
+from teachllm.models.registry import SUPPORTED, check_features
+from teachllm.models.shape import Shape
+from teachllm.models.via_transformers.config import NO_INTERFACE, SIZES, create, read_config
+from teachllm.models.via_transformers.model import TransformersModel, register
+from teachllm.models.via_transformers.rehearsal import IMPLEMENTATION, attention_modules, rehearse
+
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+
+
+def shape(folder: Path, engine_config: EngineConfig) -> Shape:
+    """Return what the engine must know of a checkpoint, and whether its model can run here at all.
+
+    Raises:
+        ModelError: transformers does not know the model, or it does not use plain causal grouped-query attention.
+    """
+    register()
+    trust_remote_code = engine_config.trust_remote_code
+    config = read_config(folder, engine_config)
+    name = config.architectures[0]
+    check_features(config.to_dict(), name)
+    for key in (*SIZES, *_OPTIONAL_SIZES):
+        if not isinstance(value := _single(config, key), int) and not (value is None and key in _OPTIONAL_SIZES):
+            raise ModelError(f"{name} is not supported: its configuration has no single {key}; {SUPPORTED}")
+    with torch.device("meta"):
+        model = create(config, trust_remote_code, IMPLEMENTATION).eval()
+    if not (model._supports_attention_backend and model._can_set_attn_implementation()):
+        raise ModelError(f"{name} is not supported: {NO_INTERFACE}; {SUPPORTED}")
+    attentions = attention_modules(model)
+    if len(attentions) != config.num_hidden_layers or not all(m.is_causal for m in attentions):
+        raise ModelError(f"{name} is not supported: it needs one causal self-attention per layer; {SUPPORTED}")
+    num_layers = config.num_hidden_layers
+    found = rehearse(model, num_layers)
+    num_kv_heads, head_size = found.kv_shape or _kv_shape(config)
+    # What the rehearsal did not reach is as config.json has it, until `load_transformers_model` looks again.
+    windows = dict(enumerate(_windows(config))) | found.windows
+    if any(window is not None and window < 1 for window in windows.values()):
+        raise JsonObject(config.to_dict(), "config.json").refusal("sliding_window", "a whole number from 1")
+    shape = Shape(
+        context_len=_context_len(config),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        windows=tuple(windows[layer] for layer in range(num_layers)),
+        tied=_is_tied(model),
+        eos_token_ids=JsonObject(config.to_dict(), "config.json").token_ids("eos_token_id"),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_active_parameters=_num_active(model, config),
+        peak_width=_peak_width(config),
+        gated_peak_width=_peak_width(config),
+        fixed_peak_width=_peak_width(config),
+    )
+    _check_head(model, shape)
+    return shape
+
+
+def _check_head(model: Any, shape: Shape) -> None:
+    try:
+        TransformersModel(model, shape.windows).logits(torch.empty(1, shape.hidden_size, device="meta"))
+    except Exception as error:
+        name = type(model).__name__
+        raise ModelError(
+            f"{name} is not supported: its output head does not run alone ({error}); {SUPPORTED}"
+        ) from error
+
+
+def _is_tied(model: Any) -> bool:
+    """Asked of the model: a key that config.json lacks means another thing to each architecture."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _num_active(model: Any, config: Any) -> int:
+    """Do the same as `Shape.num_active_parameters`.
+
+    Experts lie stacked in tensors of three dimensions, or below a module called `experts`. What is not stacked there
+    (a list of modules) is divided by its rows, which are more than the experts, so it counts for less than it is.
+    """
+    per_token = getattr(config, "num_experts_per_tok", None) or 1
+    looked_up = (m for m in model.modules() if isinstance(m, nn.Embedding) or m is model.get_output_embeddings())
+    apart = {id(p) for module in looked_up for p in module.parameters()}
+    count = 0
+    for name, p in model.named_parameters():
+        if id(p) not in apart:
+            is_expert = p.dim() > 2 or "experts" in name.split(".")
+            num_experts = p.shape[:1].numel() if is_expert else 1
+            count += min(per_token, num_experts) * (p.numel() // num_experts)
+    return count
+
+
+def _single(config: Any, key: str) -> Any:
+    """Return what the configuration of all layers has; None if it lacks it, "different" if layers differ."""
+    try:
+        return getattr(config, key, None)
+    except Exception:  # transformers raises an error of its own where layers differ
+        return "different"
+
+
+def _kv_shape(config: Any) -> tuple[int, int]:
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return getattr(config, "num_key_value_heads", None) or num_heads, head_size
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _peak_width(config: Any) -> int:
+    """As of a gated MLP whose gate, up and their product are there at once beside the residual stream."""
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if isinstance(inner, list):  # one size per layer
+        inner = max(inner)
+    return 4 * config.hidden_size + 3 * inner
+
+
+def _context_len(config: Any) -> int:
+    """Return `max_position_embeddings`, or less where rope changes with the longest text of a batch.
+
+    Such a rope (dynamic, longrope) makes one request's values depend on the requests that it is batched with,
+    except below the length at which it starts to change.
+    """
+    length = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return min(length, rope["original_max_position_embeddings"])
+    return length

@@ -1,0 +1,88 @@
+"""An engine outlives what happens around it: other threads, children of a fork, and signals at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from types import FrameType
+
+import pytest
+
+from teachllm import LLM, SamplingParams
+from tests.worker.engines import random_ids, tiny
+from tests.worker.processes.child_threads import patched, ranks_in_threads
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+PROMPTS = [{"prompt_token_ids": random_ids(7 + i, seed=i)} for i in range(9)]
+
+
+def answers(llm: LLM, prompts: list[dict[str, list[int]]]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def test_calls_from_several_threads_queue_and_each_gets_its_own_answers() -> None:
+    with closing(LLM(**tiny())) as llm:
+        expected = answers(llm, PROMPTS)
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda prompt: answers(llm, [prompt])[0], PROMPTS))
+        assert found == expected == answers(llm, PROMPTS)
+
+
+def test_a_stream_and_calls_of_another_thread_do_not_disturb_each_other() -> None:
+    with closing(LLM("teachlm", device="cpu")) as llm:
+        ask = [{"role": "user", "content": "What is a KV cache?"}]
+        params = SamplingParams(temperature=0, max_tokens=24)
+        expected = llm.chat(ask, params, use_tqdm=False)[0].outputs[0].text
+        beside = threading.Thread(target=lambda: llm.generate("A GPU", params, use_tqdm=False))
+        streamed = ""
+        for i, output in enumerate(llm.stream_chat(ask, params)):
+            if i == 1:
+                beside.start()
+            streamed = output.outputs[0].text
+        beside.join()
+        assert streamed == expected
+
+
+def test_a_forked_child_that_drops_the_engine_leaves_its_parents_ranks_alone() -> None:
+    with patched(ranks_in_threads), closing(LLM(**tiny(tensor_parallel_size=2))) as llm:
+        expected = answers(llm, PROMPTS[:1])
+        pid = os.fork()
+        if pid == 0:
+            try:
+                llm.engine.core.executor._ranks._finalizer()  # type: ignore[attr-defined]
+            finally:
+                os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert answers(llm, PROMPTS[:1]) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM, signal.SIGUSR1])
+def test_a_handler_that_raises_at_any_moment_loses_no_step(number: signal.Signals) -> None:
+    class Raised(Exception):
+        pass
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Raised
+
+    with patched(ranks_in_threads), closing(LLM(**tiny(tensor_parallel_size=2))) as llm:
+        expected = answers(llm, PROMPTS[:2])
+        before = signal.signal(number, handle)
+        num_raised = 0
+        try:
+            for delay in range(1, 9):
+                timer = threading.Timer(delay * 0.002, signal.pthread_kill, (threading.main_thread().ident, number))
+                timer.start()
+                try:
+                    while True:
+                        answers(llm, PROMPTS[:2])
+                except Raised:
+                    num_raised += 1
+                timer.join()
+        finally:
+            signal.signal(number, before)
+        assert num_raised == 8
+        assert not llm.engine.has_unfinished_requests
+        assert answers(llm, PROMPTS[:2]) == expected

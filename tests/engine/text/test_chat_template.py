@@ -1,0 +1,105 @@
+"""Templates see messages as they were sent, and render what transformers renders."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from teachllm.engine.text.chat_template import render_conversation
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+CHAT: dict[str, list[dict[str, Any]]] = {
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 🎉"}],
+    "thought": [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2", "reasoning_content": "one and one"},
+        {"role": "user", "content": "Why?"},
+    ],
+    "tool": [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
+    ],
+    "named": [{"role": "user", "name": "Ada", "content": "Hi", "mood": "glad"}],
+}
+# One of each kind of public template: what it asks of a message.
+TEMPLATES = {
+    "plain": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    "adds strings": "{% for m in messages %}{{ '<' + m['role'] + '>' + (m['content'] or '') + '\\n' }}{% endfor %}",
+    "asks is none": "{% for m in messages %}{% if m.content is none %}[none]{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}",
+    "asks is not none": "{% for m in messages %}{% if m['content'] is not none %}{{ '<' + m['content'] + '>' }}"
+    "{% elif m['tool_calls'] is defined %}<calls>{% endif %}{% endfor %}",
+    "asks is defined": "{% for m in messages %}{% if m.tool_calls is defined %}C{% endif %}"
+    "{% if m.content is defined %}D{% endif %}{% endfor %}",
+    "asks is string": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}-{% endif %}"
+    "{% endfor %}",
+    "thoughts": "{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% endfor %}",
+    "dumps messages": "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls else m.content }}{% endfor %}",
+    "loops over arguments": "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}<{{ k }}={{ v }}>{% endfor %}{% endfor %}{% endfor %}",
+    "names": "{% for m in messages %}{{ m.name }}:{{ m.mood }}:{{ m.tool_call_id }}{{ m.content }}{% endfor %}",
+    "tools": "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{{ messages[0].content }}",
+    "refuses": "{% if messages[0].role != 'system' %}{{ raise_exception('needs a system message') }}{% endif %}ok",
+}
+
+
+def theirs(template: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> str | None:
+    """Return what transformers renders; None: it refuses.
+
+    `apply_chat_template` drops what is None first, and so a template can no longer ask whether it is.
+    """
+    if "is none" not in template and "is not none" not in template:
+        messages = [{key: value for key, value in each.items() if value is not None} for each in messages]
+    try:
+        rendered, _ = render_jinja_template([messages], tools=tools, chat_template=template, add_generation_prompt=True)
+    except Exception:
+        return None
+    return str(rendered[0])
+
+
+def ours(template: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> str | None:
+    try:
+        return render_conversation(template, messages, {}, {"tools": tools, "add_generation_prompt": True})
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("chat", CHAT)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_renders_as_in_transformers_or_both_refuse(template: str, chat: str) -> None:
+    tools = [TOOL] if chat == "tool" else None
+    messages = copy.deepcopy(CHAT[chat])
+    assert ours(TEMPLATES[template], messages, tools) == theirs(TEMPLATES[template], CHAT[chat], tools)
+    assert messages == CHAT[chat]  # they belong to whoever sent them
+
+
+def test_arguments_that_are_json_text_arrive_as_the_object() -> None:
+    as_text = copy.deepcopy(CHAT["tool"])
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1, "b": "é"}'
+    for name in ("dumps messages", "loops over arguments"):
+        assert ours(TEMPLATES[name], as_text, None) == ours(TEMPLATES[name], CHAT["tool"], None)
+    for wrong in ("{", "[1]", "[" * 100_000):
+        as_text[1]["tool_calls"][0]["function"]["arguments"] = wrong
+        with pytest.raises(ValueError, match=r"^the arguments of a tool call have to be a JSON object, as text$"):
+            render_conversation(TEMPLATES["plain"], as_text, {}, {})
+
+
+def test_content_that_is_none_is_left_out_where_a_template_asks_and_cannot_go_on_from_there() -> None:
+    asks = "{% for m in messages %}{% if m.content is none %}-{% endif %}{% if m.content is defined %}"
+    asks += "{% if 'x' in m.content %}x{% endif %}{% endif %}{{ m.content }}{% endfor %}"
+    assert ours(asks, CHAT["tool"], None) == "1+1?2"
+
+
+def test_parts_are_joined_for_templates_that_take_text_alone() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    loops = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    messages = [{"role": "user", "content": parts}]
+    assert ours(TEMPLATES["plain"], messages, None) == "<user>one\ntwo"
+    assert ours(TEMPLATES["adds strings"], messages, None) == "<user>one\ntwo\n"
+    assert ours(loops, messages, None) == "[one][two]"

@@ -1,0 +1,123 @@
+"""Any value in a checkpoint's files gives what transformers computes with it, or one line that names file and key."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from teachllm import LLM, SamplingParams
+from tests.checkpoints import make_checkpoint
+from tests.models.mutations import Mutation, is_named, mutated, mutations
+from tests.thorough import times
+
+PROMPTS = [[5, 300, 17, 44, 9], [7, 8]]
+NUM_TOKENS = 5
+# Keys that our own model code does not read: they are about training, or about how to write.
+NOT_READ = (
+    *("transformers_version", "use_cache", "initializer_range", "attention_dropout", "pretraining_tp"),
+    *("output_router_logits", "router_aux_loss_coef", "bos_token_id", "pad_token_id"),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints with every file and key that is read, all in their places."""
+    found = {}
+    for family in ("llama3", "mistral", "qwen2", "qwen3_moe", "gemma2"):
+        folder = tmp_path_factory.mktemp(family)
+        make_checkpoint(family, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"eos_token_id": 17}
+        (folder / "config.json").write_text(json.dumps(config))
+        generation = {"eos_token_id": [17, 23], "temperature": 0.7, "top_k": 20, "top_p": 0.9, "do_sample": True}
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+        found[family] = folder
+    return found
+
+
+@pytest.fixture(scope="module")
+def sharded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights in three files and an index."""
+    folder = tmp_path_factory.mktemp("sharded")
+    model = AutoModelForCausalLM.from_pretrained(folders["llama3"])
+    model.save_pretrained(folder, max_shard_size=200_000)
+    shutil.copy(folders["llama3"] / "config.json", folder)
+    assert len([*folder.glob("*.safetensors")]) >= 3
+    return folder
+
+
+def ours(folder: Path) -> list[list[int]]:
+    """Return greedy tokens."""
+    llm = LLM(str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=16)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    try:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    finally:
+        llm.close()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@torch.inference_mode()
+def theirs(folder: Path) -> list[list[int]]:
+    """Return transformers' greedy tokens, to the same ids of end of sequence."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    end = model.generation_config.eos_token_id
+    ends = set(end if isinstance(end, list) else [end])
+    answers = []
+    for prompt in PROMPTS:
+        answer: list[int] = []
+        while len(answer) < NUM_TOKENS and not ends & set(answer):
+            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, -1]
+            answer.append(int(logits.argmax()))
+        answers.append(answer)
+    return answers
+
+
+def verdict(folder: Path, mutation: Mutation) -> str | None:
+    """Return what is wrong; None: nothing."""
+    try:
+        found = ours(folder)
+    except ValueError as error:
+        # A size that fits no tensor is named by the tensor.
+        is_size = "tensor" in str(error) and "config.json" in str(error) and "\n" not in str(error)
+        return None if is_size or is_named(error, mutation) else f"refused without file and key: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    try:
+        expected = theirs(folder)
+    except Exception as error:
+        return f"runs, and transformers raises {type(error).__name__}: {str(error)[:150]}"
+    return None if found == expected else f"{found} is not {expected}"
+
+
+def wrong_ones(drawn: list[Mutation], folders: dict[str, Path], tmp_path: Path) -> str:
+    """Return a line for each mutation that is neither right nor refused by name."""
+    wrong = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        for i, mutation in enumerate(drawn):
+            folder = mutated(folders[mutation.checkpoint], mutation, tmp_path / str(i))
+            if (why := verdict(folder, mutation)) is not None:
+                wrong.append(f"{mutation}: {why}")
+            shutil.rmtree(folder)
+    return "\n".join(wrong)
+
+
+def test_every_value_is_read_as_transformers_does_or_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    files = ("config.json", "generation_config.json")
+    wrong = wrong_ones(mutations(folders, files, times(100, 1400), NOT_READ), folders, tmp_path)
+    assert not wrong, wrong
+
+
+def test_every_value_of_an_index_is_read_or_refused_by_name(sharded: Path, tmp_path: Path) -> None:
+    drawn = mutations({"sharded": sharded}, ["model.safetensors.index.json"], times(5, 60), ["metadata"])
+    wrong = wrong_ones(drawn, {"sharded": sharded}, tmp_path)
+    assert not wrong, wrong

@@ -1,0 +1,116 @@
+"""A value of another type is refused where it is given, and nothing that runs notices."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from teachllm import LLM, SamplingParams
+from teachllm.engine.llm_engine import Engine
+from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
+
+WRONG: list[tuple[str, Any]] = [
+    *(("seed", value) for value in ("7", 1.5, True, [1])),
+    *(("top_k", value) for value in (2.5, "2", True, None)),
+    *(("max_tokens", value) for value in (2.5, "3", True)),
+    *(("min_tokens", value) for value in (1.5, None)),
+    *(("n", value) for value in (1.0, "2", True)),
+    *(("temperature", value) for value in ("0", None, True, [0.5], 1j)),
+    *(("top_p", value) for value in ("1", None)),
+    *(("stop", value) for value in (3, ["x", 3], [b"x"], {"x": 1}, "\ud800", ["\ud800"])),
+    *(("bad_words", value) for value in ("abc", [3], {"a": 1}, ["\udfff"])),
+    *(("stop_token_ids", value) for value in ("12", [1.5], ["1"], [True], {1: 2})),
+    *(("allowed_token_ids", value) for value in ([1.5], "12", 7)),
+    *(("logit_bias", value) for value in ([1], {1: "2"}, {1.5: 2.0}, {"x": 1}, {1: None})),
+    *(("logprobs", value) for value in (1.5, "2", True)),
+    *(("ignore_eos", value) for value in (1, "no", None)),
+    *(("detokenize", value) for value in (0, "yes")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
+def test_a_parameter_of_another_type_is_refused_in_one_line(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}=") as error:
+        SamplingParams(**{name: value})
+    assert "\n" not in str(error.value)
+
+
+def test_numbers_and_lists_of_other_libraries_are_as_good() -> None:
+    plain = SamplingParams(seed=3, top_k=5, temperature=0.5, stop_token_ids=[4, 5], logit_bias={3: 1.5})
+    theirs = SamplingParams(
+        seed=np.int64(3),
+        top_k=torch.tensor(5),
+        temperature=np.float32(0.5),
+        stop_token_ids=np.array([4, 5]),
+        logit_bias={np.int32(3): torch.tensor(1.5)},
+    )
+    assert plain == theirs
+    assert SamplingParams(stop_token_ids=range(4, 6)) == SamplingParams(stop_token_ids=(4, 5))
+
+
+def test_none_and_minus_one_mean_what_they_mean_in_vllm() -> None:
+    nothing = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, seed=None, logit_bias=None)
+    assert nothing == SamplingParams() == SamplingParams(seed=-1)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with closing(LLM(**tiny())) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ({"prompt_token_ids": [5], "cache_salt": 3}, {}, "cache_salt=3: must be a string"),
+        ({"prompt_token_ids": [5], "cache_salt": "\ud800"}, {}, "cache_salt has half a surrogate pair"),
+        ({"prompt_token_ids": [5], "multi_modal_data": {}}, {}, "'multi_modal_data' is not supported"),
+        ({"prompt_token_ids": [5], "prompt": "x"}, {}, 'either "prompt" or "prompt_token_ids"'),
+        ({"prompt_token_ids": [5.5]}, {}, "5.5"),
+        ({"prompt_token_ids": ["5"]}, {}, "5"),
+        ({"prompt_token_ids": [5]}, {"priority": 1.5}, "priorit"),
+        ({"prompt_token_ids": [5]}, {"priority": "1"}, "priorit"),
+    ],
+    ids=repr,
+)
+def test_what_is_refused_leaves_nothing_in_the_engine(llm: LLM, prompt: Any, options: Any, says: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+    good = {"prompt_token_ids": [5, 6, 7]}
+    [expected] = llm.generate(good, params, use_tqdm=False)
+    with pytest.raises((ValueError, TypeError), match=says):
+        llm.generate([good, prompt], params, use_tqdm=False, **options)
+    assert not llm.engine.has_unfinished_requests
+    [after] = llm.generate(good, params, use_tqdm=False)
+    assert after.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_priority_of_another_type_disturbs_no_neighbour() -> None:
+    def run(engine: Engine, *, with_bad_ones: bool) -> list[list[int]]:
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        outputs = []
+        for i in range(4):
+            outputs.append(engine.add_request(str(i), random_ids(5 + i, seed=i), greedy, priority=-i))
+            if with_bad_ones:
+                for wrong in (None, "1", 0.5):
+                    with pytest.raises(ValueError, match=r"^priority="):
+                        engine.add_request(f"bad {i} {wrong}", random_ids(5), greedy, priority=wrong)  # type: ignore[arg-type]
+                engine.step()
+        drain(engine)
+        return [tokens(each)[0] for each in outputs]
+
+    found = [run(make_engine(scheduling_policy="priority"), with_bad_ones=each) for each in (False, True)]
+    assert found[0] == found[1]
+
+
+def test_prompts_with_different_salts_share_no_block_and_those_with_one_do(llm: LLM) -> None:
+    ids, params = random_ids(64, seed=9), SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+
+    def cached(salt: str | None) -> int:
+        [output] = llm.generate({"prompt_token_ids": ids, "cache_salt": salt}, params, use_tqdm=False)
+        return output.num_cached_tokens or 0
+
+    assert [cached(salt) for salt in ("a", "b", None, "a", "b")] == [0, 0, 0, 48, 48]
