@@ -50,10 +50,10 @@ def render_conversation(
 ) -> str:
     """Renders messages, which a template gets as they are, with four exceptions.
 
-    The arguments of a tool call travel as JSON text, and templates print the object. Content in parts becomes one text
-    if the template takes none but text. A field that is None is left out, since most templates would print "None"; but
-    content stays where a template asks whether it is none, and can go on from there. A thought has several names, and
-    stands under those that templates know.
+    The arguments of a tool call travel as JSON text, and templates print the object; without any, an empty one. Content
+    in parts becomes one text if the template takes none but text. A field that is None is left out, since most
+    templates would print "None"; but content stays where a template asks whether it is none, and can go on from there.
+    A thought has several names, and stands under those that templates know.
 
     Args:
         named_tokens: {"eos_token": "</s>", ...}, which a template gets, too.
@@ -99,7 +99,7 @@ def _are_texts(parts: Any) -> bool:
 
 def _with_object(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments") or "", str):
         return call
     try:
         arguments = json.loads(text or "{}")

@@ -103,3 +103,10 @@ def test_parts_are_joined_for_templates_that_take_text_alone() -> None:
     assert ours(TEMPLATES["plain"], messages, None) == "<user>one\ntwo"
     assert ours(TEMPLATES["adds strings"], messages, None) == "<user>one\ntwo\n"
     assert ours(loops, messages, None) == "[one][two]"
+
+
+def test_a_call_without_arguments_has_an_empty_object() -> None:
+    template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+    calls = [{"function": {"name": "f", **more}} for more in ({}, {"arguments": None}, {"arguments": ""})]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    assert render_conversation(template, messages, {}, {}) == "{}{}{}"
