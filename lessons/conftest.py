@@ -15,5 +15,5 @@ _WINGS = [str(_ROOT), *(str(_ROOT / wing) for wing in ("kernels", "cli", "webui"
 os.environ["PYTHONPATH"] = os.pathsep.join([*_WINGS, *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["OMP_NUM_THREADS"] = "1"
 
-_USUAL = ("00_first_token.ipynb", "05_prefix_caching.ipynb")  # those that take least, and one runs what is broken
+_USUAL = ("00_first_token.ipynb", "05_prefix_caching.ipynb")  # the shortest; the second runs a planted fault
 collect_ignore = [path.name for path in Path(__file__).parent.glob("*.ipynb") if not (THOROUGH or path.name in _USUAL)]

@@ -68,7 +68,7 @@ def encode_plan(plan: SchedulerOutput, sampled: Sequence[SampledTokens] = ()) ->
             rest[name] = value
     if whys.count(None) < len(whys):
         rest["why"] = whys
-    return _pack(ints, [], _to_json(rest).encode())
+    return _pack(ints, [], json.dumps(rest).encode())
 
 
 def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[SampledTokens]]:
@@ -245,6 +245,3 @@ def _params(plain: dict[str, Any]) -> SamplingParams:
         if isinstance(value, dict):
             plain[name] = tuple(value["tuple"]) if "tuple" in value else dict(value["dict"])
     return SamplingParams(**plain)
-
-
-_to_json = json.JSONEncoder().encode

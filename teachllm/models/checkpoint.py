@@ -88,6 +88,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_json_if_any(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or an empty one if there is no such file; else as `read_json`."""
+    return read_json(path) if path.is_file() else {}
+
+
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors in a checkpoint's safetensors files, by name; empty if it has no such file.
 
@@ -119,7 +124,7 @@ def pickle_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path, name: str, pattern: str) -> list[Path]:
-    """The files that hold a model's weights: the one that is named so, those of its index, or the only ones there.
+    """The files that hold a model's weights: the file called `name`, those that its index lists, or all of the pattern.
 
     A folder may hold other weights besides: a backup, an optimizer's state, an adapter, a copy in another layout.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import read_json
+from teachllm.models.checkpoint import read_json, read_json_if_any
 from teachllm.models.json_values import JsonObject
 from teachllm.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ def read_generation_config(config: EngineConfig, folder: Path) -> JsonObject:
         ModelError: the file cannot be read, or another folder was named and has none.
     """
     if config.generation_config in ("auto", "vllm"):  # the ids that end a sequence count with vLLM's, too
-        return _given(read_json(folder / _FILE) if (folder / _FILE).exists() else {}, _FILE)
+        return _given(read_json_if_any(folder / _FILE), _FILE)
     named = Path(config.generation_config).expanduser() / _FILE
     if not named.is_file():
         raise ModelError(f"generation_config={config.generation_config!r}: must be auto, vllm or a folder with {_FILE}")

@@ -1,7 +1,7 @@
 """Read values out of a checkpoint's JSON files and refuse, in one line, what is not of its kind.
 
 People write these files by hand, scripts convert them, and a wrong one often still parses: "4096" for 4096, [2] for 2,
-null for a number. Whoever reads a value says here what it must be, and the error names the file and the key.
+null for a number. Each reader states the kind and the range that it expects, and the error names the file and the key.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class JsonObject:
         if value is not None and not isinstance(value, list):
             raise self.refusal(key, "a list")
         return value or []
+
+    def listed(self, key: str) -> JsonObject:
+        """Return the entries of a list by their places, "[0]" and so on; an empty object if it is not given."""
+        entries = {f"[{index}]": entry for index, entry in enumerate(self.entries(key))}
+        return JsonObject(entries, f"{self.where}: {key}")
 
     def object(self, key: str) -> JsonObject:
         """Return the object under a key; an empty one if it is not given."""

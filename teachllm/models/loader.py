@@ -152,9 +152,9 @@ def stored_names(folder: Path, load_format: str, where: str = "") -> list[str]:
     """The names of a checkpoint's tensors; with random weights there are none. Errors as in `check_weights`."""
     if load_format == "dummy":
         return []
+    if load_format != "pt" and (names := list(stored_tensors(folder))):
+        return names
     check_weights(folder, load_format, where)
-    if load_format != "pt":
-        return list(stored_tensors(folder))
     return [name for name, _, _ in read_pickles(folder, None)]
 
 

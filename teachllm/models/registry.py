@@ -99,7 +99,7 @@ def check_features(raw: dict[str, Any], architecture: str) -> None:
     """Refuses a configuration that asks for more than attention over K and V of blocks.
 
     Args:
-        raw: config.json, or what transformers makes of it, with defaults.
+        raw: config.json, or all values of the configuration that transformers reads from it.
 
     Raises:
         ModelError: with the architecture's name, the reason and what is supported.

@@ -17,7 +17,7 @@ _CHUNK_ROWS = 4096
 
 
 def renaming(stored: Collection[str], is_tied: bool) -> Callable[[str], str]:
-    """Return what turns a stored tensor's name into the one that it has here.
+    """Return a function from the stored name of a tensor to its name in this project.
 
     Args:
         stored: the names of all tensors of the checkpoint.

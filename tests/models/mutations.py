@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import transformers
 
 VALUES = [None, "x", "2", [], [1, 2], {}, {"a": 1}, -1, 0, 2.5, 1e30, 10**18, True]
 
@@ -66,3 +69,45 @@ def is_named(error: Exception, mutation: Mutation) -> bool:
     """Return whether an error says in one line which key of which file is to blame."""
     words = str(error)
     return "\n" not in words and mutation.file in words and any(key in words for key in mutation.path)
+
+
+def wrong_ones(
+    drawn: Iterable[Mutation],
+    folders: Mapping[str, Path],
+    to: Path,
+    ours: Callable[[Path], Any],
+    theirs: Callable[[Path, Mutation], Any],
+    may_refuse: Callable[[Exception, Mutation], bool] = is_named,
+) -> str:
+    """Return a line for each mutation that is neither right nor refused by name.
+
+    Args:
+        to: an empty folder for the changed checkpoints.
+        ours: what the engine makes of a changed checkpoint.
+        theirs: what is right.
+        may_refuse: whether the engine's error says enough.
+    """
+
+    def verdict(folder: Path, mutation: Mutation) -> str | None:
+        try:
+            found = ours(folder)
+        except ValueError as error:
+            return None if may_refuse(error, mutation) else f"refused without file and key: {error}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        try:
+            expected = theirs(folder, mutation)
+        except Exception as error:
+            return f"runs, and transformers raises {type(error).__name__}: {str(error)[:150]}"
+        return None if found == expected else f"{found} is not {expected}"
+
+    wrong = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        for i, mutation in enumerate(drawn):
+            folder = mutated(folders[mutation.checkpoint], mutation, to / str(i))
+            if (why := verdict(folder, mutation)) is not None:
+                wrong.append(f"{mutation}: {why}")
+            shutil.rmtree(folder)
+    return "\n".join(wrong)

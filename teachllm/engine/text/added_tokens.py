@@ -27,7 +27,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from teachllm.models.checkpoint import read_json
+from teachllm.models.checkpoint import read_json_if_any
 from teachllm.models.json_values import JsonObject
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,7 +38,7 @@ _CONFIG, _MAP, _IDS = "tokenizer_config.json", "special_tokens_map.json", "added
 
 
 def add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Give a tokenizer, read from tokenizer.json, the tokens that lie elsewhere; return those that have a name.
+    """Add the tokens of the other files to a tokenizer that was read from tokenizer.json, and return the named ones.
 
     Args:
         config: tokenizer_config.json.
@@ -50,14 +50,14 @@ def add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) ->
         ModelError: a value is no token; names file and key.
     """
     own, is_new = tokenizer.get_added_tokens_decoder(), config.get(_BY_ID) is not None
-    older = {} if is_new else _read(folder / _MAP)
+    older = {} if is_new else read_json_if_any(folder / _MAP)
     named, unnamed = _named(config, older), _unnamed(config, older)
     if is_new:
         values = JsonObject(config, _CONFIG).object(_BY_ID)
         by_id = {_id(values, key): _token(values, key, is_special=False) for key in values}
     else:
         special = {token.content for token in (*named.values(), *unnamed)}
-        ids = JsonObject(_read(folder / _IDS), _IDS)
+        ids = JsonObject(read_json_if_any(folder / _IDS), _IDS)
         by_id = {ids.integer(text, least=0): AddedToken(text, special=text in special) for text in ids} | own
     flags = {token.content: token for token in by_id.values()}
     named = {name: flags.get(token.content, token) for name, token in named.items()}
@@ -95,9 +95,8 @@ def _tokens(source: Mapping[str, Any], where: str, key: str) -> list[AddedToken]
     """Return the tokens of a list; none of an object, which gives them names."""
     if isinstance(source.get(key), dict):
         return []
-    entries = JsonObject(source, where).entries(key)
-    values = JsonObject({f"[{index}]": entry for index, entry in enumerate(entries)}, f"{where}: {key}")
-    return [_token(values, index) for index in values]
+    values = JsonObject(source, where).listed(key)
+    return [_token(values, place) for place in values]
 
 
 def _token(values: JsonObject, key: str, is_special: bool = True) -> AddedToken:
@@ -120,7 +119,3 @@ def _id(values: JsonObject, key: str) -> int:
     if not key.isdecimal() or not values.is_object(key):
         raise values.refusal(key, "a token with its flags, under its id")
     return int(key)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}

@@ -53,7 +53,7 @@ def render_conversation(
     The arguments of a tool call travel as JSON text, and templates print the object; without any, an empty one. Content
     in parts becomes one text if the template takes none but text. A field that is None is left out, since most
     templates would print "None"; but content stays where a template asks whether it is none, and can go on from there.
-    A thought has several names, and stands under those that templates know.
+    Reasoning is given under both names that templates read, `thinking` and `reasoning_content`.
 
     Args:
         named_tokens: {"eos_token": "</s>", ...}, which a template gets, too.

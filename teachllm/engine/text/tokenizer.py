@@ -271,9 +271,8 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
     if isinstance(config.get("chat_template"), str):
         templates = {"default": values.text("chat_template")}
     else:
-        entries = {f"[{index}]": entry for index, entry in enumerate(values.entries("chat_template"))}
-        listed = JsonObject(entries, f"{values.where}: chat_template")
-        parts = [listed.object(index) for index in listed]
+        listed = values.listed("chat_template")
+        parts = [listed.object(place) for place in listed]
         templates = {each.text("name"): each.text("template") for each in parts}
     file = folder / "chat_template.jinja"
     if file.is_file():

@@ -1,4 +1,4 @@
-"""What transformers makes of a checkpoint's config.json: its configuration, and an empty model of it."""
+"""Read config.json with transformers, and build an empty model from it."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _unsupported(model: Any, why: str) -> ModelError:
 
 
 def attention_modules(model: nn.Module) -> list[Any]:
-    """Return the modules that call attention: those that know of which layer they are, and whether they are causal."""
+    """Return the modules that call attention: those with `layer_idx` and `is_causal`."""
     return [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
 
 

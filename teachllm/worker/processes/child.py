@@ -51,7 +51,7 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C comes after this, as does any signal that Python code handles: the handler may raise, and half of what is
-    done here would remain. Whoever cannot wait presses Ctrl-C a second time."""
+    done here would remain. A second Ctrl-C does not wait."""
     if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
         yield
         return

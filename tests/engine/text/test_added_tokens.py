@@ -1,4 +1,4 @@
-"""Tokens that lie beside tokenizer.json are what transformers makes of them, in every file that may hold some."""
+"""Added tokens, in every file that may define some, are read as transformers reads them."""
 
 from __future__ import annotations
 
