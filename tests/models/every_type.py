@@ -59,6 +59,7 @@ NO_TOKEN = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 # What a type needs besides, or instead; `...`: it keeps its own value.
 _KEEPS_TOKENS = dict.fromkeys(NO_TOKEN, ...)
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "ctrl": {"tie_word_embeddings": False},
     "cwm": _KEEPS_TOKENS,
     "dbrx": {
@@ -100,6 +101,7 @@ REASONS = (
     "no plain language-model head",
     "an encoder besides its decoder",
     "layers of type",
+    "attention to later tokens",
     "a language model inside of a larger one",
     "its configuration has no single",
     "it does not use transformers' attention interface",
