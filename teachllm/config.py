@@ -26,7 +26,10 @@ CHOICES = {
 }
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _PATHS = ("model", "tokenizer", "generation_config", "trace_path")
-_OBJECTS = ("override_generation_config", "hf_overrides")
+_OBJECTS = {  # with an example
+    "override_generation_config": '{"temperature": 0.5}',
+    "hf_overrides": '{"max_position_embeddings": 8192}',
+}
 _EMBEDDED_DRAFTERS = {"draft_model": "teachlm-draft", "eagle": "teachlm-eagle", "medusa": "teachlm-medusa"}
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
@@ -173,7 +176,10 @@ class EngineConfig:
         for name in _PATHS:
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))  # other processes are told settings as plain text
-        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        if not isinstance(self.generation_config, str):
+            raise ValueError(f"generation_config={self.generation_config!r}: must be auto, vllm or a folder")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")
@@ -184,7 +190,7 @@ class EngineConfig:
                 raise ValueError(f"{name}={value}: must be at least 1")
         if self.long_prefill_token_threshold < 0:
             raise ValueError(f"long_prefill_token_threshold={self.long_prefill_token_threshold}: must be 0 or more")
-        if self.max_logprobs < -1:
+        if type(self.max_logprobs) is not int or self.max_logprobs < -1:
             raise ValueError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for no limit")
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port={self.master_port}: must be in 0..65535")
@@ -222,8 +228,11 @@ class EngineConfig:
                 f"{self.attention_backend!r} has none: set attention_backend=triton, or batch_invariant=False"
             )
         for name in _OBJECTS:
-            if not isinstance(getattr(self, name), Mapping | None):
-                raise ValueError(f'{name}={getattr(self, name)!r}: must be an object, like {{"temperature": 0.5}}')
+            given = getattr(self, name)
+            if not isinstance(given, Mapping | None):
+                raise ValueError(f"{name}={given!r}: must be an object, like {_OBJECTS[name]}")
+            if given is not None:
+                object.__setattr__(self, name, dict(given))  # other processes are told it as JSON
         if self.speculative_config is not None:
             drafters = _EMBEDDED_DRAFTERS if self.model == "teachlm" else {}
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config, drafters))

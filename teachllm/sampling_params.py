@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+_MAX_COMPLETIONS = 16_384  # of one prompt; each is a request of its own
 _GREEDY_EPSILON = 1e-5  # a temperature below this is greedy: dividing by it would overflow
 
 # What each parameter is; those of the second kind may also be None.
-_INTEGERS = ("n", "top_k", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+_INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs")
 _NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -86,7 +87,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_types()
-        self._check("n", self.n >= 1, "at least 1")
+        self._check("n", 1 <= self.n <= _MAX_COMPLETIONS, f"from 1 to {_MAX_COMPLETIONS}")
         self._check("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more, and finite")
         self._check("top_k", self.top_k >= -1, "0 or -1 (all), or how many tokens to keep")
         self._check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
@@ -113,11 +114,12 @@ class SamplingParams:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, ())
         kinds: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
-            (_INTEGERS, _integer, "a whole number"),
-            (_NUMBERS, _number, "a number"),
+            (_INTEGERS, _integer, "a whole number of at most 64 bits"),
+            (("seed",), _whole, "a whole number"),
+            (_NUMBERS, _number, "a number that a float can hold"),
             (_FLAGS, _flag, "True or False"),
-            (("stop",), _text_or_texts, "a string or a list of strings"),
-            (("bad_words",), _texts, "a list of strings"),
+            (("stop",), _text_or_texts, "a string or a list of strings, of whole characters"),
+            (("bad_words",), _texts, "a list of strings, of whole characters"),
             (_ID_LISTS, _ids, "a list of token ids"),
             (("logit_bias",), _biases, "a dictionary of token ids and numbers"),
         )
@@ -147,16 +149,32 @@ class SamplingParams:
         return self.temperature < _GREEDY_EPSILON
 
 
+def _whole(value: Any) -> int:
+    return operator.index(_plain(value))
+
+
 def _integer(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)
+    """Return an integer that has a place in an array of 64-bit numbers."""
+    found = _whole(value)
+    if not -(1 << 63) <= found < 1 << 63:
+        raise OverflowError
+    return found
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not (isinstance(value, Real) or hasattr(value, "item")):
+    plain = _plain(value)
+    if not isinstance(plain, Real):
         raise TypeError
-    return value if type(value) in (int, float) else float(value)
+    as_float = float(plain)  # an integer may be too large
+    return plain if isinstance(plain, int) else as_float
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's own number for that of NumPy or PyTorch."""
+    found = value.item() if hasattr(value, "item") else value
+    if isinstance(found, bool):
+        raise TypeError
+    return found
 
 
 def _flag(value: Any) -> bool:
@@ -170,11 +188,14 @@ def _text_or_texts(value: Any) -> str | tuple[str, ...]:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str | bytes | Mapping) or not all(isinstance(each, str) for each in value):
+    if isinstance(value, str | bytes | Mapping):
         raise TypeError
-    for each in value:
+    texts = tuple(value)
+    if not all(isinstance(each, str) for each in texts):
+        raise TypeError
+    for each in texts:
         each.encode()  # half a surrogate pair is no text
-    return tuple(value)
+    return texts
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -164,7 +164,8 @@ class SpeculativeConfig:
         if "method" not in given:
             raise ValueError(f"speculative_config lacks a method: choose one of {', '.join(METHODS)}")
         method = _SYNONYMS["method"].get(given["method"], given["method"])
-        return SpeculativeConfig(**({"model": drafters.get(method)} | dict(given)))
+        named = {name: value for name, value in given.items() if value is not None}
+        return SpeculativeConfig(**({"model": drafters.get(method)} | named))
 
     @cached_property
     def tree(self) -> tuple[tuple[int, ...], ...] | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from teachllm.roofline import Ceilings
 
 if TYPE_CHECKING:
     from teachllm import LLM
+
+
+_ROUNDING = 1e-9  # relative
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,35 @@ class Figure:
         return self.limit / self.value if self.is_time else self.value / self.limit
 
 
-def raise_ceilings(figures: Sequence[Figure], ceilings: Ceilings) -> tuple[list[Figure], Ceilings]:
-    """Return figures and ceilings, these no lower than what was measured.
+def raise_ceilings(
+    figures_under: Callable[[Ceilings], list[Figure]], ceilings: Ceilings
+) -> tuple[list[Figure], Ceilings]:
+    """Return figures and the ceilings that they keep to: as measured, or higher where a figure exceeds its limit.
 
-    Where a figure exceeds its limit, the ceilings were measured too low, or the model fits a cache.
+    Then the ceilings were measured too low, or the model fits a cache. Bandwidth is raised alone if that is enough, or
+    else FLOPs, or else both.
+
+    Args:
+        figures_under: the figures with their limits under given ceilings.
     """
-    excess = max(1.0, *(figure.of_ceiling for figure in figures))
-    raised = [replace(each, limit=each.limit / excess if each.is_time else each.limit * excess) for each in figures]
-    return raised, ceilings.scaled(excess, excess)
+    figures = figures_under(ceilings)
+    excess = max((figure.of_ceiling for figure in figures), default=1.0)
+    if excess <= 1.0:
+        return figures, ceilings
+    for raised in (ceilings.scaled(excess, 1.0), ceilings.scaled(1.0, excess), ceilings.scaled(excess, excess)):
+        figures = figures_under(raised)
+        if max(figure.of_ceiling for figure in figures) <= 1.0 + _ROUNDING:
+            break
+    return figures, raised
 
 
 def as_json(
-    llm: LLM, options: Any, results: dict[str, Any], figures: Sequence[Figure], ceilings: Ceilings
+    llm: LLM,
+    options: Any,
+    results: dict[str, Any],
+    figures: Sequence[Figure],
+    ceilings: Ceilings,
+    measured: Ceilings,
 ) -> dict[str, Any]:
     """Return what `--output-json` writes: the results under vLLM's names, then figures, ceilings and what was run."""
     return {
@@ -58,6 +78,7 @@ def as_json(
             f.name: {"value": f.value, "unit": f.unit, "limit": f.limit, "of_ceiling": f.of_ceiling} for f in figures
         },
         "ceilings": asdict(ceilings),
+        "measured_ceilings": asdict(measured),
         "options": asdict(options),
         "engine": asdict(llm.config),
     }

@@ -6,6 +6,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, Timing, check_length, random_ids, run_batch
@@ -86,16 +87,17 @@ def run_latency(
         if progress is not None:
             progress(done, num_all)
     timings = timings[options.num_iters_warmup :]
-    figures = _figures(llm, options, ceilings, batch, timings)
+    figures_under = partial(_figures, llm, options, batch=batch, timings=timings)
+    figures, measured = figures_under(ceilings), ceilings
     if llm.config.speculative_config is None:  # which needs fewer steps than the ceilings count
-        figures, ceilings = raise_ceilings(figures, ceilings)
+        figures, ceilings = raise_ceilings(figures_under, measured)
     seconds = [timing.total_s for timing in timings]
     results = {
         "avg_latency": statistics.mean(seconds),
         "latencies": seconds,
         "percentiles": {str(percent): _percentile(seconds, percent) for percent in _PERCENTILES},
     }
-    return LatencyResult(timings, figures, ceilings, as_json(llm, options, results, figures, ceilings))
+    return LatencyResult(timings, figures, ceilings, as_json(llm, options, results, figures, ceilings, measured))
 
 
 def _figures(

@@ -108,15 +108,19 @@ def run_throughput(
 
     assert llm.config.max_num_batched_tokens and llm.config.max_num_seqs
     steps = schedule(batch, llm.config.max_num_batched_tokens, llm.config.max_num_seqs)
-    floor_s = floor_seconds(llm.engine.model_config, steps, ceilings)
     num_prompt, num_output = sum(batch.prompt_lens), sum(batch.output_lens)
     amounts = {"output": num_output, "total": num_prompt + num_output, "requests": options.num_prompts}
-    figures = [
-        Figure(name, "requests/s" if name == "requests" else "tokens/s", amount / elapsed_s, amount / floor_s)
-        for name, amount in amounts.items()
-    ]
+
+    def figures_under(ceilings: Ceilings) -> list[Figure]:
+        floor_s = floor_seconds(llm.engine.model_config, steps, ceilings)
+        return [
+            Figure(name, "requests/s" if name == "requests" else "tokens/s", amount / elapsed_s, amount / floor_s)
+            for name, amount in amounts.items()
+        ]
+
+    figures, measured = figures_under(ceilings), ceilings
     if llm.config.speculative_config is None:  # which needs fewer steps than the ceilings count
-        figures, ceilings = raise_ceilings(figures, ceilings)
+        figures, ceilings = raise_ceilings(figures_under, measured)
     results = {
         "elapsed_time": elapsed_s,
         "num_requests": options.num_prompts,
@@ -124,5 +128,5 @@ def run_throughput(
         "requests_per_second": options.num_prompts / elapsed_s,
         "tokens_per_second": (num_prompt + num_output) / elapsed_s,
     }
-    json = as_json(llm, options, results, figures, ceilings)
+    json = as_json(llm, options, results, figures, ceilings, measured)
     return ThroughputResult(elapsed_s, num_prompt, num_output, figures, ceilings, json)

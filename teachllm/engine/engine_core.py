@@ -221,7 +221,9 @@ class EngineCore:
             of_worker = ("graph_mode", "expert_load", "ranks")
             more: dict[str, Any] = {name: getattr(result, name) for name in of_worker}
             if self._roofline is not None and work is not None:
-                more["roofline"] = self._roofline.verdict(work, _seconds_of(result, times))
+                more["roofline"] = self._roofline.verdict(
+                    work, _seconds_of(result, times, share_clock=self.config.nnodes == 1)
+                )
             self.recorder.step(plan, updates, self.scheduler, times, **more)
         return updates
 
@@ -268,12 +270,19 @@ class EngineCore:
         self._on_close()
 
 
-def _seconds_of(result: ModelRunnerOutput, times: StepTimestamps) -> float:
-    """Return how long a step was computed: as the device says, or its ranks; else it is over when the calls return."""
+def _seconds_of(result: ModelRunnerOutput, times: StepTimestamps, share_clock: bool) -> float:
+    """Return how long a step was computed: by the device's clock, or by its ranks'; else until the calls return.
+
+    Args:
+        share_clock: the ranks are on one machine. Clocks of several machines have nothing in common, and the step
+            counts as long as its longest rank.
+    """
     if result.seconds:
         return result.seconds
-    if result.ranks:
-        return float(max(told["end"] for told in result.ranks) - min(told["begin"] for told in result.ranks))
+    if result.ranks and all(told["end"] > told["begin"] for told in result.ranks):  # a device may have no time to tell
+        longest = max(told["end"] - told["begin"] for told in result.ranks)
+        whole = max(told["end"] for told in result.ranks) - min(told["begin"] for told in result.ranks)
+        return float(whole if share_clock else longest)
     return times.execute + times.wait
 
 

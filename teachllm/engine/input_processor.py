@@ -56,7 +56,9 @@ class InputProcessor:
         Raises:
             ValueError: the prompt is none, or a parameter does not suit the model.
         """
-        check_type("priority", priority, int, "a whole number")
+        check_type("priority", priority, int, "a whole number of at most 64 bits")
+        if not -(1 << 63) <= priority < 1 << 63:
+            raise ValueError(f"priority={priority}: must be a whole number of at most 64 bits")
         if isinstance(prompt, Mapping):
             prompt, cache_salt = _content(prompt, cache_salt)
         if cache_salt is not None:
@@ -113,7 +115,7 @@ class InputProcessor:
                 raise ValueError('skip_tokenizer_init=True: give prompts as {"prompt_token_ids": [...]}')
             check_encodable("a prompt", prompt)
             text, given = prompt, self._tokenizer.encode(prompt)
-        if not isinstance(given, Iterable):
+        if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | Mapping):
             kind = type(given).__name__
             raise ValueError(f"a prompt is a text, token ids, or a dictionary with either, not {kind}")
         ids, vocab_size = list(given), self._model_config.vocab_size
@@ -125,8 +127,10 @@ class InputProcessor:
         if len(values) < len(ids) or (ids and (values.min() < 0 or values.max() >= vocab_size)):
             wrong = next(token_id for token_id in ids if not _is_below(token_id, vocab_size))
             raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary of {vocab_size}")
-        if ids and type(ids[0]) is not int:  # from NumPy or a tensor: one stands for all
-            ids = packed.tolist()
+        if text is None and (kinds := set(map(type, ids))) - {int}:
+            if any(issubclass(kind, bool | np.bool_) for kind in kinds):
+                raise ValueError("a prompt's token ids are whole numbers, not True or False")
+            ids = packed.tolist()  # from NumPy or a tensor
         return text, ids, packed
 
     def _check(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -152,6 +156,8 @@ def _content(prompt: Mapping[str, Any], cache_salt: str | None) -> tuple[Prompt,
         raise ValueError(f"a prompt dictionary with {next(iter(given))!r} is not supported: it has {', '.join(_KEYS)}")
     if len(contents) != 1:
         raise ValueError('a prompt dictionary has either "prompt" or "prompt_token_ids"')
+    if isinstance(contents[0], str) != ("prompt" in prompt and prompt["prompt"] is not None):
+        raise ValueError('in a prompt dictionary, "prompt" is a text and "prompt_token_ids" a list of token ids')
     return contents[0], salt
 
 

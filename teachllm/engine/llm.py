@@ -8,7 +8,7 @@ for output in llm.generate(["What is a KV cache?"], SamplingParams(temperature=0
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -97,7 +97,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts.
 
@@ -106,7 +106,7 @@ class LLM:
                 ids). In a dictionary, "cache_salt" keeps a prompt's KV from prompts of other salts.
             sampling_params: one for all, or one each; None takes the checkpoint's recommendation.
             use_tqdm: a progress bar on standard error.
-            priority: one for all, or one each; lower goes first, with scheduling_policy="priority".
+            priority: one for all, or one each; lower goes first, with scheduling_policy="priority". None is 0.
 
         Returns:
             One output a prompt, in order.
@@ -120,9 +120,12 @@ class LLM:
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(batch)
         params = list(sampling_params)
+        for each in params:
+            if not isinstance(each, SamplingParams):
+                raise ValueError(f"sampling_params={each!r}: must be SamplingParams, one for all or one each")
         if len(params) != len(batch):
             raise ValueError(f"{len(batch)} prompts and {len(params)} sampling_params: give one for all, or one each")
-        priorities: list[Any] = list(priority) if isinstance(priority, list | tuple) else [priority] * len(batch)
+        priorities = _each_or_all(0 if priority is None else priority, len(batch))
         if len(priorities) != len(batch):
             raise ValueError(f"{len(batch)} prompts and {len(priorities)} priorities: give one for all, or one each")
         return self._run(batch, params, priorities, use_tqdm)
@@ -148,7 +151,8 @@ class LLM:
         Raises:
             ValueError: as `generate`; or there is no chat template, or it refuses the messages.
         """
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        given: Any = [messages] if isinstance(messages, Mapping) else messages  # the check below names what is wrong
+        conversations: Any = [given] if given and isinstance(given[0], Mapping) else given
         options = {"tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
         prompts = [self._chat_prompt(each, options | (chat_template_kwargs or {})) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -181,15 +185,19 @@ class LLM:
     def speculation(self) -> Speculation | None:
         """Return what speculation did since the last call; None: the engine does not speculate."""
         config = self.config.speculative_config
-        stats = None if config is None else self.engine.stats()
-        if config is None or stats is None:
+        if config is None:
+            return None
+        with self._lock, uninterrupted():
+            stats = self.engine.stats()
+        if stats is None:
             return None
         cost = None if self.engine.is_elsewhere else self.engine.core.draft_step_cost
         return Speculation(stats, cost, config.synthetic_rate is not None)
 
     def close(self) -> None:
-        """Gives the model's memory back."""
-        self.engine.close()
+        """Give the model's memory back, after the call that another thread is in."""
+        with self._lock:
+            self.engine.close()
 
     def _run(
         self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int], use_tqdm: bool
@@ -215,8 +223,10 @@ class LLM:
     def _chat_prompt(self, messages: Messages, options: Mapping[str, Any]) -> Prompt:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer: set skip_tokenizer_init=False")
-        if not all(isinstance(message, Mapping) for message in messages):
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError('a conversation is a list of messages like {"role": "user", "content": "Hello"}')
+        for message in messages:
+            _check_is_text(message.get("content"))
         token_ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
         return {"prompt_token_ids": token_ids}
 
@@ -228,8 +238,32 @@ class LLM:
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
+        raise ValueError(
+            f"prompts={prompts!r}: must be a text, token ids, a dictionary with either, or a list of these"
+        )
     items: list[Any] = list(prompts)
     return [items] if items and all(isinstance(item, Integral) for item in items) else items
+
+
+def _each_or_all(priority: Any, num_prompts: int) -> list[Any]:
+    """Return a priority per prompt, as Python's numbers."""
+    given = priority.tolist() if hasattr(priority, "tolist") else priority  # of NumPy or PyTorch
+    return [given] * num_prompts if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+
+
+def _check_is_text(content: Any) -> None:
+    """Refuse a message with a picture, a sound or a film, which a template for text would leave out.
+
+    Raises:
+        ValueError: a part of the content is none that a language model reads.
+    """
+    kinds = (
+        [str(part.get("type")) for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    )
+    for kind in kinds:
+        if kind.removeprefix("input_").startswith(("image", "audio", "video")):
+            raise ValueError(f"a message has a part of type {kind!r}: this model reads text alone")
 
 
 def _progress_bar(total: int, enabled: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What a checkpoint recommends to those who ask it: settings for sampling, and the tokens that end a sequence.
+"""Read what a checkpoint recommends: settings for sampling, and the tokens that end a sequence.
 
 The recommendation lies in generation_config.json. A user may take it from another folder, leave it alone, or replace
 some of it.
@@ -46,8 +46,11 @@ def generation_defaults(config: EngineConfig, recommended: JsonObject) -> dict[s
     for key in replacing:
         if key not in _KEYS:
             raise ModelError(f"{replacing.where} has no {key!r}: choose from {', '.join(_KEYS)}")
-    defaults = {} if config.generation_config == "vllm" else _defaults(recommended)
-    return defaults | _defaults(replacing)
+    recommended = _given({}, _FILE) if config.generation_config == "vllm" else recommended
+    if not replacing:
+        return _defaults(recommended)
+    _defaults(replacing)  # so that an error names where the value is from
+    return _defaults(recommended.replaced_by(replacing))
 
 
 def _given(values: Mapping[str, Any], where: str) -> JsonObject:

@@ -97,6 +97,10 @@ class JsonObject:
             raise self.refusal(key, "an object")
         return JsonObject(value or {}, f"{self.where}: {key}")
 
+    def replaced_by(self, other: JsonObject) -> JsonObject:
+        """Return the values of both; where both have a key, the other's counts."""
+        return JsonObject({**self._values, **other._values}, f"{self.where} with {other.where}")
+
     def is_object(self, key: str) -> bool:
         """Return whether there is an object under a key."""
         return isinstance(self._values.get(key), dict)

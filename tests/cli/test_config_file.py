@@ -33,6 +33,30 @@ def test_a_file_gives_flags_in_either_spelling_and_those_of_the_command(teachllm
     assert llm.asked == [["one", "two three"]]
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("{model: some/model, revision: 2024-05-01}", "revision", "2024-05-01"),
+        ("trace: steps.jsonl", "trace_path", "steps.jsonl"),
+        ("tp: 2", "tensor_parallel_size", 2),
+        ("no-enable-prefix-caching: true", "enable_prefix_caching", False),
+        ("no_enable_prefix_caching: false", "enable_prefix_caching", True),
+        ("# nothing", "block_size", 16),
+    ],
+)
+def test_a_file_has_the_names_and_values_that_could_be_typed(teachllm, llm, tmp_path, text, name, value) -> None:
+    (tmp_path / "flags.yaml").write_text(text, encoding="utf-8")
+    result = teachllm(*ASK, "--config", str(tmp_path / "flags.yaml"))
+    assert result.exit_code == 0, result.output
+    assert getattr(llm.config, name) == value
+
+
+def test_one_value_is_enough_for_a_flag_that_may_come_several_times(teachllm, llm, tmp_path) -> None:
+    (tmp_path / "flags.yaml").write_text("prompt: one", encoding="utf-8")
+    assert teachllm("generate", "--config", str(tmp_path / "flags.yaml")).exit_code == 0
+    assert llm.asked == [["one"]]
+
+
 def test_what_is_typed_wins_wherever_it_stands(teachllm, llm, file) -> None:
     assert teachllm("generate", "--block-size", "4", "--config", str(file), "--prompt", "four").exit_code == 0
     assert (llm.config.max_model_len, llm.config.block_size) == (256, 4)
@@ -44,6 +68,8 @@ def test_what_is_typed_wins_wherever_it_stands(teachllm, llm, file) -> None:
     [
         ("blok-size: 8", "generate has no flag --blok-size"),
         ("config: other.yaml", "generate has no flag --config"),
+        ("trace-path: steps.jsonl", "generate has no flag --trace-path"),
+        ("no-enable-prefix-caching: perhaps", "true or false"),
         ("block-size: 2.5", "--block-size"),
         ("block-size: [8, 16]", "--block-size"),
         ("enforce-eager: perhaps", "--enforce-eager"),

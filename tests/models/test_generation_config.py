@@ -49,6 +49,12 @@ def test_another_folder_recommends(folder: Path, tmp_path: Path) -> None:
     assert defaults(folder, generation_config=str(tmp_path / "other")) == SamplingParams(temperature=0)
 
 
+def test_an_override_joins_the_recommendation_before_it_is_read(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(ADVISED | {"do_sample": False, "temperature": 0.7}))
+    assert defaults(folder).temperature == 0
+    assert defaults(folder, override_generation_config={"do_sample": True}).temperature == 0.7
+
+
 @pytest.mark.parametrize(
     "settings, said",
     [

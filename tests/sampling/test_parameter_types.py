@@ -16,16 +16,20 @@ from tests.worker.engines import drain, make_engine, random_ids, tiny, tokens
 WRONG: list[tuple[str, Any]] = [
     *(("seed", value) for value in ("7", 1.5, True, [1])),
     *(("top_k", value) for value in (2.5, "2", True, None)),
-    *(("max_tokens", value) for value in (2.5, "3", True)),
-    *(("min_tokens", value) for value in (1.5, None)),
-    *(("n", value) for value in (1.0, "2", True)),
-    *(("temperature", value) for value in ("0", None, True, [0.5], 1j)),
+    *(("max_tokens", value) for value in (2.5, "3", True, 1 << 63)),
+    *(("min_tokens", value) for value in (1.5, None, 1 << 63)),
+    *(("n", value) for value in (1.0, "2", True, 10**9)),
+    *(
+        ("temperature", value)
+        for value in ("0", None, True, [0.5], 1j, 10**400, np.bool_(True), np.str_("0.5"), np.complex64(1))
+    ),
+    *(("repetition_penalty", value) for value in (10**400, 0)),
     *(("top_p", value) for value in ("1", None)),
     *(("stop", value) for value in (3, ["x", 3], [b"x"], {"x": 1}, "\ud800", ["\ud800"])),
     *(("bad_words", value) for value in ("abc", [3], {"a": 1}, ["\udfff"])),
     *(("stop_token_ids", value) for value in ("12", [1.5], ["1"], [True], {1: 2})),
     *(("allowed_token_ids", value) for value in ([1.5], "12", 7)),
-    *(("logit_bias", value) for value in ([1], {1: "2"}, {1.5: 2.0}, {"x": 1}, {1: None})),
+    *(("logit_bias", value) for value in ([1], {1: "2"}, {1.5: 2.0}, {"x": 1}, {1: None}, {5: 10**400})),
     *(("logprobs", value) for value in (1.5, "2", True)),
     *(("ignore_eos", value) for value in (1, "no", None)),
     *(("detokenize", value) for value in (0, "yes")),
@@ -50,6 +54,9 @@ def test_numbers_and_lists_of_other_libraries_are_as_good() -> None:
     )
     assert plain == theirs
     assert SamplingParams(stop_token_ids=range(4, 6)) == SamplingParams(stop_token_ids=(4, 5))
+    assert SamplingParams(stop=(each for each in "ab"), bad_words=map(str, "c")) == SamplingParams(
+        stop=("a", "b"), bad_words=("c",)
+    )
 
 
 def test_none_and_minus_one_mean_what_they_mean_in_vllm() -> None:
@@ -72,6 +79,11 @@ def llm() -> Any:
         ({"prompt_token_ids": [5], "prompt": "x"}, {}, 'either "prompt" or "prompt_token_ids"'),
         ({"prompt_token_ids": [5.5]}, {}, "5.5"),
         ({"prompt_token_ids": ["5"]}, {}, "5"),
+        ({"prompt_token_ids": [True]}, {}, "not True or False"),
+        ({"prompt_token_ids": "5"}, {}, '"prompt_token_ids" a list of token ids'),
+        ({"prompt": [5]}, {}, '"prompt" is a text'),
+        (b"5", {}, "not bytes"),
+        ({"prompt_token_ids": [5]}, {"priority": 1 << 63}, "priority=9223372036854775808: must be"),
         ({"prompt_token_ids": [5]}, {"priority": 1.5}, "priorit"),
         ({"prompt_token_ids": [5]}, {"priority": "1"}, "priorit"),
     ],
@@ -114,3 +126,22 @@ def test_prompts_with_different_salts_share_no_block_and_those_with_one_do(llm: 
         return output.num_cached_tokens or 0
 
     assert [cached(salt) for salt in ("a", "b", None, "a", "b")] == [0, 0, 0, 48, 48]
+
+
+def test_priorities_of_other_libraries_are_as_good_and_none_is_zero(llm: LLM) -> None:
+    params, prompts = SamplingParams(temperature=0, max_tokens=2, detokenize=False), [[5, 6], [7, 8]]
+    for priority in (None, 3, np.int64(3), np.array([1, 2]), range(2), (1, 2)):
+        outputs = llm.generate(prompts, params, use_tqdm=False, priority=priority)
+        assert len(outputs) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0}, ["a"]], ids=repr)
+def test_what_are_no_sampling_params_are_refused(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"^sampling_params="):
+        llm.generate([[5]], wrong, use_tqdm=False)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"text"], ids=repr)
+def test_what_are_no_prompts_are_refused(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"^prompts="):
+        llm.generate(wrong, use_tqdm=False)

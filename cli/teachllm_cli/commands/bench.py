@@ -143,7 +143,7 @@ def _report(
     console.print(Text(title, style="bold"))
     console.print(table)
     console.print(
-        f"Ceilings of {ceilings.device}, as measured at best: reads {ceilings.read_bandwidth / 1e9:,.0f} GB/s, "
+        f"Ceilings of {ceilings.device}, as reached at best: reads {ceilings.read_bandwidth / 1e9:,.0f} GB/s, "
         f"copies {ceilings.copy_bandwidth / 1e9:,.0f} GB/s; in {ceilings.dtype} matrix products "
         f"{ceilings.gemm_flops / 1e12:,.2f} TFLOP/s, attention {ceilings.attention_flops / 1e12:,.2f} TFLOP/s",
         style="dim",
@@ -151,8 +151,9 @@ def _report(
     )
     if ceilings != measured:
         console.print(
-            f"The ceilings are {ceilings.read_bandwidth / measured.read_bandwidth:.2f} times those measured, since the "
-            "engine came to as much: the model fits a cache, or they were measured too low",
+            f"Reads were measured at {measured.read_bandwidth / 1e9:,.0f} GB/s and products at "
+            f"{measured.gemm_flops / 1e12:,.2f} TFLOP/s before, and the engine came to more: the model fits a cache, "
+            "or the ceilings were measured too low",
             style="dim",
             markup=False,
         )

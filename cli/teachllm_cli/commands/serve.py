@@ -26,6 +26,7 @@ _HTTP, _CORS = "HTTP", "CORS"
 
 @engine_command
 def serve(
+    context: typer.Context,
     engine: EngineConfig,
     model_tag: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
@@ -104,7 +105,9 @@ def serve(
     """Serve a model over HTTP, the way OpenAI does."""
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server has its own
         signal.signal(number, _leave)
-    if model_tag is not None and engine.model not in (EngineConfig.model, model_tag):
+    source = context.get_parameter_source("model")
+    is_typed = source is not None and source.name == "COMMANDLINE"  # a file's model gives way
+    if is_typed and model_tag not in (None, engine.model):
         raise ValueError(f"two models, {model_tag} and --model {engine.model}: give one")
     engine = replace(engine, model=model_tag or engine.model, seed=seed)
     try:

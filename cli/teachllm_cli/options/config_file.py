@@ -19,16 +19,33 @@ def take_file(context: typer.Context, file: str | None) -> str | None:
     """
     if file is None:
         return None
-    flags = {parameter.name: parameter for parameter in context.command.params}
+    flags = _flags(context.command)
     found: dict[str, Any] = {}
     for key, value in _read(file).items():
-        name = str(key).replace("-", "_")
+        name = str(key).replace("_", "-")
         if name not in flags or name in ("config", "help"):
             raise typer.BadParameter(f"{file}: {context.command.name} has no flag --{key}")
-        if value is not None:
-            found[name] = [_text(each) for each in value] if isinstance(value, list) else _text(value)
+        parameter, is_on = flags[name]
+        if value is None:
+            continue
+        if not is_on:
+            if not isinstance(value, bool):
+                raise typer.BadParameter(f"{file}: {key} is true or false")
+            value = not value
+        values = value if isinstance(value, list) else [value] if parameter.multiple else value
+        found[parameter.name] = [_text(each) for each in values] if isinstance(values, list) else _text(values)
     context.default_map = {**(context.default_map or {}), **found}
     return file
+
+
+def _flags(command: Any) -> dict[str, tuple[Any, bool]]:
+    """Return each long or short flag without its dashes, with its parameter, and whether it switches that on."""
+    found: dict[str, tuple[Any, bool]] = {}
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            found |= {name.lstrip("-"): (parameter, True) for name in parameter.opts}
+            found |= {name.lstrip("-"): (parameter, False) for name in parameter.secondary_opts}
+    return found
 
 
 def _read(file: str) -> dict[Any, Any]:
@@ -38,6 +55,8 @@ def _read(file: str) -> dict[Any, Any]:
         content = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
     if not isinstance(content, dict):
         raise typer.BadParameter(f"{file}: must hold flags by name, like max-model-len: 4096")
     return content
@@ -45,4 +64,5 @@ def _read(file: str) -> dict[Any, Any]:
 
 def _text(value: Any) -> str:
     """Return a value as it would be typed: so it is checked as if it were."""
-    return value if isinstance(value, str) else json.dumps(value)
+    is_json = isinstance(value, bool | int | float | list | dict)
+    return json.dumps(value, default=str) if is_json else str(value)  # YAML has dates, too

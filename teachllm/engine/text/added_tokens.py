@@ -8,7 +8,7 @@ They are spread over several files, some of older formats, and transformers 5 de
     added_tokens.json        ids by token
     tokenizer.json           `added_tokens`; whatever the others lack stays as it is there
     tokenizer_config.json    `extra_special_tokens`, a list or an object, or else `additional_special_tokens`; those in
-                             `model_specific_special_tokens`, and every string under a key that ends in "_token"
+                             `model_specific_special_tokens`, and every token under a key that ends in "_token"
 
 A token's flags: with `lstrip` and `rstrip` it takes the spaces before and after it, with `normalized` it is looked for
 in the normalised text, and a special one can be left out of the decoded text.
@@ -62,7 +62,7 @@ def add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) ->
     flags = {token.content: token for token in by_id.values()}
     named = {name: flags.get(token.content, token) for name, token in named.items()}
     same, names = {repr(token) for token in own.values()}, {token.content for token in named.values()}
-    for token in by_id.values():
+    for token in (*by_id.values(), *named.values()):
         token.special = token.special or token.content in names
     added = [token for _, token in sorted(by_id.items()) if repr(token) not in same]
     contents = {token.content for token in (*own.values(), *added)}
@@ -76,14 +76,20 @@ def _named(config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Add
     for where, source in ((_CONFIG, config), (_MAP, older)):
         values = JsonObject(source, where)
         for key in values:
-            is_name = key in _NAMES or (key.endswith("_token") and isinstance(source[key], str))
-            if is_name and values.has(key):
+            if values.has(key) and (key in _NAMES or (key.endswith("_token") and _is_token(source[key], where))):
                 found[key] = _token(values, key)
         for group in (_OF_MODEL, _EXTRA):
             if values.is_object(group):
                 of_model = values.object(group)
                 found |= {key: _token(of_model, key) for key in of_model}
     return found
+
+
+def _is_token(value: Any, where: str) -> bool:
+    """Return whether a value under some model's own name is a token. In tokenizer_config.json an object says so."""
+    if isinstance(value, dict):
+        return "content" in value and (where == _MAP or value.get("__type") == "AddedToken")
+    return isinstance(value, str)
 
 
 def _unnamed(config: Mapping[str, Any], older: Mapping[str, Any]) -> list[AddedToken]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _ASKS_FOR_NONE = re.compile(r"""content['"\]]*\s*(is\s+(not\s+)?|==\s*|!=\s*)none\b""", re.IGNORECASE)
-_PROBE = "is-this-read"
+_MARK = "part-{}-{}-of-a-message"  # stands for the text of a part while it is found out whether a template reads it
 _MAX_RENDERED_CHARACTERS = 1 << 24  # more than any context holds: an endless one stops here
 
 
@@ -64,7 +64,8 @@ def render_conversation(
     """
 
     def rendered(keeps_none: bool) -> str:
-        found = [_plain_message(message, template, named_tokens, keeps_none) for message in messages]
+        found = [_plain_message(message, keeps_none) for message in messages]
+        _join_unread_parts(template, found, {**named_tokens, **variables})
         return render_template(template, {**named_tokens, **variables, "messages": found})
 
     asks = _ASKS_FOR_NONE.search(template) is not None
@@ -74,17 +75,12 @@ def render_conversation(
     return rendered(keeps_none=False)
 
 
-def _plain_message(
-    message: Mapping[str, Any], template: str, named_tokens: Mapping[str, str], keeps_none: bool
-) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], keeps_none: bool) -> dict[str, Any]:
     kept = ("content",) if keeps_none else ()
     plain = {name: value for name, value in message.items() if value is not None or name in kept}
     thought = next((plain[name] for name in _THOUGHTS if name in plain), None)
     if thought is not None:
         plain = {"thinking": thought, **plain, "reasoning_content": thought}
-    parts: Any = plain.get("content")
-    if _are_texts(parts) and not _takes_parts(template, tuple(named_tokens.items())):
-        plain["content"] = "\n".join(part["text"] for part in parts)
     if isinstance(calls := plain.get("tool_calls"), list):
         plain["tool_calls"] = [_with_object(call) for call in calls]
     return plain
@@ -110,15 +106,33 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-@lru_cache(maxsize=32)
-def _takes_parts(template: str, named_tokens: tuple[tuple[str, str], ...]) -> bool:
-    """Find out, by rendering a message in parts, whether a template reads the text in them or prints the list."""
-    message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+def _join_unread_parts(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
+    """Make one text of the parts of each message of which a template prints the list, or nothing at all.
+
+    This is found out by rendering the conversation with a mark in place of each part's text. If that fails, the
+    template takes no parts.
+    """
+    in_parts = {
+        number: message["content"] for number, message in enumerate(messages) if _are_texts(message.get("content"))
+    }
+    if not in_parts:
+        return
+    marks = {number: [_MARK.format(number, i) for i in range(len(parts))] for number, parts in in_parts.items()}
+    marked = [
+        message
+        | {"content": [part | {"text": mark} for part, mark in zip(in_parts[number], marks[number], strict=True)]}
+        if number in in_parts
+        else message
+        for number, message in enumerate(messages)
+    ]
     try:
-        text = render_template(template, {**dict(named_tokens), "messages": [message], "add_generation_prompt": False})
+        text = render_template(template, {**variables, "messages": marked})
     except ValueError:
-        return False
-    return _PROBE in text and "'text'" not in text and '"text"' not in text
+        text = ""
+    for number, parts in in_parts.items():
+        is_printed = any(f"'text': {mark!r}" in text or f'"text": "{mark}' in text for mark in marks[number])
+        if is_printed or not all(mark in text for mark in marks[number]):
+            messages[number]["content"] = "\n".join(part["text"] for part in parts)
 
 
 @lru_cache(maxsize=32)

@@ -125,9 +125,9 @@ class IncrementalDetokenizer:
         run of byte tokens that it stands in. Half a one at the end is completed, and so shown, by the output.
         """
         start = max(len(ids) - _NUM_CONTEXT_TOKENS, 0)
-        starts = range(start, max(start - _MAX_TOKENS_PER_CHARACTER, -1), -1)
-        self._window = ids[next((first for first in starts if self._begins_whole(ids[first:])), start) :]
         literal = self._tokenizer.replacement_ids
+        starts = (first for first in range(start, -1, -1) if self._begins_whole(ids[first:], literal))
+        self._window = ids[next(starts, len(ids)) :]
         if literal and self._window[-len(literal) :] == literal:  # the character itself, whole
             self._num_context, self._num_settled = len(self._window), len(self._decode(self._window))
             return
@@ -140,8 +140,10 @@ class IncrementalDetokenizer:
             self._num_context, text = len(self._window), self._decode(self._window).rstrip(_REPLACEMENT)
         self._num_settled = len(text)
 
-    def _begins_whole(self, ids: list[int]) -> bool:
-        """Return whether the first character is not cut off in front."""
+    def _begins_whole(self, ids: list[int], literal: list[int]) -> bool:
+        """Return whether the first character is not cut off in front; `literal` are U+FFFD's own ids."""
+        if literal and ids[: len(literal)] == literal:
+            return True
         counts = range(1, _MAX_TOKENS_PER_CHARACTER + 1)
         return any(_REPLACEMENT not in self._decode(ids[:count]) for count in counts)
 

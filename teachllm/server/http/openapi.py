@@ -81,4 +81,5 @@ def _limits(service: Service) -> dict[str, int]:
     if client is None or client.config.max_model_len is None:
         return {}
     limits = {"TokenId": client.vocab_size, "MaxTokens": client.config.max_model_len}
-    return {name: limit - 1 for name, limit in limits.items()} | {"NumLogprobs": client.config.max_logprobs}
+    largest = {name: limit - 1 for name, limit in limits.items()}
+    return largest if client.config.max_logprobs == -1 else largest | {"NumLogprobs": client.config.max_logprobs}

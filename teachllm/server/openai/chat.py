@@ -68,7 +68,7 @@ def _check(request: ChatCompletionRequest, max_logprobs: int) -> int | None:
     check_streaming(request)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
-    if (request.top_logprobs or 0) > max_logprobs:
+    if max_logprobs != -1 and (request.top_logprobs or 0) > max_logprobs:
         raise ApiError(
             400,
             f"top_logprobs={request.top_logprobs} is more than this server gives: ask for {max_logprobs} at most, or "

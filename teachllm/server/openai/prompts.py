@@ -48,7 +48,7 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatOptions, options: Serve
     size = sum(len(str(message)) for message in (*messages, *(tools or ()), variables))
     if request.chat_template is not None:
         size = _MAX_INLINE + 1  # a program that has not been seen here
-    render = partial(tokenizer.apply_chat_template, messages, tools=tools, chat_template=template, **given)
+    render = partial(_render, tokenizer, messages, tools=tools, chat_template=template, **given)
     with refused_as("messages"):
         return await _run(size, render)
 
@@ -57,6 +57,19 @@ def _for_template(message: Message) -> dict[str, Any]:
     """Return a message as it was sent. One that is calls of tools alone may come without content."""
     plain = message.model_dump(exclude_unset=True)
     return {"content": None, **plain} if isinstance(message, AssistantMessage) else plain
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    """Render a conversation. If its template fails, a message without content gets an empty text: most templates add
+    the content to other text, and clients send null beside calls of tools.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except ValueError:
+        if all(message.get("content", "") is not None for message in messages):
+            raise
+    texts = [message | {"content": ""} if message.get("content", "") is None else message for message in messages]
+    return tokenizer.apply_chat_template(texts, **options)
 
 
 async def _run(size: int, work: Callable[[], T]) -> T:

@@ -50,8 +50,10 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes after this, as does any signal that Python code handles: the handler may raise, and half of what is
-    done here would remain. A second Ctrl-C does not wait."""
+    """Hold Ctrl-C, and the other signals of `_HANDLED` that Python code handles, back until the block has ended.
+
+    A handler may raise, and half of what the block does would remain. A second signal of a kind does not wait.
+    """
     if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
         yield
         return
@@ -73,8 +75,8 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for number in come:
-        signal.raise_signal(number)
+        for number in come:  # also where the block has raised
+            signal.raise_signal(number)
 
 
 def leave_signals_to_the_parent() -> None:

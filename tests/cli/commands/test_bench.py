@@ -41,7 +41,7 @@ def test_latency_writes_and_shows_every_figure_with_its_limit(teachllm, tmp_path
         **{"num_iters_warmup": 1, "num_iters": 3},
     }
     assert (found["engine"]["model"], found["engine"]["load_format"]) == ("teachlm", "dummy")
-    for text in ("teachlm: 2 x (5 tokens in, 4 out)", "latency", "ttft", "tpot", "%", "as measured at best"):
+    for text in ("teachlm: 2 x (5 tokens in, 4 out)", "latency", "ttft", "tpot", "%", "as reached at best"):
         assert text in result.stdout
 
 

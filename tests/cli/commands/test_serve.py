@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,15 @@ def test_what_is_refused_is_one_line_and_exit_code_1(
     result = teachllm("serve", "--port", "0", *arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and said in result.stderr
+
+
+def test_the_model_that_is_typed_wins_over_the_one_in_a_file(teachllm, monkeypatch, tmp_path: Path) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(lifecycle, "serve", lambda config, options: given.append((config, options)) or 0)
+    (tmp_path / "flags.yaml").write_text("model: from/file\nserved-model-name: a\n", encoding="utf-8")
+    for typed in (("some/model",), ("--model", "some/model")):
+        assert teachllm("serve", *typed, "--config", str(tmp_path / "flags.yaml")).exit_code == 0
+    assert [(config.model, options.served_model_names) for config, options in given] == [("some/model", ("a",))] * 2
 
 
 def test_flags_and_variables_reach_the_engine_and_the_server(teachllm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from teachllm import LLM, SamplingParams
+from teachllm.worker.processes.rank_processes import _Lines
+from tests.waiting import HANG_SECONDS
 from tests.worker.engines import random_ids, tiny
 from tests.worker.processes.child_threads import patched, ranks_in_threads
 
@@ -31,6 +35,26 @@ def test_calls_from_several_threads_queue_and_each_gets_its_own_answers() -> Non
         assert found == expected == answers(llm, PROMPTS)
 
 
+def test_an_engine_is_closed_after_the_call_that_another_thread_is_in() -> None:
+    """A closed engine has no ranks to answer, and a call in the middle of a step would wait for ever."""
+    llm, is_stepping, found = LLM(**tiny()), threading.Event(), []
+    expected = answers(llm, PROMPTS[:1])
+    step = llm.engine.step
+
+    def slowly() -> list[Any]:
+        is_stepping.set()
+        time.sleep(0.01)
+        return step()
+
+    llm.engine.step = slowly  # type: ignore[method-assign]
+    caller = threading.Thread(target=lambda: found.append(answers(llm, PROMPTS[:1])))
+    caller.start()
+    is_stepping.wait(HANG_SECONDS)
+    llm.close()
+    caller.join(HANG_SECONDS)
+    assert found == [expected]
+
+
 def test_a_stream_and_calls_of_another_thread_do_not_disturb_each_other() -> None:
     with closing(LLM("teachlm", device="cpu")) as llm:
         ask = [{"role": "user", "content": "What is a KV cache?"}]
@@ -46,7 +70,11 @@ def test_a_stream_and_calls_of_another_thread_do_not_disturb_each_other() -> Non
         assert streamed == expected
 
 
-def test_a_forked_child_that_drops_the_engine_leaves_its_parents_ranks_alone() -> None:
+def test_a_forked_child_that_drops_the_engine_leaves_its_parents_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child says by its exit code how many times it would have ended the ranks."""
+    ended = []
+    end = _Lines.close
+    monkeypatch.setattr(_Lines, "close", lambda lines: (ended.append(lines), end(lines)))
     with patched(ranks_in_threads), closing(LLM(**tiny(tensor_parallel_size=2))) as llm:
         expected = answers(llm, PROMPTS[:1])
         pid = os.fork()
@@ -54,9 +82,10 @@ def test_a_forked_child_that_drops_the_engine_leaves_its_parents_ranks_alone() -
             try:
                 llm.engine.core.executor._ranks._finalizer()  # type: ignore[attr-defined]
             finally:
-                os._exit(0)
+                os._exit(len(ended))
         assert os.waitpid(pid, 0)[1] == 0
         assert answers(llm, PROMPTS[:1]) == expected
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM, signal.SIGUSR1])

@@ -66,6 +66,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]]
     "additional in the vocabulary": ({"additional_special_tokens": ["the", " there"]}, {}, None),
     "names of this model": ({"image_token": "<|x|>", "boi_token": "<|y|>"}, {}, None),
     "names of this model, apart": ({"model_specific_special_tokens": {"image_token": "<|x|>"}}, {}, None),
+    "names of this model, with flags": ({"image_token": token("<|x|>"), "boi_token": {"content": "<|y|>"}}, {}, None),
+    "map, names of this model": (
+        {},
+        {"special_tokens_map.json": {"image_token": {"content": "<|x|>"}}, "added_tokens.json": {"<|x|>": NEXT}},
+        None,
+    ),
+    "a new name that is not special": ({"unk_token": token("<|q|>", special=False)}, {}, None),
     "map": ({}, {"special_tokens_map.json": MAP}, None),
     "map with flags": ({}, {"special_tokens_map.json": {"pad_token": token("<|x|>", lstrip=True)}}, None),
     "map, by name": ({}, {"special_tokens_map.json": {"extra_special_tokens": {"a": "<|x|>"}}}, None),
@@ -97,6 +104,7 @@ SOME = [
     *("added_tokens.json, special", "both lists", "extra by name, and additional", "map with flags"),
     *("by id, and a map that does not count", "by id, with other flags", "flags in tokenizer.json"),
     *("not special there, but listed", "names of this model, apart"),
+    *("names of this model, with flags", "map, names of this model", "a new name that is not special"),
 ]
 
 

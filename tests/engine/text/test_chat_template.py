@@ -105,6 +105,34 @@ def test_parts_are_joined_for_templates_that_take_text_alone() -> None:
     assert ours(loops, messages, None) == "[one][two]"
 
 
+@pytest.mark.parametrize(
+    ("before", "variables"),
+    [
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('needs system') }}{% endif %}", {}),
+        ("{{ {'type': 'text'} | tojson }}", {}),
+        ("{{ custom.name }}", {"custom": {"name": "a"}}),
+        ("{% if messages | length < 2 %}{{ raise_exception('too few') }}{% endif %}", {}),
+    ],
+)
+def test_parts_reach_a_template_that_reads_them_whatever_else_it_wants(before: str, variables: dict[str, Any]) -> None:
+    """Each of these fails, or prints what looks like a list, when only the parts are rendered."""
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": parts}]
+    each = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}[{{ p.text }}]{% endfor %}"
+    template = before + "{% for m in messages %}" + each + "{% endif %}{% endfor %}"
+    expected = str(render_jinja_template([messages], chat_template=template, **variables)[0][0])
+    assert "[one][two]" in expected
+    assert render_conversation(template, messages, {}, variables) == expected
+
+
+def test_messages_whose_parts_are_read_keep_them_beside_others_that_are_joined() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": role, "content": parts} for role in ("system", "user")]
+    template = "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% else %}"
+    template += "{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endif %}{% endfor %}"
+    assert render_conversation(template, messages, {}, {}) == "one\ntwo[one][two]"
+
+
 def test_a_call_without_arguments_has_an_empty_object() -> None:
     template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
     calls = [{"function": {"name": "f", **more}} for more in ({}, {"arguments": None}, {"arguments": ""})]
