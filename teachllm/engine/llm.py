@@ -66,9 +66,9 @@ class LLM:
         return self.engine.tokenizer
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers loads it, for scripts that count tokens or render templates themselves.
+        """Return the tokenizer as transformers loads it, for scripts that count tokens or render templates themselves.
 
-        The engine itself uses `tokenizer`, which gives the same ids.
+        The engine itself uses `tokenizer`. `engine/text/added_tokens.py` lists where the two differ.
         """
         from transformers import AutoTokenizer
 

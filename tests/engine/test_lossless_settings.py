@@ -111,7 +111,7 @@ ANYTHING: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=times(5, 500))
+@settings(max_examples=times(5, 300))
 @given(**ANYTHING)
 def test_settings_do_not_change_greedy_tokens(**drawn: Any) -> None:
     check(**drawn)

@@ -47,7 +47,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=
 
 @both
 def test_settings_do_not_change_greedy_tokens(kv_cache_dtype: str) -> None:
-    @settings(max_examples=times(2, 100))
+    @settings(max_examples=times(2, 60))
     @given(**ANYTHING)
     def run(**drawn: Any) -> None:
         assume(drawn["family"] != "gemma2" or drawn["drafts"] != "eagle")

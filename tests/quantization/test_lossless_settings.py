@@ -68,7 +68,7 @@ def check_in_float64(name: str, kv_cache_dtype: str, **drawn: Any) -> None:
 
 @pytest.mark.parametrize("name", WITH_ACTIVATIONS if THOROUGH else ["fp8 by block"])
 def test_settings_do_not_change_greedy_tokens_of_a_model_with_quantized_products(name: str) -> None:
-    @settings(max_examples=times(2, 40))
+    @settings(max_examples=times(2, 20))
     @given(**WITH_KV)
     def run(**drawn: Any) -> None:
         check_in_float64(name, **drawn)
@@ -76,7 +76,7 @@ def test_settings_do_not_change_greedy_tokens_of_a_model_with_quantized_products
     run()
 
 
-@settings(max_examples=times(2, 100))
+@settings(max_examples=times(2, 50))
 @given(name=st.sampled_from(OF_WEIGHTS_ALONE if THOROUGH else ["gptq in another order"]), **WITH_KV)
 def test_settings_do_not_change_greedy_tokens_of_a_model_of_quantized_weights(name: str, **drawn: Any) -> None:
     check_in_float64(name, **drawn)

@@ -27,8 +27,8 @@ from tests.thorough import THOROUGH, times
 
 NUM_SAMPLES = times(10_000, 100_000)
 NUM_BIASED_SAMPLES = times(5_000, 100_000)
-SEEDS = range(times(1, 10))
-BIASED_SEEDS = range(times(1, 10))
+SEEDS = range(times(1, 6))
+BIASED_SEEDS = range(times(1, 6))
 on_device = pytest.mark.gpu if ON_GPU else lambda test: test
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
 BIASED = [name for name, rule in RULES.items() if not rule.is_lossless]
