@@ -49,7 +49,7 @@ def test_all_readers_get_all_messages_also_those_larger_than_the_ring(spin_secon
     assert found == [MESSAGES, MESSAGES]
     for reader in readers:
         reader.close()
-    assert num_descriptors() == before
+    assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
 
 
 def test_a_writer_waits_for_the_slowest_reader() -> None:

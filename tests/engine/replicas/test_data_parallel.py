@@ -310,7 +310,7 @@ def test_a_refusal_by_one_replica_ends_all(tmp_path: Path) -> None:
     (tmp_path / "run-1.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"run-1\.jsonl' cannot be written"):
         LLM(**tiny(data_parallel_size=2, trace_path=str(tmp_path / "run.jsonl")))
-    assert num_descriptors() == before
+    assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
 
 
 def test_what_replicas_cannot_have_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

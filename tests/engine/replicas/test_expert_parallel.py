@@ -255,4 +255,4 @@ def test_what_cannot_be_spread_is_refused(name: str, settings: dict[str, Any], m
     before = num_descriptors()
     with pytest.raises(ValueError, match=message):
         LLM(**tiny(name, **(SHARED | settings)))
-    assert num_descriptors() == before
+    assert num_descriptors() <= before  # what an earlier test left open may close meanwhile

@@ -391,7 +391,7 @@ def test_where_an_engine_cannot_listen_is_said_before_anything_starts(where: dic
         before = num_descriptors()
         with pytest.raises(ValueError, match=message):
             make_engine(tensor_parallel_size=2, nnodes=2, **where)
-        assert num_descriptors() == before
+        assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_two_machines_give_what_one_process_gives_and_end_with_the_engine(monkey
         result = there.result(HANG_SECONDS)
     assert result.exit_code == 0
     assert f"joining the engine at {address}\n" in result.stderr and "ranks here: 1\n" in result.stderr
-    assert num_descriptors() == before
+    assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
 
 
 @needs_proc
