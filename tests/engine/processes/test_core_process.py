@@ -170,7 +170,7 @@ def test_a_process_that_cannot_be_started_leaves_nothing_behind(
     monkeypatch.setattr(f"teachllm.engine.processes.core_link.{where}", fail)
     with pytest.raises(OSError, match=r"^no more processes$"):
         make_remote()
-    assert num_descriptors() == before and not list(tmp_path.iterdir())
+    assert num_descriptors() <= before and not list(tmp_path.iterdir())
 
 
 def test_what_a_replica_dies_of_while_another_one_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
