@@ -26,7 +26,7 @@ CHOICES = {
 }
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _PATHS = ("model", "tokenizer", "generation_config", "trace_path")
-_OBJECTS = {  # with an example
+OBJECTS = {  # settings that are objects, with an example of each
     "override_generation_config": '{"temperature": 0.5}',
     "hf_overrides": '{"max_position_embeddings": 8192}',
 }
@@ -227,10 +227,10 @@ class EngineConfig:
                 f"batch_invariant=True needs kernels that add in a fixed order, and attention_backend="
                 f"{self.attention_backend!r} has none: set attention_backend=triton, or batch_invariant=False"
             )
-        for name in _OBJECTS:
+        for name, example in OBJECTS.items():
             given = getattr(self, name)
             if not isinstance(given, Mapping | None):
-                raise ValueError(f"{name}={given!r}: must be an object, like {_OBJECTS[name]}")
+                raise ValueError(f"{name}={given!r}: must be an object, like {example}")
             if given is not None:
                 object.__setattr__(self, name, dict(given))  # other processes are told it as JSON
         if self.speculative_config is not None:

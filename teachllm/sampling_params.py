@@ -149,32 +149,30 @@ class SamplingParams:
         return self.temperature < _GREEDY_EPSILON
 
 
+def fits_int64(value: int) -> bool:
+    """Return whether an integer has a place in an array of 64-bit numbers."""
+    return -(1 << 63) <= value < 1 << 63
+
+
 def _whole(value: Any) -> int:
-    return operator.index(_plain(value))
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
 
 
 def _integer(value: Any) -> int:
-    """Return an integer that has a place in an array of 64-bit numbers."""
     found = _whole(value)
-    if not -(1 << 63) <= found < 1 << 63:
+    if not fits_int64(found):
         raise OverflowError
     return found
 
 
 def _number(value: Any) -> float:
-    plain = _plain(value)
-    if not isinstance(plain, Real):
+    plain = value.item() if hasattr(value, "item") else value  # of NumPy or PyTorch
+    if isinstance(plain, bool) or not isinstance(plain, Real):
         raise TypeError
     as_float = float(plain)  # an integer may be too large
     return plain if isinstance(plain, int) else as_float
-
-
-def _plain(value: Any) -> Any:
-    """Return Python's own number for that of NumPy or PyTorch."""
-    found = value.item() if hasattr(value, "item") else value
-    if isinstance(found, bool):
-        raise TypeError
-    return found
 
 
 def _flag(value: Any) -> bool:

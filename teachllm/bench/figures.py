@@ -41,6 +41,18 @@ class Figure:
         return self.limit / self.value if self.is_time else self.value / self.limit
 
 
+def within_ceilings(
+    llm: LLM, figures_under: Callable[[Ceilings], list[Figure]], measured: Ceilings
+) -> tuple[list[Figure], Ceilings]:
+    """Return figures and the ceilings that they keep to, see `raise_ceilings`.
+
+    With speculation these stay as measured: it needs fewer steps than the ceilings count.
+    """
+    if llm.config.speculative_config is not None:
+        return figures_under(measured), measured
+    return raise_ceilings(figures_under, measured)
+
+
 def raise_ceilings(
     figures_under: Callable[[Ceilings], list[Figure]], ceilings: Ceilings
 ) -> tuple[list[Figure], Ceilings]:

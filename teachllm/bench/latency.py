@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, Timing, check_length, random_ids, run_batch
-from teachllm.bench.figures import Figure, as_json, raise_ceilings
+from teachllm.bench.figures import Figure, as_json, within_ceilings
 from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.roofline import Ceilings
 
@@ -49,7 +49,7 @@ class LatencyResult:
     Attributes:
         timings: one an iteration.
         figures: median latency, time to the first tokens, time per output token after them.
-        ceilings: as given, or higher, see `raise_ceilings`.
+        ceilings: as given, or higher, see `within_ceilings`.
         json: all of it, with settings and ceilings.
     """
 
@@ -88,16 +88,14 @@ def run_latency(
             progress(done, num_all)
     timings = timings[options.num_iters_warmup :]
     figures_under = partial(_figures, llm, options, batch=batch, timings=timings)
-    figures, measured = figures_under(ceilings), ceilings
-    if llm.config.speculative_config is None:  # which needs fewer steps than the ceilings count
-        figures, ceilings = raise_ceilings(figures_under, measured)
+    figures, reached = within_ceilings(llm, figures_under, ceilings)
     seconds = [timing.total_s for timing in timings]
     results = {
         "avg_latency": statistics.mean(seconds),
         "latencies": seconds,
         "percentiles": {str(percent): _percentile(seconds, percent) for percent in _PERCENTILES},
     }
-    return LatencyResult(timings, figures, ceilings, as_json(llm, options, results, figures, ceilings, measured))
+    return LatencyResult(timings, figures, reached, as_json(llm, options, results, figures, reached, measured=ceilings))
 
 
 def _figures(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from teachllm.bench.batch import Batch, check_length, random_ids, run_batch
-from teachllm.bench.figures import Figure, as_json, raise_ceilings
+from teachllm.bench.figures import Figure, as_json, within_ceilings
 from teachllm.bench.floor import floor_seconds, schedule
 from teachllm.roofline import Ceilings
 
@@ -56,7 +56,7 @@ class ThroughputResult:
     Attributes:
         elapsed_s: from the first request's arrival to the last token.
         figures: output and total tokens per second, requests per second.
-        ceilings: as given, or higher, see `raise_ceilings`.
+        ceilings: as given, or higher, see `within_ceilings`.
         json: all of it, with settings and ceilings.
     """
 
@@ -118,9 +118,7 @@ def run_throughput(
             for name, amount in amounts.items()
         ]
 
-    figures, measured = figures_under(ceilings), ceilings
-    if llm.config.speculative_config is None:  # which needs fewer steps than the ceilings count
-        figures, ceilings = raise_ceilings(figures_under, measured)
+    figures, reached = within_ceilings(llm, figures_under, ceilings)
     results = {
         "elapsed_time": elapsed_s,
         "num_requests": options.num_prompts,
@@ -128,5 +126,5 @@ def run_throughput(
         "requests_per_second": options.num_prompts / elapsed_s,
         "tokens_per_second": (num_prompt + num_output) / elapsed_s,
     }
-    json = as_json(llm, options, results, figures, ceilings, measured)
-    return ThroughputResult(elapsed_s, num_prompt, num_output, figures, ceilings, json)
+    json = as_json(llm, options, results, figures, reached, measured=ceilings)
+    return ThroughputResult(elapsed_s, num_prompt, num_output, figures, reached, json)

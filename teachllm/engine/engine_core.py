@@ -280,9 +280,9 @@ def _seconds_of(result: ModelRunnerOutput, times: StepTimestamps, share_clock: b
     if result.seconds:
         return result.seconds
     if result.ranks and all(told["end"] > told["begin"] for told in result.ranks):  # a device may have no time to tell
-        longest = max(told["end"] - told["begin"] for told in result.ranks)
-        whole = max(told["end"] for told in result.ranks) - min(told["begin"] for told in result.ranks)
-        return float(whole if share_clock else longest)
+        if share_clock:
+            return float(max(told["end"] for told in result.ranks) - min(told["begin"] for told in result.ranks))
+        return float(max(told["end"] - told["begin"] for told in result.ranks))
     return times.execute + times.wait
 
 

@@ -20,7 +20,7 @@ from teachllm.core.request import Request
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
-from teachllm.sampling_params import SamplingParams
+from teachllm.sampling_params import SamplingParams, fits_int64
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -56,13 +56,13 @@ class InputProcessor:
         Raises:
             ValueError: the prompt is none, or a parameter does not suit the model.
         """
-        check_type("priority", priority, int, "a whole number of at most 64 bits")
-        if not -(1 << 63) <= priority < 1 << 63:
-            raise ValueError(f"priority={priority}: must be a whole number of at most 64 bits")
+        if not isinstance(priority, int) or isinstance(priority, bool) or not fits_int64(priority):
+            raise ValueError(f"priority={priority!r}: must be a whole number of at most 64 bits")
         if isinstance(prompt, Mapping):
             prompt, cache_salt = _content(prompt, cache_salt)
         if cache_salt is not None:
-            check_type("cache_salt", cache_salt, str, "a string")
+            if not isinstance(cache_salt, str):
+                raise ValueError(f"cache_salt={cache_salt!r}: must be a string")
             check_encodable("cache_salt", cache_salt)
         text, token_ids, packed_ids = self._token_ids(prompt)
         bad_words = self._check(params)
@@ -151,20 +151,14 @@ def _content(prompt: Mapping[str, Any], cache_salt: str | None) -> tuple[Prompt,
     salt = given.pop("cache_salt", cache_salt)
     if cache_salt not in (None, salt):
         raise ValueError(f"cache_salt={cache_salt!r}, and the prompt dictionary says {salt!r}: give one of them")
-    contents = [given.pop(key) for key in ("prompt", "prompt_token_ids") if key in given]
+    text, token_ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
     if given:
         raise ValueError(f"a prompt dictionary with {next(iter(given))!r} is not supported: it has {', '.join(_KEYS)}")
-    if len(contents) != 1:
+    if (text is None) == (token_ids is None):
         raise ValueError('a prompt dictionary has either "prompt" or "prompt_token_ids"')
-    if isinstance(contents[0], str) != ("prompt" in prompt and prompt["prompt"] is not None):
+    if not isinstance(text, str | None) or isinstance(token_ids, str):
         raise ValueError('in a prompt dictionary, "prompt" is a text and "prompt_token_ids" a list of token ids')
-    return contents[0], salt
-
-
-def check_type(name: str, value: Any, kind: type, wanted: str) -> None:
-    """Refuse a value of another type."""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be {wanted}")
+    return token_ids if text is None else text, salt
 
 
 def check_encodable(name: str, text: str) -> None:

@@ -151,7 +151,7 @@ class LLM:
         Raises:
             ValueError: as `generate`; or there is no chat template, or it refuses the messages.
         """
-        given: Any = [messages] if isinstance(messages, Mapping) else messages  # the check below names what is wrong
+        given: Any = [messages] if isinstance(messages, Mapping) else messages  # one message is a conversation
         conversations: Any = [given] if given and isinstance(given[0], Mapping) else given
         options = {"tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
         prompts = [self._chat_prompt(each, options | (chat_template_kwargs or {})) for each in conversations]
@@ -258,10 +258,8 @@ def _check_is_text(content: Any) -> None:
     Raises:
         ValueError: a part of the content is none that a language model reads.
     """
-    kinds = (
-        [str(part.get("type")) for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    )
-    for kind in kinds:
+    for part in content if isinstance(content, list) else ():
+        kind = str(part.get("type")) if isinstance(part, Mapping) else ""
         if kind.removeprefix("input_").startswith(("image", "audio", "video")):
             raise ValueError(f"a message has a part of type {kind!r}: this model reads text alone")
 

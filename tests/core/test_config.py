@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 
 from teachllm.config import EngineConfig
@@ -23,6 +25,10 @@ from teachllm.speculative_config import SpeculativeConfig
             {"batch_invariant": True, "attention_backend": "sdpa"},
             "attention_backend='sdpa' has none: set attention_backend=triton, or batch_invariant=False",
         ),
+        ({"dtype": ["half"]}, "dtype=['half']: choose one of auto"),
+        ({"generation_config": None}, "generation_config=None: must be auto, vllm or a folder"),
+        ({"max_logprobs": "5"}, "max_logprobs=5: must be 0 or more"),
+        ({"hf_overrides": [1]}, 'hf_overrides=[1]: must be an object, like {"max_position_embeddings": 8192}'),
         ({"block_size": 0}, "block_size=0: must be at least 1"),
         ({"max_model_len": 0}, "max_model_len=0: must be at least 1"),
         ({"max_num_seqs": 0}, "max_num_seqs=0: must be at least 1"),
@@ -230,3 +236,13 @@ def test_a_contradiction_with_the_models_length_is_found_when_it_is_known() -> N
 def test_a_configuration_cannot_be_changed_after_it_was_checked() -> None:
     with pytest.raises(AttributeError):
         EngineConfig().block_size = 32  # type: ignore[misc]
+
+
+def test_objects_of_any_mapping_are_settings_that_another_process_can_be_told() -> None:
+    config = EngineConfig(hf_overrides=MappingProxyType({"rope_theta": 5.0}))  # type: ignore[arg-type]
+    assert config.hf_overrides == {"rope_theta": 5.0} and type(config.hf_overrides) is dict
+
+
+def test_a_drafter_s_model_that_is_none_is_the_embedded_one() -> None:
+    config = EngineConfig(model="teachlm", speculative_config={"method": "medusa", "model": None})  # type: ignore[arg-type]
+    assert config.speculative_config is not None and config.speculative_config.model == "teachlm-medusa"

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from teachllm.distributed.ring import RingReader, RingWriter
-from tests.processes import num_descriptors
+from tests.processes import open_files
 from tests.waiting import HANG_SECONDS, wait_for
 
 MESSAGES = [bytes([index % 251]) * (index * 37 % 500) for index in range(200)]
@@ -30,7 +30,7 @@ def _copies(end: object) -> dict[str, int]:
 
 @pytest.mark.parametrize("spin_seconds", [0.0, 0.001])
 def test_all_readers_get_all_messages_also_those_larger_than_the_ring(spin_seconds: float) -> None:
-    before = num_descriptors()
+    before = open_files()
     writer, readers = ring(spin_seconds=spin_seconds)
     found: list[list[bytes]] = [[] for _ in readers]
 
@@ -49,7 +49,7 @@ def test_all_readers_get_all_messages_also_those_larger_than_the_ring(spin_secon
     assert found == [MESSAGES, MESSAGES]
     for reader in readers:
         reader.close()
-    assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
+    assert not open_files() - before
 
 
 def test_a_writer_waits_for_the_slowest_reader() -> None:

@@ -145,3 +145,9 @@ def test_what_are_no_sampling_params_are_refused(llm: LLM, wrong: Any) -> None:
 def test_what_are_no_prompts_are_refused(llm: LLM, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^prompts="):
         llm.generate(wrong, use_tqdm=False)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video"])
+def test_a_message_with_what_no_language_model_reads_is_refused(kind: str) -> None:
+    with closing(LLM("teachlm", device="cpu")) as llm, pytest.raises(ValueError, match=f"a part of type '{kind}'"):
+        llm.chat([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": kind}]}])

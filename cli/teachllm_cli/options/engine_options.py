@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from teachllm.config import EngineConfig
+from teachllm.config import OBJECTS, EngineConfig
 from teachllm.worker.processes.torchrun import works_for_process_0
 from teachllm_cli.errors import one_line_errors
 from teachllm_cli.options.config_file import take_file
@@ -35,11 +35,7 @@ _SHORT = {
     "enable_expert_parallel": "-ep",
     "nnodes": "-n",
 }
-_OBJECTS = {  # knobs of several parts, given as JSON like this
-    "speculative_config": '{"method": "ngram"}',
-    "hf_overrides": '{"max_position_embeddings": 8192}',
-    "override_generation_config": '{"temperature": 0.5}',
-}
+_OBJECTS = {"speculative_config": '{"method": "ngram"}', **OBJECTS}  # given as JSON like this
 
 
 def engine_command(command: Callable[..., None], runs: bool = True) -> Callable[..., None]:

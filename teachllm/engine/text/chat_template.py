@@ -63,10 +63,12 @@ def render_conversation(
         ValueError: the arguments of a tool call are no JSON object; or as `render_template`.
     """
 
+    given = {**named_tokens, **variables}
+
     def rendered(keeps_none: bool) -> str:
         found = [_plain_message(message, keeps_none) for message in messages]
-        _join_unread_parts(template, found, {**named_tokens, **variables})
-        return render_template(template, {**named_tokens, **variables, "messages": found})
+        _join_unread_parts(template, found, given)
+        return render_template(template, {**given, "messages": found})
 
     asks = _ASKS_FOR_NONE.search(template) is not None
     if asks and any(message.get("content", "") is None for message in messages):
@@ -112,27 +114,23 @@ def _join_unread_parts(template: str, messages: list[dict[str, Any]], variables:
     This is found out by rendering the conversation with a mark in place of each part's text. If that fails, the
     template takes no parts.
     """
-    in_parts = {
-        number: message["content"] for number, message in enumerate(messages) if _are_texts(message.get("content"))
-    }
-    if not in_parts:
+    marked, marks = list(messages), dict[int, list[str]]()
+    for number, message in enumerate(messages):
+        parts: Any = message.get("content")
+        if _are_texts(parts):
+            marks[number] = [_MARK.format(number, place) for place in range(len(parts))]
+            content = [part | {"text": mark} for part, mark in zip(parts, marks[number], strict=True)]
+            marked[number] = message | {"content": content}
+    if not marks:
         return
-    marks = {number: [_MARK.format(number, i) for i in range(len(parts))] for number, parts in in_parts.items()}
-    marked = [
-        message
-        | {"content": [part | {"text": mark} for part, mark in zip(in_parts[number], marks[number], strict=True)]}
-        if number in in_parts
-        else message
-        for number, message in enumerate(messages)
-    ]
     try:
         text = render_template(template, {**variables, "messages": marked})
     except ValueError:
         text = ""
-    for number, parts in in_parts.items():
-        is_printed = any(f"'text': {mark!r}" in text or f'"text": "{mark}' in text for mark in marks[number])
-        if is_printed or not all(mark in text for mark in marks[number]):
-            messages[number]["content"] = "\n".join(part["text"] for part in parts)
+    for number, of_message in marks.items():
+        is_printed = any(f"'text': '{mark}'" in text or f'"text": "{mark}"' in text for mark in of_message)
+        if is_printed or not all(mark in text for mark in of_message):
+            messages[number]["content"] = "\n".join(part["text"] for part in messages[number]["content"])
 
 
 @lru_cache(maxsize=32)

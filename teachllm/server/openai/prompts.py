@@ -66,9 +66,9 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except ValueError:
-        if all(message.get("content", "") is not None for message in messages):
+        texts = [message | {"content": ""} if message["content"] is None else message for message in messages]
+        if texts == messages:
             raise
-    texts = [message | {"content": ""} if message.get("content", "") is None else message for message in messages]
     return tokenizer.apply_chat_template(texts, **options)
 
 

@@ -14,16 +14,17 @@ import pytest
 
 from teachllm import SamplingParams
 from teachllm.config import EngineConfig
-from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
+from teachllm.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.step_bytes import step_bytes
+from teachllm.engine.engine_core import _seconds_of
 from teachllm.engine.fork import fork, fork_config
 from teachllm.engine.llm_engine import Engine
 from teachllm.models.model_config import load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.trace.ranks import rank_figures, spans_of
 from teachllm.trace.reader import Trace, parse_trace
-from teachllm.trace.recorder import Recorder
+from teachllm.trace.recorder import Recorder, StepTimestamps
 from teachllm.worker.executor import Executor
 from tests.trace.traced import spell
 from tests.worker.engines import drain, make_engine, random_ids, tiny
@@ -144,6 +145,22 @@ def test_two_plans_are_in_flight_and_each_rank_takes_one_after_the_other(traces:
     for rank in range(4):
         told = [step["ranks"][rank] for step in traces[1].steps]
         assert all(one["end"] <= next_one["begin"] for one, next_one in pairwise(told))
+
+
+@pytest.mark.parametrize(
+    ("spans", "share_clock", "expected"),
+    [
+        ([(1.0, 2.0), (1.5, 4.0)], True, 3.0),  # from the first rank's begin to the last one's end
+        ([(1.0, 2.0), (901.5, 904.0)], False, 2.5),  # the second machine has another clock
+        ([(1.0, 2.0), (2.1, 2.1)], True, 0.5),  # a rank whose device told no time: until the calls returned
+    ],
+)
+def test_ranks_are_timed_by_a_clock_that_they_share(
+    spans: list[tuple[float, float]], share_clock: bool, expected: float
+) -> None:
+    result = ModelRunnerOutput([], ranks=[{"begin": begin, "end": end} for begin, end in spans])
+    times = StepTimestamps(time=0.0, schedule=0.1, execute=0.2, wait=0.3, update=0.1, end=0.7)
+    assert _seconds_of(result, times, share_clock) == expected
 
 
 def test_after_a_step_that_failed_ranks_are_told_of_as_before(traces: tuple[Trace, Trace]) -> None:

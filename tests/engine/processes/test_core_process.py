@@ -25,7 +25,7 @@ from teachllm.engine.processes.core_messages import Died, Ready, Refused, decode
 from teachllm.models.model_config import load_model_config
 from teachllm.trace.reader import read_trace
 from tests.engine.streams import all_hear_that
-from tests.processes import children, num_descriptors
+from tests.processes import children, open_files
 from tests.thorough import THOROUGH
 from tests.waiting import wait_for
 from tests.worker.engines import VARIED, drain, make_engine, random_ids, tiny, tokens
@@ -164,13 +164,13 @@ def test_a_process_that_cannot_be_started_leaves_nothing_behind(
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise OSError("no more processes")
 
-    before = num_descriptors()
+    before = open_files()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     put_in_place(monkeypatch, loading)
     monkeypatch.setattr(f"teachllm.engine.processes.core_link.{where}", fail)
     with pytest.raises(OSError, match=r"^no more processes$"):
         make_remote()
-    assert num_descriptors() <= before and not list(tmp_path.iterdir())
+    assert not open_files() - before and not list(tmp_path.iterdir())
 
 
 def test_what_a_replica_dies_of_while_another_one_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from teachllm import LLM, SamplingParams
+from teachllm.worker.processes.child import uninterrupted
 from teachllm.worker.processes.rank_processes import _Lines
 from tests.waiting import HANG_SECONDS
 from tests.worker.engines import random_ids, tiny
@@ -115,3 +116,16 @@ def test_a_handler_that_raises_at_any_moment_loses_no_step(number: signal.Signal
         assert num_raised == 8
         assert not llm.engine.has_unfinished_requests
         assert answers(llm, PROMPTS[:2]) == expected
+
+
+def test_a_signal_that_came_while_a_block_failed_is_not_lost() -> None:
+    found: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(number))
+    try:
+        with pytest.raises(KeyError), uninterrupted():
+            signal.raise_signal(signal.SIGUSR1)
+            assert found == []
+            raise KeyError
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [signal.SIGUSR1]

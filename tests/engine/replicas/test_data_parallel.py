@@ -32,7 +32,7 @@ from teachllm.engine.replicas.replica import replica_config, replica_devices
 from teachllm.trace.reader import read_trace
 from teachllm_lessons.helpers.lesson_12 import CHOOSE_REPLICA
 from tests.engine.reference import reference
-from tests.processes import children, is_gone, num_descriptors
+from tests.processes import children, is_gone, open_files
 from tests.thorough import THOROUGH
 from tests.waiting import wait_for
 from tests.worker.engines import random_ids, tiny, tokens
@@ -306,11 +306,11 @@ def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(tmp_path: 
 
 
 def test_a_refusal_by_one_replica_ends_all(tmp_path: Path) -> None:
-    before = num_descriptors()
+    before = open_files()
     (tmp_path / "run-1.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"run-1\.jsonl' cannot be written"):
         LLM(**tiny(data_parallel_size=2, trace_path=str(tmp_path / "run.jsonl")))
-    assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
+    assert not open_files() - before
 
 
 def test_what_replicas_cannot_have_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from teachllm.engine.processes.core_link import CoreLink
 from teachllm.trace.reader import Trace, read_trace
 from teachllm.worker.errors import EngineDeadError
 from tests.engine.streams import all_hear_that
-from tests.processes import descendants, is_gone, num_descriptors
+from tests.processes import descendants, is_gone, open_files
 from tests.thorough import THOROUGH, only_thorough, times
 from tests.waiting import wait_for
 from tests.worker.engines import random_ids, tiny, tokens
@@ -252,7 +252,7 @@ def test_replicas_in_processes_give_the_tokens_of_one_and_when_one_ends_all_hear
     ],
 )
 def test_what_cannot_be_spread_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
-    before = num_descriptors()
+    before = open_files()
     with pytest.raises(ValueError, match=message):
         LLM(**tiny(name, **(SHARED | settings)))
-    assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
+    assert not open_files() - before

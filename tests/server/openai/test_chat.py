@@ -218,3 +218,22 @@ def test_a_request_s_own_template_runs_where_it_is_trusted(engine: tuple[Any, An
         assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "own well"
         request["chat_template"] = "{{ ''.__class__.__mro__ }}"
         assert "template" in error_of(server.post("/tokenize", request), 400)["message"]
+
+
+def test_without_a_limit_of_logprobs_every_number_is_answered() -> None:
+    with serving(FakeEngineClient(max_logprobs=-1)) as server:
+        for more in ({}, {"logprobs": True, "top_logprobs": 50}):
+            assert server.post(PATH, {"messages": QUESTION, "max_tokens": 2} | more).status_code == 200
+
+
+def test_null_content_is_an_empty_text_for_a_template_that_fails_with_it_and_null_for_others(
+    engine: tuple[Any, Any],
+) -> None:
+    adds = "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}"
+    asks = "{% for m in messages %}{% if m['content'] is none %}none{% endif %}{% endfor %}"
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for template, expected in ((adds, "<What is a KV cache?><>"), (asks, "none")):
+        with serving(engine[0], chat_template=template) as server:
+            tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+            assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == expected

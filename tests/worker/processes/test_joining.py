@@ -30,7 +30,7 @@ from teachllm.worker.processes.host_plan import HostPlan, plan_of
 from teachllm.worker.processes.host_socket import connect, listen, port_of
 from teachllm.worker.processes.rank_hosts import RankHosts
 from teachllm.worker.processes.rank_lines import RankWork
-from tests.processes import num_descriptors
+from tests.processes import open_files
 from tests.thorough import times
 from tests.waiting import HANG_SECONDS, wait_for
 from tests.worker.engines import make_engine
@@ -388,10 +388,10 @@ def test_a_place_that_is_taken_or_does_not_exist_is_refused(monkeypatch: pytest.
 def test_where_an_engine_cannot_listen_is_said_before_anything_starts(where: dict[str, Any], message: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = {name: listener.getsockname()[1] if value == "taken" else value for name, value in where.items()}
-        before = num_descriptors()
+        before = open_files()
         with pytest.raises(ValueError, match=message):
             make_engine(tensor_parallel_size=2, nnodes=2, **where)
-        assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
+        assert not open_files() - before
 
 
 @pytest.mark.parametrize(

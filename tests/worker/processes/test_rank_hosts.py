@@ -19,7 +19,7 @@ from teachllm.distributed.rendezvous import keep_store
 from teachllm.engine.llm_engine import Engine
 from teachllm.worker.errors import EngineDeadError
 from teachllm_cli.app import app
-from tests.processes import children, is_gone, num_descriptors
+from tests.processes import children, is_gone, open_files
 from tests.programs import start_program
 from tests.thorough import THOROUGH
 from tests.waiting import HANG_SECONDS, wait_for
@@ -58,7 +58,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_machines_give_what_one_process_gives_and_end_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
     keep_store("127.0.0.1", 1.0)  # what PyTorch opens with the first one it keeps open
-    expected, port, before = run(make_engine()), free_port(), num_descriptors()
+    expected, port, before = run(make_engine()), free_port(), open_files()
     with ThreadPoolExecutor(1) as thread:
         address = f"tcp://127.0.0.1:{port}"
         there = thread.submit(CliRunner().invoke, app, ["worker", "--join", address])
@@ -67,7 +67,7 @@ def test_two_machines_give_what_one_process_gives_and_end_with_the_engine(monkey
         result = there.result(HANG_SECONDS)
     assert result.exit_code == 0
     assert f"joining the engine at {address}\n" in result.stderr and "ranks here: 1\n" in result.stderr
-    assert num_descriptors() <= before  # what an earlier test left open may close meanwhile
+    assert not open_files() - before
 
 
 @needs_proc
