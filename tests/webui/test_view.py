@@ -196,7 +196,8 @@ def test_it_plays_at_its_speed_until_it_is_paused_however_often_play_was_pressed
     open_exported: Callable[..., Any], trace: list[str]
 ) -> None:
     page = open_exported(trace)
-    page.clock.install()  # from here on time passes when it is told to
+    page.clock.install(time=0)
+    page.clock.pause_at(1000)  # from here on time passes when it is told to
     page.evaluate("view.show(0)")
     page.evaluate("for (let i = 0; i < 7; i++) view.transport.toggle();")
     page.clock.run_for(1000)
