@@ -58,9 +58,10 @@ class BrokenProcess:
         if answer:
             code, printed = json.loads(answer)
             return code, printed
+        code = process.wait()  # its pipe is closed, and it is about to end
         if is_late.is_set():
             raise TimeoutError(f"no answer within {seconds:.0f} seconds: is the machine busy? Run the cell again")
-        return process.wait(), "it ended without a word"
+        return code, "it ended without a word"
 
     @property
     def is_there(self) -> bool:

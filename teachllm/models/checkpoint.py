@@ -24,23 +24,41 @@ EMBEDDED_MODEL = "teachlm"
 EMBEDDED_DRAFTERS = ("teachlm-draft", "teachlm-eagle", "teachlm-medusa")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
-_SAFETENSORS = "model.safetensors"
+_SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
-# Files that lie beside a model's weights, of training, of an adapter, or with Mistral's own names for the same.
-_NOT_MODELS = ("optimizer", "scheduler", "random_states", "adapter_model", "consolidated")
+# How files begin that lie beside a model's weights: hidden ones, of training, of an adapter, or Mistral's own format.
+_NOT_MODELS = (".", "optimizer", "scheduler", "random_states", "adapter_model", "consolidated")
+_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor as a safetensors header describes it."""
+    """Describe one tensor as a safetensors header does.
+
+    Attributes:
+        begin, end: of its bytes in the file.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    begin: int
+    end: int
 
     @property
     def num_elements(self) -> int:
+        """Return the product of its sizes."""
         return math.prod(self.shape)
+
+    def is_copy_of(self, other: StoredTensor) -> bool:
+        """Return whether both hold the same bytes in the same form."""
+        if (self.shape, self.dtype, self.end - self.begin) != (other.shape, other.dtype, other.end - other.begin):
+            return False
+        with self.file.open("rb") as ours, other.file.open("rb") as theirs:
+            ours.seek(self.begin)
+            theirs.seek(other.begin)
+            sizes = (min(_CHUNK_BYTES, self.end - at) for at in range(self.begin, self.end, _CHUNK_BYTES))
+            return all(ours.read(size) == theirs.read(size) for size in sizes)
 
 
 def find_folder(model: str, revision: str | None = None, load_format: str = "auto", remote_code: bool = False) -> Path:
@@ -96,31 +114,37 @@ def read_json_if_any(path: Path) -> dict[str, Any]:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors in a checkpoint's safetensors files, by name; empty if it has no such file.
 
-    A tensor that lies in two files is the one of the file that the index names.
+    A tensor may lie in two files, as long as both hold the same.
 
     Raises:
-        ModelError: as `safetensors_files`; a file is broken or truncated; or two files hold a tensor, and no index says
-            which of them counts.
+        ModelError: as `safetensors_files`; a file is broken or truncated; or two files hold different tensors of one
+            name.
     """
-    named, found = _weight_map(folder, _SAFETENSORS), dict[str, StoredTensor]()
+    found = dict[str, StoredTensor]()
     for file in safetensors_files(folder):
         for name, tensor in _read_header(file).items():
-            if name in found and named.get(name) not in (file.name, found[name].file.name):
+            if name in found and not tensor.is_copy_of(found[name]):
                 files = f"{found[name].file.name} and {file.name}"
-                raise ModelError(f"{folder}: tensor {name} lies in {files}: remove the file that does not belong there")
-            if name not in found or named[name] == file.name:
-                found[name] = tensor
+                raise ModelError(
+                    f"{folder}: {files} hold different tensors {name}: remove the file that does not belong there"
+                )
+            found.setdefault(name, tensor)
     return found
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold a checkpoint's model, as `weight_files` finds them."""
-    return weight_files(folder, _SAFETENSORS, "*.safetensors")
+    """Return the safetensors files that hold a checkpoint's model, as `weight_files` finds them.
+
+    A single file of any name is the model, if there is no pickled one.
+    """
+    found = weight_files(folder, _SAFETENSORS, "*.safetensors")
+    is_stray = len(found) == 1 and not found[0].stem.startswith("model") and (folder / _PICKLE).is_file()
+    return [] if is_stray else found
 
 
 def pickle_files(folder: Path) -> list[Path]:
-    """The pickles that hold a checkpoint's model, or heads that were published as such."""
-    return weight_files(folder, "pytorch_model.bin", "pytorch_model*.bin") or [*folder.glob("medusa_lm_head.pt")]
+    """Return the pickles that hold a checkpoint's model, or heads that were published as such."""
+    return weight_files(folder, _PICKLE, "pytorch_model*.bin") or [*folder.glob("medusa_lm_head.pt")]
 
 
 def weight_files(folder: Path, name: str, pattern: str) -> list[Path]:
@@ -146,16 +170,18 @@ def weight_files(folder: Path, name: str, pattern: str) -> list[Path]:
                     f"{folder} lacks the shard {file.name}, which {name}.index.json names for {tensor}: get it anew"
                 )
         return files
-    found = sorted(file for file in folder.glob(pattern) if file.stem not in _NOT_MODELS)
-    shards = [_SHARD.fullmatch(file.stem) for file in found]
-    sets = {(each[1], each[3]) if each else None for each in shards}
-    if len(found) < 2 or (None not in sets and len(sets) == 1):
-        total = int(shards[0][3]) if found and shards[0] else len(found)
-        if len(found) < total:
-            raise ModelError(f"{folder} has {len(found)} of {total} shards of its weights: download it again")
+    found = sorted(file for file in folder.glob(pattern) if not file.name.startswith(_NOT_MODELS))
+    shards = [shard for file in found if (shard := _SHARD.fullmatch(file.stem))]
+    if not shards and len(found) < 2:
         return found
-    names = ", ".join(file.name for file in found)
-    raise ModelError(f"{folder} has several files with weights ({names}) and no {name}: remove those of other models")
+    if len(shards) < len(found) or len({(shard[1], shard[3]) for shard in shards}) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ModelError(
+            f"{folder} has several files with weights ({names}) and no {name}: remove those of other models"
+        )
+    if len(found) < (total := int(shards[0][3])):
+        raise ModelError(f"{folder} has {len(found)} of {total} shards of its weights: download it again")
+    return found
 
 
 def _weight_map(folder: Path, name: str) -> dict[str, str]:
@@ -183,13 +209,17 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 raise ValueError("the header is cut off")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        tensors = {name: StoredTensor(file, tuple(d["shape"]), d["dtype"]) for name, d in header.items()}
-        ends = {name: 8 + length + d["data_offsets"][1] for name, d in header.items()}
+        tensors = {
+            name: StoredTensor(file, tuple(d["shape"]), d["dtype"], *(8 + length + at for at in d["data_offsets"]))
+            for name, d in header.items()
+        }
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is broken or truncated ({error}): download it again") from None
-    for name, end in ends.items():
-        if end > size:
-            raise ModelError(f"{file} is truncated: tensor {name} ends at byte {end} of {size}: download it again")
+    for name, tensor in tensors.items():
+        if tensor.end > size:
+            raise ModelError(
+                f"{file} is truncated: tensor {name} ends at byte {tensor.end} of {size}: download it again"
+            )
     return tensors
 
 

@@ -15,6 +15,12 @@ _LARGEST_INTEGER = (1 << 31) - 1  # of ids and sizes; products of two of them st
 _LARGEST_NUMBER = 2.0**62
 
 
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object of a JSON file without the keys whose value is null, in objects inside of it too."""
+    given = {key: value for key, value in values.items() if value is not None}
+    return {key: without_nulls(value) if isinstance(value, dict) else value for key, value in given.items()}
+
+
 class JsonObject:
     """An object of a JSON file.
 
@@ -42,13 +48,13 @@ class JsonObject:
         """Return whether the key is given."""
         return self._values.get(key) is not None
 
-    def integer(self, key: str, *default: int, least: int = 1) -> int:
-        """Return a whole number from `least` on."""
+    def integer(self, key: str, *default: int, least: int = 1, most: int = _LARGEST_INTEGER) -> int:
+        """Return a whole number between two bounds, or one of them."""
         if not self._is_given(key, default):
             return default[0]
         value = self._values[key]
-        if type(value) is not int or not least <= value <= _LARGEST_INTEGER:
-            raise self.refusal(key, f"a whole number from {least} to {_LARGEST_INTEGER}")
+        if type(value) is not int or not least <= value <= most:
+            raise self.refusal(key, f"a whole number from {least} to {most}")
         return value
 
     def number(
@@ -97,6 +103,10 @@ class JsonObject:
             raise self.refusal(key, "an object")
         return JsonObject(value or {}, f"{self.where}: {key}")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of its values by their keys."""
+        return dict(self._values)
+
     def replaced_by(self, other: JsonObject) -> JsonObject:
         """Return the values of both; where both have a key, the other's counts."""
         return JsonObject({**self._values, **other._values}, f"{self.where} with {other.where}")
@@ -104,6 +114,13 @@ class JsonObject:
     def is_object(self, key: str) -> bool:
         """Return whether there is an object under a key."""
         return isinstance(self._values.get(key), dict)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of whole numbers; an empty one if it is not given."""
+        entries = self.entries(key)
+        if any(type(entry) is not int for entry in entries):
+            raise self.refusal(key, "a list of whole numbers")
+        return tuple(entries)
 
     def token_ids(self, key: str) -> frozenset[int]:
         """Return the ids of an entry that is one id or a list of them; none if it is not given.

@@ -36,6 +36,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2},
     },
 }
+# Where transformers looks for biases: its code of the other architectures reads no such key.
+_READS_BIAS = {
+    "attention_bias": ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    "mlp_bias": ("LlamaForCausalLM",),
+}
+# Those whose code in transformers has one kind of layer, whatever `layer_types` says.
+_IGNORES_LAYER_TYPES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
+_MOST_POSITIONS = 1 << 24  # a table has a row for each
 # What each scaling needs to be told, and what else it may be told; all are numbers above 0.
 _SCALING_NEEDS = {
     "default": (),
@@ -133,8 +141,11 @@ class LlamaConfig:
         return 3 * self.hidden_size * moe.intermediate_size
 
 
-def parse(raw: dict[str, Any]) -> LlamaConfig:
-    """A config.json as `LlamaConfig`.
+def parse(raw: dict[str, Any], where: str = "config.json") -> LlamaConfig:
+    """Return a config.json as `LlamaConfig`.
+
+    Args:
+        where: its name, for errors.
 
     Raises:
         ModelError: a key is missing or has a value that the family's code does not know.
@@ -142,19 +153,20 @@ def parse(raw: dict[str, Any]) -> LlamaConfig:
     architecture = architecture_of(raw)
     meant = _DEFAULTS[architecture] | raw
     given = {key: value for key, value in meant.items() if value is not None or key not in _MAY_BE_NULL}
-    values = JsonObject(given, "config.json")
+    values = JsonObject(given, where)
     has_eos = raw.get("eos_token_id", 0) is not None  # null says that there is none, silence means the default
     if raw.get("hidden_act", "silu") != "silu":
-        raise JsonObject(raw, "config.json").refusal("hidden_act", f"'silu' in {architecture}")
+        raise JsonObject(raw, where).refusal("hidden_act", f"'silu' in {architecture}")
     hidden_size, num_heads = values.integer("hidden_size"), values.integer("num_attention_heads")
     num_kv_heads = values.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise values.refusal("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
     head_size = values.integer("head_dim", hidden_size // num_heads, least=2)
+    if head_size < 2:
+        raise values.refusal("num_attention_heads", f"at most half of hidden_size={hidden_size}")
     if head_size % 2:
-        raise ModelError(f"config.json: head_dim={head_size} is odd, and rotary embedding turns pairs of channels")
-    attention_bias = values.flag("attention_bias", False)
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
+        raise ModelError(f"{where}: head_dim={head_size} is odd, and rotary embedding turns pairs of channels")
+    has_bias = {key: architecture in read and values.flag(key, False) for key, read in _READS_BIAS.items()}
     num_layers = values.integer("num_hidden_layers")
     return LlamaConfig(
         vocab_size=values.integer("vocab_size"),
@@ -165,9 +177,9 @@ def parse(raw: dict[str, Any]) -> LlamaConfig:
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         norm_eps=values.number("rms_norm_eps", 1e-6, above=0, below=1),
-        qkv_bias=is_qwen2 or attention_bias,
-        o_bias=attention_bias and not is_qwen2,
-        mlp_bias=values.flag("mlp_bias", False),
+        qkv_bias=has_bias["attention_bias"] or architecture == "Qwen2ForCausalLM",
+        o_bias=has_bias["attention_bias"],
+        mlp_bias=has_bias["mlp_bias"],
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         tied=values.flag("tie_word_embeddings", False),
         eos_token_ids=values.token_ids("eos_token_id") if has_eos else frozenset(),
@@ -178,21 +190,24 @@ def parse(raw: dict[str, Any]) -> LlamaConfig:
 
 
 def _rotary(values: JsonObject, head_size: int) -> RotaryConfig:
-    """As transformers reads it: a `rope_scaling` takes the place of the whole of `rope_parameters`."""
+    """Read how positions become angles, as transformers does.
+
+    A `rope_scaling` takes the place of the whole of `rope_parameters`, and an `original_max_position_embeddings` beside
+    them counts before one inside.
+    """
     scaling, parameters = values.object("rope_scaling"), values.object("rope_parameters")
     rope = scaling if scaling else parameters
     for layer_type in LAYER_TYPES:
         if rope.has(layer_type):
             raise rope.refusal(layer_type, "left out: all layers of this family turn alike")
-    if "rope_type" in rope and not rope.has("rope_type"):
-        raise rope.refusal("rope_type", "a string")
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    spelling = "rope_type" if "rope_type" in rope else "type"
+    kind = rope.text(spelling, "default")
     if kind not in SCALINGS:
-        raise rope.refusal("rope_type" if rope.has("rope_type") else "type", f"one of {', '.join(SCALINGS)}")
+        raise rope.refusal(spelling, f"one of {', '.join(SCALINGS)}")
     for where in (values, rope):
         if where.number("partial_rotary_factor", 1.0) != 1:
             raise where.refusal("partial_rotary_factor", "1: all channels of a head are turned")
-    trained_len = values.integer("max_position_embeddings", 2048)
+    trained_len = values.integer("max_position_embeddings", 2048, most=_MOST_POSITIONS)
     settings = {key: rope.number(key, above=0) for key in _SCALING_NEEDS[kind]}
     for key in _SCALING_TAKES.get(kind, ()):
         if rope.has(key) and rope.number(key, above=-1 if key.startswith("mscale") else 0):
@@ -202,11 +217,13 @@ def _rotary(values: JsonObject, head_size: int) -> RotaryConfig:
     if kind == "yarn":
         settings["truncate"] = rope.flag("truncate", True)
     if kind in _SCALING_TAKES:
-        settings["original_max_position_embeddings"] = rope.integer("original_max_position_embeddings", trained_len)
-    theta = rope.number("rope_theta", values.number("rope_theta", 10000.0, above=0), above=0)
+        original = "original_max_position_embeddings"
+        settings[original] = (values if original in values else rope).integer(original, trained_len)
+    lowest = 1 if kind == "yarn" else 0  # which divides by the logarithm
+    theta = (rope if "rope_theta" in rope else values).number("rope_theta", 10000.0, above=lowest)
     if scaling and (replaced := parameters.number("rope_theta", theta)) != theta:
         warnings.warn(
-            f"config.json: rope_scaling takes the place of rope_parameters, so rope_theta is {theta:g} and not "
+            f"{values.where}: rope_scaling takes the place of rope_parameters, so rope_theta is {theta:g} and not "
             f"{replaced:g}: write rope_theta into rope_scaling too",
             stacklevel=2,
         )
@@ -214,7 +231,7 @@ def _rotary(values: JsonObject, head_size: int) -> RotaryConfig:
 
 
 def _windows(values: JsonObject, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """How far each layer looks back.
+    """Return how far each layer looks back.
 
     With `layer_types`, the layers that it calls sliding have the window. Without, all layers of Mistral and Mixtral
     do; if it is switched on, all of Qwen3-MoE, and those of Qwen from `max_window_layers` on; and no layer of Llama.
@@ -222,14 +239,21 @@ def _windows(values: JsonObject, architecture: str, num_layers: int) -> tuple[in
     is_on = values.flag("use_sliding_window", False) or not architecture.startswith("Qwen")
     given = values.integer("sliding_window", least=1 if is_on else 0) if values.has("sliding_window") else None
     window = given if is_on else None
-    first_with_window = values.integer("max_window_layers", 28, least=0)
-    kinds = values.entries("layer_types")
-    if values.has("layer_types"):
-        if len(kinds) != num_layers or not all(isinstance(kind, str) for kind in kinds):
-            raise values.refusal("layer_types", f"a name for each of {num_layers} layers")
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        first = first_with_window
-    else:
+    first = values.integer("max_window_layers", 28, least=0)
+    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         first = num_layers if architecture == "LlamaForCausalLM" else 0
-    return tuple(window if i >= first else None for i in range(num_layers))
+    unlisted = tuple(window if i >= first else None for i in range(num_layers))
+    kinds = values.entries("layer_types")
+    if not values.has("layer_types"):
+        return unlisted
+    if len(kinds) != num_layers or not all(isinstance(kind, str) for kind in kinds):
+        raise values.refusal("layer_types", f"one name per layer, num_hidden_layers={num_layers}")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if window is None and "sliding_attention" in kinds and architecture not in _IGNORES_LAYER_TYPES:
+        raise values.refusal("layer_types", "full_attention in all layers, as no sliding_window is switched on")
+    if windows != unlisted and architecture in _IGNORES_LAYER_TYPES:
+        warnings.warn(
+            f"{values.where}: its layer_types count here, and transformers' code of {architecture} does not read them",
+            stacklevel=2,
+        )
+    return windows

@@ -8,7 +8,7 @@ with its shape, and no other: a silent gap would be a model that talks nonsense.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ from teachllm.models.moe import unstacked
 from teachllm.models.moe_config import ExpertNames
 from teachllm.models.quantized_needs import of_model
 from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
+from teachllm.models.stored_weights import Progress, read_pickles, read_safetensors, wrong_shape
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
@@ -39,20 +40,9 @@ from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 
 T = TypeVar("T")
 
-Progress = Callable[[int, int], None]
-Wants = Callable[[str], bool]
-PartOf = Callable[[str], ShardDestination | None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Old checkpoints carry this table, which is computed here.
 _DERIVED = "rotary_emb.inv_freq"
-
-
-def _everything(name: str) -> bool:
-    return True
-
-
-def _all(name: str) -> None:
-    """Nothing is cut."""
 
 
 def load_model(
@@ -145,6 +135,11 @@ def check_weights(folder: Path, load_format: str, where: str = "") -> None:
                 f"{folder} has its weights only as pickles (.bin), which can run code when they are read: "
                 f"set load_format='pt'{where} if you trust them, or convert them to safetensors"
             )
+        if any(folder.glob("consolidated*")):
+            raise ModelError(
+                f"{folder} has its weights only as consolidated files, in Mistral's own format: take the model's "
+                "checkpoint in Hugging Face format"
+            )
         raise ModelError(f"{folder} has no .safetensors file: set load_format='dummy'{where} for random weights")
 
 
@@ -199,7 +194,7 @@ def fill(
         destination = missing.get(name_of(stored_name) or "")
         return destination if isinstance(destination, ShardDestination) else None
 
-    read = read_pickles if load_format == "pt" else _read_safetensors
+    read = read_pickles if load_format == "pt" else read_safetensors
     tensors = read(folder, progress, lambda name: name_of(name) is not None, part)
     for stored_name, tensor, file in tensors if experts is None else unstacked(tensors, experts):
         name = name_of(stored_name)
@@ -229,7 +224,7 @@ def fill(
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(f"{file}: tensor {stored_name} is of {dtype}, {NOT_READ}")
         if tensor.shape != expected:
-            raise ModelError(_wrong_shape(stored_name, file, tensor.shape, expected))
+            raise ModelError(wrong_shape(stored_name, file, tensor.shape, expected))
         destination.copy_(tensor)
     missing = {name: each for name, each in missing.items() if not (isinstance(each, Slot) and each.stored.is_optional)}
     if missing:
@@ -271,78 +266,3 @@ def new_module(build: Callable[[], T], device: torch.device, dtype: torch.dtype)
             return build()
     finally:
         torch.set_default_dtype(before)
-
-
-def _read_safetensors(
-    folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
-) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    """Do the same as `read_pickles`; of a tensor that is cut no more than the part is read."""
-    from safetensors import SafetensorError, safe_open
-
-    stored = stored_tensors(folder)
-    files = list(dict.fromkeys(tensor.file for tensor in stored.values()))
-    total, done = sum(file.stat().st_size for file in files), 0
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as reader:
-                for name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)
-                    size = 0
-                    if stored[name].file == file and wants(name):
-                        cut = part(name)
-                        if cut is None:
-                            tensor = reader.get_tensor(name)
-                        else:
-                            lazy = reader.get_slice(name)
-                            tensor = lazy[_ranges(cut, tuple(lazy.get_shape()), name, file)]
-                        yield name, tensor, file
-                        size = tensor.nbytes
-                    done += size
-                    if progress is not None:
-                        progress(done, total)
-        except SafetensorError as error:
-            raise ModelError(f"{file} cannot be read: {error}") from None
-    if progress is not None:
-        progress(total, total)
-
-
-def _ranges(cut: ShardDestination, shape: tuple[int, ...], name: str, file: Path) -> tuple[slice, ...]:
-    """Return what to read of a tensor.
-
-    Raises:
-        ModelError: it has another shape.
-    """
-    if shape != cut.shape:
-        raise ModelError(_wrong_shape(name, file, shape, cut.shape))
-    return cut.ranges
-
-
-def _wrong_shape(name: str, file: Path, shape: Sequence[int], expected: Sequence[int]) -> str:
-    return f"{file}: tensor {name} has shape {list(shape)}, config.json means {list(expected)}"
-
-
-def read_pickles(
-    folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
-) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    """(name, tensor, file) of the tensors of a checkpoint in pickles, of which only plain tensors are read.
-
-    Args:
-        wants: whether to read a tensor, by its name.
-        part: what of it.
-
-    Raises:
-        ModelError: a file holds anything else, or what is to be cut has another shape.
-    """
-    files = pickle_files(folder)
-    total, done = sum(file.stat().st_size for file in files), 0
-    for file in files:
-        try:
-            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise ModelError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from None
-        for name, tensor in tensors.items():
-            if wants(name):
-                cut = part(name)
-                yield name, tensor if cut is None else tensor[_ranges(cut, tuple(tensor.shape), name, file)], file
-        done += file.stat().st_size
-        if progress is not None:
-            progress(done, total)

@@ -8,8 +8,8 @@ from typing import Any
 from teachllm.distributed.layout import RankCoords
 from teachllm.errors import ModelError
 from teachllm.models.llama_config import parse
+from teachllm.models.llama_shape import peak_width
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
-from teachllm.models.peak_width import peak_width
 from teachllm.models.quantized_needs import Dequantized, needs_of, of_model
 from teachllm.models.sharding import of_rank
 

@@ -111,7 +111,9 @@ def unstacked(
 
 
 def peak_width(config: MoeConfig, hidden_size: int) -> int:
-    """Return the elements that a token keeps alive beside the residual and the block's input; see `peak_width.py`.
+    """Return the elements that a token keeps alive beside the residual and the block's input.
+
+    It is a part of `llama_shape.peak_width`.
 
     Either the activations and the results of its experts are alive, or the results and their sum. Each expert's id, its
     weight and the position of the token-expert pair are counted in 16-bit elements.

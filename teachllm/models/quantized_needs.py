@@ -23,8 +23,8 @@ from teachllm.layers.linear import Linear
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.llama_shape import peak_width
 from teachllm.models.model_config import ModelConfig
-from teachllm.models.peak_width import peak_width
 from teachllm.models.sharding import of_rank
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled

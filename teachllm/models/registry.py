@@ -60,21 +60,25 @@ def architecture_of(raw: dict[str, Any]) -> str:
     """Return the architecture that a config.json names.
 
     A class of ours with a model type of its own is no architecture of ours: transformers reads such a checkpoint with
-    that type's configuration. Its name has the type in front, as in "internlm3.LlamaForCausalLM".
+    that type's configuration. Its name has the type in front, as in "internlm3.LlamaForCausalLM". A checkpoint of one
+    of our types that was written from the model without its head, or names nothing, is one of a language model.
 
     Raises:
         ModelError: config.json names no architecture.
     """
     values = JsonObject(raw, "config.json")
     architectures = values.entries("architectures")
+    model_type = values.text("model_type", "")
+    own = _OWN_TYPES.get(model_type)
+    if own is not None and (not architectures or architectures == [own.replace("ForCausalLM", "Model")]):
+        return own
     if not architectures:
         raise ModelError(f"config.json names no architecture in 'architectures'; {SUPPORTED}")
     if not all(isinstance(name, str) for name in architectures):
         raise values.refusal("architectures", "a list of class names")
-    model_type = values.text("model_type", "")
     if architectures[0] not in OWN or not model_type:
         return str(architectures[0])
-    return _OWN_TYPES.get(model_type, f"{model_type}.{architectures[0]}")
+    return own or f"{model_type}.{architectures[0]}"
 
 
 def check_supported(raw: dict[str, Any], trust_remote_code: bool) -> None:
@@ -118,11 +122,12 @@ def _reason_to_refuse(raw: dict[str, Any], architecture: str) -> str | None:
     values = JsonObject(raw, "config.json")
     kinds = values.entries("layer_types") or values.entries("layers_block_type")
     is_all_attention = bool(kinds) and all(kind in _KINDS_OF_ATTENTION for kind in kinds)
-    for key, reason in _REFUSED_KEYS.items():
-        if raw.get(key) and not (is_all_attention and reason.startswith("a hybrid of")):
-            return reason
-    if raw.get("alibi"):
-        return _REFUSED_MODEL_TYPES["bloom"]
+    if architecture not in OWN:  # whose code reads none of these
+        for key, reason in _REFUSED_KEYS.items():
+            if raw.get(key) and not (is_all_attention and reason.startswith("a hybrid of")):
+                return reason
+        if raw.get("alibi"):
+            return _REFUSED_MODEL_TYPES["bloom"]
     if not (architecture.endswith("ForCausalLM") or architecture.endswith("LMHeadModel")):
         return "no plain language-model head"
     for kind in kinds:
@@ -130,6 +135,8 @@ def _reason_to_refuse(raw: dict[str, Any], architecture: str) -> str | None:
             return f"layers of type {kind!r} (layer_types in config.json)"
     if raw.get("use_bidirectional_attention"):
         return "attention to later tokens (use_bidirectional_attention in config.json)"
+    if not raw.get("is_causal", True):
+        return "attention to later tokens (is_causal in config.json)"
     if isinstance(raw.get("text_config"), dict):
         return "a language model inside of a larger one"
     return None

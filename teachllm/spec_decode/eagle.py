@@ -45,7 +45,8 @@ class EagleLayer(nn.Module):
         if config.is_third:
             self.input_layernorm = RMSNorm(llama.hidden_size, eps=llama.norm_eps)
             self.hidden_norm = RMSNorm(llama.hidden_size, eps=llama.norm_eps)
-        self.self_attn = LlamaAttention(llama, None, input_size=llama.hidden_size * (2 if config.is_third else 1))
+        input_size = llama.hidden_size * (2 if config.is_third else 1)
+        self.self_attn = LlamaAttention(llama, llama.windows[0], input_size=input_size)
         self.post_attention_layernorm = RMSNorm(llama.hidden_size, eps=llama.norm_eps)
         self.mlp = LlamaMLP(llama)
 

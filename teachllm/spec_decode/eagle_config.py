@@ -17,21 +17,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.registry import DENSE
 from teachllm.models.shape import Shape
-from teachllm.spec_decode.head_settings import HeadSettings
 
 # Tensors of which the others, or the model's own, say the same.
 _NOT_READ = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight)$")
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
-)
-_SCALING = (
-    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_theta"),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-)
 _NESTED = ("model", "transformer_layer_config")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -73,7 +65,10 @@ class EagleConfig:
         return self.draft_vocab_size if self.has_head else self.llama.vocab_size
 
     def peak_width(self, is_gated: bool) -> int:
-        """Return the elements that a token of a step keeps alive beside the model's output, as `peak_width.py` does."""
+        """Return the elements that a token of a step keeps alive beside the model's output.
+
+        The same of the model: `llama_shape.peak_width`.
+        """
         llama, size = self.llama, self.llama.hidden_size
         num_fused = len(self.feature_layers)
         fusing = (num_fused * (2 + self.fc_norm + self.norm_before_fc) + 1) * size
@@ -86,7 +81,7 @@ class EagleConfig:
         return max(fusing, 2 * llama.head_size + 3 * size + max(attending, mlp))
 
     @staticmethod
-    def parse(settings: HeadSettings, stored: Collection[str], model: Shape) -> EagleConfig:
+    def parse(settings: JsonObject, stored: Collection[str], model: Shape) -> EagleConfig:
         """Reads it.
 
         Args:
@@ -99,7 +94,7 @@ class EagleConfig:
         """
         _check_form(settings)
         for key in _NESTED:
-            settings = HeadSettings(settings.folder, {**settings.raw, **settings.section(key).raw})
+            settings = JsonObject(settings.as_dict() | settings.object(key).as_dict(), settings.where)
         llama = _layer_config(settings, stored)
         is_third = any(re.search(r"(^|\.)(midlayer|hidden_norm|d2t)(\.|$)", name) for name in stored)
         if not is_third and "layers.0.input_layernorm.weight" in stored:
@@ -109,7 +104,7 @@ class EagleConfig:
             )
         for name, theirs, ours in (
             ("vocab_size", llama.vocab_size, model.vocab_size),
-            ("hidden_size", settings.size("target_hidden_size", llama.hidden_size), model.hidden_size),
+            ("hidden_size", settings.integer("target_hidden_size", llama.hidden_size), model.hidden_size),
         ):
             if theirs != ours:
                 raise ModelError(f"the EAGLE head has {name}={theirs} and the model has {ours}: take its own head")
@@ -117,11 +112,11 @@ class EagleConfig:
             raise ModelError(
                 f"an EAGLE head of hidden_size={llama.hidden_size} beside {model.hidden_size} is not supported"
             )
-        if settings.size("truncated_vocab_size", model.vocab_size) != model.vocab_size:
+        if settings.integer("truncated_vocab_size", model.vocab_size) != model.vocab_size:
             raise ModelError("an EAGLE head with a truncated vocabulary is not supported: take one with a whole one")
         if llama.num_layers != 1:
             raise ModelError(f"an EAGLE head of {llama.num_layers} layers is not supported, only of one")
-        draft_vocab_size = settings.size("draft_vocab_size", model.vocab_size) if is_third else model.vocab_size
+        draft_vocab_size = settings.integer("draft_vocab_size", model.vocab_size) if is_third else model.vocab_size
         if draft_vocab_size > model.vocab_size:
             raise ModelError(f"the EAGLE head has draft_vocab_size={draft_vocab_size} and the model {model.vocab_size}")
         return EagleConfig(
@@ -130,10 +125,10 @@ class EagleConfig:
             layer_name="midlayer" if any("midlayer." in name for name in stored) else "layers.0",
             feature_layers=_feature_layers(settings, model.num_layers) if is_third else (),
             draft_vocab_size=draft_vocab_size,
-            norm_before_residual=is_third and settings.flag("norm_before_residual"),
-            norm_before_fc=is_third and settings.flag("norm_before_fc"),
-            fc_norm=is_third and settings.flag("fc_norm"),
-            norm_output=is_third and settings.flag("norm_output"),
+            norm_before_residual=is_third and settings.flag("norm_before_residual", False),
+            norm_before_fc=is_third and settings.flag("norm_before_fc", False),
+            fc_norm=is_third and settings.flag("fc_norm", False),
+            norm_output=is_third and settings.flag("norm_output", False),
             has_own_ids=draft_vocab_size != model.vocab_size or "d2t" in stored,
             has_embedding="embed_tokens.weight" in stored,
             has_head="lm_head.weight" in stored,
@@ -148,36 +143,27 @@ def tensor_name(name: str) -> str | None:
     return name.removeprefix("model.").replace("layers.0.midlayer.", "midlayer.")
 
 
-def _check_form(settings: HeadSettings) -> None:
+def _check_form(settings: JsonObject) -> None:
     """Refuses by its name what looks like a head that is known, and computes something else."""
-    form = settings.raw.get("speculators_model_type", "eagle3")
+    form = settings.text("speculators_model_type", "eagle3")
     if form != "eagle3":
         raise ModelError(f"a speculator of speculators_model_type={form!r} is not supported, only of 'eagle3'")
-    for name, where in (("use_aux_hidden_state", settings.section("eagle_config")), ("parallel_drafting", settings)):
+    for name, where in (("use_aux_hidden_state", settings.object("eagle_config")), ("parallel_drafting", settings)):
         wanted = name == "use_aux_hidden_state"
         if where.flag(name, wanted) != wanted:
-            raise ModelError(f"an EAGLE head with {where.within}{name}={not wanted} is not supported")
-    if settings.flag("add_para_norm"):
+            raise ModelError(f"an EAGLE head with {name}={not wanted} is not supported")
+    if settings.flag("add_para_norm", False):
         raise ModelError("an EAGLE head with add_para_norm=True is not supported")
-    if settings.flag("norm_before_fc") and settings.flag("fc_norm"):
+    if settings.flag("norm_before_fc", False) and settings.flag("fc_norm", False):
         raise ModelError("an EAGLE head has norm_before_fc or fc_norm, not both")
 
 
-def _layer_config(settings: HeadSettings, stored: Collection[str]) -> LlamaConfig:
+def _layer_config(settings: JsonObject, stored: Collection[str]) -> LlamaConfig:
     """Its layer's, whose biases and norms of Q and K are those that are stored, whatever the architecture has."""
-    for key in _SIZES:
-        settings.size(key, None)
-    for key in ("rms_norm_eps", "rope_theta"):
-        settings.number(key, None)
-    for scaling in (settings.section("rope_parameters"), settings.section("rope_scaling")):
-        for key in _SCALING:
-            scaling.number(key, None)
-    named = settings.raw.get("architectures")
-    kind = f"{str(settings.raw.get('model_type')).capitalize()}ForCausalLM"
-    names = [*(named if isinstance(named, list) else []), kind]
+    names = [*settings.entries("architectures"), f"{settings.text('model_type', '').capitalize()}ForCausalLM"]
     architecture = next((name for name in names if name in DENSE), "LlamaForCausalLM")
-    raw = {key: value for key, value in settings.raw.items() if key != "model_type"}  # of the head, maybe
-    llama = parse({"num_hidden_layers": 1, **raw, "architectures": [architecture]})
+    raw = {key: value for key, value in settings.as_dict().items() if key != "model_type"}  # of the head, maybe
+    llama = parse({"num_hidden_layers": 1, **raw, "architectures": [architecture]}, settings.where)
 
     def has(tensor: str) -> bool:
         return any(name.endswith(tensor) for name in stored)
@@ -191,9 +177,9 @@ def _layer_config(settings: HeadSettings, stored: Collection[str]) -> LlamaConfi
     )
 
 
-def _feature_layers(settings: HeadSettings, num_layers: int) -> tuple[int, ...]:
+def _feature_layers(settings: JsonObject, num_layers: int) -> tuple[int, ...]:
     """By number of the layers whose inputs they are."""
-    inputs, outputs = settings.ids(_LAYER_IDS), settings.section("eagle_config").ids(_LAYER_IDS)
+    inputs, outputs = settings.integers(_LAYER_IDS), settings.object("eagle_config").integers(_LAYER_IDS)
     layers = inputs or tuple(index + 1 for index in outputs) or (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= index < num_layers for index in layers):
         what = f"inputs of layers {layers}" if inputs or not outputs else f"outputs of layers {outputs}"

@@ -13,6 +13,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.errors import ModelError
 from teachllm.models.checkpoint import find_folder, read_json
+from teachllm.models.json_values import JsonObject, without_nulls
 from teachllm.models.loader import check_weights, fill, finish, load_model, new_module, stored_names
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.random_weights import fill_randomly
@@ -20,7 +21,6 @@ from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import KVCache, ModelDrafter
 from teachllm.spec_decode.eagle import Eagle, EagleHead
 from teachllm.spec_decode.eagle_config import EagleConfig, tensor_name
-from teachllm.spec_decode.head_settings import HeadSettings
 from teachllm.spec_decode.medusa import Medusa, MedusaConfig, MedusaHeads
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.spec_decode.vocabulary import check_vocabularies
@@ -144,7 +144,7 @@ def _draft_model_config(
 def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     assert speculation.model is not None
     folder = find_folder(speculation.model, speculation.revision, config.load_format)
-    settings = HeadSettings(folder, read_json(folder / "config.json"))
+    settings = JsonObject(without_nulls(read_json(folder / "config.json")), f"{folder}/config.json")
     nowhere, dtype, max_len = torch.device("meta"), getattr(torch, model.dtype), model.max_model_len
     stored = stored_names(folder, config.load_format, _WHERE)
     head: EagleConfig | MedusaConfig

@@ -24,9 +24,9 @@ from torch import nn
 from teachllm.errors import ModelError
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
+from teachllm.models.json_values import JsonObject
 from teachllm.models.shape import Shape
 from teachllm.spec_decode.drafter import DraftBatch, logits_of
-from teachllm.spec_decode.head_settings import HeadSettings
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MedusaConfig:
     num_lm_heads: int
 
     @staticmethod
-    def parse(settings: HeadSettings, stored: Collection[str], model: Shape, num_drafts: int) -> MedusaConfig:
+    def parse(settings: JsonObject, stored: Collection[str], model: Shape, num_drafts: int) -> MedusaConfig:
         """Reads it; what the authors' form leaves out is the model's.
 
         Args:
@@ -59,11 +59,11 @@ class MedusaConfig:
             ModelError: the heads are for another model or too few, or have a vocabulary of their own, or a value has a
                 wrong type.
         """
-        is_authors = "medusa_num_heads" in settings.raw
+        is_authors = "medusa_num_heads" in settings
         names = {_in_one_form(name) for name in stored}
         has_heads = any(name.startswith("lm_heads.") for name in names)
-        shares_head = settings.flag("original_lm_head") or (bool(names) and not has_heads)
-        num_said = settings.size("medusa_num_heads", settings.size("num_heads", 0))
+        shares_head = settings.flag("original_lm_head", bool(names) and not has_heads)
+        num_said = settings.integer("medusa_num_heads", settings.integer("num_heads", 0))
         if not num_said:
             raise ModelError("config.json describes no Medusa heads: it lacks 'num_heads' and 'medusa_num_heads'")
         # The authors' config.json says 2 beside 5 stored heads.
@@ -74,21 +74,22 @@ class MedusaConfig:
                 f"it has {num_heads} heads, one for each draft: set num_speculative_tokens to {num_heads} or less, not "
                 f"to {num_drafts}"
             )
-        hidden_size, vocab_size = settings.size("hidden_size", None), settings.size("vocab_size", None)
-        for name, theirs, ours in (
-            ("hidden_size", hidden_size, model.hidden_size),
-            ("vocab_size", vocab_size, model.vocab_size),
-        ):
-            if theirs not in (None, ours) and not is_authors:
+        for name, ours in (("hidden_size", model.hidden_size), ("vocab_size", model.vocab_size)):
+            if (theirs := settings.integer(name, ours)) != ours and not is_authors:
                 raise ModelError(f"the Medusa heads have {name}={theirs} and the model has {ours}: take its own heads")
-        if settings.size("truncated_vocab_size", model.vocab_size) != model.vocab_size:
+        if settings.integer("truncated_vocab_size", model.vocab_size) != model.vocab_size:
             raise ModelError("Medusa heads with a truncated vocabulary are not supported: take heads with a whole one")
+        layers_key = "medusa_num_layers" if "medusa_num_layers" in settings else "num_hidden_layers"
+        num_layers = settings.integer(layers_key, 1)
+        layers = [int(match[1]) for name in names if (match := re.match(r"blocks\.\d+\.layers\.(\d+)\.", name))]
+        if layers and num_layers > max(layers) + 1:
+            raise settings.refusal(layers_key, f"at most {max(layers) + 1}, the number of layers that are stored")
         return MedusaConfig(
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
             num_heads=num_drafts,
-            num_layers=settings.size("medusa_num_layers", settings.size("num_hidden_layers", 1)),
-            has_bias=is_authors or settings.flag("medusa_fc_bias"),
+            num_layers=num_layers,
+            has_bias=is_authors or settings.flag("medusa_fc_bias", False),
             num_lm_heads=int("lm_heads.0.weight" in names) if shares_head else num_drafts,
         )
 

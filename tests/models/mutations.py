@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 import transformers
 
-VALUES = [None, "x", "2", [], [1, 2], {}, {"a": 1}, -1, 0, 2.5, 1e30, 10**18, True]
+ABSENT = "(absent)"  # stands for taking the key away
+VALUES = [
+    *(None, "x", "2", [], [1, 2], {}, {"a": 1}, -1, 0, 2.5, 1e30, True, False, ABSENT),
+    *(1, 3, 1000, 10**6, 10**9, 10**18),
+]
 
 
 class Mutation(NamedTuple):
@@ -60,15 +64,19 @@ def mutated(folder: Path, mutation: Mutation, to: Path) -> Path:
     inner = whole
     for key in mutation.path[:-1]:
         inner = inner[key]
-    inner[mutation.path[-1]] = mutation.value
+    if mutation.value == ABSENT:
+        del inner[mutation.path[-1]]
+    else:
+        inner[mutation.path[-1]] = mutation.value
     (to / mutation.file).write_text(json.dumps(whole))
     return to
 
 
 def is_named(error: Exception, mutation: Mutation) -> bool:
     """Return whether an error says in one line which key of which file is to blame."""
-    words = str(error)
-    return "\n" not in words and mutation.file in words and any(key in words for key in mutation.path)
+    words, (*outer, key) = str(error), mutation.path
+    is_said = key in words or (mutation.value in (None, ABSENT) and any(each in words for each in outer))
+    return "\n" not in words and mutation.file in words and is_said
 
 
 def wrong_ones(

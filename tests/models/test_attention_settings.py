@@ -62,6 +62,31 @@ def test_rope_scaling_counts_before_rope_parameters(changes: dict[str, Any], mod
     assert ours(folder, model_impl=model_impl) == theirs(folder) != plain
 
 
+@pytest.mark.parametrize("model_impl", ["teachllm", "transformers"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama2", {"rope_scaling": YARN, "original_max_position_embeddings": 32}),
+        ("llama2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32}),
+        ("llama3", {"original_max_position_embeddings": 16}),
+    ],
+    ids=["yarn", "yarn without its own", "llama3"],
+)
+def test_a_length_of_training_beside_the_scaling_counts_before_one_inside(
+    family: str, changes: dict[str, Any], model_impl: str, tmp_path: Path
+) -> None:
+    without = ours(checkpoint(family, tmp_path / "without", **changes | {"original_max_position_embeddings": None}))
+    folder = checkpoint(family, tmp_path / "with", **changes)
+    assert ours(folder, model_impl=model_impl) == theirs(folder) != without
+
+
+@pytest.mark.parametrize("spelling", [{"type": None, "rope_type": "linear"}, {"type": "linear"}])
+def test_a_kind_of_rope_has_two_spellings(spelling: dict[str, Any], tmp_path: Path) -> None:
+    rope = spelling | {"factor": 2.0, "rope_theta": 10000.0}
+    folder = checkpoint("llama2", tmp_path / "spelled", rope_parameters=rope)
+    assert ours(folder) == theirs(folder) != ours(checkpoint("llama2", tmp_path / "plain"))
+
+
 @pytest.mark.parametrize("name", ["longrope", "su", "proportional"])
 def test_a_scaling_that_is_not_supported_is_refused_in_either_spelling(name: str, tmp_path: Path) -> None:
     for key in ("rope_scaling", "rope_parameters"):
@@ -77,15 +102,146 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 @pytest.mark.parametrize("model_impl", ["teachllm", "transformers"])
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_layers_of_both_kinds_have_their_own_windows(family: str, model_impl: str, tmp_path: Path) -> None:
-    num_layers = json.loads((checkpoint(family, tmp_path / "plain") / "config.json").read_text())["num_hidden_layers"]
-    kinds = [SLIDING if index % 2 else FULL for index in range(num_layers)]
-    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}
-    folder = checkpoint(family, tmp_path / "mixed", layer_types=kinds, **window)
+    all_full, all_sliding = (mixed(family, tmp_path / kind, [kind] * 3) for kind in (FULL, SLIDING))
+    folder = mixed(family, tmp_path / "mixed", [SLIDING, FULL, SLIDING])
     answer = ours(folder, model_impl=model_impl)
     assert answer == theirs(folder)
+    assert answer not in (ours(all_full), ours(all_sliding))
+
+
+def mixed(family: str, folder: Path, kinds: list[str], **changes: Any) -> Path:
+    """A checkpoint with a window in the layers that are to have it; it may have fewer layers than are given."""
+    num_layers = json.loads((checkpoint(family, folder) / "config.json").read_text())["num_hidden_layers"]
+    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
+    return checkpoint(family, folder, layer_types=kinds[:num_layers], **window | changes)
+
+
+def test_layer_types_count_where_transformers_ignores_them_and_it_is_said(tmp_path: Path) -> None:
+    kinds = [FULL, SLIDING, FULL]
+    as_mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    expected = ours(mixed("llama2", tmp_path / "mistral", kinds, **as_mistral))
+    for family in ("llama2", "mixtral", "qwen3_moe"):
+        folder = mixed(family, tmp_path / family, kinds)
+        with pytest.warns(UserWarning, match="layer_types count here"):
+            answer = ours(folder)
+        assert answer != theirs(folder)
+        assert family != "llama2" or answer == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_with_a_window_that_is_switched_off_are_refused(family: str, tmp_path: Path) -> None:
+    folder = mixed(family, tmp_path, [FULL, SLIDING, FULL], use_sliding_window=False)
+    with pytest.raises(ModelError, match=r"config.json: layer_types=.*must be full_attention in all layers"):
+        ours(folder)
 
 
 def test_only_other_kinds_of_layers_are_refused(tmp_path: Path) -> None:
     kinds = [FULL, "chunked_attention", FULL]
     with pytest.raises(ModelError, match=r"layers of type 'chunked_attention' \(layer_types in config.json\)"):
         ours(checkpoint("llama2", tmp_path, layer_types=kinds))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"mlp_bias": True}),
+        ("llama2", {"kv_lora_rank": 16, "alibi": True, "index_topk": 4, "attn_layer_period": 2}),
+    ],
+)
+def test_what_an_architecture_does_not_read_changes_nothing(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = checkpoint(family, tmp_path / "changed", **changes)
+    assert ours(folder) == theirs(folder) == ours(checkpoint(family, tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("family", ["llama2", "gemma2"])
+@pytest.mark.parametrize("value", [False, 0, []])
+def test_attention_to_later_tokens_is_refused(family: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"attention to later tokens \(is_causal in config.json\)"):
+        ours(checkpoint(family, tmp_path, is_causal=value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": None}, "num_attention_heads=128"),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1}},
+            "rope_theta=1: must be a number between 1 and",
+        ),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings=1000000000: must be a whole number from 1 to"),
+        ({"intermediate_size": 10**9}, r"config.json means 1000000000 rows \(intermediate_size\)"),
+        ({"vocab_size": 10**9}, r"config.json means 1000000000 rows \(vocab_size\)"),
+        ({"num_hidden_layers": 4000}, r"lacks tensor model.layers.3999.* \(num_hidden_layers\)"),
+    ],
+)
+def test_a_size_that_no_tensor_has_is_refused_before_it_takes_memory(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=says):
+        ours(checkpoint("llama2", tmp_path, **changes))
+
+
+@pytest.mark.parametrize("key", ["num_experts", "moe_intermediate_size"])
+def test_so_is_a_size_of_experts(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"config.json means 1000000 rows \({key}\)"):
+        ours(checkpoint("qwen3_moe", tmp_path, **{key: 10**6}))
+
+
+# -- models with their own code ---------------------------------------------------------------------------------
+
+OWN_CODE = """
+import torch
+from torch import nn
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class Layer(LlamaDecoderLayer):
+    def forward(self, hidden_states, *args, **others):
+        before = torch.cat((torch.zeros_like(hidden_states[:, :1]), hidden_states[:, :-1]), 1)
+        return super().forward(hidden_states + 0.5 * before, *args, **others)
+
+
+class OwnModel(LlamaModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.shifts:
+            self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
+            self.post_init()
+
+    def forward(self, input_ids=None, position_ids=None, **others):
+        return super().forward(input_ids=input_ids, position_ids=None if self.config.counts else position_ids, **others)
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OwnModel(config)
+        self.post_init()
+"""
+
+
+@pytest.mark.parametrize("fault", [None, "shifts", "counts"])
+def test_own_code_runs_unless_tokens_meet_beside_attention_or_have_its_own_positions(
+    fault: str | None, tmp_path: Path
+) -> None:
+    changes = {"architectures": ["OwnForCausalLM"], "model_type": "own_llama", "shifts": False, "counts": False}
+    where = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    folder = checkpoint("llama2", tmp_path / "own", **changes | {"auto_map": where} | ({fault: True} if fault else {}))
+    (folder / "own.py").write_text(OWN_CODE)
+    if fault is None:
+        assert ours(folder, trust_remote_code=True) == ours(checkpoint("llama2", tmp_path / "plain"))
+    else:
+        with pytest.raises(ModelError, match="its tokens depend on their neighbours or their place in a step"):
+            ours(folder, trust_remote_code=True)

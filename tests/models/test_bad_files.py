@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from teachllm import LLM, SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.models.mutations import Mutation, is_named, mutations, wrong_ones
+from tests.models.mutations import ABSENT, Mutation, is_named, mutations, wrong_ones
 from tests.thorough import times
 
 PROMPTS = [[5, 300, 17, 44, 9], [7, 8]]
@@ -21,6 +21,12 @@ NUM_TOKENS = 5
 NOT_READ = (
     *("transformers_version", "use_cache", "initializer_range", "attention_dropout", "pretraining_tp"),
     *("output_router_logits", "router_aux_loss_coef", "bos_token_id", "pad_token_id"),
+)
+# Keys that say what tensors there are, and of which sizes.
+SHAPES = (
+    *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim", "attention_bias"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "mlp_bias", "tie_word_embeddings"),
+    *("num_experts", "num_local_experts", "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
 )
 
 
@@ -63,8 +69,12 @@ def ours(folder: Path) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def theirs(folder: Path, _: Mutation) -> list[list[int]]:
+def theirs(folder: Path, mutation: Mutation) -> list[list[int]]:
     """Return transformers' greedy tokens, to the same ids of end of sequence."""
+    if (mutation.path, mutation.value) == (("model_type",), ABSENT):  # an architecture of ours says as much
+        raw = json.loads((folder / "config.json").read_text())
+        model_type = raw["architectures"][0].removesuffix("ForCausalLM").lower().replace("moe", "_moe")
+        (folder / "config.json").write_text(json.dumps(raw | {"model_type": model_type}))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     end = model.generation_config.eos_token_id
     ends = set(end if isinstance(end, list) else [end])
@@ -79,8 +89,9 @@ def theirs(folder: Path, _: Mutation) -> list[list[int]]:
 
 
 def is_refusal(error: Exception, mutation: Mutation) -> bool:
-    """Return whether an error says enough: a size that fits no tensor is named by the tensor."""
-    is_size = "tensor" in str(error) and "config.json" in str(error) and "\n" not in str(error)
+    """Return whether an error says enough: what config.json means wrongly may be named by the tensor that is not so."""
+    words = str(error)
+    is_size = mutation.path[-1] in SHAPES and "tensor" in words and "config.json" in words and "\n" not in words
     return is_size or is_named(error, mutation)
 
 

@@ -17,9 +17,9 @@ from teachllm.distributed.ranks import Ranks
 from teachllm.errors import ModelError
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
+from teachllm.models.llama_shape import peak_width
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
-from teachllm.models.peak_width import peak_width
 from teachllm.models.sharding import of_rank, stage_layers
 from tests.checkpoints import OWN, build_config
 from tests.thorough import THOROUGH

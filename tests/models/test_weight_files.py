@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from contextlib import closing
@@ -82,6 +83,60 @@ def test_a_missing_shard_is_named_by_how_many_there_are(tmp_path: Path) -> None:
         answer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["._model.safetensors", "consolidated-0001-of-0002.safetensors"])
+def test_a_file_that_is_no_models_is_not_looked_at(folder: Path, name: str) -> None:
+    expected = answer(folder)
+    shutil.move(folder / "model.safetensors", folder / "weights.safetensors")
+    (folder / name).write_bytes(b"no tensors")
+    assert answer(folder) == expected
+
+
+def test_weights_in_mistrals_own_format_are_told_from_none(folder: Path) -> None:
+    shutil.move(folder / "model.safetensors", folder / "consolidated.safetensors")
+    with pytest.raises(ModelError, match="only as consolidated files, in Mistral's own format"):
+        answer(folder)
+
+
+def test_a_stray_file_does_not_stand_for_the_pickled_model(folder: Path) -> None:
+    expected, weights = answer(folder), load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    save_file({"x": torch.ones(1)}, folder / "training.safetensors")
+    with pytest.raises(ModelError, match="only as pickles"):
+        answer(folder)
+    for model_impl in ("teachllm", "transformers"):
+        assert answer(folder, load_format="pt", model_impl=model_impl) == expected
+
+
+def test_a_pickle_in_the_first_format_is_read_and_one_of_other_things_is_refused(folder: Path) -> None:
+    expected, weights = answer(folder), load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert answer(folder, load_format="pt") == expected
+    for other in ([1, 2], {"step": 3, **weights}):
+        torch.save(other, folder / "pytorch_model.bin")
+        with pytest.raises(ModelError, match="holds something else than tensors by name"):
+            answer(folder, load_format="pt")
+
+
+def test_a_tensor_in_two_shards_is_refused_unless_both_are_the_same(tmp_path: Path) -> None:
+    build_model("llama3").save_pretrained(tmp_path, max_shard_size="200KB")
+    expected, (first, *_, last) = answer(tmp_path), sorted(tmp_path.glob("model-*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(last) | {name: tensor}, last, metadata={"format": "pt"})
+    assert answer(tmp_path) == expected
+    save_file(load_file(last) | {name: tensor + 1}, last, metadata={"format": "pt"})
+    for model_impl in ("teachllm", "transformers"):
+        with pytest.raises(ModelError, match=rf"{first.name} and {last.name} hold different tensors {name}"):
+            answer(tmp_path, model_impl=model_impl)
+
+
+def test_weights_of_float64_are_read(folder: Path) -> None:
+    expected, weights = answer(folder), load_file(folder / "model.safetensors")
+    save_file({name: each.double() for name, each in weights.items()}, folder / "model.safetensors")
+    assert answer(folder) == expected
+
+
 # -- heads and names ---------------------------------------------------------------------------------------
 
 
@@ -93,14 +148,21 @@ def tied(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_head_that_is_not_the_embedding_is_used_and_said_though_config_ties_them(tied: Path) -> None:
+@pytest.mark.parametrize("load_format", ["auto", "pt"])
+def test_a_head_that_is_not_the_embedding_is_used_and_said_though_config_ties_them(
+    tied: Path, load_format: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
     before, weights = answer(tied), load_file(tied / "model.safetensors")
     weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
-    save_file(weights, tied / "model.safetensors", metadata={"format": "pt"})
+    if load_format == "pt":
+        torch.save(weights, tied / "pytorch_model.bin")
+        (tied / "model.safetensors").unlink()
+    else:
+        save_file(weights, tied / "model.safetensors", metadata={"format": "pt"})
     with pytest.warns(UserWarning, match=r"the stored lm_head.weight is not the embedding"):
-        found = answer(tied)
+        found = answer(tied, load_format=load_format)
     model = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
     ids = list(PROMPT["prompt_token_ids"])
     for _ in found:
@@ -123,3 +185,16 @@ def test_a_tied_pair_is_found_under_any_of_its_names(tied: Path, how: str) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert answer(tied) == expected
+
+
+def test_a_model_saved_without_its_head_or_without_an_architecture_is_one_of_its_type(tmp_path: Path) -> None:
+    model, expected = build_model("qwen3"), answer(Path(make_checkpoint("qwen3", tmp_path / "whole")))
+    folder = tmp_path / "without"
+    model.model.save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw.pop("architectures") == ["Qwen3Model"] and "embed_tokens.weight" in load_file(
+        folder / "model.safetensors"
+    )
+    assert answer(folder) == expected
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert answer(folder) == expected

@@ -64,7 +64,7 @@ def turned(x: torch.Tensor, theta: float) -> torch.Tensor:
 
 
 def attention(x: torch.Tensor, weights: Tensors, raw: Mapping[str, Any]) -> torch.Tensor:
-    """[length, input size] -> [length, hidden_size]; every position looks at itself and all before it."""
+    """[length, input size] -> [length, hidden_size]; every position looks at itself and those before it."""
     size, heads, kv_heads = (raw[key] for key in ("head_dim", "num_attention_heads", "num_key_value_heads"))
     q, k, v = (
         F.linear(x, weights[f"{name}_proj.weight"], weights.get(f"{name}_proj.bias")).unflatten(-1, (-1, size))
@@ -79,6 +79,8 @@ def attention(x: torch.Tensor, weights: Tensors, raw: Mapping[str, Any]) -> torc
     k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * size**-0.5
     mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    if "Mistral" in raw["architectures"][0]:
+        mask = mask.triu(1 - raw["sliding_window"])
     out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(dim=-1), v)
     return F.linear(out.flatten(1), weights["o_proj.weight"])
 

@@ -77,6 +77,8 @@ def quantize(
     With --compare: size, perplexity, KL divergence to the original and tokens/s of each method, in one table.
     """
     with one_line_errors(debug=debug):
+        if compare and for_other_engines:
+            raise ValueError("--for-other-engines has no effect with --compare, which measures what this engine runs")
         if not compare:
             for flag, value in (("--text", text), ("--plot", plot), ("--output-json", output_json)):
                 if value is not None:

@@ -9,7 +9,7 @@ Source: https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.layers.attention import Attention, AttentionMetadata, paged_attention, write_kv
-from teachllm.models.checkpoint import stored_tensors
+from teachllm.models.checkpoint import StoredTensor, stored_tensors
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import SUPPORTED
 from teachllm.models.via_transformers import rehearsal
@@ -62,14 +62,13 @@ def load_transformers_model(
         except Exception as error:
             raise ModelError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
         model, info = loaded
-        _check_loaded(info, folder)
+        _check_loaded(info, folder, {} if config.load_format == "pt" else stored_tensors(folder))
     model = model.to(device).eval()
     _check_rehearsal(model, model_config)
     return TransformersModel(model, model_config.windows)
 
 
-def _check_loaded(info: dict[str, Any], folder: Path) -> None:
-    stored = stored_tensors(folder)
+def _check_loaded(info: dict[str, Any], folder: Path, stored: Mapping[str, StoredTensor]) -> None:
     for name, *shapes in info["mismatched_keys"]:
         file = stored[name].file if name in stored else folder
         expected = ", config.json means ".join(str(list(s)) for s in shapes)
@@ -87,10 +86,13 @@ def _check_rehearsal(model: Any, model_config: ModelConfig) -> None:
     """Rehearse once more, with values: all layers are reached now.
 
     Raises:
-        ModelError: as `rehearse`; or the model asks for other attention than its config.json made us expect.
+        ModelError: as `rehearse` and, of a model with its own code, `check_tokens_apart`; or the model asks for other
+            attention than its config.json made us expect.
     """
     model.set_attn_implementation(rehearsal.IMPLEMENTATION)
     found = rehearsal.rehearse(model, model_config.num_layers)
+    if not type(model).__module__.startswith("transformers."):
+        rehearsal.check_tokens_apart(model)
     model.set_attn_implementation(_ATTENTION)
     expected = Rehearsal((model_config.num_kv_heads, model_config.head_size), dict(enumerate(model_config.windows)))
     if found != expected:

@@ -30,6 +30,7 @@ _HARMLESS = {
     *("sliding_window", "softcap", "scaling", "is_causal"),
 }
 _QUERIES = (0, 1, 7, 100, 1 << 13, (1 << 17) + 1)  # positions at which a mask is looked at
+_TOLERANCE = 0.01  # of a vector's length; experts get other numbers of tokens, which rounds otherwise
 _WINDOW = "teachllm_window"  # attribute of a mask
 _REHEARSAL = "teachllm_rehearsal"  # attribute of a layer's attention; not all models hand arguments down to it
 
@@ -84,6 +85,38 @@ def rehearse(model: Any, num_layers: int) -> Rehearsal:
     if missing := [layer for layer in range(num_layers) if layer not in rehearsal.windows]:
         raise _unsupported(model, f"layer {missing[0]} does not use transformers' attention interface")
     return rehearsal
+
+
+def check_tokens_apart(model: Any) -> None:
+    """Refuse code in which a token meets others elsewhere than in attention, or that goes by its own positions.
+
+    A step's tokens are of many requests, one behind the other. With attention that looks at nothing but the token
+    itself, a token at a position must come out the same in whatever order they stand.
+
+    Args:
+        model: as of `rehearse`, with its weights.
+
+    Raises:
+        ModelError: it does not.
+    """
+    rehearsal, device = Rehearsal(), next(model.parameters()).device
+    for module in attention_modules(model):
+        setattr(module, _REHEARSAL, rehearsal)
+    order = torch.tensor([2, 0, 3, 1], device=device)
+
+    def hidden(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rehearsal.windows.clear()
+        mask = torch.ones_like(ids).unsqueeze(0)
+        with torch.inference_mode():
+            output = model.base_model(
+                input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), attention_mask=mask, use_cache=False
+            )
+        return output.last_hidden_state[0].float()
+
+    ids, positions = torch.arange(1, 5, device=device), torch.tensor([7, 3, 12, 5], device=device)
+    expected, found = hidden(ids, positions)[order], hidden(ids[order], positions[order])
+    if float((found - expected).norm()) > _TOLERANCE * float(expected.norm()):
+        raise _unsupported(model, "its tokens depend on their neighbours or their place in a step beside attention")
 
 
 def _unsupported(model: Any, why: str) -> ModelError:
@@ -141,7 +174,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Note a call, and return a result that has only a shape: [1, num_tokens, num_heads, head_size]."""
+    """Note a call, and return what depends on each token alone: [1, num_tokens, num_heads, head_size]."""
     name = type(module).__name__
     rehearsal: Rehearsal = getattr(module, _REHEARSAL)
     index = layer_index(module, rehearsal.windows)
@@ -151,7 +184,9 @@ def _attention(
     if window is ...:
         raise ModelError(f"{name} has masks that transformers' functions did not make")
     rehearsal.windows[index] = window
-    return torch.empty_like(query).transpose(1, 2), None
+    repeated = query.shape[1] // key.shape[1]
+    mixed = query + (key + value).repeat_interleave(repeated, dim=1)  # of the token itself, and all that it depends on
+    return mixed.transpose(1, 2), None
 
 
 def _mask(

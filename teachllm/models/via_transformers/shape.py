@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
         raise ModelError(f"{name} is not supported: it needs one causal self-attention per layer; {SUPPORTED}")
     num_layers = config.num_hidden_layers
     found = rehearse(model, num_layers)
-    num_kv_heads, head_size = found.kv_shape or _kv_shape(config)
-    # What the rehearsal did not reach is as config.json has it, until `load_transformers_model` looks again.
-    windows = dict(enumerate(_windows(config))) | found.windows
+    num_kv_heads, head_size = found.kv_shape or _kv_shape(config, attentions[0])
+    # What the rehearsal did not reach is as the modules say, until `load_transformers_model` looks again.
+    windows = dict(enumerate(_windows(config, attentions))) | found.windows
     if any(window is not None and window < 1 for window in windows.values()):
         raise JsonObject(config.to_dict(), "config.json").refusal("sliding_window", "a whole number from 1")
     shape = Shape(
@@ -111,16 +112,19 @@ def _single(config: Any, key: str) -> Any:
         return "different"
 
 
-def _kv_shape(config: Any) -> tuple[int, int]:
+def _kv_shape(config: Any, attention: Any) -> tuple[int, ...]:
+    """Return the number of KV heads and their size, as the attention has them or else as config.json does."""
     num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return getattr(config, "num_key_value_heads", None) or num_heads, head_size
+    usual = {"num_key_value_heads": num_heads, "head_dim": config.hidden_size // num_heads}
+    return tuple(getattr(attention, key, None) or getattr(config, key, None) or usual[key] for key in usual)
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
+def _windows(config: Any, attentions: Sequence[Any]) -> tuple[int | None, ...]:
+    """Return what each layer's attention says, or else what config.json says of it."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    listed = [window if kind == "sliding_attention" else None for kind in layer_types]
+    return tuple(getattr(each, "sliding_window", said) for each, said in zip(attentions, listed, strict=True))
 
 
 def _peak_width(config: Any) -> int:
@@ -137,8 +141,7 @@ def _context_len(config: Any) -> int:
     Such a rope (dynamic, longrope) makes one request's values depend on the requests that it is batched with,
     except below the length at which it starts to change.
     """
-    length = config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return min(length, rope["original_max_position_embeddings"])
-    return length
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # one, or one per type of layer
+    starts = [each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"]
+    return min([config.max_position_embeddings, *starts])

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import StoredTensor, stored_tensors
+from teachllm.models.checkpoint import StoredTensor, read_json, stored_tensors
+from teachllm.models.registry import OWN, architecture_of
+from teachllm.models.tensor_names import renaming
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BATCH = 8  # rows that go through a block together
@@ -115,11 +117,25 @@ def load_on_meta(folder: Path) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
+def renamed(folder: Path) -> Callable[[str], str]:
+    """Return a function from a tensor's name in a checkpoint to its name in transformers' model."""
+    raw = read_json(folder / "config.json")
+    if architecture_of(raw) not in OWN:
+        return str
+    return renaming(stored_tensors(folder), raw.get("tie_word_embeddings") is True)
+
+
+def named_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return a checkpoint's tensors by their names in transformers' model. Errors as in `stored_tensors`."""
+    rename = renamed(folder)
+    return {rename(name): tensor for name, tensor in stored_tensors(folder).items()}
+
+
 def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[DecoderBlock]:
     """A model's blocks.
 
     Args:
-        stored: the tensors of its checkpoint.
+        stored: the tensors of its checkpoint, by the model's names.
 
     Raises:
         ModelError: they are not made of linear layers, or of other tensors than the checkpoint's; names the first.

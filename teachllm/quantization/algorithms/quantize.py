@@ -82,7 +82,7 @@ def check(model: str, recipes: Sequence[Recipe], for_other_engines: bool | None 
         raise ModelError(f"{cannot}: add --for-other-engines to write it for those that do")
     layers = [
         (f"{block.name}.{name}", layer.out_features, layer.in_features)
-        for block in blocks.blocks_of(blocks.load_on_meta(folder), stored_tensors(folder))
+        for block in blocks.blocks_of(blocks.load_on_meta(folder), blocks.named_tensors(folder))
         for name, layer in block.linears().items()
     ]
     fitted = [recipe.fitted(layers) for recipe in recipes]
@@ -118,7 +118,7 @@ def quantize_weights(
     folder: Path, recipe: Recipe, progress: Progress = lambda done, total: None, device: str = "cpu"
 ) -> Made:
     """Quantizes in memory a model that `check` lets pass. Arguments as of `quantize_model`."""
-    stored, model = stored_tensors(folder), blocks.load(folder)
+    stored, model = blocks.named_tensors(folder), blocks.load(folder)
     parts, text = blocks.blocks_of(model, stored), None
     if recipe.needs_text:
         hidden = blocks.enter(model, parts, _rows(folder, recipe)).to(device)

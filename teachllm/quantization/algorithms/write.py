@@ -17,7 +17,7 @@ import torch
 
 from teachllm import __version__
 from teachllm.models.checkpoint import read_json, stored_tensors
-from teachllm.quantization.algorithms.blocks import STORED_DTYPES
+from teachllm.quantization.algorithms.blocks import STORED_DTYPES, renamed
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.formats import awq, compressed_tensors, gptq
 from teachllm.quantization.quantized_weights import Quantized, ScaledWeight
@@ -199,16 +199,20 @@ def _tensors(
     """(name, tensor) of the new checkpoint, one after the other."""
     from safetensors import safe_open
 
-    for file in sorted({tensor.file for tensor in stored_tensors(source).values()}):
+    rename, stored = renamed(source), stored_tensors(source)
+    for file in sorted({tensor.file for tensor in stored.values()}):
         with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)
+            for stored_name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)
+                if stored[stored_name].file != file:
+                    continue
+                name = rename(stored_name)
                 layer = name.removesuffix(".weight")
                 if layer in quantized and name != layer:
-                    dtype = reader.get_slice(name).get_dtype()
+                    dtype = reader.get_slice(stored_name).get_dtype()
                     for key, tensor in pack_layer(recipe, quantized[layer]).items():
                         yield f"{layer}.{key}", _scale_as_stored(key, tensor, quantized[layer], dtype)
                     continue
-                tensor = reader.get_tensor(name)
+                tensor = reader.get_tensor(stored_name)
                 yield name, changed[name].to(tensor.dtype) if name in changed else tensor
 
 

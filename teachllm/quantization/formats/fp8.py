@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from teachllm.errors import ModelError
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import Scheme
 from teachllm.quantization.quantized_weights import BLOCK, Activations
@@ -42,6 +43,9 @@ def _scheme(config: Mapping[str, Any], name: str, names: Container[str] | None) 
     e4m3 = torch.float8_e4m3fn
     if config["quant_method"] == "fbgemm_fp8":
         return Scaled(e4m3, "channel", Activations.BY_TOKEN)
+    activation_scheme = config.get("activation_scheme", "dynamic")
+    if activation_scheme not in ("dynamic", "static"):
+        raise ModelError(f"quantization_config: activation_scheme={activation_scheme!r}: must be dynamic or static")
     block = config.get("weight_block_size")
     is_inverse = block is not None if names is None else f"{name}.weight_scale_inv" in names
     scale_name = "weight_scale_inv" if is_inverse else "weight_scale"
@@ -49,7 +53,7 @@ def _scheme(config: Mapping[str, Any], name: str, names: Container[str] | None) 
         # No kernel multiplies blocks of other sizes: activations stay unquantized.
         activations = Activations.BY_BLOCK if tuple(block) == (BLOCK, BLOCK) else Activations.UNQUANTIZED
         return Scaled(e4m3, "block", activations, scale_name, block=tuple(block))
-    is_static = config.get("activation_scheme", "dynamic") == "static"
     input_name = "activation_scale" if names is not None and f"{name}.activation_scale" in names else "input_scale"
+    of_inputs = Activations.STATIC if activation_scheme == "static" else Activations.BY_TOKEN
     # One scale for the weight, yet one for each token: what one becomes must not depend on the others.
-    return Scaled(e4m3, "channel", Activations.STATIC if is_static else Activations.BY_TOKEN, scale_name, input_name)
+    return Scaled(e4m3, "channel", of_inputs, scale_name, input_name)

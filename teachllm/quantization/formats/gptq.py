@@ -80,6 +80,12 @@ class Gptq:
             order = unless_sorted(order, zeros.shape[0])
         middle = 1 << (self.bits - 1)
         is_symmetric = bool((zeros == middle).all())
+        if self.is_symmetric and bool((zeros == zeros[0, 0]).all()) and int(zeros[0, 0]) in (middle - 1, middle + 1):
+            other = "gptq_v2" if self.stored_offset else "gptq"
+            raise ValueError(
+                f"sym=true means zeros of {middle}, and all are {int(zeros[0, 0])}: its layout is {other!r}, which "
+                "checkpoint_format in quantization_config does not say"
+            )
         of_outputs = None if is_symmetric else zeros.t().contiguous()
         return GroupedWeight(qweight.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, self.bits, order)
 

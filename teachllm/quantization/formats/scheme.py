@@ -16,7 +16,7 @@ import torch
 from teachllm.errors import ModelError
 from teachllm.quantization.quantized_weights import Quantized, part_of
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTS = (torch.int32,)  # words that quantized values are packed into
 ALL_OF_IT = slice(None)
 NOT_THIS_FILE = (

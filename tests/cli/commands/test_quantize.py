@@ -168,6 +168,7 @@ def test_a_table_is_shown_even_if_its_picture_cannot_be_drawn(teachllm, made, un
         (("--method", "ggml", "--out", "x"), "--method ggml: choose among int8, fp8, rtn, gptq, awq, autoround"),
         (("--compare", "--plot", "/nowhere/plot.html"), "--plot /nowhere/plot.html: there is no folder /nowhere"),
         (("--compare", "--plot", "/"), "--plot /: that is a folder: give a file"),
+        (("--compare", "--for-other-engines"), "--for-other-engines has no effect with --compare"),
         (("--compare", "--method", "awq", "--num-iters", "9"), "--num-iters has no effect with awq: drop it"),
     ],
 )

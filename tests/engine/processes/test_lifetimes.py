@@ -104,8 +104,8 @@ def test_a_handler_that_raises_at_any_moment_loses_no_step(number: signal.Signal
         try:
             for delay in range(1, 9):
                 timer = threading.Timer(delay * 0.002, signal.pthread_kill, (threading.main_thread().ident, number))
-                timer.start()
                 try:
+                    timer.start()
                     while True:
                         answers(llm, PROMPTS[:2])
                 except Raised:

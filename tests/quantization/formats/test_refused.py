@@ -193,6 +193,9 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
             {"dynamic": {".*": 8}},
             r"layers.0.self_attn.q_proj has a value of another type .*: correct it in",
         ),
+        ("fp8 without blocks", {"activation_scheme": "x"}, "activation_scheme='x': must be dynamic or static"),
+        ("gptq int4", {"checkpoint_format": "gptq_v2"}, "means zeros of 8, and all are 7: its layout is 'gptq', which"),
+        ("gptq int8", {"checkpoint_format": "gptq_v2"}, "means zeros of 128, and all are 127: its layout is 'gptq'"),
         ("gptq int4", {"checkpoint_format": "marlin"}, "GPTQ in the layout 'marlin' .*: take a checkpoint in these"),
         ("awq", {"bits": 8}, "every layer in AWQ: 8 bits are not supported, only 4: take a checkpoint with these"),
         (

@@ -95,6 +95,12 @@ def eagle_1(has_bias: bool = True, has_embedding: bool = True, has_qkv_bias: boo
     return _eagle_config(), tensors
 
 
+def eagle_1_with_a_window() -> Head:
+    """Of a layer that looks less far back than texts are long."""
+    raw, tensors = eagle_1()
+    return raw | {"architectures": ["MistralForCausalLM"], "sliding_window": 9}, tensors
+
+
 def eagle_3(
     inputs: tuple[int, ...] = (0, 1, 2),
     outputs: tuple[int, ...] = (),

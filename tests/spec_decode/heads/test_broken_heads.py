@@ -73,6 +73,12 @@ zeros = torch.zeros
             {"lm_heads.1.weight": None},
             "lacks tensor lm_heads.1.weight",
         ),
+        (
+            "medusa",
+            lambda: edited(forms.medusa(shares_head=False), {f"lm_heads.{head}.weight": None for head in range(3)}),
+            {},
+            "lacks tensor lm_heads.0.weight",
+        ),
         ("medusa", forms.medusa, {"blocks.0.layers.2.weight": zeros(64, 64)}, "holds tensor blocks.0.layers.2.weight"),
         (
             "medusa",

@@ -52,6 +52,7 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
         "model.safetensors",
     ),
     "eagle for Qwen2": ("llama2", lambda: forms.eagle_1(has_qkv_bias=True), "model.safetensors"),
+    "eagle with a window": ("llama2", forms.eagle_1_with_a_window, "model.safetensors"),
     "eagle in vLLM's form": ("llama2", forms.nested_eagle_1, "model.safetensors"),
     "eagle 3": ("llama2", forms.eagle_3, "model.safetensors"),
     "eagle 3 that names outputs": ("llama2", lambda: forms.eagle_3(outputs=(1, 0, 1)), "model.safetensors"),
@@ -93,9 +94,10 @@ FORMS: dict[str, tuple[str, Callable[[], forms.Head], str]] = {
 }
 
 
-# In the usual half one of each generation, and each in another scenario.
+# In the usual half one of each generation and one with a window, most in another scenario.
 CASES = [
     ("eagle in vLLM's form", "several chunks"),
+    ("eagle with a window", "one chunk"),
     ("eagle 3 with fewer tokens", "prefix hits"),
     ("speculators with norms", "one chunk"),
 ]

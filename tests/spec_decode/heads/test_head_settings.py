@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from teachllm.spec_decode.head_settings import HeadSettings
 from tests.spec_decode.heads import forms
 from tests.spec_decode.refusals import edited, make, refusal
+
+COUNT, NUMBER = "must be a whole number from 1 to 2147483647", "must be a number between 0 and 4.61169e+18"
 
 
 @pytest.mark.parametrize(
     ("method", "make_head", "changes", "says"),
     [
-        ("eagle", forms.eagle_3, {"draft_vocab_size": "4096"}, "draft_vocab_size='4096' must be a positive integer"),
-        ("eagle", forms.eagle_3, {"eagle_config": [1]}, "eagle_config=[1] must be an object"),
+        ("eagle", forms.eagle_3, {"draft_vocab_size": "4096"}, f"draft_vocab_size='4096': {COUNT}"),
+        ("eagle", forms.eagle_3, {"eagle_config": [1]}, "eagle_config=[1]: must be an object"),
         (
             "eagle",
             forms.eagle_3,
@@ -25,40 +26,42 @@ from tests.spec_decode.refusals import edited, make, refusal
                 "eagle_aux_hidden_state_layer_ids": ...,
                 "eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1", "3", "5"]},
             },
-            "eagle_config.eagle_aux_hidden_state_layer_ids=['1', '3', '5'] must be a list of integers",
+            "eagle_config: eagle_aux_hidden_state_layer_ids=['1', '3', '5']: must be a list of whole numbers",
         ),
         (
             "eagle",
             forms.eagle_3,
             {"eagle_aux_hidden_state_layer_ids": 2},
-            "eagle_aux_hidden_state_layer_ids=2 must be a list of integers",
+            "eagle_aux_hidden_state_layer_ids=2: must be a list",
         ),
-        ("eagle", forms.eagle_3, {"target_hidden_size": 64.0}, "target_hidden_size=64.0 must be a positive integer"),
-        ("eagle", forms.eagle_1, {"num_attention_heads": 0}, "num_attention_heads=0 must be a positive integer"),
-        ("eagle", forms.eagle_1, {"rope_theta": "1e4"}, "rope_theta='1e4' must be a number"),
-        ("eagle", forms.eagle_1, {"rope_scaling": 2}, "rope_scaling=2 must be an object"),
+        ("eagle", forms.eagle_3, {"target_hidden_size": 64.0}, f"target_hidden_size=64.0: {COUNT}"),
+        ("eagle", forms.eagle_1, {"num_attention_heads": 0}, f"num_attention_heads=0: {COUNT}"),
+        ("eagle", forms.eagle_1, {"rope_theta": "1e4"}, f"rope_theta='1e4': {NUMBER}"),
+        ("eagle", forms.eagle_1, {"rope_scaling": 2}, "rope_scaling=2: must be an object"),
         (
             "eagle",
             forms.eagle_1,
             {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
-            "rope_scaling.factor='2' must be a number",
+            f"rope_scaling: factor='2': {NUMBER}",
         ),
-        ("eagle", forms.speculators_eagle_3, {"norm_output": "yes"}, "norm_output='yes' must be true or false"),
+        ("eagle", forms.speculators_eagle_3, {"norm_output": "yes"}, "norm_output='yes': must be true or false"),
         (
             "eagle",
             forms.speculators_eagle_3,
             {"transformer_layer_config": "llama"},
-            "transformer_layer_config='llama' must be an object",
+            "transformer_layer_config='llama': must be an object",
         ),
-        ("medusa", forms.medusa, {"num_heads": "4"}, "num_heads='4' must be a positive integer"),
-        ("medusa", forms.medusa, {"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 must be a positive integer"),
-        ("medusa", forms.medusa, {"num_hidden_layers": -1}, "num_hidden_layers=-1 must be a positive integer"),
-        ("medusa", forms.medusa, {"medusa_fc_bias": 1}, "medusa_fc_bias=1 must be true or false"),
+        ("medusa", forms.medusa, {"num_heads": "4"}, f"num_heads='4': {COUNT}"),
+        ("medusa", forms.medusa, {"num_hidden_layers": 2.5}, f"num_hidden_layers=2.5: {COUNT}"),
+        ("medusa", forms.medusa, {"num_hidden_layers": -1}, f"num_hidden_layers=-1: {COUNT}"),
+        ("medusa", forms.medusa, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be at most 2, the"),
+        ("eagle", forms.nested_eagle_1, {"model": {"hidden_size": "64"}}, f"hidden_size='64': {COUNT}"),
+        ("medusa", forms.medusa, {"medusa_fc_bias": 1}, "medusa_fc_bias=1: must be true or false"),
         (
             "medusa",
             forms.authors_medusa,
             {"medusa_num_heads": True},
-            "medusa_num_heads=True must be a positive integer",
+            f"medusa_num_heads=True: {COUNT}",
         ),
     ],
 )
@@ -66,12 +69,9 @@ def test_a_value_of_a_wrong_type_is_named_with_its_folder_and_key(
     method: str, make_head: Callable[[], forms.Head], changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     folder = forms.write(tmp_path, edited(make_head(), **changes))
-    assert f"speculative model='{folder}': {folder}/config.json: {says}: correct it there" == refusal(method, folder)
+    assert f"speculative model='{folder}': {folder}/config.json: {says}" in refusal(method, folder)
 
 
 def test_null_means_the_same_as_an_absent_key(tmp_path: Path) -> None:
     nothing = {"target_hidden_size": None, "eagle_config": None, "rope_scaling": None, "norm_output": None}
     make("eagle", forms.write(tmp_path, edited(forms.eagle_3(), **nothing))).close()
-    settings = HeadSettings(Path("x"), {"a": None})
-    assert (settings.size("a", 3), settings.number("a", None), settings.flag("a", True)) == (3, None, True)
-    assert settings.ids("a") == () and settings.section("a").raw == {}

@@ -1,0 +1,136 @@
+"""Read the weights of a checkpoint, one tensor after the other.
+
+Source: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from teachllm.distributed.shards import ShardDestination
+from teachllm.errors import ModelError
+from teachllm.models.checkpoint import StoredTensor, pickle_files, stored_tensors
+
+Progress = Callable[[int, int], None]
+Wants = Callable[[str], bool]
+PartOf = Callable[[str], ShardDestination | None]
+
+
+def _everything(name: str) -> bool:
+    return True
+
+
+def _all(name: str) -> None:
+    """Nothing is cut."""
+
+
+def read_safetensors(
+    folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
+) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    """Do the same as `read_pickles`; of a tensor that is cut no more than the part is read."""
+    from safetensors import SafetensorError, safe_open
+
+    stored = stored_tensors(folder)
+    files = list(dict.fromkeys(tensor.file for tensor in stored.values()))
+    total, done = sum(file.stat().st_size for file in files), 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)
+                    size = 0
+                    if stored[name].file == file and wants(name):
+                        cut = part(name)
+                        if cut is None:
+                            tensor = reader.get_tensor(name)
+                        else:
+                            lazy = reader.get_slice(name)
+                            tensor = lazy[_ranges(cut, tuple(lazy.get_shape()), name, file)]
+                        yield name, tensor, file
+                        size = tensor.nbytes
+                    done += size
+                    if progress is not None:
+                        progress(done, total)
+        except SafetensorError as error:
+            raise ModelError(f"{file} cannot be read: {error}") from None
+    if progress is not None:
+        progress(total, total)
+
+
+def _ranges(cut: ShardDestination, shape: tuple[int, ...], name: str, file: Path) -> tuple[slice, ...]:
+    """Return what to read of a tensor.
+
+    Raises:
+        ModelError: it has another shape.
+    """
+    if shape != cut.shape:
+        raise ModelError(wrong_shape(name, file, shape, cut.shape))
+    return cut.ranges
+
+
+def wrong_shape(name: str, file: Path, shape: Sequence[int], expected: Sequence[int]) -> str:
+    """Return what to say of a tensor that has another shape than expected."""
+    return f"{file}: tensor {name} has shape {list(shape)}, config.json means {list(expected)}"
+
+
+def read_pickles(
+    folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
+) -> Iterator[tuple[str, torch.Tensor, Path]]:
+    """(name, tensor, file) of the tensors of a checkpoint in pickles, of which only plain tensors are read.
+
+    Args:
+        wants: whether to read a tensor, by its name.
+        part: what of it.
+
+    Raises:
+        ModelError: a file holds anything else, or what is to be cut has another shape.
+    """
+    files = pickle_files(folder)
+    total, done = sum(file.stat().st_size for file in files), 0
+    for file in files:
+        for name, tensor in _unpickled(file).items():
+            if wants(name):
+                cut = part(name)
+                yield name, tensor if cut is None else tensor[_ranges(cut, tuple(tensor.shape), name, file)], file
+        done += file.stat().st_size
+        if progress is not None:
+            progress(done, total)
+
+
+def pickled_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return what `stored_tensors` does, of a checkpoint in pickles. Errors as in `read_pickles`."""
+    return {
+        name: PickledTensor(file, tuple(tensor.shape), str(tensor.dtype), 0, tensor.nbytes, tensor)
+        for name, tensor, file in read_pickles(folder, None)
+    }
+
+
+@dataclass(frozen=True)
+class PickledTensor(StoredTensor):
+    """Describe a tensor in a pickle; only its place in memory is known."""
+
+    tensor: torch.Tensor
+
+    def is_copy_of(self, other: StoredTensor) -> bool:
+        """Return whether both hold the same values in the same form."""
+        assert isinstance(other, PickledTensor)
+        return self.dtype == other.dtype and torch.equal(self.tensor, other.tensor)
+
+
+def _unpickled(file: Path) -> dict[str, torch.Tensor]:
+    """Return a file's tensors, which are read when they are looked at.
+
+    Raises:
+        ModelError: it holds anything else.
+    """
+    try:  # PyTorch's first format, which was no ZIP archive, is read at once
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:
+        raise ModelError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from None
+    if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+        raise ModelError(f"{file} holds something else than tensors by name: get it anew")
+    return tensors
