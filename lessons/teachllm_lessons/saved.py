@@ -35,7 +35,7 @@ def verdicts(path: Path, progress: Callable[[str], None] = lambda text: None) ->
         ValueError: it is no notebook, has no check in it, or a cell of it fails: which one, and with what words.
     """
     import nbformat
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     try:
         notebook = nbformat.read(path, as_version=4)
@@ -57,6 +57,8 @@ def verdicts(path: Path, progress: Callable[[str], None] = lambda text: None) ->
             f"{path.name}: {cell} was still running after {SECONDS} seconds: does a loop in it never end, or is the "
             "machine busy?"
         ) from error
+    except DeadKernelError as error:
+        raise ValueError(f"{path.name}: {cell} ends the process that runs the notebook: {error}") from error
     found = list(_told(notebook))
     if not found:
         raise ValueError(f"{path.name}: no cell shows what check(...) says: put the notebook back as it was")
@@ -64,10 +66,10 @@ def verdicts(path: Path, progress: Callable[[str], None] = lambda text: None) ->
 
 
 def _name(notebook: Any, index: int) -> str:
-    """Return a cell's place and its first line, as `cell 3 of 40 (answer = check(...))`."""
+    """Return a cell's place and its first line of code, if any, as `cell 3 of 40 (answer = check(...))`."""
     lines = [line.strip() for line in notebook.cells[index].source.splitlines()]
     first = next((line for line in lines if line and not line.startswith("#")), "")
-    return f"cell {index + 1} of {len(notebook.cells)} ({first})"
+    return f"cell {index + 1} of {len(notebook.cells)}" + (f" ({first})" if first else "")
 
 
 def _told(notebook: Any) -> Iterator[ExerciseVerdict]:

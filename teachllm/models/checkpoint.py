@@ -62,7 +62,10 @@ class StoredTensor:
 
 
 def find_folder(model: str, revision: str | None = None, load_format: str = "auto", remote_code: bool = False) -> Path:
-    """The local folder of `model`: "teachlm" or a drafter of it, a folder, or a hub id, which is downloaded once.
+    """Return the local folder of a model; one of the hub is downloaded once.
+
+    Args:
+        model: "teachlm" or a drafter of it, a folder, or a hub id.
 
     Raises:
         ModelError: there is no such folder, and the hub does not have it or cannot be reached.
@@ -90,7 +93,7 @@ def find_folder(model: str, revision: str | None = None, load_format: str = "aut
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         ModelError: the file is missing or is not a JSON object.
@@ -107,12 +110,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or an empty one if there is no such file; else as `read_json`."""
+    """Return the object in a JSON file, or an empty one if there is no such file; else as `read_json`."""
     return read_json(path) if path.is_file() else {}
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors in a checkpoint's safetensors files, by name; empty if it has no such file.
+    """Return all tensors in a checkpoint's safetensors files, by name; empty if it has no such file.
 
     A tensor may lie in two files, as long as both hold the same.
 
@@ -148,9 +151,10 @@ def pickle_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path, name: str, pattern: str) -> list[Path]:
-    """The files that hold a model's weights: the file called `name`, those that its index lists, or all of the pattern.
+    """Return the files that hold a model's weights.
 
-    A folder may hold other weights besides: a backup, an optimizer's state, an adapter, a copy in another layout.
+    They are the file called `name`, or those that its index lists, or without an index all of the pattern. A folder
+    may hold other weights besides: a backup, an optimizer's state, an adapter, a copy in another layout.
 
     Args:
         name: of the file that holds all weights, for example "model.safetensors".

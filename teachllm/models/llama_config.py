@@ -101,7 +101,7 @@ class LlamaConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Those between embedding and output head that one token meets."""
+        """Return the parameters between embedding and output head that one token meets."""
         return sum(map(self.num_active_of, range(self.num_layers))) + self.hidden_size
 
     @property
@@ -111,7 +111,7 @@ class LlamaConfig:
         return 0 if moe is None else moe.num_layers * (moe.num_held * self._expert_size(moe) - self._num_met(moe))
 
     def num_active_of(self, layer: int) -> int:
-        """Those of one layer that one token meets; where some experts are held, as many as it does in the mean."""
+        """Return the parameters of one layer that one token meets; of experts that are shared out, the mean."""
         hidden, q_size, kv_size = self.hidden_size, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         qkv_size, gate_up_size = q_size + 2 * kv_size, 2 * self.intermediate_size
         attention = hidden * qkv_size + q_size * hidden + self.qkv_bias * qkv_size + self.o_bias * hidden

@@ -144,7 +144,7 @@ def check_weights(folder: Path, load_format: str, where: str = "") -> None:
 
 
 def stored_names(folder: Path, load_format: str, where: str = "") -> list[str]:
-    """The names of a checkpoint's tensors; with random weights there are none. Errors as in `check_weights`."""
+    """Return the names of a checkpoint's tensors; with random weights there are none. Errors as in `check_weights`."""
     if load_format == "dummy":
         return []
     if load_format != "pt" and (names := list(stored_tensors(folder))):

@@ -15,7 +15,7 @@ from teachllm.models.sharding import of_rank
 
 
 def model_of_rank(model: ModelConfig, coords: RankCoords) -> ModelConfig:
-    """Its own layers, heads, widths and bytes.
+    """Describe what a rank has of a model: its own layers, heads, widths and bytes.
 
     Raises:
         ModelError: it cannot be shared equally.

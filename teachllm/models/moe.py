@@ -90,7 +90,7 @@ class SparseMLP(nn.Module):
 def unstacked(
     tensors: Iterator[tuple[str, torch.Tensor, Path]], names: ExpertNames
 ) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    """A checkpoint's tensors as they lie on the hub, each expert's apart.
+    """Yield a checkpoint's tensors as they lie on the hub, each expert's apart.
 
     transformers keeps experts stacked in memory, below "mlp" whatever the family, and can write them so
     (`save_original_format=False`).

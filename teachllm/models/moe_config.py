@@ -59,7 +59,7 @@ class MoeConfig:
 
 
 def parse_moe(values: JsonObject, architecture: str) -> MoeConfig | None:
-    """The experts of a config.json whose absent keys have been given their meaning; None: it is not of a mixture.
+    """Return the experts of a config.json whose absent keys have their meaning; None if it is not of a mixture.
 
     Raises:
         ModelError: a value that no such model can have.

@@ -80,7 +80,7 @@ def wrong_shape(name: str, file: Path, shape: Sequence[int], expected: Sequence[
 def read_pickles(
     folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
 ) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    """(name, tensor, file) of the tensors of a checkpoint in pickles, of which only plain tensors are read.
+    """Yield (name, tensor, file) of the tensors of a checkpoint in pickles, of which only plain tensors are read.
 
     Args:
         wants: whether to read a tensor, by its name.

@@ -137,7 +137,7 @@ class EagleConfig:
 
 
 def tensor_name(name: str) -> str | None:
-    """A tensor's name without what some put around it; None: it is not read."""
+    """Return a tensor's name without what some put around it; None: it is not read."""
     if _NOT_READ.search(name):
         return None
     return name.removeprefix("model.").replace("layers.0.midlayer.", "midlayer.")

@@ -94,7 +94,7 @@ class MedusaConfig:
         )
 
     def tensor_name(self, name: str) -> str | None:
-        """A tensor's name in vLLM's form; None: it is not read, as those of further heads."""
+        """Return a tensor's name in vLLM's form; None: it is not read, as those of further heads."""
         name = _in_one_form(name)
         match = re.match(r"(blocks|lm_heads)\.(\d+)\.", name)
         num_read = {"blocks": self.num_heads, "lm_heads": self.num_lm_heads}

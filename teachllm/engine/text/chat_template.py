@@ -97,7 +97,10 @@ def _are_texts(parts: Any) -> bool:
 
 def _with_object(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments") or "", str):
+    if not isinstance(function, Mapping):
+        return call
+    text = function.get("arguments")
+    if not isinstance(text, str | None):
         return call
     try:
         arguments = json.loads(text or "{}")

@@ -45,7 +45,7 @@ class DecoderBlock:
     others: dict[str, Any] = field(default_factory=dict)
 
     def linears(self) -> dict[str, nn.Linear]:
-        """Its linear layers, by their names below the block's."""
+        """Return its linear layers, by their names below the block's."""
         return {name: each for name, each in self.module.named_modules() if isinstance(each, nn.Linear)}
 
     def to(self, device: str, dtype: torch.dtype) -> None:
@@ -110,7 +110,7 @@ def load(folder: Path) -> Any:
 
 
 def load_on_meta(folder: Path) -> Any:
-    """The same model, to look at its layers: it takes no time and no memory. Errors as of `load`."""
+    """Return the same model, to look at its layers: it takes no time and no memory. Errors as of `load`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with _named(folder), torch.device("meta"):
@@ -132,7 +132,7 @@ def named_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[DecoderBlock]:
-    """A model's blocks.
+    """Return a model's blocks.
 
     Args:
         stored: the tensors of its checkpoint, by the model's names.

@@ -121,10 +121,11 @@ def write(quantized: GroupedWeight, is_version_2: bool = False) -> dict[str, tor
 
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
-    """From a `quantization_config` to the scheme of each projection, by its name.
+    """Return a function from the name of a projection to its scheme.
 
     Args:
-        names: of the checkpoint's tensors; None: they are not known, and every layer is taken for quantized.
+        config: the `quantization_config` of a checkpoint.
+        names: of its tensors; None: they are not known, and every layer is taken for quantized.
 
     Raises:
         ModelError: it says what is not supported.
@@ -207,7 +208,7 @@ def _in_each_field(bits: int) -> int:
 
 
 def unless_sorted(order: torch.Tensor, groups: int) -> torch.Tensor | None:
-    """The group of each input; None if each group's inputs are beside each other, in order.
+    """Return the group of each input; None if each group's inputs are beside each other, in order.
 
     Raises:
         ValueError: there are no such groups, or some are larger than others.

@@ -36,7 +36,8 @@ async def create_completion(service: Service, http: Request) -> Response:
     tokenizer = service.tokenizer
     service.check_fits(_num_prompts(request) * (request.n or 1))
     prompts = await _prompts(tokenizer, request)
-    asked = request.max_tokens
+    asked, recommended = request.max_tokens, engine.generation_defaults
+    usual = min(_DEFAULT_MAX_TOKENS, recommended.get("max_tokens", _DEFAULT_MAX_TOKENS))
     jobs = []
     for prompt in prompts:
         # 0 scores the prompt: one token is sampled and not shown.
@@ -44,8 +45,8 @@ async def create_completion(service: Service, http: Request) -> Response:
         left = check_length(len(prompt.token_ids), wanted, service.max_model_len, "prompt")
         params = sampling_params(
             request,
-            engine.generation_defaults,
-            max_tokens=min(left, _DEFAULT_MAX_TOKENS) if asked is None else left,
+            recommended,
+            max_tokens=min(left, usual) if asked is None else left,
             logprobs=request.logprobs,
             prompt_logprobs=_num_prompt_logprobs(request),
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from nbclient.exceptions import CellExecutionError, CellTimeoutError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 from teachllm_lessons import index
 from teachllm_lessons.exercise import VERDICT_TYPE
@@ -74,9 +74,10 @@ def test_every_piece_of_a_notebook_has_a_line_and_one_that_does_not_hold_is_exit
             "mine.ipynb: cell 2 of 3 (x = 1 / 0) fails: ZeroDivisionError: division by zero",
         ),
         (CellTimeoutError("too long"), "mine.ipynb: cell 2 of 3 (x = 1 / 0) was still running after 300 seconds: does"),
+        (DeadKernelError("Kernel died"), "mine.ipynb: cell 2 of 3 (x = 1 / 0) ends the process that runs the notebook"),
         (None, "mine.ipynb: no cell shows what check(...) says: put the notebook back as it was"),
     ],
-    ids=["fails", "hangs", "no check"],
+    ids=["fails", "hangs", "dies", "no check"],
 )
 def test_what_cannot_be_judged_is_said_in_a_line(
     teachllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str

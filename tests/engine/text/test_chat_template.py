@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -138,3 +139,11 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
     calls = [{"function": {"name": "f", **more}} for more in ({}, {"arguments": None}, {"arguments": ""})]
     messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
     assert render_conversation(template, messages, {}, {}) == "{}{}{}"
+
+
+@pytest.mark.parametrize("arguments", [[], 0, False, {"a": []}])
+def test_arguments_that_are_no_text_reach_the_template_as_they_are(arguments: Any) -> None:
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    call = {"function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert render_conversation(template, messages, {}, {}) == json.dumps(arguments)

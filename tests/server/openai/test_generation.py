@@ -181,6 +181,10 @@ def test_defaults_are_the_request_s_then_the_checkpoint_s_then_openai_s() -> Non
         (chat, _), (text, _) = engine_client.asked
         assert (chat.temperature, chat.top_k, chat.top_p, chat.max_tokens) == (0.6, 5, 1.0, 50)
         assert (text.temperature, text.top_k, text.max_tokens) == (0.1, 20, 16)
+        engine_client.generation_defaults = {"max_tokens": 9}
+        for asked in ({}, {"max_tokens": 12}):
+            server.post(PATH, {"prompt": "a"} | asked)
+        assert [params.max_tokens for params, _ in engine_client.asked[-2:]] == [9, 12]
 
 
 def test_what_is_open_when_time_runs_out_is_told_so() -> None:
