@@ -107,20 +107,24 @@ def of_config(config: Mapping[str, Any], names: Container[str] | None) -> Quanti
         ModelError: a part of the format that is not supported.
     """
     method = config["quant_method"]
-    with _malformed_is_said(method):
+    with _malformed_is_said(config):
         scheme_of = FORMATS[method](config, names)
 
     def of_layer(name: str) -> Scheme | None:
-        with _malformed_is_said(method, f" for {name}"):
+        with _malformed_is_said(config, f" for {name}"):
             return scheme_of(name)
 
     return Quantization(method, Schemes(of_layer))
 
 
+_TYPES = dict.fromkeys(("bits", "num_bits", "group_size"), int) | dict.fromkeys(("type", "strategy", "format"), str)
+
+
 @contextmanager
-def _malformed_is_said(method: str, where: str = "") -> Iterator[None]:
-    """Of a file that anyone may have edited, the parsers do not check each type, nor do they know where it lies."""
-    what, fix = f"quantization_config of {method!r}{where}", "correct it in config.json, or get that anew"
+def _malformed_is_said(config: Mapping[str, Any], where: str = "") -> Iterator[None]:
+    """Say where a value lies that a parser fails at: it checks no types, and anyone may have edited the file."""
+    what = f"quantization_config of {config['quant_method']!r}{where}"
+    fix = "correct it in config.json, or get that anew"
     try:
         yield
     except ModelError as error:
@@ -128,7 +132,17 @@ def _malformed_is_said(method: str, where: str = "") -> Iterator[None]:
     except KeyError as error:
         raise ModelError(f"{what} lacks {error}: {fix}") from None
     except (TypeError, AttributeError, re.error) as error:
-        raise ModelError(f"{what} has a value of another type or form than such files have ({error}): {fix}") from error
+        found = ", ".join(_of_another_type(config)) or "a value"
+        raise ModelError(f"{what} has {found} of another type or form than such files have ({error}): {fix}") from error
+
+
+def _of_another_type(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield as "key=value" what is not of the type that it always has, in objects inside too."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _of_another_type(value)
+        elif key in _TYPES and type(value) is not _TYPES[key]:
+            yield f"{key}={value!r}"
 
 
 def on_the_fly(method: str) -> Quantization:

@@ -184,6 +184,27 @@ def test_a_size_that_no_tensor_has_is_refused_before_it_takes_memory(
         ours(checkpoint("llama2", tmp_path, **changes))
 
 
+@pytest.mark.parametrize("key", ["intermediate_size", "vocab_size"])
+def test_so_is_one_of_a_model_that_runs_through_transformers(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has shape \[\d+, 64\], config.json means \[1000000000, 64\]"):
+        ours(checkpoint("gemma2", tmp_path, **{key: 10**9}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 10**6, "layer_types": None}, r"num_hidden_layers=1000000: must be at most 3"),
+        ({"num_attention_heads": 1000}, r"config.json: num_attention_heads=1000: transformers gave"),
+        ({"hidden_size": 3}, r"config.json: hidden_size=3: transformers gave"),
+    ],
+)
+def test_so_are_numbers_that_transformers_would_take_or_fail_at_without_a_name(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=says):
+        ours(checkpoint("gemma2", tmp_path, **changes))
+
+
 @pytest.mark.parametrize("key", ["num_experts", "moe_intermediate_size"])
 def test_so_is_a_size_of_experts(key: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"config.json means 1000000 rows \({key}\)"):

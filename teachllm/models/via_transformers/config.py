@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def read_config(folder: Path, engine_config: EngineConfig) -> Any:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=engine_config.trust_remote_code)
         return type(found).from_dict(found.to_dict() | dict(overrides)) if overrides else found
     except Exception as error:
-        raise ModelError(f"{folder}/config.json: transformers gave {' '.join(str(error).split())[:300]}") from error
+        key = _without_which(raw, CONFIG_MAPPING[raw["model_type"]].from_dict) if "auto_map" not in raw else None
+        value = "" if key is None else f" {key}={raw[key]!r}:"
+        words = " ".join(str(error).split())[:300]
+        raise ModelError(f"{folder}/config.json:{value} transformers gave {words}") from error
 
 
 def _check_values(values: JsonObject) -> None:
@@ -93,13 +97,20 @@ def _create(config: Any, trust_remote_code: bool, implementation: str) -> Any:
 
 def _culprit(config: Any, trust_remote_code: bool, implementation: str) -> str | None:
     """Return the key without which there would be a model; None: it is not one key alone."""
-    values = config.to_diff_dict()
+
+    def make(values: dict[str, Any]) -> None:
+        with torch.device("meta"):
+            _create(type(config).from_dict(values), trust_remote_code, implementation)
+
+    return _without_which(config.to_diff_dict(), make)
+
+
+def _without_which(values: dict[str, Any], make: Callable[[dict[str, Any]], object]) -> str | None:
+    """Return the first key without which `make` does not fail; None: there is none."""
     for key in values:
         try:
-            changed = type(config).from_dict({name: value for name, value in values.items() if name != key})
-            with torch.device("meta"):
-                _create(changed, trust_remote_code, implementation)
+            make({name: value for name, value in values.items() if name != key})
         except Exception:
             continue
-        return str(key)
+        return key
     return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import nn
 
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
+from teachllm.models.checkpoint import StoredTensor, stored_tensors
 from teachllm.models.json_values import JsonObject
 from teachllm.models.registry import SUPPORTED, check_features
 from teachllm.models.shape import Shape
+from teachllm.models.stored_weights import wrong_shape
 from teachllm.models.via_transformers.config import NO_INTERFACE, SIZES, create, read_config
 from teachllm.models.via_transformers.model import TransformersModel, register
 from teachllm.models.via_transformers.rehearsal import IMPLEMENTATION, attention_modules, rehearse
@@ -35,8 +38,11 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
     for key in (*SIZES, *_OPTIONAL_SIZES):
         if not isinstance(value := _single(config, key), int) and not (value is None and key in _OPTIONAL_SIZES):
             raise ModelError(f"{name} is not supported: its configuration has no single {key}; {SUPPORTED}")
+    stored = {} if engine_config.load_format in ("pt", "dummy") else stored_tensors(folder)
+    _check_num_layers(config, stored)
     with torch.device("meta"):
         model = create(config, trust_remote_code, IMPLEMENTATION).eval()
+    _check_sizes(model, stored)
     if not (model._supports_attention_backend and model._can_set_attn_implementation()):
         raise ModelError(f"{name} is not supported: {NO_INTERFACE}; {SUPPORTED}")
     attentions = attention_modules(model)
@@ -68,6 +74,21 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
     )
     _check_head(model, shape)
     return shape
+
+
+def _check_num_layers(config: Any, stored: Collection[str]) -> None:
+    """Refuse more layers than the names of tensors count, before so many are made."""
+    numbers = [int(number) for name in stored for number in re.findall(r"\.(\d+)\.", name)]
+    if numbers and config.num_hidden_layers > max(numbers) + 1:
+        most = f"at most {max(numbers) + 1}, as no tensor of its weights has a higher number"
+        raise JsonObject(config.to_dict(), "config.json").refusal("num_hidden_layers", most)
+
+
+def _check_sizes(model: Any, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse a stored tensor of another shape than the model's, before there is memory for the model's."""
+    for name, tensor in model.state_dict().items():
+        if name in stored and stored[name].shape != tuple(tensor.shape):
+            raise ModelError(wrong_shape(name, stored[name].file, stored[name].shape, tensor.shape))
 
 
 def _check_head(model: Any, shape: Shape) -> None:

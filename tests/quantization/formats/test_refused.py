@@ -191,7 +191,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "gptq int4",
             {"dynamic": {".*": 8}},
-            r"layers.0.self_attn.q_proj has a value of another type .*: correct it in",
+            r"layers.0.self_attn.q_proj has bits='4' of another type .*: correct it in",
         ),
         ("fp8 without blocks", {"activation_scheme": "x"}, "activation_scheme='x': must be dynamic or static"),
         ("gptq int4", {"checkpoint_format": "gptq_v2"}, "means zeros of 8, and all are 7: its layout is 'gptq', which"),
@@ -209,7 +209,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
             "data_type 'mx_fp' is not supp.* 'int': take a checkpoint with this",
         ),
         ("auto-round", {"packing_format": "x"}, "AutoRound in the packing 'x' is not .*: take a checkpoint in these"),
-        ("auto-round", {"bits": "4"}, r"'auto-round' for model.layers.0.self_attn.q_proj has a value of another type"),
+        ("auto-round", {"bits": "4"}, r"'auto-round' for model.layers.0.self_attn.q_proj has bits='4' of another type"),
         (
             "auto-round, as awq",
             {"bits": 8},
