@@ -43,7 +43,8 @@ _READS_BIAS = {
 }
 # Those whose code in transformers has one kind of layer, whatever `layer_types` says.
 _IGNORES_LAYER_TYPES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
-_MOST_POSITIONS = 1 << 24  # a table has a row for each
+# More than any model has, and less than what takes minutes or all memory.
+_MOST_LAYERS, _MOST_POSITIONS = 1 << 12, 1 << 24
 # What each scaling needs to be told, and what else it may be told; all are numbers above 0.
 _SCALING_NEEDS = {
     "default": (),
@@ -167,7 +168,7 @@ def parse(raw: dict[str, Any], where: str = "config.json") -> LlamaConfig:
     if head_size % 2:
         raise ModelError(f"{where}: head_dim={head_size} is odd, and rotary embedding turns pairs of channels")
     has_bias = {key: architecture in read and values.flag(key, False) for key, read in _READS_BIAS.items()}
-    num_layers = values.integer("num_hidden_layers")
+    num_layers = values.integer("num_hidden_layers", most=_MOST_LAYERS)
     return LlamaConfig(
         vocab_size=values.integer("vocab_size"),
         hidden_size=hidden_size,

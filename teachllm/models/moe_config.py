@@ -73,7 +73,7 @@ def parse_moe(values: JsonObject, architecture: str) -> MoeConfig | None:
         raise values.refusal("num_experts_per_tok", f"at most the number of experts, {num_experts}")
     dense = [] if is_mixtral else values.entries("mlp_only_layers")
     if not all(type(i) is int and 0 <= i < num_layers for i in dense):
-        raise values.refusal("mlp_only_layers", f"a list of layers among the {num_layers} that there are")
+        raise values.refusal("mlp_only_layers", f"a list of layers below num_hidden_layers={num_layers}")
     step = 1 if is_mixtral else values.integer("decoder_sparse_step")
     return MoeConfig(
         num_experts=num_experts,

@@ -174,6 +174,7 @@ def test_attention_to_later_tokens_is_refused(family: str, value: Any, tmp_path:
         ({"max_position_embeddings": 10**9}, "max_position_embeddings=1000000000: must be a whole number from 1 to"),
         ({"intermediate_size": 10**9}, r"config.json means 1000000000 rows \(intermediate_size\)"),
         ({"vocab_size": 10**9}, r"config.json means 1000000000 rows \(vocab_size\)"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be a whole number from 1 to 4096"),
         ({"num_hidden_layers": 4000}, r"lacks tensor model.layers.3999.* \(num_hidden_layers\)"),
     ],
 )
