@@ -242,6 +242,7 @@ def quantization_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] 
         found = read_json(beside) | {"quant_method": "modelopt"}
     if not found:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("quant_method", ""), str):
+    if not isinstance(found, dict):
         raise ModelError(f"{folder}: quantization_config in config.json is not settings by name: get it anew")
+    JsonObject(found, f"{folder}/config.json: quantization_config").text("quant_method", "")
     return dict(found)

@@ -147,7 +147,7 @@ REFUSED = [
 REFUSED_QWEN = [
     ({"moe_intermediate_size": 0}, ["moe_intermediate_size=0"]),
     ({"decoder_sparse_step": 0}, ["decoder_sparse_step=0"]),
-    ({"mlp_only_layers": [2]}, ["mlp_only_layers=[2]", "among the 2"]),
+    ({"mlp_only_layers": [2]}, ["mlp_only_layers=[2]", "num_hidden_layers=2"]),
     ({"mlp_only_layers": 1}, ["mlp_only_layers=1"]),
 ]
 CASES = [(architecture, *case) for architecture in ("Qwen3MoeForCausalLM", "MixtralForCausalLM") for case in REFUSED]

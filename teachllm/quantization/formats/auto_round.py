@@ -30,7 +30,8 @@ _AS_AWQ = ("auto_round:auto_awq", "auto_round:awq")
 
 def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
     """Return the function that returns a projection's scheme by its name; see `gptq.parse`."""
-    packing, kind = config.get("packing_format") or "auto", config.get("data_type", "int")
+    packing = "auto" if config.get("packing_format") is None else config["packing_format"]
+    kind = config.get("data_type", "int")
     if str(kind).startswith(("mx_fp", "nv_fp")):
         raise ModelError(
             f"AutoRound with data_type {kind!r} is not supported, only 'int': take a checkpoint with this, or one that "
@@ -41,7 +42,8 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
     if packing not in (*_AS_GPTQ, *_AUTO_ROUND, *_AS_AWQ):
         supported = ", ".join((*_AS_GPTQ[:1], *_AUTO_ROUND[:1], *_AS_AWQ[:1]))
         raise ModelError(
-            f"AutoRound in the packing {packing!r} is not supported, only {supported}: take a checkpoint in these"
+            f"AutoRound in the packing {packing!r} (packing_format) is not supported, only {supported}: take a "
+            "checkpoint in these"
         )
     if not str(kind).startswith("int"):
         raise ModelError(

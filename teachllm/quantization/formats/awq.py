@@ -81,7 +81,9 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
     """Parse a configuration, like `gptq.py`."""
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if version != "gemm" or config.get("backend") == "llm-awq":
-        raise ModelError(f"AWQ in the layout {version!r} is not supported, only 'gemm': take a checkpoint in this")
+        raise ModelError(
+            f"AWQ in the layout {version!r} (version) is not supported, only 'gemm': take a checkpoint in this"
+        )
     checked_bits(config.get("bits", config.get("w_bit", 4)), "every layer in AWQ", BITS)
     usual = Awq(config.get("group_size", config.get("q_group_size", 128)), not config.get("zero_point", True))
     ignored = [*(config.get("modules_to_not_convert") or []), *([] if config.get("lm_head") else ["lm_head"])]

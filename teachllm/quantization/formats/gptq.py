@@ -28,7 +28,7 @@ from teachllm.quantization.formats.scheme import FLOATS, INTS, Scheme, Stored
 from teachllm.quantization.quantized_weights import GroupedWeight, fits_kernels
 
 BITS = (4, 8)
-LEAVE_OUT = "quantization_config must leave this layer out"
+LEAVE_OUT = "quantization_config in config.json must leave this layer out"
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,10 @@ def check_sizes(group_size: int, in_features: int) -> None:
     Raises:
         ValueError: as of `Scheme.stored`.
     """
-    if not isinstance(group_size, int):
-        raise ValueError(f"its group_size is {group_size!r}, not a whole number: correct quantization_config")
+    if type(group_size) is not int:
+        raise ValueError(
+            f"its group_size is {group_size!r}, not a whole number: correct quantization_config in config.json"
+        )
     if group_size != -1 and (group_size < 1 or in_features % group_size):
         what = f"groups of {group_size} do not divide its {in_features} inputs"
         raise ValueError(f"{what}: correct group_size, or {LEAVE_OUT}")

@@ -34,7 +34,8 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
     scheme = _SCHEMES.get(algorithm)
     if scheme is None:
         raise ModelError(
-            f"ModelOpt's {algorithm} is not supported, only {', '.join(_SCHEMES)}: take a checkpoint in these"
+            f"ModelOpt's {algorithm} is not supported (quant_algo), only {', '.join(_SCHEMES)}: take a checkpoint in "
+            "these"
         )
     ignored = config.get("ignore") or config.get("exclude_modules") or []
 

@@ -47,7 +47,10 @@ class Scaled:
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
         """Implement `Scheme.stored`."""
         if not (len(self.block) == 2 and all(isinstance(each, int) and each > 0 for each in self.block)):
-            raise ValueError(f"its blocks are {self.block}, not two whole numbers: correct quantization_config")
+            raise ValueError(
+                f"its blocks (weight_block_size, block_structure) are {self.block}, not two whole numbers: correct "
+                "quantization_config in config.json"
+            )
         dtypes = (*FLOATS, *_EXPONENTS)
         one = ((1,), (), (1, 1))
         scales = Stored(one[0], dtypes, others=one[1:])

@@ -168,7 +168,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
             "gptq int4",
             {"group_size": 40},
             r"model.layers.0.self_attn.q_proj \[64, 64\]: groups of 40 do not divide its 64 inputs: correct group_size"
-            ", or quantization_config must leave this layer out",
+            ", or quantization_config in config.json must leave this layer out",
         ),
         (
             "gptq int4",
@@ -191,7 +191,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "gptq int4",
             {"dynamic": {".*": 8}},
-            r"layers.0.self_attn.q_proj has bits='4' of another type .*: correct it in",
+            r"layers.0.self_attn.q_proj has a value of another type .*: correct it in",
         ),
         ("fp8 without blocks", {"activation_scheme": "x"}, "activation_scheme='x': must be dynamic or static"),
         ("gptq int4", {"checkpoint_format": "gptq_v2"}, "means zeros of 8, and all are 7: its layout is 'gptq', which"),
@@ -201,14 +201,18 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "awq",
             {"version": "gemv"},
-            "AWQ in the layout 'gemv' is not supported, only 'gemm': take a checkpoint in this",
+            "AWQ in the layout 'gemv' .* is not supported, only 'gemm': take a checkpoint in this",
         ),
         (
             "auto-round",
             {"data_type": "mx_fp"},
             "data_type 'mx_fp' is not supp.* 'int': take a checkpoint with this",
         ),
-        ("auto-round", {"packing_format": "x"}, "AutoRound in the packing 'x' is not .*: take a checkpoint in these"),
+        (
+            "auto-round",
+            {"packing_format": "x"},
+            "AutoRound in the packing 'x' .* is not .*: take a checkpoint in these",
+        ),
         ("auto-round", {"bits": "4"}, r"'auto-round' for model.layers.0.self_attn.q_proj has bits='4' of another type"),
         (
             "auto-round, as awq",
@@ -223,7 +227,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "fp8 by block, as DeepSeek writes it",
             {"weight_block_size": ["128", "128"]},
-            r"q_proj \[64, 64\]: its blocks are \('128', '128'\), not two whole numbers: correct quantization_config",
+            r"q_proj \[64, 64\]: its blocks \(weight_block_size, .*\) are \('128', '128'\), not two whole numbers",
         ),
         (
             "nvfp4 of ModelOpt",
@@ -241,12 +245,19 @@ def test_settings_that_no_such_file_has_are_refused(
         generate(tmp_path)
 
 
-@pytest.mark.parametrize("config", ["gptq", ["bits", 4], {"quant_method": ["gptq"]}])
-def test_what_is_no_settings_at_all_is_refused(config: Any, unquantized: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("gptq", "quantization_config in config.json is not settings by name: get it"),
+        (["bits", 4], "quantization_config in config.json is not settings by name: get it"),
+        ({"quant_method": ["gptq"]}, r"config.json: quantization_config: quant_method=\['gptq'\]: must be a string"),
+    ],
+)
+def test_what_is_no_settings_at_all_is_refused(config: Any, says: str, unquantized: Path, tmp_path: Path) -> None:
     write_checkpoint("gptq int4", unquantized, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
-    with pytest.raises(ModelError, match=r"quantization_config in config.json is not settings by name: get it"):
+    with pytest.raises(ModelError, match=says):
         generate(tmp_path)
 
 
