@@ -66,8 +66,8 @@ def peak_width(config: LlamaConfig, is_gated: bool = False, is_fixed: bool = Fal
 def check_sizes(config: LlamaConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Refuse sizes that are not those of the stored tensors, as far as tensors with their plain names tell.
 
-    Called before anything of these sizes is made: one that is wrong by a digit asks for more memory than there is, and
-    the error would be about memory.
+    This comes before anything of these sizes is made: one that is wrong by a digit asks for more memory than there is,
+    and the error would be about memory.
 
     Args:
         stored: by this project's names; may be empty.
@@ -106,5 +106,9 @@ def _rows(config: LlamaConfig) -> Iterator[tuple[str, str, int]]:
 
 
 def _rows_of_experts(experts: MoeConfig, block: str) -> Iterator[tuple[str, str, int]]:
-    yield "num_experts", f"{block}gate.weight", experts.num_experts
-    yield "moe_intermediate_size", f"{block}experts.0.{experts.names.gate}.weight", experts.intermediate_size
+    yield "num_experts or num_local_experts", f"{block}gate.weight", experts.num_experts
+    yield (
+        "moe_intermediate_size or intermediate_size",
+        f"{block}experts.0.{experts.names.gate}.weight",
+        experts.intermediate_size,
+    )

@@ -20,7 +20,7 @@ from teachllm import LLM
 from teachllm.models.checkpoint import stored_tensors
 from teachllm.quantization.algorithms import compare, folding, methods, write
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.algorithms.quantize import quantize_weights
+from teachllm.quantization.algorithms.quantize import quantize_model, quantize_weights
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.algorithms.texts import calibration_rows
 from teachllm.quantization.algorithms.write import Made
@@ -296,3 +296,18 @@ def test_only_methods_that_scale_inputs_try_out_who_can_divide_them(
     assert not tried
     quantize_weights(short, Recipe("awq", **SOME))
     assert set(tried) == {"model.layers.0", "model.layers.1"}
+
+
+@pytest.mark.parametrize("how", ["without a prefix", "under the head's name"])
+def test_what_other_names_hold_is_quantized_as_under_the_usual_ones(how: str, tmp_path: Path) -> None:
+    folder = Path(make_checkpoint("qwen3", tmp_path / "model"))
+    quantize_model(str(folder), tmp_path / "usual", Recipe("int8"))
+    weights = load_file(folder / "model.safetensors")
+    if how == "without a prefix":
+        weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    else:
+        weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    quantize_model(str(folder), tmp_path / "other", Recipe("int8"))
+    usual, other = (load_file(tmp_path / name / "model.safetensors") for name in ("usual", "other"))
+    assert usual.keys() == other.keys() and all(torch.equal(usual[name], other[name]) for name in usual)
