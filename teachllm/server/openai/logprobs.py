@@ -54,9 +54,8 @@ class CompletionLogprobs:
                 continue
             found["token_logprobs"].append(finite(entry[token_id].logprob))
             top: dict[str, float] = {}
-            for other, logprob in sorted(
-                entry.items(), key=lambda each: each[1].rank
-            ):  # of ids with one text the likelier
+            by_rank = sorted(entry.items(), key=lambda each: each[1].rank)
+            for other, logprob in by_rank:  # of ids with one text the likelier is shown
                 top.setdefault(token_text(other, logprob), finite(logprob.logprob))
             found["top_logprobs"].append(top)
         return found
