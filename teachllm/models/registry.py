@@ -61,7 +61,7 @@ def architecture_of(raw: dict[str, Any]) -> str:
 
     A class of ours with a model type of its own is no architecture of ours: transformers reads such a checkpoint with
     that type's configuration. Its name has the type in front, as in "internlm3.LlamaForCausalLM". A checkpoint of one
-    of our types that was written from the model without its head, or names nothing, is one of a language model.
+    of our types that was written from the model without its head is one of a language model.
 
     Raises:
         ModelError: config.json names no architecture.
@@ -70,7 +70,7 @@ def architecture_of(raw: dict[str, Any]) -> str:
     architectures = values.entries("architectures")
     model_type = values.text("model_type", "")
     own = _OWN_TYPES.get(model_type)
-    if own is not None and (not architectures or architectures == [own.replace("ForCausalLM", "Model")]):
+    if own is not None and architectures == [own.replace("ForCausalLM", "Model")]:
         return own
     if not architectures:
         raise ModelError(f"config.json names no architecture in 'architectures'; {SUPPORTED}")

@@ -187,14 +187,10 @@ def test_a_tied_pair_is_found_under_any_of_its_names(tied: Path, how: str) -> No
         assert answer(tied) == expected
 
 
-def test_a_model_saved_without_its_head_or_without_an_architecture_is_one_of_its_type(tmp_path: Path) -> None:
+def test_a_model_saved_without_its_head_is_a_language_model(tmp_path: Path) -> None:
     model, expected = build_model("qwen3"), answer(Path(make_checkpoint("qwen3", tmp_path / "whole")))
     folder = tmp_path / "without"
     model.model.save_pretrained(folder)
-    raw = json.loads((folder / "config.json").read_text())
-    assert raw.pop("architectures") == ["Qwen3Model"] and "embed_tokens.weight" in load_file(
-        folder / "model.safetensors"
-    )
-    assert answer(folder) == expected
-    (folder / "config.json").write_text(json.dumps(raw))
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+    assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
     assert answer(folder) == expected

@@ -49,7 +49,9 @@ def add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) ->
     Raises:
         ModelError: a value is no token; names file and key.
     """
-    own, is_new = tokenizer.get_added_tokens_decoder(), config.get(_BY_ID) is not None
+    own, is_new = tokenizer.get_added_tokens_decoder(), _BY_ID in config
+    if is_new and config[_BY_ID] is None:
+        raise JsonObject(config, _CONFIG).refusal(_BY_ID, "an object")
     older = {} if is_new else read_json_if_any(folder / _MAP)
     named, unnamed = _named(config, older), _unnamed(config, older)
     if is_new:
@@ -98,8 +100,8 @@ def _unnamed(config: Mapping[str, Any], older: Mapping[str, Any]) -> list[AddedT
 
 
 def _tokens(source: Mapping[str, Any], where: str, key: str) -> list[AddedToken]:
-    """Return the tokens of a list; none of an object, which gives them names."""
-    if isinstance(source.get(key), dict):
+    """Return the tokens of a list; none of an object under the newer key, which gives them names."""
+    if key == _EXTRA and isinstance(source.get(key), dict):
         return []
     values = JsonObject(source, where).listed(key)
     return [_token(values, place) for place in values]

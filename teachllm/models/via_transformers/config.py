@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,10 @@ def read_config(folder: Path, engine_config: EngineConfig) -> Any:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=engine_config.trust_remote_code)
         return type(found).from_dict(found.to_dict() | dict(overrides)) if overrides else found
     except Exception as error:
-        key = _without_which(raw, CONFIG_MAPPING[raw["model_type"]].from_dict) if "auto_map" not in raw else None
-        value = "" if key is None else f" {key}={raw[key]!r}:"
+        keys = () if "auto_map" in raw else _without_which(raw, CONFIG_MAPPING[raw["model_type"]].from_dict)
+        values = ", ".join(f"{key}={raw[key]!r}" for key in keys)
         words = " ".join(str(error).split())[:300]
-        raise ModelError(f"{folder}/config.json:{value} transformers gave {words}") from error
+        raise ModelError(f"{folder}/config.json: {values}{': ' if values else ''}transformers gave {words}") from error
 
 
 def _check_values(values: JsonObject) -> None:
@@ -102,15 +102,14 @@ def _culprit(config: Any, trust_remote_code: bool, implementation: str) -> str |
         with torch.device("meta"):
             _create(type(config).from_dict(values), trust_remote_code, implementation)
 
-    return _without_which(config.to_diff_dict(), make)
+    return next(_without_which(config.to_diff_dict(), make), None)
 
 
-def _without_which(values: dict[str, Any], make: Callable[[dict[str, Any]], object]) -> str | None:
-    """Return the first key without which `make` does not fail; None: there is none."""
+def _without_which(values: dict[str, Any], make: Callable[[dict[str, Any]], object]) -> Iterator[str]:
+    """Yield each key without which `make` does not fail."""
     for key in values:
         try:
             make({name: value for name, value in values.items() if name != key})
         except Exception:
             continue
-        return key
-    return None
+        yield key
