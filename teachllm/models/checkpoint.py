@@ -153,8 +153,8 @@ def pickle_files(folder: Path) -> list[Path]:
 def weight_files(folder: Path, name: str, pattern: str) -> list[Path]:
     """Return the files that hold a model's weights.
 
-    They are the file called `name`, or those that its index lists, or without an index all of the pattern. A folder
-    may hold other weights besides: a backup, an optimizer's state, an adapter, a copy in another layout.
+    A file called `name` holds all of them. Otherwise its index lists their files; without an index, all files that
+    match the pattern count. A folder may also hold a backup, an optimizer's state, an adapter, or other copies.
 
     Args:
         name: of the file that holds all weights, for example "model.safetensors".

@@ -32,7 +32,7 @@ from teachllm.models.moe import unstacked
 from teachllm.models.moe_config import ExpertNames
 from teachllm.models.quantized_needs import of_model
 from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
-from teachllm.models.stored_weights import Progress, read_pickles, read_safetensors, wrong_shape
+from teachllm.models.stored_weights import Progress, pickled_tensors, read_pickles, read_safetensors, wrong_shape
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
@@ -150,7 +150,7 @@ def stored_names(folder: Path, load_format: str, where: str = "") -> list[str]:
     if load_format != "pt" and (names := list(stored_tensors(folder))):
         return names
     check_weights(folder, load_format, where)
-    return [name for name, _, _ in read_pickles(folder, None)]
+    return list(pickled_tensors(folder))
 
 
 def fill_from_checkpoint(

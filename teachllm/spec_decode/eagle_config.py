@@ -148,12 +148,11 @@ def _check_form(settings: JsonObject) -> None:
     form = settings.text("speculators_model_type", "eagle3")
     if form != "eagle3":
         raise ModelError(f"a speculator of speculators_model_type={form!r} is not supported, only of 'eagle3'")
-    for name, where in (("use_aux_hidden_state", settings.object("eagle_config")), ("parallel_drafting", settings)):
-        wanted = name == "use_aux_hidden_state"
-        if where.flag(name, wanted) != wanted:
-            raise ModelError(f"an EAGLE head with {name}={not wanted} is not supported")
-    if settings.flag("add_para_norm", False):
-        raise ModelError("an EAGLE head with add_para_norm=True is not supported")
+    if not settings.object("eagle_config").flag("use_aux_hidden_state", True):
+        raise ModelError("an EAGLE head with eagle_config.use_aux_hidden_state=False is not supported")
+    for name in ("parallel_drafting", "add_para_norm"):
+        if settings.flag(name, False):
+            raise ModelError(f"an EAGLE head with {name}=True is not supported")
     if settings.flag("norm_before_fc", False) and settings.flag("fc_norm", False):
         raise ModelError("an EAGLE head has norm_before_fc or fc_norm, not both")
 

@@ -97,7 +97,7 @@ def test_a_model_that_transformers_runs_hands_out_no_features_whatever_its_archi
             forms.eagle_3,
             {"eagle_config": {"use_aux_hidden_state": False}},
             {},
-            "an EAGLE head with use_aux_hidden_state=False is not supported",
+            "an EAGLE head with eagle_config.use_aux_hidden_state=False is not supported",
         ),
         (forms.eagle_3, {"parallel_drafting": True}, {}, "with parallel_drafting=True is not supported"),
         (

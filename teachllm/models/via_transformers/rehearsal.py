@@ -69,12 +69,9 @@ def rehearse(model: Any, num_layers: int) -> Rehearsal:
             on a device where there are values.
     """
     rehearsal, device = Rehearsal(), next(model.parameters()).device
-    for module in attention_modules(model):
-        setattr(module, _REHEARSAL, rehearsal)
-    ids = torch.arange(2, device=device).unsqueeze(0)
+    ids = torch.arange(2, device=device)
     try:
-        with torch.inference_mode():
-            model.base_model(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        _run(model, rehearsal, ids, ids)
     except ModelError as error:
         raise _unsupported(model, str(error)) from error
     except Exception as error:
@@ -85,6 +82,19 @@ def rehearse(model: Any, num_layers: int) -> Rehearsal:
     if missing := [layer for layer in range(num_layers) if layer not in rehearsal.windows]:
         raise _unsupported(model, f"layer {missing[0]} does not use transformers' attention interface")
     return rehearsal
+
+
+def _run(model: Any, rehearsal: Rehearsal, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Run [num_tokens] ids at their positions, note the calls, and return [num_tokens, hidden_size]."""
+    for module in attention_modules(model):
+        setattr(module, _REHEARSAL, rehearsal)
+    row = ids.unsqueeze(0)
+    with torch.inference_mode():
+        output = model.base_model(
+            input_ids=row, position_ids=positions.unsqueeze(0), attention_mask=torch.ones_like(row), use_cache=False
+        )
+    hidden: torch.Tensor = output.last_hidden_state[0]
+    return hidden
 
 
 def check_tokens_apart(model: Any) -> None:
@@ -99,22 +109,11 @@ def check_tokens_apart(model: Any) -> None:
     Raises:
         ModelError: it does not.
     """
-    rehearsal, device = Rehearsal(), next(model.parameters()).device
-    for module in attention_modules(model):
-        setattr(module, _REHEARSAL, rehearsal)
+    device = next(model.parameters()).device
     order = torch.tensor([2, 0, 3, 1], device=device)
-
-    def hidden(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rehearsal.windows.clear()
-        mask = torch.ones_like(ids).unsqueeze(0)
-        with torch.inference_mode():
-            output = model.base_model(
-                input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), attention_mask=mask, use_cache=False
-            )
-        return output.last_hidden_state[0].float()
-
     ids, positions = torch.arange(1, 5, device=device), torch.tensor([7, 3, 12, 5], device=device)
-    expected, found = hidden(ids, positions)[order], hidden(ids[order], positions[order])
+    expected = _run(model, Rehearsal(), ids, positions)[order].float()
+    found = _run(model, Rehearsal(), ids[order], positions[order]).float()
     if float((found - expected).norm()) > _TOLERANCE * float(expected.norm()):
         raise _unsupported(model, "its tokens depend on their neighbours or their place in a step beside attention")
 

@@ -201,7 +201,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "awq",
             {"version": "gemv"},
-            "AWQ in the layout 'gemv' .* is not supported, only 'gemm': take a checkpoint in this",
+            r"AWQ in the layout 'gemv' \(version\) is not supported, only 'gemm': take a checkpoint in this",
         ),
         (
             "auto-round",
@@ -211,7 +211,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "auto-round",
             {"packing_format": "x"},
-            "AutoRound in the packing 'x' .* is not .*: take a checkpoint in these",
+            r"AutoRound in the packing 'x' \(packing_format\) is not .*: take a checkpoint in these",
         ),
         ("auto-round", {"bits": "4"}, r"'auto-round' for model.layers.0.self_attn.q_proj has bits='4' of another type"),
         (
@@ -227,7 +227,8 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "fp8 by block, as DeepSeek writes it",
             {"weight_block_size": ["128", "128"]},
-            r"q_proj \[64, 64\]: its blocks \(weight_block_size, .*\) are \('128', '128'\), not two whole numbers",
+            r"q_proj \[64, 64\]: its blocks \(weight_block_size, block_structure\) are \('128', '128'\), not two whole "
+            "numbers: correct quantization_config",
         ),
         (
             "nvfp4 of ModelOpt",
