@@ -130,7 +130,7 @@ class SamplingParams:
                     continue
                 try:
                     object.__setattr__(self, name, convert(value))
-                except (TypeError, ValueError, OverflowError):
+                except (TypeError, ValueError, OverflowError, RuntimeError):  # PyTorch's, of a tensor with several
                     self._check(name, False, wanted)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from teachllm_lessons.broken_process import BrokenProcess, run_scenario
-from teachllm_lessons.build import SECONDS
 from teachllm_lessons.faults import FAULTS, ROOT, Fault
 from teachllm_lessons.mutants import copy_to, last_words
 
-_SECONDS = 0.8 * SECONDS  # for a question, so that the cell that asks ends later and can say why
+_SECONDS = 240.0  # for a question
 
 
 @dataclass(frozen=True)

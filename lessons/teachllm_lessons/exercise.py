@@ -10,16 +10,22 @@ Whatever a piece does, `check` comes back with one that can be used: the reader'
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_lessons.guard import Ran, Seconds, TooLong, run_guarded
 from teachllm_lessons.watch import NoProgress, Watch
 
 LIMIT = Seconds(computing=30.0, waiting=120.0)
-_SLOWER = 20  # times what the engine's own takes here and now, a piece may take in any case
+LONGEST = Seconds(computing=300.0, waiting=300.0)
+_SLOWER = 20  # times what the engine's own takes here and now, a piece may take, up to LONGEST
+_MARKS = {"right": "✓", "wrong": "✗", "unwritten": "…", "unjudged": "?"}
 VERDICT_TYPE = "application/vnd.teachllm.verdict+json"  # for `teachllm lesson check`, beside the text
+
+
+class SlowMachine(Exception):
+    """The engine's own piece was not done in time either, so nothing can be said of the reader's."""
 
 
 class Wrong(AssertionError):
@@ -77,20 +83,22 @@ class Checked:
 
     Attributes:
         piece: what the rest of the notebook can use: the reader's if it is right, else the engine's own.
-        is_right: it keeps its contract and the engine runs with it.
-        is_written: it is more than the empty frame.
+        verdict: "right": it keeps its contract and the engine runs with it; "unwritten": it is the empty frame; or
+            "unjudged": even the engine's own takes too long here.
         message: what was found, in a few lines.
     """
 
     exercise: Exercise
     piece: Any
-    is_right: bool
-    is_written: bool
+    verdict: Literal["right", "wrong", "unwritten", "unjudged"]
     message: str
 
+    @property
+    def is_right(self) -> bool:
+        return self.verdict == "right"
+
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        verdict = "right" if self.is_right else "wrong" if self.is_written else "unwritten"
-        told = {"lesson": self.exercise.lesson, "exercise": self.exercise.name, "verdict": verdict}
+        told = {"lesson": self.exercise.lesson, "exercise": self.exercise.name, "verdict": self.verdict}
         return {
             "text/plain": repr(self),
             "text/markdown": self._markdown(),
@@ -98,51 +106,57 @@ class Checked:
         }
 
     def _markdown(self) -> str:
-        return f"{'✓' if self.is_right else '✗' if self.is_written else '…'} **`{self.exercise.name}`** {self.message}"
+        return f"{_MARKS[self.verdict]} **`{self.exercise.name}`** {self.message}"
 
     def __repr__(self) -> str:
         return self._markdown().replace("**", "").replace("`", "")
 
 
-def check(exercise: Exercise, piece: Any, limit: Seconds = LIMIT) -> Checked:
+def check(exercise: Exercise, piece: Any, limit: Seconds = LIMIT, longest: Seconds = LONGEST) -> Checked:
     """Judges a piece, and runs the engine with it if it may.
 
     Args:
         limit: what the contract may take, and the engine as much; more, where the engine's own piece is slow as well.
+        longest: what each of them, and the same with the engine's own piece, may take then.
     """
-    problem, cases, said = _judge(exercise, piece, limit)
+    problem, cases, said = _judge(exercise, piece, limit, longest)
     if problem is None:
         message = f"keeps its contract in {cases} cases. {said}"
-        return Checked(exercise, piece, True, True, message)
+        return Checked(exercise, piece, "right", message)
     if isinstance(problem, NotImplementedError):
-        _, cases, said = _judge(exercise, exercise.reference, limit)
-        message = f"is not written yet, so {exercise.whose} own takes its place: it holds in {cases} cases. {said}"
-        return Checked(exercise, exercise.reference, False, False, message)
+        problem, cases, said = _judge(exercise, exercise.reference, limit, longest)
+        found = f": it holds in {cases} cases. {said}" if problem is None else f", which {said}"
+        message = f"is not written yet, so {exercise.whose} own takes its place{found}"
+        return Checked(exercise, exercise.reference, "unwritten", message)
+    goes_on = f"The notebook goes on with {exercise.whose} own piece."
+    if isinstance(problem, SlowMachine):
+        return Checked(exercise, exercise.reference, "unjudged", f"{said}\n\n{goes_on}")
     hint = f"`{exercise.name.upper()}.hint(1)` may help."
-    message = f"{said}\n\nThe notebook goes on with {exercise.whose} own piece. {hint}"
-    return Checked(exercise, exercise.reference, False, True, message)
+    return Checked(exercise, exercise.reference, "wrong", f"{said}\n\n{goes_on} {hint}")
 
 
-def _judge(exercise: Exercise, piece: Any, limit: Seconds) -> tuple[BaseException | None, int, str]:
+def _judge(exercise: Exercise, piece: Any, limit: Seconds, longest: Seconds) -> tuple[BaseException | None, int, str]:
     """(what is wrong, None if nothing is; cases of the contract; a sentence)."""
-    tried = _run(exercise.contract, piece, exercise.reference, limit)
+    tried = _run(exercise.contract, piece, exercise.reference, limit, longest)
     if tried.error is not None:
         return tried.error, 0, explain(tried)
-    ran = _run(exercise.live, piece, exercise.reference, limit)
+    ran = _run(exercise.live, piece, exercise.reference, limit, longest)
     if ran.error is not None:
         return ran.error, 0, f"keeps its contract, and fails in the engine: {explain(ran)}"
     return None, tried.value, ran.value
 
 
-def _run(trial: Callable[[Any], Any], piece: Any, reference: Any, limit: Seconds) -> Ran:
+def _run(trial: Callable[[Any], Any], piece: Any, reference: Any, limit: Seconds, longest: Seconds) -> Ran:
     """Try a piece; on a slow machine once more, with as much time as it needs there."""
     ran = run_guarded(lambda: trial(piece), limit)
-    if isinstance(ran.error, TooLong) and piece is not reference:
-        usual = run_guarded(lambda: trial(reference), limit.times(_SLOWER))
-        allowed = limit if usual.took is None else limit.or_more(usual.took.times(_SLOWER))
-        if allowed != limit:
-            ran = run_guarded(lambda: trial(piece), allowed)
-    return ran
+    if not isinstance(ran.error, TooLong):
+        return ran
+    usual = run_guarded(lambda: trial(reference), longest)
+    if isinstance(usual.error, TooLong):
+        return replace(usual, error=SlowMachine())
+    assert usual.took is not None
+    allowed = usual.took.times(_SLOWER).or_less(longest).or_more(limit)
+    return ran if allowed == limit else run_guarded(lambda: trial(piece), allowed)
 
 
 def explain(ran: Ran) -> str:
@@ -154,6 +168,9 @@ def explain(ran: Ran) -> str:
     if isinstance(error, TooLong) and ran.took is not None:
         took = f"{ran.took.waiting:.0f} seconds ({ran.took.computing:.0f} processor seconds)"
         return f"was still running after {took}{at}: does a loop of it never end?"
+    if isinstance(error, SlowMachine) and ran.took is not None:
+        took = f"{ran.took.waiting:.0f} seconds"
+        return f"cannot be judged now: the reference was not done after {took} either. Is the machine busy? Try again."
     if isinstance(error, NoProgress):
         return f"lets no request go on: {error}"
     if isinstance(error, SystemExit):

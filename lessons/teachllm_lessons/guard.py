@@ -47,8 +47,12 @@ class Seconds:
         return Seconds(factor * self.computing, factor * self.waiting)
 
     def or_more(self, other: Seconds) -> Seconds:
-        """Return the longer ones."""
+        """Return the longer time of each kind."""
         return Seconds(max(self.computing, other.computing), max(self.waiting, other.waiting))
+
+    def or_less(self, other: Seconds) -> Seconds:
+        """Return the shorter time of each kind."""
+        return Seconds(min(self.computing, other.computing), min(self.waiting, other.waiting))
 
     def is_beyond(self, limit: Seconds) -> bool:
         """Return whether one of them is longer."""

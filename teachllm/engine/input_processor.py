@@ -17,7 +17,7 @@ import numpy as np
 
 from teachllm.config import EngineConfig
 from teachllm.core.request import Request
-from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.engine.text.tokenizer import Tokenizer, check_encodable
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
 from teachllm.sampling_params import SamplingParams, fits_int64
@@ -34,7 +34,7 @@ class InputProcessor:
         tokenizer: None takes prompts as token ids alone.
 
     Attributes:
-        num_requests: made so far; those without a seed have noise by this number.
+        num_requests: that the engine has taken so far; those without a seed have noise by this number.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> None:
@@ -67,10 +67,9 @@ class InputProcessor:
         text, token_ids, packed_ids = self._token_ids(prompt)
         bad_words = self._check(params)
         params = self._with_whole_vocabulary(params)
-        self.num_requests += 1
         seed = params.seed
         if seed is None:  # the same engine seed and order of requests give the same noise
-            digest = sha256(f"{self._config.seed} {self.num_requests}".encode()).digest()
+            digest = sha256(f"{self._config.seed} {self.num_requests + 1}".encode()).digest()
             seed = int.from_bytes(digest[:8], "little")
         # The first child scores the prompt for all.
         others = replace(params, prompt_logprobs=None) if params.n > 1 else params
@@ -159,16 +158,6 @@ def _content(prompt: Mapping[str, Any], cache_salt: str | None) -> tuple[Prompt,
     if not isinstance(text, str | None) or isinstance(token_ids, str):
         raise ValueError('in a prompt dictionary, "prompt" is a text and "prompt_token_ids" a list of token ids')
     return token_ids if text is None else text, salt
-
-
-def check_encodable(name: str, text: str) -> None:
-    """Refuse what is no text: half a surrogate pair has no bytes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has half a surrogate pair at character {error.start}: send whole characters"
-        ) from None
 
 
 def _is_below(token_id: Any, vocab_size: int) -> bool:

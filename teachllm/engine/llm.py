@@ -7,6 +7,7 @@ for output in llm.generate(["What is a KV cache?"], SamplingParams(temperature=0
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from numbers import Integral
@@ -26,7 +27,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model ready to generate. Several threads may use one: their calls queue.
+    """A model ready to generate. Several threads may use one: their calls queue, and a stream waits during a call.
 
     Args:
         model: a local folder, a hub id, or "teachlm".
@@ -51,7 +52,8 @@ class LLM:
             known = ", ".join(EngineConfig.__dataclass_fields__)
             raise ValueError(f"LLM has no setting {unknown[0]!r}; it has {known}")
         self.engine = Engine(EngineConfig(model=model, **settings), progress=progress, drafter=drafter)
-        self._num_requests = 0
+        self._request_ids = map(str, itertools.count(1))
+        self._transformers_tokenizer: Any = None
         self._lock = threading.RLock()  # the engine takes one step at a time
         if self.config.speculative_config is not None:
             self.engine.count()
@@ -68,19 +70,25 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """Return the tokenizer as transformers loads it, for scripts that count tokens or render templates themselves.
 
-        The engine itself uses `tokenizer`. `engine/text/added_tokens.py` lists where the two differ.
+        It is loaded once. The engine itself uses `tokenizer`, so that changes to this one have no effect on it;
+        `engine/text/added_tokens.py` lists where the two differ.
         """
-        from transformers import AutoTokenizer
+        if self._transformers_tokenizer is None:
+            from transformers import AutoTokenizer
 
-        config = self.config
-        folder = config.tokenizer or self.engine.model_config.path
-        revision = config.revision if config.tokenizer else None
-        return AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=config.trust_remote_code)
+            config = self.config
+            self._transformers_tokenizer = AutoTokenizer.from_pretrained(
+                config.tokenizer or self.engine.model_config.path,
+                revision=config.revision if config.tokenizer else None,
+                trust_remote_code=config.trust_remote_code,
+            )
+        return self._transformers_tokenizer
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets the content of every block that no request holds."""
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the content of every block that no request holds. Returns True, since it cannot fail."""
         with self._lock, uninterrupted():
             self.engine.reset_prefix_cache()
+        return True
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
@@ -161,23 +169,21 @@ class LLM:
         self, messages: Messages, sampling_params: SamplingParams | None = None, **template_options: Any
     ) -> Generator[RequestOutput, None, None]:
         """Answers one conversation, yielding its output whenever it has grown. Closing the generator aborts it."""
-        prompt, params = self._chat_prompt(messages, template_options), sampling_params
-        with self._lock, uninterrupted():
-            request_id = self._next_id()
-            output = self.engine.add_request(request_id, prompt, params or self.get_default_sampling_params())
-        num_shown = 0
+        prompt = self._chat_prompt(messages, template_options)
+        request_id, num_shown, is_finished = next(self._request_ids), 0, False
         try:
-            while True:  # by the output, not by what `step` returns: another stream's steps make this one grow too
-                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+            with self._lock, uninterrupted():
+                params = sampling_params or self.get_default_sampling_params()
+                output = self.engine.add_request(request_id, prompt, params)
+            while not is_finished:
+                with self._lock, uninterrupted():
+                    # The steps of another thread make this output grow as well.
+                    if not output.finished and _num_tokens(output) == num_shown:
+                        self.engine.step()
+                    num_tokens, is_finished = _num_tokens(output), output.finished
                 if num_tokens > num_shown:
                     num_shown = num_tokens
                     yield output
-                elif output.finished:
-                    return
-                else:
-                    with self._lock, uninterrupted():
-                        if not output.finished:  # another thread's steps may have ended it
-                            self.engine.step()
         finally:
             with self._lock, uninterrupted():
                 self.engine.abort_request(request_id)
@@ -207,10 +213,10 @@ class LLM:
             try:
                 for prompt, each, priority in zip(prompts, params, priorities, strict=True):
                     with uninterrupted():
-                        request_id = self._next_id()
+                        request_id = next(self._request_ids)
                         outputs[request_id] = self.engine.add_request(request_id, prompt, each, priority=priority)
                 with _progress_bar(len(prompts), use_tqdm) as bar:
-                    while self.engine.has_unfinished_requests:
+                    while self._has_work_for(outputs):
                         with uninterrupted():
                             changed = self.engine.step()
                         bar.update(sum(output.finished and output.request_id in outputs for output in changed))
@@ -230,12 +236,18 @@ class LLM:
         token_ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
         return {"prompt_token_ids": token_ids}
 
-    def _next_id(self) -> str:
-        self._num_requests += 1
-        return str(self._num_requests)
+    def _has_work_for(self, outputs: Mapping[str, RequestOutput]) -> bool:
+        """Return whether one of these is unfinished, or the last step is under way and nobody else will wait for it."""
+        is_finished = all(output.finished for output in outputs.values())
+        return self.engine.has_unfinished_requests and not (is_finished and self.engine.unfinished_ids)
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in output.outputs)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    prompts = _plain(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
@@ -248,8 +260,15 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _each_or_all(priority: Any, num_prompts: int) -> list[Any]:
     """Return a priority per prompt, as Python's numbers."""
-    given = priority.tolist() if hasattr(priority, "tolist") else priority  # of NumPy or PyTorch
-    return [given] * num_prompts if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    given = _plain(priority)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return [given] * num_prompts
+    return [_plain(each) for each in given]
+
+
+def _plain(value: Any) -> Any:
+    """Return what NumPy or PyTorch made as Python's numbers, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _check_is_text(content: Any) -> None:

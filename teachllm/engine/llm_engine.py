@@ -203,6 +203,7 @@ class Engine:
         output = self._outputs.add(request_id, text, token_ids, children)
         for child in children[1:]:
             self._core.add(child)
+        self.inputs.num_requests += 1
         return output
 
     def adopt_request(self, request: Request) -> RequestOutput:

@@ -24,7 +24,8 @@ from tests.engine.reference import FORWARD_COLUMNS, FORWARD_SEQUENCES, GOLDEN, N
 
 Arrays = dict[str, Any]
 NUM_HALF_PRECISION = 60  # tokens of a sequence: beyond, dynamic rope depends on how transformers is called
-MAX_DIFFERENCE = {"forward_logits": 1e-10, "bfloat16_error": 0.05, "float16_error": 0.05}
+# The powers from which angles are made are of float32, and processors round them differently.
+MAX_DIFFERENCE = {"forward_logits": 1e-6, "bfloat16_error": 0.05, "float16_error": 0.05}
 EAGER: dict[str, Any] = {
     "attn_implementation": "eager",  # the other implementations ignore a soft cap
     "experts_implementation": "eager",  # the other implementations have no float64

@@ -76,9 +76,22 @@ def test_a_right_piece_is_right_where_the_engines_own_is_as_slow(slow: Any, limi
     assert check(double(live=lambda piece: f"{slow(piece)}"), lambda x: x + x, limit).is_right
 
 
+@pytest.mark.parametrize(("piece", "verdict"), [(lambda x: x + x, "unjudged"), (unwritten, "unwritten")])
+def test_nothing_is_said_of_a_piece_where_the_engines_own_is_not_done_in_time(piece: Any, verdict: str) -> None:
+    def contract(piece: Any) -> int:
+        piece(2)
+        return for_ever(1)
+
+    checked = check(double(contract=contract), piece, Seconds(0.02, HANG_SECONDS), longest=Seconds(0.1, HANG_SECONDS))
+    assert checked.verdict == verdict and checked.piece(3) == 6
+    assert "cannot be judged now: the reference was not done after" in checked.message
+    assert "loop" not in checked.message and "holds in" not in checked.message
+
+
 def test_what_is_not_written_yet_is_done_by_the_engines_own() -> None:
     checked = check(double(), unwritten)
-    assert not checked.is_right and not checked.is_written and checked.piece(3) == 6
+    assert checked.message == "is not written yet, so the engine's own takes its place: it holds in 1 cases. It ran."
+    assert checked.piece(3) == 6
     assert checked._repr_mimebundle_()[VERDICT_TYPE]["verdict"] == "unwritten"
 
 

@@ -28,7 +28,7 @@ def rejected(exercise: Exercise, piece: Any, words: str) -> Checked:
     """A wrong answer is found out, by a message that has these words; what is left is the engine's own piece."""
     checked = check(exercise, piece)
     assert not checked.is_right
-    assert checked.is_written
+    assert checked.verdict == "wrong"
     assert re.search(words, checked.message), checked.message
     assert checked.piece is exercise.reference
     return checked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from typing import Any
 
@@ -23,6 +24,7 @@ WRONG: list[tuple[str, Any]] = [
         ("temperature", value)
         for value in ("0", None, True, [0.5], 1j, 10**400, np.bool_(True), np.str_("0.5"), np.complex64(1))
     ),
+    ("temperature", torch.tensor([0.5, 0.7])),
     *(("repetition_penalty", value) for value in (10**400, 0)),
     *(("top_p", value) for value in ("1", None)),
     *(("stop", value) for value in (3, ["x", 3], [b"x"], {"x": 1}, "\ud800", ["\ud800"])),
@@ -77,15 +79,16 @@ def llm() -> Any:
         ({"prompt_token_ids": [5], "cache_salt": "\ud800"}, {}, "cache_salt has half a surrogate pair"),
         ({"prompt_token_ids": [5], "multi_modal_data": {}}, {}, "'multi_modal_data' is not supported"),
         ({"prompt_token_ids": [5], "prompt": "x"}, {}, 'either "prompt" or "prompt_token_ids"'),
-        ({"prompt_token_ids": [5.5]}, {}, "5.5"),
-        ({"prompt_token_ids": ["5"]}, {}, "5"),
+        ({"prompt_token_ids": [5.5]}, {}, "prompt token id 5.5 is not in the vocabulary"),
+        ({"prompt_token_ids": ["5"]}, {}, "prompt token id '5' is not in the vocabulary"),
+        ({"prompt_token_ids": [5] * 96}, {}, "the prompt has 96 tokens and max_model_len=96"),
         ({"prompt_token_ids": [True]}, {}, "not True or False"),
         ({"prompt_token_ids": "5"}, {}, '"prompt_token_ids" a list of token ids'),
         ({"prompt": [5]}, {}, '"prompt" is a text'),
         (b"5", {}, "not bytes"),
         ({"prompt_token_ids": [5]}, {"priority": 1 << 63}, "priority=9223372036854775808: must be"),
-        ({"prompt_token_ids": [5]}, {"priority": 1.5}, "priorit"),
-        ({"prompt_token_ids": [5]}, {"priority": "1"}, "priorit"),
+        ({"prompt_token_ids": [5]}, {"priority": 1.5}, "priority=1.5: must be"),
+        ({"prompt_token_ids": [5]}, {"priority": "1"}, "priority='1': must be"),
     ],
     ids=repr,
 )
@@ -93,9 +96,12 @@ def test_what_is_refused_leaves_nothing_in_the_engine(llm: LLM, prompt: Any, opt
     params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
     good = {"prompt_token_ids": [5, 6, 7]}
     [expected] = llm.generate(good, params, use_tqdm=False)
-    with pytest.raises((ValueError, TypeError), match=says):
+    num_before = llm.engine.inputs.num_requests
+    with pytest.raises(ValueError, match=re.escape(says)):
         llm.generate([good, prompt], params, use_tqdm=False, **options)
     assert not llm.engine.has_unfinished_requests
+    # By their number, requests without a seed draw their tokens.
+    assert llm.engine.inputs.num_requests - num_before == (0 if options else 1)
     [after] = llm.generate(good, params, use_tqdm=False)
     assert after.outputs[0].token_ids == expected.outputs[0].token_ids
 
@@ -130,9 +136,21 @@ def test_prompts_with_different_salts_share_no_block_and_those_with_one_do(llm: 
 
 def test_priorities_of_other_libraries_are_as_good_and_none_is_zero(llm: LLM) -> None:
     params, prompts = SamplingParams(temperature=0, max_tokens=2, detokenize=False), [[5, 6], [7, 8]]
-    for priority in (None, 3, np.int64(3), np.array([1, 2]), range(2), (1, 2)):
+    for priority in (None, 3, np.int64(3), np.array([1, 2]), range(2), (1, 2), [np.int64(1), np.int32(2)]):
         outputs = llm.generate(prompts, params, use_tqdm=False, priority=priority)
         assert len(outputs) == 2
+
+
+def test_prompts_of_other_libraries_are_as_good(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+    expected = [output.prompt_token_ids for output in llm.generate([[5, 6], [7, 8]], params, use_tqdm=False)]
+    assert expected == [[5, 6], [7, 8]]
+    for prompts in (np.array(expected), torch.tensor(expected), [np.array([5, 6]), torch.tensor([7, 8])]):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == expected
+    for one in (np.array([5, 6]), torch.tensor([5, 6])):
+        [output] = llm.generate(one, params, use_tqdm=False)
+        assert output.prompt_token_ids == [5, 6]
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0}, ["a"]], ids=repr)
@@ -145,6 +163,11 @@ def test_what_are_no_sampling_params_are_refused(llm: LLM, wrong: Any) -> None:
 def test_what_are_no_prompts_are_refused(llm: LLM, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^prompts="):
         llm.generate(wrong, use_tqdm=False)
+
+
+def test_half_a_surrogate_pair_in_a_message_is_refused() -> None:
+    with closing(LLM("teachlm", device="cpu")) as llm, pytest.raises(ValueError, match=r"^a conversation has half a"):
+        llm.chat([{"role": "user", "content": "\ud800"}])
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video"])

@@ -69,7 +69,7 @@ def latency(
             result = run_latency(llm, options, ceilings, progress)
         found = _report(title, result, ceilings, output_json, llm.speculation())
         if trace is not None:
-            steps = profile_decode(llm, latency_batch(llm, options), ceilings, trace_path=trace)
+            steps = profile_decode(llm, latency_batch(llm, options), result.ceilings, trace_path=trace)
             _report_profile(steps)
             write_json(output_json, found | {"profile": asdict(steps)})
             notes().print(f"The same steps for https://ui.perfetto.dev: {trace}", markup=False, soft_wrap=True)

@@ -64,7 +64,7 @@ def check_lesson(
 
         from teachllm_lessons.saved import verdicts
 
-        marks = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "unwritten": "[dim]…[/]"}
+        marks = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "unwritten": "[dim]…[/]", "unjudged": "[yellow]?[/]"}
         with notes().status(f"running {path.name} ...") as status:
             found = verdicts(path, lambda cell: status.update(escape(f"running {path.name}, {cell} ...")))
         for each in found:

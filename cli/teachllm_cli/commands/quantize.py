@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -145,7 +146,10 @@ def _how_to_try(out: Path) -> str | None:
         chats = Tokenizer.load(str(out)).has_chat_template
     except ValueError:
         return None
-    return f"teachllm chat --model {out}" if chats else f"teachllm generate --model {out} --prompt 'Once upon a time'"
+    folder = shlex.quote(str(out))
+    if chats:
+        return f"teachllm chat --model {folder}"
+    return f"teachllm generate --model {folder} --prompt 'Once upon a time'"
 
 
 def _compare(

@@ -7,6 +7,7 @@ To `Engine` it is a core like any other, but for three things: it steps by itsel
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,7 @@ class CoreClient:
         self._balance = Balance(num_replicas, choose_replica)
         self._stats = [NOTHING] * num_replicas
         self._has_news = self._is_closed = False
+        self._owner = os.getpid()
         self._death: str | None = None
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -265,8 +267,8 @@ class CoreClient:
             self._waker.send(b"!")
 
     def close(self) -> None:
-        """End the processes and wait for that."""
-        if self._is_closed:
+        """End the processes and wait for that; in a child that is forked from this process they go on."""
+        if self._is_closed or os.getpid() != self._owner:
             return
         self._is_closed = True
         for link in self._links:

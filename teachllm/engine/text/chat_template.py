@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import jinja2
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-_ASKS_FOR_NONE = re.compile(r"""content['"\]]*\s*(is\s+(not\s+)?|==\s*|!=\s*)none\b""", re.IGNORECASE)
+_ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"\]]*\s*(is\s+(not\s+)?|==\s*|!=\s*)none\b""", re.IGNORECASE)
 _MARK = "part-{}-{}-of-a-message"  # stands for the text of a part while it is found out whether a template reads it
 _MAX_RENDERED_CHARACTERS = 1 << 24  # more than any context holds: an endless one stops here
 
@@ -51,8 +51,9 @@ def render_conversation(
     """Renders messages, which a template gets as they are, with four exceptions.
 
     The arguments of a tool call travel as JSON text, and templates print the object; without any, an empty one. Content
-    in parts becomes one text if the template takes none but text. A field that is None is left out, since most
-    templates would print "None"; but content stays where a template asks whether it is none, and can go on from there.
+    in parts becomes one text if the template takes none but text. A field that is None is left out, as transformers 5
+    does, since most templates would print "None"; but content stays where a template asks whether it is none, and can
+    go on from there, as with earlier versions of transformers.
     Reasoning is given under both names that templates read, `thinking` and `reasoning_content`.
 
     Args:

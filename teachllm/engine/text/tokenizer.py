@@ -48,6 +48,20 @@ def sanitize_for_terminal(text: str) -> str:
     return _TERMINAL_UNSAFE.sub("", text)
 
 
+def check_encodable(name: str, text: str) -> None:
+    """Refuse what is no text: half a surrogate pair has no bytes.
+
+    Raises:
+        ValueError: gives `name` and the place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has half a surrogate pair at character {error.start}: send whole characters"
+        ) from None
+
+
 class _Backend(Protocol):
     """Define what both libraries' tokenizers are reduced to."""
 
@@ -178,6 +192,7 @@ class Tokenizer:
         text = self.render_chat_template(
             messages, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt, **kwargs
         )
+        check_encodable("a conversation", text)
         return self.encode(text, add_special_tokens=False)  # the template has written them
 
     def render_chat_template(

@@ -101,6 +101,8 @@ class ChatAnswer:
         else:
             deltas = tools.feed(text, cursor.has_ended)
             reason = tools.finish_reason(reason)
+        if cursor.has_ended and deltas and "tool_calls" in deltas[-1]:
+            deltas.append({})  # the end has a chunk of its own: OpenAI's client overlooks a call that begins in it
         if not deltas and (cursor.has_ended or (self._tells_tokens and has_new_tokens)):
             deltas = [{"content": ""}]
         chunks = []

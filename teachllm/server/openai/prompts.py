@@ -54,8 +54,13 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatOptions, options: Serve
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message as it was sent. One that is calls of tools alone may come without content."""
+    """Return a message as it was sent. One that is calls of tools alone may come without content.
+
+    An empty list of calls is left out: clients send back what they were given, and templates ask whether there is one.
+    """
     plain = message.model_dump(exclude_unset=True)
+    if plain.get("tool_calls") == []:
+        del plain["tool_calls"]
     return {"content": None, **plain} if isinstance(message, AssistantMessage) else plain
 
 

@@ -52,31 +52,34 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C, and the other signals of `_HANDLED` that Python code handles, back until the block has ended.
 
-    A handler may raise, and half of what the block does would remain. A second signal of a kind does not wait.
+    A handler may raise, and half of what the block does would remain. A second signal of the same kind is handled at
+    once, so that a block that hangs can be left. However many handlers raise, each signal is handled.
     """
     if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
         yield
         return
-    come: list[int] = []
+    waiting: list[int] = []
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def remember(number: int, frame: FrameType | None) -> None:
-        if number in come:
+        if number in waiting:
             handlers[number](number, frame)
         else:
-            come.append(number)
+            waiting.append(number)
 
-    try:
+    def handle_waiting() -> None:
+        with contextlib.ExitStack() as each:
+            for number in reversed(waiting):
+                each.callback(signal.raise_signal, number)
+
+    with contextlib.ExitStack() as at_the_end:  # runs all of it, whatever raises
+        at_the_end.callback(handle_waiting)
         for handled in _HANDLED:
             if callable(handler := signal.getsignal(handled)):
                 handlers[handled] = handler
+                at_the_end.callback(signal.signal, handled, handler)
                 signal.signal(handled, remember)
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in come:  # also where the block has raised
-            signal.raise_signal(number)
 
 
 def leave_signals_to_the_parent() -> None:

@@ -108,6 +108,23 @@ def test_an_interrupt_ends_a_wait_and_the_core_cannot_be_looked_at(remote: Engin
         llm.pause()
 
 
+def test_a_forked_child_that_closes_the_engine_leaves_its_parents_core_alone(remote: Engine) -> None:
+    """The child says by its exit code how often it would have killed the core."""
+    pid = os.fork()
+    if pid == 0:
+        code, killed = 99, []
+        try:
+            process_of(remote).kill = lambda: killed.append(process_of(remote))
+            remote.close()
+            code = len(killed)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    output = remote.add_request("a", random_ids(9), GREEDY)
+    drain(remote)
+    assert len(tokens(output)[0]) == GREEDY.max_tokens
+
+
 def test_resetting_the_prefix_cache_forgets_what_is_free(remote: Engine) -> None:
     def num_cached() -> int:
         output = remote.add_request("a", random_ids(40), GREEDY)

@@ -56,11 +56,25 @@ def test_an_engine_is_closed_after_the_call_that_another_thread_is_in() -> None:
     assert found == [expected]
 
 
-def test_a_stream_and_calls_of_another_thread_do_not_disturb_each_other() -> None:
+def test_a_stream_and_calls_of_another_thread_take_turns() -> None:
     with closing(LLM("teachlm", device="cpu")) as llm:
         ask = [{"role": "user", "content": "What is a KV cache?"}]
         params = SamplingParams(temperature=0, max_tokens=24)
         expected = llm.chat(ask, params, use_tqdm=False)[0].outputs[0].text
+        step = llm.engine.step
+        inside: list[threading.Thread] = []
+        num_inside: list[int] = []
+
+        def counted() -> list[Any]:
+            inside.append(threading.current_thread())
+            num_inside.append(len(inside))
+            try:
+                time.sleep(0.002)  # a thread that does not wait for its turn comes in now
+                return step()
+            finally:
+                inside.pop()
+
+        llm.engine.step = counted  # type: ignore[method-assign]
         beside = threading.Thread(target=lambda: llm.generate("A GPU", params, use_tqdm=False))
         streamed = ""
         for i, output in enumerate(llm.stream_chat(ask, params)):
@@ -69,6 +83,21 @@ def test_a_stream_and_calls_of_another_thread_do_not_disturb_each_other() -> Non
             streamed = output.outputs[0].text
         beside.join()
         assert streamed == expected
+        assert set(num_inside) == {1}
+
+
+def test_a_call_ends_with_its_own_requests_while_a_stream_is_open() -> None:
+    with closing(LLM("teachlm", device="cpu")) as llm:
+        ask = [{"role": "user", "content": "What is a KV cache?"}]
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        expected = llm.chat(ask, params, use_tqdm=False)[0].outputs[0].token_ids
+        stream = llm.stream_chat(ask, params)
+        output = next(stream)
+        llm.generate("A GPU", SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+        assert not output.finished
+        *_, output = stream
+        assert output.finished
+        assert output.outputs[0].token_ids == expected
 
 
 def test_a_forked_child_that_drops_the_engine_leaves_its_parents_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +109,13 @@ def test_a_forked_child_that_drops_the_engine_leaves_its_parents_ranks_alone(mon
         expected = answers(llm, PROMPTS[:1])
         pid = os.fork()
         if pid == 0:
+            code = 99
             try:
                 llm.engine.core.executor._ranks._finalizer()  # type: ignore[attr-defined]
+                code = len(ended)
             finally:
-                os._exit(len(ended))
-        assert os.waitpid(pid, 0)[1] == 0
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert answers(llm, PROMPTS[:1]) == expected
     assert len(ended) == 1
 
@@ -118,14 +149,37 @@ def test_a_handler_that_raises_at_any_moment_loses_no_step(number: signal.Signal
         assert answers(llm, PROMPTS[:2]) == expected
 
 
-def test_a_signal_that_came_while_a_block_failed_is_not_lost() -> None:
-    found: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(number))
+def test_signals_that_came_while_a_block_failed_are_not_lost_though_their_handlers_raise() -> None:
+    numbers, found = (signal.SIGALRM, signal.SIGUSR1), []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        found.append(number)
+        raise InterruptedError
+
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        with pytest.raises(KeyError), uninterrupted():
-            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(InterruptedError), uninterrupted():
+            for number in numbers:
+                signal.raise_signal(number)
             assert found == []
             raise KeyError
+        assert found == [*numbers]
+        assert [signal.getsignal(number) for number in numbers] == [handle, handle]
     finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert found == [signal.SIGUSR1]
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_signal_while_a_stream_begins_leaves_no_request_behind() -> None:
+    with closing(LLM("teachlm", device="cpu")) as llm:
+        add = llm.engine.add_request
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            output = add(*args, **kwargs)
+            signal.raise_signal(signal.SIGINT)
+            return output
+
+        llm.engine.add_request = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            next(llm.stream_chat([{"role": "user", "content": "What is a KV cache?"}]))
+        assert not llm.engine.has_unfinished_requests

@@ -97,6 +97,12 @@ def test_content_that_is_none_is_left_out_where_a_template_asks_and_cannot_go_on
     assert ours(asks, CHAT["tool"], None) == "1+1?2"
 
 
+def test_content_that_is_none_is_left_out_where_a_template_asks_that_of_another_field() -> None:
+    asks = "{% for m in messages %}{% if m.reasoning_content is not none %}{{ m.reasoning_content }}{% endif %}"
+    asks += "{{ m.content }}{% endfor %}"
+    assert ours(asks, CHAT["tool"], None) == "1+1?2"
+
+
 def test_parts_are_joined_for_templates_that_take_text_alone() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     loops = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"

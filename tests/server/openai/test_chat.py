@@ -117,6 +117,16 @@ def test_token_ids_and_prompt_logprobs_come_on_request(server: Server, llm: LLM)
     assert ids == expected.outputs[0].token_ids
 
 
+def test_an_empty_list_of_calls_reaches_no_template(engine: tuple[Any, Any]) -> None:
+    """Clients send back what they were given, and templates take any list for calls."""
+    template = "{% for m in messages %}{% if m.tool_calls is defined %}calls{% endif %}{{ m.content }}{% endfor %}"
+    messages = [*QUESTION, {"role": "assistant", "content": "A cache.", "tool_calls": []}]
+    with serving(engine[0], chat_template=template) as server:
+        tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+        prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert prompt == "What is a KV cache?A cache."
+
+
 def test_stop_strings_end_an_answer_and_are_told(server: Server) -> None:
     request = {"messages": QUESTION, "stop": ["attention"], "temperature": 0}
     [choice] = server.post(PATH, request).json()["choices"]

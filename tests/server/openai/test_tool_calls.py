@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.server.checkpoints import reciting_checkpoint
 from tests.server.conftest import running_engine
-from tests.server.fake_engine import serving
+from tests.server.fake_engine import FakeEngineClient, serving
 from tests.waiting import HANG_SECONDS
 
 MODEL = "teachlm"
@@ -28,16 +28,16 @@ WEATHER: Any = {
 CALLS = ("Let me see.", "<tool_call>", '{"name": "', "get_weather", '", "arguments": {"', 'city": ', '"Paris', '"}}')
 CALLS += ("</tool_call>", "\n<tool_call>\n", '{"name": "get', '_weather", ', '"arguments": ', '{"city": "', "Os")
 CALLS += ("lo é🎲", '"}', "}\n", "\n</tool_call>")
+TOOLS: dict[str, Any] = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
 CITIES = ["Paris", "Oslo é🎲"]
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     checkpoint = reciting_checkpoint(tmp_path_factory.mktemp("reciting"), CALLS)
-    tools: dict[str, Any] = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
     with (
         running_engine(model=checkpoint) as (engine, _),
-        serving(engine, served_model_names=(MODEL,), **tools) as server,
+        serving(engine, served_model_names=(MODEL,), **TOOLS) as server,
         OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=HANG_SECONDS) as client,
     ):
         yield client
@@ -88,6 +88,16 @@ def test_calls_of_tools_are_streamed_as_they_are_written(caller: OpenAI) -> None
         final: Any = stream.get_final_completion().choices[0].message
     assert [json.loads(event.arguments) for event in done] == [{"city": city} for city in CITIES]
     assert [call.function.name for call in final.tool_calls] == ["get_weather"] * 2
+
+
+def test_calls_that_a_client_reads_at_once_with_the_end_are_all_told() -> None:
+    with (
+        serving(FakeEngineClient(["".join(CALLS)]), served_model_names=(MODEL,), **TOOLS) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=HANG_SECONDS) as client,
+        client.chat.completions.stream(model=MODEL, messages=QUESTION, tools=[WEATHER]) as stream,
+    ):
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert [json.loads(event.arguments) for event in done] == [{"city": city} for city in CITIES]
 
 
 def test_without_tools_or_where_they_are_not_to_be_called_a_call_is_text(caller: OpenAI) -> None:
