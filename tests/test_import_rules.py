@@ -31,7 +31,10 @@ FROM_ABOVE = (
 )
 TENSORS = ("teachllm.layers", "teachllm.distributed", "teachllm.quantization", "teachllm_kernels")
 FEATURES = ("teachllm.sampling", "teachllm.spec_decode", "teachllm.structured_output", "teachllm.lora")
-A_CHECKPOINT = ("teachllm.models.checkpoint", "teachllm.models.registry", "teachllm.models.tensor_names")
+A_CHECKPOINT = (
+    *("teachllm.models.checkpoint", "teachllm.models.json_values"),
+    *("teachllm.models.registry", "teachllm.models.tensor_names"),
+)
 TO_A_WORKER = ("teachllm.core.scheduler_output", "teachllm.core.memory")
 # Floor: what it may import of ours. A name stands for itself and, unless it is `teachllm`, what lies under it.
 FLOORS = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
+from teachllm.models.json_values import JsonObject, without_nulls
 
 EMBEDDED_MODEL = "teachlm"
 EMBEDDED_DRAFTERS = ("teachlm-draft", "teachlm-eagle", "teachlm-medusa")
@@ -26,7 +26,7 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 _SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
-# How files begin that lie beside a model's weights: hidden ones, of training, of an adapter, or Mistral's own format.
+# Names of files beside the model's weights begin so: hidden ones, those of training, an adapter, Mistral's own format.
 _NOT_MODELS = (".", "optimizer", "scheduler", "random_states", "adapter_model", "consolidated")
 _CHUNK_BYTES = 1 << 24
 
@@ -135,14 +135,32 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def tensors_to_load(folder: Path, load_format: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint, by name, as `EngineConfig.load_format` says; with random weights none.
+
+    Raises:
+        ModelError: as `stored_tensors`, or as `read_pickles`.
+    """
+    if load_format == "dummy":
+        return {}
+    if load_format != "pt":
+        return stored_tensors(folder)
+    from teachllm.models.stored_weights import pickled_tensors  # loads torch
+
+    return pickled_tensors(folder)
+
+
 def safetensors_files(folder: Path) -> list[Path]:
     """Return the safetensors files that hold a checkpoint's model, as `weight_files` finds them.
 
-    A single file of any name is the model, if there is no pickled one.
+    A single file of any name is the model, unless there is a pickled one: then it may hold anything.
     """
     found = weight_files(folder, _SAFETENSORS, "*.safetensors")
-    is_stray = len(found) == 1 and not found[0].stem.startswith("model") and (folder / _PICKLE).is_file()
-    return [] if is_stray else found
+    is_named = any((folder / name).is_file() for name in (_SAFETENSORS, f"{_SAFETENSORS}.index.json"))
+    is_pickled = any((folder / name).is_file() for name in (_PICKLE, f"{_PICKLE}.index.json"))
+    if is_named or not is_pickled or any(_SHARD.fullmatch(file.stem) for file in found):
+        return found
+    return []
 
 
 def pickle_files(folder: Path) -> list[Path]:
@@ -171,7 +189,7 @@ def weight_files(folder: Path, name: str, pattern: str) -> list[Path]:
             if not file.is_file():
                 tensor = next(tensor for tensor, where in named.items() if where == file.name)
                 raise ModelError(
-                    f"{folder} lacks the shard {file.name}, which {name}.index.json names for {tensor}: get it anew"
+                    f"{folder} lacks the shard {file.name}, which {name}.index.json names for {tensor}: download it"
                 )
         return files
     found = sorted(file for file in folder.glob(pattern) if not file.name.startswith(_NOT_MODELS))
@@ -204,6 +222,12 @@ def _weight_map(folder: Path, name: str) -> dict[str, str]:
     return found
 
 
+def _stored(file: Path, entry: Mapping[str, Any], begin: int) -> StoredTensor:
+    """Return a tensor by its entry in the header of a file, whose tensors begin at a byte."""
+    first, end = entry["data_offsets"]
+    return StoredTensor(file, tuple(entry["shape"]), entry["dtype"], begin=begin + first, end=begin + end)
+
+
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     size = file.stat().st_size
     try:
@@ -213,10 +237,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 raise ValueError("the header is cut off")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        tensors = {
-            name: StoredTensor(file, tuple(d["shape"]), d["dtype"], *(8 + length + at for at in d["data_offsets"]))
-            for name, d in header.items()
-        }
+        tensors = {name: _stored(file, entry, begin=8 + length) for name, entry in header.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is broken or truncated ({error}): download it again") from None
     for name, tensor in tensors.items():
@@ -227,8 +248,8 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def quantization_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's quantization settings, with `quant_method`; None: it is not quantized.
+def quantization_config(raw: Mapping[str, Any], folder: Path) -> JsonObject | None:
+    """Return a checkpoint's quantization settings, with `quant_method`, without nulls; None: it is not quantized.
 
     Args:
         raw: its config.json.
@@ -236,13 +257,12 @@ def quantization_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] 
     Raises:
         ModelError: it is something else than settings by name.
     """
-    found = raw.get("quantization_config") or raw.get("compression_config")
-    beside = folder / "hf_quant_config.json"
-    if not found and beside.exists():
-        found = read_json(beside) | {"quant_method": "modelopt"}
-    if not found:
-        return None
-    if not isinstance(found, dict):
-        raise ModelError(f"{folder}: quantization_config in config.json is not settings by name: get it anew")
-    JsonObject(found, f"{folder}/config.json: quantization_config").text("quant_method", "")
-    return dict(found)
+    values, beside = JsonObject(raw, "config.json"), folder / "hf_quant_config.json"
+    for key in ("quantization_config", "compression_config"):
+        if found := without_nulls(values.object(key).as_dict()):
+            settings = JsonObject(found, f"config.json: {key}")
+            settings.text("quant_method", "")
+            return settings
+    if beside.is_file():
+        return JsonObject(without_nulls(read_json(beside)) | {"quant_method": "modelopt"}, beside.name)
+    return None

@@ -6,7 +6,7 @@ null for a number. Each reader states the kind and the range that it expects, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from teachllm.errors import ModelError
@@ -15,10 +15,20 @@ _LARGEST_INTEGER = (1 << 31) - 1  # of ids and sizes; products of two of them st
 _LARGEST_NUMBER = 2.0**62
 
 
-def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object of a JSON file without the keys whose value is null, in objects inside of it too."""
-    given = {key: value for key, value in values.items() if value is not None}
-    return {key: without_nulls(value) if isinstance(value, dict) else value for key, value in given.items()}
+def without_nulls(values: Mapping[str, Any], but: Collection[str] = ()) -> dict[str, Any]:
+    """Return an object of a JSON file without the keys whose value is null, in objects inside of it too.
+
+    Args:
+        but: keys that stay, since null says something else of them than silence.
+    """
+    given = {key: value for key, value in values.items() if value is not None or key in but}
+    return {key: without_nulls(value, but) if isinstance(value, dict) else value for key, value in given.items()}
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error shows it: of a long one the beginning."""
+    whole = repr(value)
+    return whole if len(whole) <= 60 else f"{whole[:57]}..."
 
 
 class JsonObject:
@@ -115,6 +125,13 @@ class JsonObject:
         """Return whether there is an object under a key."""
         return isinstance(self._values.get(key), dict)
 
+    def texts(self, key: str) -> list[str]:
+        """Return a list of strings; an empty one if it is not given."""
+        entries = self.entries(key)
+        if not all(isinstance(entry, str) for entry in entries):
+            raise self.refusal(key, "a list of strings")
+        return entries
+
     def integers(self, key: str) -> tuple[int, ...]:
         """Return a list of whole numbers; an empty one if it is not given."""
         entries = self.entries(key)
@@ -135,9 +152,7 @@ class JsonObject:
 
     def refusal(self, key: str, must_be: str) -> ModelError:
         """Return the error for a value that is not what it must be."""
-        shown = repr(self._values[key])
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        return ModelError(f"{self.where}: {key}={shown}: must be {must_be}")
+        return ModelError(f"{self.where}: {key}={shown(self._values[key])}: must be {must_be}")
 
     def _is_given(self, key: str, default: tuple[Any, ...]) -> bool:
         if key in self._values:

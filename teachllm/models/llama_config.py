@@ -16,8 +16,8 @@ from teachllm.models.json_values import JsonObject
 from teachllm.models.moe_config import MoeConfig, parse_moe
 from teachllm.models.registry import LAYER_TYPES, architecture_of
 
-# Keys for which null is as good as silence; of the others transformers refuses null.
-_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "rope_scaling", "rope_parameters")
+# Of these null is a value: no window, or as many KV heads as heads. Of the other keys transformers refuses null.
+MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "rope_scaling", "rope_parameters")
 # What each architecture means by a key that is absent, as far as it differs from Llama's.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"eos_token_id": 2},
@@ -41,9 +41,9 @@ _READS_BIAS = {
     "attention_bias": ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
     "mlp_bias": ("LlamaForCausalLM",),
 }
-# Those whose code in transformers has one kind of layer, whatever `layer_types` says.
+# Architectures whose code in transformers has one kind of layer, whatever `layer_types` says.
 _IGNORES_LAYER_TYPES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
-# More than any model has, and less than what takes minutes or all memory.
+# More than any model has, and few enough that what is made for each of them takes seconds.
 _MOST_LAYERS, _MOST_POSITIONS = 1 << 12, 1 << 24
 # What each scaling needs to be told, and what else it may be told; all are numbers above 0.
 _SCALING_NEEDS = {
@@ -153,7 +153,7 @@ def parse(raw: dict[str, Any], where: str = "config.json") -> LlamaConfig:
     """
     architecture = architecture_of(raw)
     meant = _DEFAULTS[architecture] | raw
-    given = {key: value for key, value in meant.items() if value is not None or key not in _MAY_BE_NULL}
+    given = {key: value for key, value in meant.items() if value is not None or key not in MAY_BE_NULL}
     values = JsonObject(given, where)
     has_eos = raw.get("eos_token_id", 0) is not None  # null says that there is none, silence means the default
     if raw.get("hidden_act", "silu") != "silu":
@@ -205,8 +205,10 @@ def _rotary(values: JsonObject, head_size: int) -> RotaryConfig:
     kind = rope.text(spelling, "default")
     if kind not in SCALINGS:
         raise rope.refusal(spelling, f"one of {', '.join(SCALINGS)}")
+    if kind == "dynamic" and head_size == 2:  # which divides by the size less 2
+        raise rope.refusal(spelling, "another one for heads of size 2")
     for where in (values, rope):
-        if where.number("partial_rotary_factor", 1.0) != 1:
+        if where.has("partial_rotary_factor") and where.number("partial_rotary_factor") != 1:
             raise where.refusal("partial_rotary_factor", "1: all channels of a head are turned")
     trained_len = values.integer("max_position_embeddings", 2048, most=_MOST_POSITIONS)
     settings = {key: rope.number(key, above=0) for key in _SCALING_NEEDS[kind]}
@@ -228,7 +230,10 @@ def _rotary(values: JsonObject, head_size: int) -> RotaryConfig:
             f"{replaced:g}: write rope_theta into rope_scaling too",
             stacklevel=2,
         )
-    return RotaryConfig(head_size, float(theta), kind, trained_len, settings)
+    found = RotaryConfig(head_size, float(theta), kind, trained_len, settings)
+    if found.context_len > _MOST_POSITIONS:
+        raise rope.refusal("factor", f"small enough for a context of at most {_MOST_POSITIONS} tokens")
+    return found
 
 
 def _windows(values: JsonObject, architecture: str, num_layers: int) -> tuple[int | None, ...]:
@@ -237,12 +242,14 @@ def _windows(values: JsonObject, architecture: str, num_layers: int) -> tuple[in
     With `layer_types`, the layers that it calls sliding have the window. Without, all layers of Mistral and Mixtral
     do; if it is switched on, all of Qwen3-MoE, and those of Qwen from `max_window_layers` on; and no layer of Llama.
     """
-    is_on = values.flag("use_sliding_window", False) or not architecture.startswith("Qwen")
+    if architecture == "LlamaForCausalLM" and not values.has("layer_types"):
+        return (None,) * num_layers
+    is_on = not architecture.startswith("Qwen") or values.flag("use_sliding_window", False)
     given = values.integer("sliding_window", least=1 if is_on else 0) if values.has("sliding_window") else None
     window = given if is_on else None
-    first = values.integer("max_window_layers", 28, least=0)
-    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        first = num_layers if architecture == "LlamaForCausalLM" else 0
+    first = num_layers if architecture == "LlamaForCausalLM" else 0
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        first = values.integer("max_window_layers", 28, least=0)
     unlisted = tuple(window if i >= first else None for i in range(num_layers))
     kinds = values.entries("layer_types")
     if not values.has("layer_types"):

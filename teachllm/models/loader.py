@@ -35,7 +35,7 @@ from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.models.stored_weights import Progress, pickled_tensors, read_pickles, read_safetensors, wrong_shape
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import FLOATS, NOT_READ, UNQUANTIZED, Slot, formats_of, why_unknown
+from teachllm.quantization.formats.scheme import NOT_READ, UNQUANTIZED, WEIGHT_FLOATS, Slot, formats_of, why_unknown
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ def fill(
         # A norm that all heads share is held once per head: each takes a copy.
         per_head = name.endswith("norm.weight") and destination.dim() == 2
         expected = destination.shape[1:] if per_head else destination.shape
-        if destination.is_floating_point() and tensor.dtype not in FLOATS:
+        if destination.is_floating_point() and tensor.dtype not in WEIGHT_FLOATS:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(f"{file}: tensor {stored_name} is of {dtype}, {NOT_READ}")
         if tensor.shape != expected:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import StoredTensor, find_folder, quantization_config, read_json, stored_tensors
+from teachllm.models.checkpoint import find_folder, quantization_config, read_json, tensors_to_load
 from teachllm.models.generation_config import generation_defaults, read_generation_config
 from teachllm.models.json_values import JsonObject
 from teachllm.models.registry import OWN, WITH_EXPERTS, architecture_of, check_supported
@@ -115,7 +115,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
             f"max_model_len={max_model_len} is more than the model's context of {shape.context_len}: "
             f"set max_model_len={shape.context_len} or less"
         )
-    stored = _stored(folder, config.load_format)
+    stored = tensors_to_load(folder, config.load_format)
     if implementation == "teachllm" and shape.tied and has_own_head(stored):
         warnings.warn(
             f"{folder}: config.json says tie_word_embeddings=true, but the stored lm_head.weight is not the embedding: "
@@ -224,17 +224,6 @@ def _shape(folder: Path, raw: dict[str, Any], implementation: str, config: Engin
     from teachllm.models.via_transformers import shape as via_transformers_shape
 
     return via_transformers_shape.shape(folder, config)
-
-
-def _stored(folder: Path, load_format: str) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint, by their names; with random weights there are none."""
-    if load_format == "dummy":
-        return {}
-    if load_format != "pt":
-        return stored_tensors(folder)
-    from teachllm.models.stored_weights import pickled_tensors  # loads torch
-
-    return pickled_tensors(folder)
 
 
 def _dtype(raw: dict[str, Any], requested: str, device_type: str) -> str:

@@ -20,7 +20,7 @@ import torch
 from teachllm.distributed.layout import ALONE, RankCoords
 from teachllm.distributed.ranks import Ranks
 from teachllm.layers.linear import Linear
-from teachllm.models.checkpoint import stored_tensors
+from teachllm.models.checkpoint import tensors_to_load
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.llama_shape import peak_width
@@ -67,11 +67,9 @@ def of_model(model: ModelConfig) -> Quantization | None:
     """Return how the layers of a model are quantized; None: they are not."""
     if model.quantization is None:
         return None
-    folder, is_known = Path(model.path), model.load_format not in ("dummy", "pt")
-    names = None
-    if is_known:
-        stored = stored_tensors(folder)
-        names = frozenset(map(renaming(stored, model.tied), stored))
+    folder = Path(model.path)
+    stored = tensors_to_load(folder, model.load_format)
+    names = frozenset(map(renaming(stored, model.tied), stored)) if stored else None
     return quantization_of(model.raw, folder, model.quantized_as_read, names)
 
 

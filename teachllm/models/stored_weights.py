@@ -104,14 +104,14 @@ def read_pickles(
 def pickled_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return what `stored_tensors` does, of a checkpoint in pickles. Errors as in `read_pickles`."""
     return {
-        name: PickledTensor(file, tuple(tensor.shape), str(tensor.dtype), 0, tensor.nbytes, tensor)
+        name: PickledTensor(file, tuple(tensor.shape), str(tensor.dtype), begin=0, end=tensor.nbytes, tensor=tensor)
         for name, tensor, file in read_pickles(folder, None)
     }
 
 
 @dataclass(frozen=True)
 class PickledTensor(StoredTensor):
-    """Describe a tensor in a pickle; only its place in memory is known."""
+    """Describe a tensor in a pickle, with its dtype by PyTorch's name; `begin` and `end` tell no more than its size."""
 
     tensor: torch.Tensor
 
@@ -131,6 +131,8 @@ def _unpickled(file: Path) -> dict[str, torch.Tensor]:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:
         raise ModelError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from None
-    if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
-        raise ModelError(f"{file} holds something else than tensors by name: get it anew")
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+    ):
+        raise ModelError(f"{file} holds something else than tensors by name: download it again")
     return tensors

@@ -5,9 +5,7 @@ Source: the `quantization_config` of config.json, as Hugging Face's quantizers w
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,14 @@ import torch
 
 from teachllm.errors import ModelError
 from teachllm.models.checkpoint import quantization_config
+from teachllm.models.json_values import JsonObject
 from teachllm.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from teachllm.quantization.formats.compressed_tensors import Packed
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import UNQUANTIZED, OnTheFly, Scheme, Schemes
 from teachllm.quantization.quantized_weights import Activations
 
-Parse = Callable[[Mapping[str, Any], Container[str] | None], Callable[[str], Scheme | None]]
+Parse = Callable[[JsonObject, Container[str] | None], Callable[[str], Scheme | None]]
 
 FORMATS: dict[str, Parse] = {
     "gptq": gptq.parse,
@@ -56,7 +55,7 @@ class Quantization:
     schemes: Schemes = field(default=UNQUANTIZED, compare=False)
 
 
-def config_of(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+def config_of(raw: Mapping[str, Any], folder: Path) -> JsonObject | None:
     """Return what a checkpoint says of itself; None: that it is not quantized.
 
     Args:
@@ -68,10 +67,10 @@ def config_of(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     config = quantization_config(raw, folder)
     if config is None:
         return None
-    method = config.get("quant_method", "unnamed")
+    method = config.text("quant_method", "unnamed")
     if method not in FORMATS:
         raise ModelError(
-            f"config.json: quantization_config: quant_method={method!r} is not supported, only {', '.join(FORMATS)}: "
+            f"{config.where}: quant_method={method!r} is not supported, only {', '.join(FORMATS)}: "
             "take one of these, or its unquantized checkpoint (float32, bfloat16 or float16)"
         )
     return config
@@ -96,7 +95,7 @@ def quantization_of(
     return None if method is None else on_the_fly(method)
 
 
-def of_config(config: Mapping[str, Any], names: Container[str] | None) -> Quantization:
+def of_config(config: JsonObject, names: Container[str] | None) -> Quantization:
     """Return what a checkpoint's layers are.
 
     Args:
@@ -104,45 +103,10 @@ def of_config(config: Mapping[str, Any], names: Container[str] | None) -> Quanti
         names: of its tensors; None: they are not known, and every layer that may be quantized is taken to be.
 
     Raises:
-        ModelError: a part of the format that is not supported.
+        ModelError: a part of the format that is not supported; a layer's, when its scheme is asked for.
     """
-    method = config["quant_method"]
-    with _malformed_is_said(config):
-        scheme_of = FORMATS[method](config, names)
-
-    def of_layer(name: str) -> Scheme | None:
-        with _malformed_is_said(config, f" for {name}"):
-            return scheme_of(name)
-
-    return Quantization(method, Schemes(of_layer))
-
-
-_TYPES = dict.fromkeys(("bits", "num_bits", "group_size"), int) | dict.fromkeys(("type", "strategy", "format"), str)
-
-
-@contextmanager
-def _malformed_is_said(config: Mapping[str, Any], where: str = "") -> Iterator[None]:
-    """Say where a value lies that a parser fails at: it checks no types, and anyone may have edited the file."""
-    what = f"quantization_config of {config['quant_method']!r}{where}"
-    fix = "correct it in config.json, or get that anew"
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"config.json: quantization_config: {error}") from error
-    except KeyError as error:
-        raise ModelError(f"{what} lacks {error}: {fix}") from None
-    except (TypeError, AttributeError, re.error) as error:
-        found = ", ".join(_of_another_type(config)) or "a value"
-        raise ModelError(f"{what} has {found} of another type or form than such files have ({error}): {fix}") from error
-
-
-def _of_another_type(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield as "key=value" what is not of the type that it always has, in objects inside too."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _of_another_type(value)
-        elif key in _TYPES and type(value) is not _TYPES[key]:
-            yield f"{key}={value!r}"
+    method = config.text("quant_method")
+    return Quantization(method, Schemes(FORMATS[method](config, names)))
 
 
 def on_the_fly(method: str) -> Quantization:

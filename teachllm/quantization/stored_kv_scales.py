@@ -18,12 +18,12 @@ Sources: vLLM, `model_loader/weight_utils.py` and `layers/quantization/kv_cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
 from teachllm.distributed.shards import Shard
+from teachllm.models.json_values import JsonObject
 from teachllm.quantization.formats.scheme import FLOATS, Slot, Stored
 
 _NAMES = ("{0}_{1}", "attn.{0}_{1}", "qkv_proj.{0}_{1}", "{0}_proj.{0}_{1}", "{0}_proj.output_{1}", "{0}_cache.{1}")
@@ -80,17 +80,19 @@ def kv_scale_slots(num_kv_heads: int, shard: Shard, keep_k: Keep, keep_v: Keep) 
     yield from ((name, _Unread()) for name in (*unread, *_OF_WEIGHTS))
 
 
-def dtype_of_kv_scales(config: Mapping[str, Any] | None) -> torch.dtype | None:
+def dtype_of_kv_scales(config: JsonObject | None) -> torch.dtype | None:
     """Return the dtype of K and V that a checkpoint's scales are for; None: one that this engine lacks.
 
     Args:
         config: what the checkpoint says of its quantization, if it says anything.
     """
-    config = config or {}
-    scheme = config.get("kv_cache_scheme") or {}
-    if isinstance(scheme, str):  # "static" or "dynamic", of fp8
-        scheme = {"dynamic": scheme == "dynamic"}
-    if scheme.get("num_bits", 8) != 8 or not scheme.get("symmetric", True) or scheme.get("dynamic", False):
-        return None
-    algorithm = (config.get("quantization") or config).get("kv_cache_quant_algo")
-    return _DTYPES.get(scheme.get("type", algorithm or "float"))
+    if config is None:
+        return _DTYPES["float"]
+    if config.has("quantization"):
+        config = config.object("quantization")
+    usual = config.text("kv_cache_quant_algo", "float")
+    if config.has("kv_cache_scheme") and not config.is_object("kv_cache_scheme"):  # of fp8, by name
+        return None if config.text("kv_cache_scheme") == "dynamic" else _DTYPES.get(usual)
+    scheme = config.object("kv_cache_scheme")
+    is_supported = scheme.integer("num_bits", 8) == 8 and scheme.flag("symmetric", True)
+    return _DTYPES.get(scheme.text("type", usual)) if is_supported and not scheme.flag("dynamic", False) else None

@@ -14,6 +14,7 @@ from teachllm.core.memory import KVCacheSpec
 from teachllm.errors import ModelError
 from teachllm.models.checkpoint import find_folder, read_json
 from teachllm.models.json_values import JsonObject, without_nulls
+from teachllm.models.llama_config import MAY_BE_NULL
 from teachllm.models.loader import check_weights, fill, finish, load_model, new_module, stored_names
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.random_weights import fill_randomly
@@ -144,7 +145,7 @@ def _draft_model_config(
 def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     assert speculation.model is not None
     folder = find_folder(speculation.model, speculation.revision, config.load_format)
-    settings = JsonObject(without_nulls(read_json(folder / "config.json")), f"{folder}/config.json")
+    settings = JsonObject(without_nulls(read_json(folder / "config.json"), MAY_BE_NULL), f"{folder}/config.json")
     nowhere, dtype, max_len = torch.device("meta"), getattr(torch, model.dtype), model.max_model_len
     stored = stored_names(folder, config.load_format, _WHERE)
     head: EagleConfig | MedusaConfig

@@ -17,6 +17,7 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.core.memory import format_bytes
 from teachllm.errors import ModelError
 from teachllm.layers.attention_backends import triton
+from teachllm.models.checkpoint import quantization_config
 from teachllm.quantization.stored_kv_scales import dtype_of_kv_scales
 from teachllm.roofline import StepShape, step_work
 from teachllm.simulator.shapes import model_shape
@@ -227,7 +228,15 @@ def test_scales_that_fit_no_head_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_scales_are_for_the_dtype_that_their_checkpoint_means(config: Any, dtype: torch.dtype | None) -> None:
-    assert dtype_of_kv_scales(config) == dtype
+    found = quantization_config({"quantization_config": config}, Path("/nowhere"))
+    assert dtype_of_kv_scales(found) == dtype
+
+
+@pytest.mark.parametrize("wrong", [[1], 5, {"num_bits": "8"}, {"symmetric": 1}, {"type": 3}])
+def test_what_is_no_scheme_of_the_kv_cache_is_named(wrong: Any) -> None:
+    config = quantization_config({"quantization_config": {"kv_cache_scheme": wrong}}, Path("/nowhere"))
+    with pytest.raises(ModelError, match=r"^config.json: quantization_config: kv_cache_scheme(=|: [a-z_]+=).*must be"):
+        dtype_of_kv_scales(config)
 
 
 def test_an_unquantized_cache_has_no_scales() -> None:

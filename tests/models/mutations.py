@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,35 +26,48 @@ class Mutation(NamedTuple):
     Attributes:
         checkpoint: which of several.
         file: in the checkpoint's folder.
-        path: keys from the outermost object to the value.
+        path: keys of objects and places in lists, from the outermost object to the value.
     """
 
     checkpoint: str
     file: str
-    path: tuple[str, ...]
+    path: tuple[str | int, ...]
     value: Any
 
+    @property
+    def key(self) -> str:
+        """Return the innermost key; a value in a list goes by that of the list."""
+        return next(each for each in reversed(self.path) if isinstance(each, str))
 
-def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every value of a JSON object, of objects inside of it too."""
-    for key, inner in value.items():
+
+def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the path of every value of a JSON object, of objects inside of it too, and of the first of each list."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    for key, inner in inside:
         yield (*path, key)
-        if isinstance(inner, dict):
+        if isinstance(inner, dict | list):
             yield from leaves(inner, (*path, key))
+
+
+def value_at(whole: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        whole = whole[key]
+    return whole
 
 
 def mutations(
     folders: Mapping[str, Path], files: Sequence[str], count: int, not_read: Sequence[str] = ()
 ) -> list[Mutation]:
     """Return different ones, drawn with one seed; none of keys that are not read."""
-    every = [
-        Mutation(checkpoint, file, path, value)
-        for checkpoint, folder in folders.items()
-        for file in files
-        for path in leaves(json.loads((folder / file).read_text()))
-        for value in VALUES
-        if not set(path) & set(not_read)
-    ]
+    every = []
+    for checkpoint, folder in folders.items():
+        for file in files:
+            whole = json.loads((folder / file).read_text())
+            for path in leaves(whole):
+                if not set(path) & set(not_read):
+                    before = value_at(whole, path)
+                    same = [float(before)] if type(before) is int else []  # 4.0 for 4
+                    every += [Mutation(checkpoint, file, path, value) for value in VALUES + same]
     return random.Random(0).sample(every, min(count, len(every)))
 
 
@@ -61,9 +75,7 @@ def mutated(folder: Path, mutation: Mutation, to: Path) -> Path:
     """Return a copy of the checkpoint with the change."""
     shutil.copytree(folder, to)
     whole = json.loads((to / mutation.file).read_text())
-    inner = whole
-    for key in mutation.path[:-1]:
-        inner = inner[key]
+    inner = value_at(whole, mutation.path[:-1])
     if mutation.value == ABSENT:
         del inner[mutation.path[-1]]
     else:
@@ -74,8 +86,10 @@ def mutated(folder: Path, mutation: Mutation, to: Path) -> Path:
 
 def is_named(error: Exception, mutation: Mutation) -> bool:
     """Return whether an error says in one line which key of which file is to blame."""
-    words, (*outer, key) = str(error), mutation.path
-    is_said = key in words or (mutation.value in (None, ABSENT) and any(each in words for each in outer))
+    words = str(error)
+    keys = [each for each in mutation.path if isinstance(each, str)]
+    may_be_named = keys if mutation.value in (None, ABSENT) else keys[-1:]
+    is_said = any(re.search(rf"(?<![\w.]){re.escape(key)}(=|:| |'|$)", words) for key in may_be_named)
     return "\n" not in words and mutation.file in words and is_said
 
 

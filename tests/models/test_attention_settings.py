@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from teachllm import LLM, SamplingParams
 from teachllm.errors import ModelError
@@ -36,12 +38,25 @@ def ours(folder: Path, **settings: Any) -> list[int]:
 
 
 @torch.inference_mode()
-def theirs(folder: Path) -> list[int]:
+def theirs(folder: Path, kinds: list[str] | None = None) -> list[int]:
+    """Return transformers' greedy tokens, with a mask per layer in place of its own where kinds of layers are given."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    if kinds is not None:
+        for layer, kind in zip(model.model.layers, kinds, strict=False):  # some families have fewer layers
+            window = model.config.sliding_window if kind == SLIDING else None
+            layer.register_forward_pre_hook(partial(with_mask, window), with_kwargs=True)
     ids = list(PROMPT)
     for _ in range(NUM_TOKENS):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(PROMPT) :]
+
+
+def with_mask(window: int | None, layer: Any, args: Any, others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give a layer of transformers a mask of the last `window` tokens."""
+    seen = torch.ones(args[0].shape[1], args[0].shape[1]).tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
+    return args, others | {"attention_mask": torch.zeros_like(seen).masked_fill(seen == 0, -torch.inf)[None, None]}
 
 
 @pytest.mark.parametrize("model_impl", ["teachllm", "transformers"])
@@ -116,16 +131,19 @@ def mixed(family: str, folder: Path, kinds: list[str], **changes: Any) -> Path:
     return checkpoint(family, folder, layer_types=kinds[:num_layers], **window | changes)
 
 
-def test_layer_types_count_where_transformers_ignores_them_and_it_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama2", "mixtral", "qwen3_moe"])
+def test_layer_types_count_where_transformers_ignores_them_and_it_is_said(family: str, tmp_path: Path) -> None:
     kinds = [FULL, SLIDING, FULL]
-    as_mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    expected = ours(mixed("llama2", tmp_path / "mistral", kinds, **as_mistral))
-    for family in ("llama2", "mixtral", "qwen3_moe"):
-        folder = mixed(family, tmp_path / family, kinds)
-        with pytest.warns(UserWarning, match="layer_types count here"):
-            answer = ours(folder)
-        assert answer != theirs(folder)
-        assert family != "llama2" or answer == expected
+    folder = mixed(family, tmp_path, kinds)
+    with pytest.warns(UserWarning, match="layer_types count here"):
+        answer = ours(folder)
+    assert answer == theirs(folder, kinds) != theirs(folder)
+
+
+def test_an_override_chooses_the_class_that_the_same_value_in_the_file_would(tmp_path: Path) -> None:
+    folder = mixed("mistral", tmp_path, [SLIDING, FULL, SLIDING])
+    answer = ours(folder, model_impl="transformers", hf_overrides={"rms_norm_eps": 1e-6})
+    assert answer == theirs(folder) == ours(folder)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -147,6 +165,11 @@ def test_only_other_kinds_of_layers_are_refused(tmp_path: Path) -> None:
         ("mistral", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"mlp_bias": True}),
         ("llama2", {"kv_lora_rank": 16, "alibi": True, "index_topk": 4, "attn_layer_period": 2}),
+        (
+            "llama2",
+            {"sliding_window": 0, "max_window_layers": -1, "use_sliding_window": [], "partial_rotary_factor": 1},
+        ),
+        ("mistral", {"max_window_layers": -1, "use_sliding_window": []}),
     ],
 )
 def test_what_an_architecture_does_not_read_changes_nothing(
@@ -171,6 +194,14 @@ def test_attention_to_later_tokens_is_refused(family: str, value: Any, tmp_path:
             {"rope_parameters": YARN | {"rope_theta": 1}},
             "rope_theta=1: must be a number between 1 and",
         ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "head_dim": 2},
+            "rope_type='dynamic': must be another one for heads of size 2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 1e18, "rope_theta": 1e4}},
+            "rope_parameters: factor=1e\\+18: must be small enough for a context of at most 16777216 tokens",
+        ),
         ({"max_position_embeddings": 10**9}, "max_position_embeddings=1000000000: must be a whole number from 1 to"),
         ({"intermediate_size": 10**9}, r"config.json means 1000000000 rows \(intermediate_size\)"),
         ({"vocab_size": 10**9}, r"config.json means 1000000000 rows \(vocab_size\)"),
@@ -185,10 +216,38 @@ def test_a_size_that_no_tensor_has_is_refused_before_it_takes_memory(
         ours(checkpoint("llama2", tmp_path, **changes))
 
 
+@pytest.mark.parametrize("load_format", ["auto", "pt"])
 @pytest.mark.parametrize("key", ["intermediate_size", "vocab_size"])
-def test_so_is_one_of_a_model_that_runs_through_transformers(key: str, tmp_path: Path) -> None:
+def test_a_size_that_no_tensor_has_is_refused_through_transformers_too(
+    key: str, load_format: str, tmp_path: Path
+) -> None:
+    folder = checkpoint("gemma2", tmp_path, **{key: 10**9})
+    if load_format == "pt":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has shape \[\d+, 64\], config.json means \[1000000000, 64\]"):
-        ours(checkpoint("gemma2", tmp_path, **{key: 10**9}))
+        ours(folder, load_format=load_format)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("n_layer", 1000, "n_layer=1000: must be at most 2, as no tensor"),
+        ("n_layer", 0, "n_layer=0: must be a whole number from 1"),
+        ("n_embd", "64", "n_embd='64': must be a whole number from 1"),
+        ("n_positions", -1, "n_positions=-1: must be a whole number from 1"),
+        ("vocab_size", 10**9, r"tensor transformer.wte.weight has shape \[512, 64\]"),
+    ],
+)
+def test_a_size_goes_by_the_name_that_its_family_has_for_it(name: str, value: Any, says: str, tmp_path: Path) -> None:
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": 512}
+    nothing = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    AutoModelForCausalLM.from_config(GPT2Config(**sizes, **nothing)).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert ours(tmp_path) == theirs(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {name: value}))
+    with pytest.raises(ModelError, match=says):
+        ours(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +258,7 @@ def test_so_is_one_of_a_model_that_runs_through_transformers(key: str, tmp_path:
         ({"hidden_size": 3}, "config.json: hidden_size=3: transformers gave"),
     ],
 )
-def test_so_are_numbers_that_transformers_would_take_or_fail_at_without_a_name(
+def test_numbers_that_transformers_would_take_or_fail_at_without_a_name_are_refused(
     changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=says):
@@ -207,7 +266,7 @@ def test_so_are_numbers_that_transformers_would_take_or_fail_at_without_a_name(
 
 
 @pytest.mark.parametrize("key", ["num_experts", "moe_intermediate_size"])
-def test_so_is_a_size_of_experts(key: str, tmp_path: Path) -> None:
+def test_a_size_of_experts_that_no_tensor_has_is_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"config.json means 1000000 rows \({key} or "):
         ours(checkpoint("qwen3_moe", tmp_path, **{key: 10**6}))
 
@@ -228,7 +287,7 @@ class OwnConfig(LlamaConfig):
 class Layer(LlamaDecoderLayer):
     def forward(self, hidden_states, *args, **others):
         before = torch.cat((torch.zeros_like(hidden_states[:, :1]), hidden_states[:, :-1]), 1)
-        return super().forward(hidden_states + 0.5 * before, *args, **others)
+        return super().forward(hidden_states + self.share * before, *args, **others)
 
 
 class OwnModel(LlamaModel):
@@ -238,6 +297,8 @@ class OwnModel(LlamaModel):
         super().__init__(config)
         if config.shifts:
             self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
+            for layer in self.layers:
+                layer.share = config.shifts
             self.post_init()
 
     def forward(self, input_ids=None, position_ids=None, **others):
@@ -254,16 +315,33 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-@pytest.mark.parametrize("fault", [None, "shifts", "counts"])
-def test_own_code_runs_unless_tokens_meet_beside_attention_or_have_its_own_positions(
-    fault: str | None, tmp_path: Path
-) -> None:
-    changes = {"architectures": ["OwnForCausalLM"], "model_type": "own_llama", "shifts": False, "counts": False}
+def own_code(folder: Path, **fault: Any) -> Path:
+    changes = {"architectures": ["OwnForCausalLM"], "model_type": "own_llama", "shifts": 0.0, "counts": False}
     where = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    folder = checkpoint("llama2", tmp_path / "own", **changes | {"auto_map": where} | ({fault: True} if fault else {}))
+    checkpoint("llama2", folder, **changes | {"auto_map": where} | fault)
     (folder / "own.py").write_text(OWN_CODE)
-    if fault is None:
-        assert ours(folder, trust_remote_code=True) == ours(checkpoint("llama2", tmp_path / "plain"))
-    else:
-        with pytest.raises(ModelError, match="its tokens depend on their neighbours or their place in a step"):
-            ours(folder, trust_remote_code=True)
+    return folder
+
+
+def test_own_code_runs_where_tokens_meet_in_attention_alone(tmp_path: Path) -> None:
+    expected = ours(checkpoint("llama2", tmp_path / "plain"))
+    assert ours(own_code(tmp_path / "own"), trust_remote_code=True) == expected
+
+
+@pytest.mark.parametrize("fault", [{"shifts": 0.5}, {"shifts": 0.002}, {"shifts": float("inf")}, {"counts": True}])
+def test_own_code_whose_tokens_meet_elsewhere_or_that_counts_positions_by_itself_is_refused(
+    fault: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="tokens of a step meet elsewhere than in attention, or it counts positions"):
+        ours(own_code(tmp_path, **fault), trust_remote_code=True)
+
+
+def test_own_code_that_fails_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = own_code(tmp_path)
+    code = OWN_CODE.replace(
+        "        return super().forward(input_ids=",
+        "        input_ids[0, 9]\n        return super().forward(input_ids=",
+    )
+    (folder / "own.py").write_text(code)
+    with pytest.raises(ModelError, match=r"its code fails with the values of config.json \(IndexError"):
+        ours(folder, trust_remote_code=True)

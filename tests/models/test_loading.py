@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models import model_config
+from teachllm.models import checkpoint
 from teachllm.models.checkpoint import find_folder
 from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
@@ -209,7 +209,7 @@ REFUSED_CONFIGS = [
 def test_what_cannot_run_is_refused_by_name_before_a_weight_is_read(
     tmp_path: Path, changes: dict, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_config, "stored_tensors", lambda folder: pytest.fail("looked for weights"))
+    monkeypatch.setattr(checkpoint, "stored_tensors", lambda folder: pytest.fail("looked for weights"))
     message = _refusal(_config_only(tmp_path, **changes))
     for word in words:
         assert word in message

@@ -27,7 +27,11 @@ def answer(folder: Path, **settings: str) -> list[int]:
 
 def random_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return other weights of the same shapes."""
-    return {name: torch.randn_like(each) for name, each in load_file(folder / "model.safetensors").items()}
+    return random_like(load_file(folder / "model.safetensors"))
+
+
+def random_like(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.randn_like(each) for name, each in weights.items()}
 
 
 @pytest.fixture
@@ -101,11 +105,27 @@ def test_a_stray_file_does_not_stand_for_the_pickled_model(folder: Path) -> None
     expected, weights = answer(folder), load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    save_file({"x": torch.ones(1)}, folder / "training.safetensors")
+    for name in ("training.safetensors", "model.fp16.safetensors", "model_ema.safetensors"):
+        save_file(random_like(weights), folder / name, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match="only as pickles"):
+            answer(folder)
+        for model_impl in ("teachllm", "transformers"):
+            assert answer(folder, load_format="pt", model_impl=model_impl) == expected
+        (folder / name).unlink()
+
+
+def test_a_stray_file_does_not_stand_for_pickled_shards(folder: Path) -> None:
+    expected, weights = answer(folder), load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = dict[str, str]()
+    for i, (name, tensor) in enumerate(weights.items(), 1):
+        files[name] = f"pytorch_model-{i:05}-of-{len(weights):05}.bin"
+        torch.save({name: tensor}, folder / files[name])
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    save_file(random_like(weights), folder / "model_ema.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="only as pickles"):
         answer(folder)
-    for model_impl in ("teachllm", "transformers"):
-        assert answer(folder, load_format="pt", model_impl=model_impl) == expected
+    assert answer(folder, load_format="pt") == expected
 
 
 def test_a_pickle_in_the_first_format_is_read_and_one_of_other_things_is_refused(folder: Path) -> None:
@@ -113,7 +133,7 @@ def test_a_pickle_in_the_first_format_is_read_and_one_of_other_things_is_refused
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     assert answer(folder, load_format="pt") == expected
-    for other in ([1, 2], {"step": 3, **weights}):
+    for other in ([1, 2], {"step": 3, **weights}, {0: torch.ones(1), **weights}):
         torch.save(other, folder / "pytorch_model.bin")
         with pytest.raises(ModelError, match="holds something else than tensors by name"):
             answer(folder, load_format="pt")
@@ -193,4 +213,5 @@ def test_a_model_saved_without_its_head_is_a_language_model(tmp_path: Path) -> N
     model.model.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3Model"]
     assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
-    assert answer(folder) == expected
+    for model_impl in ("teachllm", "transformers"):
+        assert answer(folder, model_impl=model_impl) == expected

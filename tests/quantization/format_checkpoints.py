@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from teachllm import LLM, SamplingParams
 from teachllm.quantization import rounding
 from teachllm.quantization.formats import awq, compressed_tensors, gptq
 from teachllm.quantization.formats.fp4 import Fp4
+from teachllm.quantization.layer_schemes import Quantization, config_of, of_config
 from teachllm.quantization.quantized_weights import Activations, GroupedWeight, Quantized, ScaledWeight
 from tests.thorough import times
 
@@ -46,6 +47,13 @@ class Format:
     quantize: Callable[[torch.Tensor], Any]
     write: Callable[[Any], Tensors]
     activations: Activations = Activations.UNQUANTIZED
+
+
+def quantization(config: Mapping[str, Any], names: Container[str] | None) -> Quantization:
+    """Return what a `quantization_config` says of a checkpoint with these tensors."""
+    found = config_of({"quantization_config": dict(config)}, Path("/nowhere"))
+    assert found is not None
+    return of_config(found, names)
 
 
 def _gptq(bits: int, size: int, symmetric: bool = True, **more: Any) -> Format:

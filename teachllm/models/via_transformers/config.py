@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.models.checkpoint import read_json
-from teachllm.models.json_values import JsonObject
+from teachllm.models.json_values import JsonObject, shown
 from teachllm.models.registry import LAYER_TYPES, SUPPORTED
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -33,14 +36,23 @@ def read_config(folder: Path, engine_config: EngineConfig) -> Any:
     _check_values(JsonObject(raw, "config.json"))
     try:
         if overrides and "auto_map" not in raw:
-            return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+            return _from_values(raw, folder)
         found = AutoConfig.from_pretrained(folder, trust_remote_code=engine_config.trust_remote_code)
         return type(found).from_dict(found.to_dict() | dict(overrides)) if overrides else found
     except Exception as error:
         keys = () if "auto_map" in raw else _without_which(raw, CONFIG_MAPPING[raw["model_type"]].from_dict)
-        values = ", ".join(f"{key}={raw[key]!r}" for key in keys)
+        values = ", ".join(f"{key}={shown(raw[key])}" for key in keys)
         words = " ".join(str(error).split())[:300]
         raise ModelError(f"{folder}/config.json: {values}{': ' if values else ''}transformers gave {words}") from error
+
+
+def _from_values(raw: dict[str, Any], folder: Path) -> Any:
+    """Return what transformers makes of a config.json with these values: by some of them it chooses another class."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name, "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        found = AutoConfig.from_pretrained(name)
+    found.name_or_path = str(folder)
+    return found
 
 
 def _check_values(values: JsonObject) -> None:
@@ -52,9 +64,11 @@ def _check_values(values: JsonObject) -> None:
     model_type = values.text("model_type")
     if model_type not in CONFIG_MAPPING and not values.has("auto_map"):
         raise values.refusal("model_type", "one of transformers'")
+    names = {} if model_type not in CONFIG_MAPPING else CONFIG_MAPPING[model_type].attribute_map
     for key in SIZES:
-        if key in values:
-            values.integer(key)
+        for each in (key, names.get(key, key)):
+            if each in values:
+                values.integer(each)
     for key in _POSITIVE:
         if values.has(key):
             values.number(key, above=0)
@@ -84,7 +98,7 @@ def create(config: Any, trust_remote_code: bool, implementation: str) -> Any:
         if isinstance(error, KeyError) and error.args == (implementation,):
             raise ModelError(f"{name} is not supported: {NO_INTERFACE}; {SUPPORTED}") from error
         key = _culprit(config, trust_remote_code, implementation)
-        value = "" if key is None else f" with {key}={getattr(config, key)!r}"
+        value = "" if key is None else f" with {key}={shown(getattr(config, key))}"
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ModelError(f"config.json: transformers cannot make a {name}{value} ({reason}); {SUPPORTED}") from error
 
@@ -109,7 +123,7 @@ def _without_which(values: dict[str, Any], make: Callable[[dict[str, Any]], obje
     """Yield each key without which `make` does not fail."""
     for key in values:
         try:
-            make({name: value for name, value in values.items() if name != key})
+            make(copy.deepcopy({name: value for name, value in values.items() if name != key}))
         except Exception:
             continue
         yield key

@@ -25,6 +25,7 @@ from teachllm.layers.attention import Attention, AttentionMetadata, paged_attent
 from teachllm.models.checkpoint import StoredTensor, stored_tensors
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import SUPPORTED
+from teachllm.models.stored_weights import wrong_shape
 from teachllm.models.via_transformers import rehearsal
 from teachllm.models.via_transformers.config import create, read_config
 from teachllm.models.via_transformers.rehearsal import Rehearsal
@@ -70,9 +71,8 @@ def load_transformers_model(
 
 def _check_loaded(info: dict[str, Any], folder: Path, stored: Mapping[str, StoredTensor]) -> None:
     for name, *shapes in info["mismatched_keys"]:
-        file = stored[name].file if name in stored else folder
-        expected = ", config.json means ".join(str(list(s)) for s in shapes)
-        raise ModelError(f"{file}: tensor {name} has shape {expected}")
+        found, expected = shapes
+        raise ModelError(wrong_shape(name, stored[name].file if name in stored else folder, found, expected))
     for name in sorted(info["missing_keys"]):
         raise ModelError(
             f"{folder} lacks tensor {name}, which config.json means ({len(info['missing_keys'])} missing in all)"

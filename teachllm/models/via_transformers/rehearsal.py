@@ -10,7 +10,8 @@ Source: https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,9 @@ _HARMLESS = {
     *("sliding_window", "softcap", "scaling", "is_causal"),
 }
 _QUERIES = (0, 1, 7, 100, 1 << 13, (1 << 17) + 1)  # positions at which a mask is looked at
-_TOLERANCE = 0.01  # of a vector's length; experts get other numbers of tokens, which rounds otherwise
+# Of a vector's length, by how exact its numbers are; experts get other numbers of tokens, which rounds otherwise.
+_TOLERANCE = {torch.float32: 1e-4}
+_COARSE = 0.01
 _WINDOW = "teachllm_window"  # attribute of a mask
 _REHEARSAL = "teachllm_rehearsal"  # attribute of a layer's attention; not all models hand arguments down to it
 
@@ -70,15 +73,15 @@ def rehearse(model: Any, num_layers: int) -> Rehearsal:
     """
     rehearsal, device = Rehearsal(), next(model.parameters()).device
     ids = torch.arange(2, device=device)
-    try:
-        _run(model, rehearsal, ids, ids)
-    except ModelError as error:
-        raise _unsupported(model, str(error)) from error
-    except Exception as error:
-        if device.type == "meta":  # experts and some kinds of rope look at values
-            return rehearsal
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise _unsupported(model, f"its code fails with the values of config.json ({reason})") from error
+    with _failures_said(model):
+        try:
+            _run(model, rehearsal, ids, ids)
+        except ModelError:
+            raise
+        except Exception:
+            if device.type == "meta":  # experts and some kinds of rope look at values
+                return rehearsal
+            raise
     if missing := [layer for layer in range(num_layers) if layer not in rehearsal.windows]:
         raise _unsupported(model, f"layer {missing[0]} does not use transformers' attention interface")
     return rehearsal
@@ -98,10 +101,10 @@ def _run(model: Any, rehearsal: Rehearsal, ids: torch.Tensor, positions: torch.T
 
 
 def check_tokens_apart(model: Any) -> None:
-    """Refuse code in which a token meets others elsewhere than in attention, or that goes by its own positions.
+    """Refuse code in which a token meets others elsewhere than in attention, or that counts positions by itself.
 
-    A step's tokens are of many requests, one behind the other. With attention that looks at nothing but the token
-    itself, a token at a position must come out the same in whatever order they stand.
+    A step's tokens are of many requests, in one row. With attention that looks at nothing but the token itself, a token
+    at a position must come out the same wherever it stands in the row.
 
     Args:
         model: as of `rehearse`, with its weights.
@@ -109,13 +112,31 @@ def check_tokens_apart(model: Any) -> None:
     Raises:
         ModelError: it does not.
     """
-    device = next(model.parameters()).device
-    order = torch.tensor([2, 0, 3, 1], device=device)
-    ids, positions = torch.arange(1, 5, device=device), torch.tensor([7, 3, 12, 5], device=device)
-    expected = _run(model, Rehearsal(), ids, positions)[order].float()
-    found = _run(model, Rehearsal(), ids[order], positions[order]).float()
-    if float((found - expected).norm()) > _TOLERANCE * float(expected.norm()):
-        raise _unsupported(model, "its tokens depend on their neighbours or their place in a step beside attention")
+    parameter = next(model.parameters())
+    order = torch.tensor([2, 0, 3, 1], device=parameter.device)
+    ids, positions = torch.arange(4, device=parameter.device), order.flip(0)
+    with _failures_said(model):
+        expected = _run(model, Rehearsal(), ids, positions)[order].float()
+        found = _run(model, Rehearsal(), ids[order], positions[order]).float()
+    tolerance = _TOLERANCE.get(parameter.dtype, _COARSE)
+    if not float((found - expected).norm()) <= tolerance * float(expected.norm()):  # nor if one of them is no number
+        raise _unsupported(model, "tokens of a step meet elsewhere than in attention, or it counts positions by itself")
+
+
+@contextlib.contextmanager
+def _failures_said(model: Any) -> Iterator[None]:
+    """Say in one line what the model's own code raises.
+
+    Raises:
+        ModelError: whatever the block raises.
+    """
+    try:
+        yield
+    except ModelError as error:
+        raise _unsupported(model, str(error)) from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise _unsupported(model, f"its code fails with the values of config.json ({reason})") from error
 
 
 def _unsupported(model: Any, why: str) -> ModelError:

@@ -12,9 +12,9 @@ from torch import nn
 
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import StoredTensor, stored_tensors
+from teachllm.models.checkpoint import StoredTensor, tensors_to_load
 from teachllm.models.json_values import JsonObject
-from teachllm.models.registry import SUPPORTED, check_features
+from teachllm.models.registry import SUPPORTED, architecture_of, check_features
 from teachllm.models.shape import Shape
 from teachllm.models.stored_weights import wrong_shape
 from teachllm.models.via_transformers.config import NO_INTERFACE, SIZES, create, read_config
@@ -33,12 +33,12 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
     register()
     trust_remote_code = engine_config.trust_remote_code
     config = read_config(folder, engine_config)
-    name = config.architectures[0]
+    name = architecture_of(config.to_dict())
     check_features(config.to_dict(), name)
     for key in (*SIZES, *_OPTIONAL_SIZES):
         if not isinstance(value := _single(config, key), int) and not (value is None and key in _OPTIONAL_SIZES):
             raise ModelError(f"{name} is not supported: its configuration has no single {key}; {SUPPORTED}")
-    stored = {} if engine_config.load_format in ("pt", "dummy") else stored_tensors(folder)
+    stored = tensors_to_load(folder, engine_config.load_format)
     _check_num_layers(config, stored)
     with torch.device("meta"):
         model = create(config, trust_remote_code, IMPLEMENTATION).eval()
@@ -54,7 +54,7 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
     # What the rehearsal did not reach is as the modules say, until `load_transformers_model` looks again.
     windows = dict(enumerate(_windows(config, attentions))) | found.windows
     if any(window is not None and window < 1 for window in windows.values()):
-        raise JsonObject(config.to_dict(), "config.json").refusal("sliding_window", "a whole number from 1")
+        raise _refusal(config, "sliding_window", "a whole number from 1")
     shape = Shape(
         context_len=_context_len(config),
         vocab_size=config.vocab_size,
@@ -81,14 +81,21 @@ def _check_num_layers(config: Any, stored: Collection[str]) -> None:
     numbers = [int(number) for name in stored for number in re.findall(r"\.(\d+)\.", name)]
     if numbers and config.num_hidden_layers > max(numbers) + 1:
         most = f"at most {max(numbers) + 1}, as no tensor of its weights has a higher number"
-        raise JsonObject(config.to_dict(), "config.json").refusal("num_hidden_layers", most)
+        raise _refusal(config, "num_hidden_layers", most)
+
+
+def _refusal(config: Any, key: str, must_be: str) -> ModelError:
+    """Return the error for a value, by the name that config.json has for it."""
+    return JsonObject(config.to_dict(), "config.json").refusal(config.attribute_map.get(key, key), must_be)
 
 
 def _check_sizes(model: Any, stored: Mapping[str, StoredTensor]) -> None:
     """Refuse a stored tensor of another shape than the model's, before there is memory for the model's."""
+    prefix = f"{model.base_model_prefix}."
     for name, tensor in model.state_dict().items():
-        if name in stored and stored[name].shape != tuple(tensor.shape):
-            raise ModelError(wrong_shape(name, stored[name].file, stored[name].shape, tensor.shape))
+        for each in (name, name.removeprefix(prefix)):  # a model saved without its head has no prefix
+            if each in stored and stored[each].shape != tuple(tensor.shape):
+                raise ModelError(wrong_shape(each, stored[each].file, stored[each].shape, tensor.shape))
 
 
 def _check_head(model: Any, shape: Shape) -> None:

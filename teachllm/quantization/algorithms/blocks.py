@@ -117,18 +117,23 @@ def load_on_meta(folder: Path) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
-def renamed(folder: Path) -> Callable[[str], str]:
-    """Return a function from a tensor's name in a checkpoint to its name in transformers' model."""
+def renamed(folder: Path, stored: Mapping[str, StoredTensor]) -> Callable[[str], str]:
+    """Return a function from a tensor's name in a checkpoint to its name in transformers' model.
+
+    Args:
+        stored: the checkpoint's tensors.
+    """
     raw = read_json(folder / "config.json")
     if architecture_of(raw) not in OWN:
         return str
-    return renaming(stored_tensors(folder), raw.get("tie_word_embeddings") is True)
+    return renaming(stored, raw.get("tie_word_embeddings") is True)
 
 
 def named_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors by their names in transformers' model. Errors as in `stored_tensors`."""
-    rename = renamed(folder)
-    return {rename(name): tensor for name, tensor in stored_tensors(folder).items()}
+    stored = stored_tensors(folder)
+    rename = renamed(folder, stored)
+    return {rename(name): tensor for name, tensor in stored.items()}
 
 
 def blocks_of(model: Any, stored: Mapping[str, StoredTensor]) -> list[DecoderBlock]:

@@ -108,7 +108,7 @@ def check_unquantized(folder: Path) -> None:
     """
     config = quantization_config(read_json(folder / "config.json"), folder)
     if config is not None:
-        method = config.get("quant_method", "unnamed")
+        method = config.text("quant_method", "unnamed")
         raise ModelError(f"{folder} is quantized already ({method}): give the checkpoint that it was made of")
     if not stored_tensors(folder):
         raise ModelError(f"{folder} has no .safetensors file: convert its weights to safetensors first")
@@ -179,7 +179,7 @@ class _Text:
 def _check_finite(block: DecoderBlock) -> None:
     for name, tensor in block.module.named_parameters():
         if not bool(tensor.isfinite().all()):
-            raise ModelError(f"{block.name}.{name} holds infinities or NaN: the checkpoint is broken, get it anew")
+            raise ModelError(f"{block.name}.{name} holds infinities or NaN: download the checkpoint again")
 
 
 def _groups(block: DecoderBlock, row: torch.Tensor, with_sources: bool) -> list[folding.LayerGroup]:

@@ -199,7 +199,8 @@ def _tensors(
     """(name, tensor) of the new checkpoint, one after the other."""
     from safetensors import safe_open
 
-    rename, stored = renamed(source), stored_tensors(source)
+    stored = stored_tensors(source)
+    rename = renamed(source, stored)
     for file in sorted({tensor.file for tensor in stored.values()}):
         with safe_open(file, framework="pt") as reader:
             for stored_name in reader.keys():  # noqa: SIM118 (the reader is no dictionary)

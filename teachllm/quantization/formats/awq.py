@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.gptq import LEAVE_OUT, check_sizes, checked_bits, grouped_bytes, num_groups
 from teachllm.quantization.formats.packing import pack, unpack
@@ -77,16 +77,19 @@ def write(quantized: GroupedWeight) -> dict[str, torch.Tensor]:
     }
 
 
-def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
-    """Parse a configuration, like `gptq.py`."""
-    version = str(config.get("version") or config.get("format") or "gemm").lower()
-    if version != "gemm" or config.get("backend") == "llm-awq":
+def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], Scheme | None]:
+    """Parse a configuration, like `gptq.py`. AutoAWQ calls some settings otherwise in a file of its own."""
+    key = "version" if config.has("version") else "format"
+    layout = config.text(key, "gemm").lower()
+    if layout != "gemm" or config.text("backend", "autoawq") == "llm-awq":
         raise ModelError(
-            f"AWQ in the layout {version!r} (version) is not supported, only 'gemm': take a checkpoint in this"
+            f"{config.where}: AWQ in the layout {layout!r} ({key}) is not supported, only 'gemm': take a checkpoint in "
+            "this"
         )
-    checked_bits(config.get("bits", config.get("w_bit", 4)), "every layer in AWQ", BITS)
-    usual = Awq(config.get("group_size", config.get("q_group_size", 128)), not config.get("zero_point", True))
-    ignored = [*(config.get("modules_to_not_convert") or []), *([] if config.get("lm_head") else ["lm_head"])]
+    checked_bits(config, "every layer in AWQ", 4, key="bits" if config.has("bits") else "w_bit", supported=BITS)
+    size_key = "group_size" if config.has("group_size") else "q_group_size"
+    usual = Awq(config.integer(size_key, 128, least=-1), not config.flag("zero_point", True))
+    ignored = config.texts("modules_to_not_convert") + ([] if config.flag("lm_head", False) else ["lm_head"])
 
     def scheme_of(name: str) -> Scheme | None:
         if names is None:

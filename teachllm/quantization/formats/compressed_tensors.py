@@ -14,20 +14,19 @@ Source: vllm-project/compressed-tensors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.formats.gptq import BITS, check_sizes, grouped_bytes, num_groups, unless_sorted
 from teachllm.quantization.formats.packing import WORD, pack, unpack
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import FLOATS, INTS, NOT_THIS_FILE, Scheme, Stored
+from teachllm.quantization.formats.scheme import FLOATS, INTS, NOT_THIS_FILE, Scheme, Stored, matches
 from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedWeight, ScaledWeight
 
 _SUPPORTED = (
@@ -105,115 +104,139 @@ def write_scaled(quantized: ScaledWeight) -> dict[str, torch.Tensor]:
     return tensors | ({} if quantized.input_scale is None else {"input_scale": quantized.input_scale})
 
 
-def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
+def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], Scheme | None]:
     """Parse a configuration, like `gptq.py`."""
     for key in ("sparsity_config", "transform_config"):
-        if config.get(key) and config[key].get("format") != "dense":
-            raise ModelError(f"compressed-tensors with a {key} is not supported: take a checkpoint without one")
+        if config.object(key) and config.object(key).text("format", "") != "dense":
+            raise ModelError(
+                f"{config.where}: compressed-tensors with a {key} is not supported: take a checkpoint without one"
+            )
+    all_groups, layout = config.object("config_groups"), config.text("format", "")
     groups = [
-        (group["targets"], scheme)
-        for name, group in (config.get("config_groups") or {}).items()
-        if (scheme := _scheme_of_group(name, group, config.get("format"))) is not None
+        (_targets_of(all_groups, name), scheme)
+        for name in all_groups
+        if (scheme := _scheme_of_group(all_groups, name, layout)) is not None
     ]
-    ignored = config.get("ignore") or []
+    ignored = config.texts("ignore")
 
     def scheme_of(name: str) -> Scheme | None:
-        if _is_named(name, ignored):
+        def is_named(targets: Sequence[str]) -> bool:
+            return any(_is_named(name, target, config) for target in targets)
+
+        if is_named(ignored):
             return None
-        if names is None and name == "lm_head" and not any(_is_named(name, targets) for targets, _ in groups):
+        if names is None and name == "lm_head" and not any(is_named(targets) for targets, _ in groups):
             return None
         if names is not None and f"{name}.weight_scale" not in names:
             return None
         # Whose name is meant goes before whose class is.
-        for targets, scheme in sorted(groups, key=lambda group: not _is_named(name, group[0])):
-            if _is_named(name, targets) or "Linear" in targets:
+        for targets, scheme in sorted(groups, key=lambda group: not is_named(group[0])):
+            if is_named(targets) or "Linear" in targets:
                 return scheme
         return None
 
     return scheme_of
 
 
-def _is_named(name: str, targets: Sequence[str]) -> bool:
-    for target in targets:
-        if target.startswith("re:"):
-            if re.match(target[3:], name):
-                return True
-        elif target == name:
-            return True
-    return False
+def _is_named(name: str, target: str, config: JsonObject) -> bool:
+    if target.startswith("re:"):
+        return matches(target[3:], name, config, "config_groups")
+    return target == name
 
 
-def _scheme_of_group(name: str, group: Any, layout: str | None) -> Scheme | None:
-    """None: the weights of its layers are not quantized.
+def _targets_of(groups: JsonObject, name: str) -> list[str]:
+    """Return which projections a group means; a preset has nothing but these."""
+    return groups.object(name).texts("targets") if groups.is_object(name) else groups.texts(name)
+
+
+def _scheme_of_group(groups: JsonObject, name: str, layout: str) -> Scheme | None:
+    """Return how the layers of a group are quantized; None: their weights are not.
 
     Args:
-        group: settings; or targets, and `name` is that of a preset.
         layout: of groups that do not name their own.
 
     Raises:
         ModelError: they are not supported, or not settings.
     """
-    settings = group if isinstance(group, Mapping) else {"targets": group, "weights": name}
-    where = f"compressed-tensors, {name} of {settings['targets']}"
-    weights, inputs = settings["weights"], settings.get("input_activations")
-    if weights is None:
+    where = f"{groups.where}: compressed-tensors, {name} of {_targets_of(groups, name)}"
+    written_out = "in place of settings is not supported: write them out"
+    if not groups.is_object(name):
+        raise ModelError(f"{where}: a name ({name!r}) {written_out}")
+    group = groups.object(name)
+    for key in ("weights", "input_activations"):
+        if group.has(key) and not group.is_object(key):
+            raise ModelError(f"{where}: a name ({group.as_dict()[key]!r}) {written_out}")
+    if not group.has("weights"):
         return None
-    for each in (weights, {} if inputs is None else inputs):
-        if not isinstance(each, Mapping):
-            raise ModelError(f"{where}: a name ({each!r}) in place of settings is not supported: write them out")
     try:
-        return _scheme(weights, inputs, settings.get("format") or layout)
+        return _scheme(group.object("weights"), group.object("input_activations"), group.text("format", layout))
     except ValueError as error:
+        if isinstance(error, ModelError):
+            raise
         raise ModelError(f"{where}: {error} is not supported: take a checkpoint with {_SUPPORTED}") from None
 
 
-def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: str | None) -> Scheme:
-    """Of weights and of what they are multiplied with.
+def _scheme(weights: JsonObject, inputs: JsonObject, layout: str) -> Scheme:
+    """Return how weights are quantized, and what they are multiplied with, if `inputs` says anything.
 
     Raises:
         ValueError: names what is not supported.
     """
-    bits, kind = weights["num_bits"], weights["type"]
-    size: Any = weights.get("group_size")
+    bits, kind = weights.integer("num_bits"), weights.text("type")
     if layout in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         return Fp4(layout[:5])  # of activations nothing is quantized: only cards with 4-bit tensor cores gain by it
-    strategy = weights.get("strategy")
-    if strategy is None:
-        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    size = weights.integer("group_size", -1, least=-1)
+    usual = "tensor" if not weights.has("group_size") else "channel" if size == -1 else "group"
+    strategy, is_symmetric = weights.text("strategy", usual), weights.flag("symmetric", True)
     if layout == "pack-quantized" and kind == "int" and bits in BITS and strategy in ("channel", "group"):
-        return Packed(bits, -1 if strategy == "channel" else size, weights.get("symmetric", True))
+        if strategy == "group":
+            weights.integer("group_size")
+        return Packed(bits, -1 if strategy == "channel" else size, is_symmetric)
     if (
         layout in ("int-quantized", "float-quantized", "naive-quantized")
         and bits == 8
         and strategy in ("tensor", "channel", "block")
     ):
-        if not weights.get("symmetric", True):
+        if not is_symmetric:
             raise ValueError(f"{layout} with weights that are not symmetric")
-        dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
-        activations = _activations(inputs, kind)
-        block = tuple(weights.get("block_structure") or (BLOCK, BLOCK)) if strategy == "block" else None
-        is_by_block = activations is Activations.BY_BLOCK
-        if (block is not None or is_by_block) and (block != (BLOCK, BLOCK) or not is_by_block):
-            activations = Activations.UNQUANTIZED  # no kernel multiplies these with each other
-        of_batch = activations is Activations.BY_TOKEN and (inputs or {}).get("strategy") != "token"
-        return Scaled(dtype, strategy, activations, block=block or (BLOCK, BLOCK), of_batch=of_batch)
+        return _scaled(weights, inputs, kind, strategy)
     if layout == "mxfp8-quantized" and strategy == "group":  # activations stay, likewise
-        return Scaled(torch.float8_e4m3fn, "block", Activations.UNQUANTIZED, block=(1, size))
-    raise ValueError(f"the format {layout!r} with {bits!r}-bit {kind} weights by {strategy}")
+        return Scaled(torch.float8_e4m3fn, "block", Activations.UNQUANTIZED, block=(1, weights.integer("group_size")))
+    raise ValueError(f"the format {layout!r} with {bits}-bit {kind} weights by {strategy}")
 
 
-def _activations(inputs: Mapping[str, Any] | None, weight_kind: str) -> Activations:
+def _scaled(weights: JsonObject, inputs: JsonObject, kind: str, strategy: str) -> Scaled:
+    """Return how 8-bit weights are read and multiplied. Errors as of `_scheme`."""
+    activations, block = _activations(inputs, kind), None
+    if strategy == "block":
+        block = weights.integers("block_structure") or (BLOCK, BLOCK)
+        if len(block) != 2 or min(block) < 1:
+            raise weights.refusal("block_structure", "two whole numbers from 1")
+    is_by_block = activations is Activations.BY_BLOCK
+    if (block is not None or is_by_block) and (block != (BLOCK, BLOCK) or not is_by_block):
+        activations = Activations.UNQUANTIZED  # no kernel multiplies these with each other
+    return Scaled(
+        dtype=torch.int8 if kind == "int" else torch.float8_e4m3fn,
+        per=strategy,
+        activations=activations,
+        block=(BLOCK, BLOCK) if block is None else (block[0], block[1]),
+        of_batch=activations is Activations.BY_TOKEN and inputs.text("strategy", "tensor") != "token",
+    )
+
+
+def _activations(inputs: JsonObject, weight_kind: str) -> Activations:
     if not inputs:
         return Activations.UNQUANTIZED
-    strategy, bits, kind = inputs.get("strategy"), inputs.get("num_bits", 8), inputs.get("type", weight_kind)
+    strategy = inputs.text("strategy", "tensor")
+    bits, kind = inputs.integer("num_bits", 8), inputs.text("type", weight_kind)
     if bits != 8 or kind != weight_kind:
-        raise ValueError(f"a product of {weight_kind} weights and {bits!r}-bit {kind} activations")
-    if not inputs.get("symmetric", True):
+        raise ValueError(f"a product of {weight_kind} weights and {bits}-bit {kind} activations")
+    if not inputs.flag("symmetric", True):
         raise ValueError(f"a product of {kind} weights and activations that are not symmetric")
     if strategy == "token":
         return Activations.BY_TOKEN
-    if strategy == "group" and inputs.get("group_size") == BLOCK:
+    if strategy == "group" and inputs.integer("group_size") == BLOCK:
         return Activations.BY_BLOCK
-    if strategy in (None, "tensor"):
-        return Activations.BY_TOKEN if inputs.get("dynamic") else Activations.STATIC
+    if strategy == "tensor":
+        return Activations.BY_TOKEN if inputs.flag("dynamic", False) else Activations.STATIC
     raise ValueError(f"a product of {kind} weights and activations by {strategy}")

@@ -14,20 +14,20 @@ Sources: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generati
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.packing import WORD, pack, unpack
-from teachllm.quantization.formats.scheme import FLOATS, INTS, Scheme, Stored
+from teachllm.quantization.formats.scheme import FLOATS, INTS, Scheme, Stored, matches
 from teachllm.quantization.quantized_weights import GroupedWeight, fits_kernels
 
 BITS = (4, 8)
+LAYOUTS = {"gptq": 1, "gptq_v2": 0}  # what is taken from a zero before it is stored
 LEAVE_OUT = "quantization_config in config.json must leave this layer out"
 
 
@@ -40,6 +40,7 @@ class Gptq:
         stored_offset: what is taken from a zero before it is stored: 1 in version 1.
         adds_to_words: how it is given back: to a word of several, or to each by itself.
         has_order: a file holds `g_idx`, if the groups are not in order.
+        contrary: what quantization_config would say if zeros were stored the other way.
     """
 
     bits: int
@@ -48,6 +49,7 @@ class Gptq:
     stored_offset: int = 1
     adds_to_words: bool = True
     has_order: bool = True
+    contrary: str = "checkpoint_format='gptq_v2'"
 
     def __str__(self) -> str:
         return f"GPTQ (bits {self.bits}, group_size {self.group_size})"
@@ -81,10 +83,9 @@ class Gptq:
         middle = 1 << (self.bits - 1)
         is_symmetric = bool((zeros == middle).all())
         if self.is_symmetric and bool((zeros == zeros[0, 0]).all()) and int(zeros[0, 0]) in (middle - 1, middle + 1):
-            other = "gptq_v2" if self.stored_offset else "gptq"
             raise ValueError(
-                f"sym=true means zeros of {middle}, and all are {int(zeros[0, 0])}: its layout is {other!r}, which "
-                "checkpoint_format in quantization_config does not say"
+                f"sym=true means zeros of {middle}, and all are {int(zeros[0, 0])}: write {self.contrary} into "
+                "quantization_config in config.json"
             )
         of_outputs = None if is_symmetric else zeros.t().contiguous()
         return GroupedWeight(qweight.t().contiguous(), tensors["scales"].t().contiguous(), of_outputs, self.bits, order)
@@ -120,7 +121,7 @@ def write(quantized: GroupedWeight, is_version_2: bool = False) -> dict[str, tor
     }
 
 
-def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
+def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], Scheme | None]:
     """Return a function from the name of a projection to its scheme.
 
     Args:
@@ -128,37 +129,41 @@ def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[
         names: of its tensors; None: they are not known, and every layer is taken for quantized.
 
     Raises:
-        ModelError: it says what is not supported.
+        ModelError: it says what is not supported, here or when a layer's scheme is asked for.
     """
-    version = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if version not in ("gptq", "gptq_v2"):
+    layout_key = "checkpoint_format" if config.has("checkpoint_format") else "format"
+    layout = config.text(layout_key, "gptq")
+    if layout not in LAYOUTS:
         raise ModelError(
-            f"GPTQ in the layout {version!r} is not supported, only 'gptq' and 'gptq_v2': take a checkpoint in these"
+            f"{config.where}: GPTQ in the layout {layout!r} ({layout_key}) is not supported, only 'gptq' and "
+            "'gptq_v2': take a checkpoint in these"
         )
     usual = Gptq(
-        bits=checked_bits(config["bits"], "every layer"),
-        group_size=config["group_size"],
-        is_symmetric=config.get("sym", True),
-        stored_offset=1 if version == "gptq" else 0,
+        bits=checked_bits(config, "every layer"),
+        group_size=config.integer("group_size", least=-1),
+        is_symmetric=config.flag("sym", True),
+        stored_offset=LAYOUTS[layout],
+        contrary=f"checkpoint_format={'gptq_v2' if LAYOUTS[layout] else 'gptq'!r}",
     )
-    rules = dict(config.get("dynamic") or {})
+    quantizes_head, rules = config.flag("lm_head", False), config.object("dynamic")
 
     def scheme_of(name: str) -> Scheme | None:
         if names is None:
-            if name == "lm_head" and not config.get("lm_head", False):
+            if name == "lm_head" and not quantizes_head:
                 return None
         elif f"{name}.qweight" not in names:
             return None
-        for rule, changes in rules.items():
-            if not re.match(rule.removeprefix("+:").removeprefix("-:"), name):
+        for rule in rules:
+            if not matches(rule.removeprefix("+:").removeprefix("-:"), name, rules, rule):
                 continue
             if rule.startswith("-:"):
                 return None
+            changes = rules.object(rule)
             return replace(
                 usual,
-                bits=checked_bits(changes.get("bits", usual.bits), name),
-                group_size=changes.get("group_size", usual.group_size),
-                is_symmetric=changes.get("sym", usual.is_symmetric),
+                bits=checked_bits(changes, name, usual.bits),
+                group_size=changes.integer("group_size", usual.group_size, least=-1),
+                is_symmetric=changes.flag("sym", usual.is_symmetric),
             )
         return usual
 
@@ -171,10 +176,6 @@ def check_sizes(group_size: int, in_features: int) -> None:
     Raises:
         ValueError: as of `Scheme.stored`.
     """
-    if type(group_size) is not int:
-        raise ValueError(
-            f"its group_size is {group_size!r}, not a whole number: correct quantization_config in config.json"
-        )
     if group_size != -1 and (group_size < 1 or in_features % group_size):
         what = f"groups of {group_size} do not divide its {in_features} inputs"
         raise ValueError(f"{what}: correct group_size, or {LEAVE_OUT}")
@@ -193,15 +194,24 @@ def grouped_bytes(bits: int, group_size: int, is_symmetric: bool, out_features: 
     return out_features * in_features * bits // 8 + out_features * groups * (2 if is_symmetric else 3)
 
 
-def checked_bits(bits: int, name: str, supported: tuple[int, ...] = BITS) -> int:
+def checked_bits(
+    values: JsonObject, name: str, *default: int, key: str = "bits", supported: tuple[int, ...] = BITS
+) -> int:
     """Return the bits of a layer's quantized values.
+
+    Args:
+        name: of the layer, for errors.
 
     Raises:
         ModelError: it is none of those that are supported.
     """
+    bits = values.integer(key, *default)
     if bits not in supported:
         only = " and ".join(map(str, supported))
-        raise ModelError(f"{name}: {bits!r} bits are not supported, only {only}: take a checkpoint with these")
+        raise ModelError(
+            f"{values.where}: {key}={bits}: {name}: {bits} bits are not supported, only {only}: take a checkpoint with "
+            "these"
+        )
     return bits
 
 
@@ -216,10 +226,10 @@ def unless_sorted(order: torch.Tensor, groups: int) -> torch.Tensor | None:
         ValueError: there are no such groups, or some are larger than others.
     """
     if int(order.min()) < 0 or int(order.max()) >= groups:
-        raise ValueError(f"g_idx names group {int(order.max())} of {groups}: the file is broken, get it anew")
+        raise ValueError(f"g_idx names group {int(order.max())} of {groups}: the file is broken, download it again")
     sizes = torch.bincount(order.long(), minlength=groups)
     if not bool((sizes == sizes[0]).all()):
         smallest, largest = int(sizes.min()), int(sizes.max())
-        raise ValueError(f"g_idx has groups of {smallest} to {largest} inputs: the file is broken, get it anew")
+        raise ValueError(f"g_idx has groups of {smallest} to {largest} inputs: the file is broken, download it again")
     in_order = torch.arange(len(order), dtype=order.dtype, device=order.device) // -(-len(order) // groups)
     return None if torch.equal(order, in_order) else order

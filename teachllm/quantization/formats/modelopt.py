@@ -5,13 +5,13 @@ Source: NVIDIA/Model-Optimizer (`unified_export_hf`), as vLLM's `modelopt.py` re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 
 from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import Scheme
@@ -27,17 +27,18 @@ _SCHEMES: dict[str, Scheme] = {
 }
 
 
-def parse(config: Mapping[str, Any], names: Container[str] | None) -> Callable[[str], Scheme | None]:
+def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], Scheme | None]:
     """Parse a configuration, like `gptq.py`; `config` may also be what hf_quant_config.json holds."""
-    config = config.get("quantization", config)
-    algorithm = str(config.get("quant_algo")).upper()
+    if config.has("quantization"):
+        config = config.object("quantization")
+    algorithm = config.text("quant_algo").upper()
     scheme = _SCHEMES.get(algorithm)
     if scheme is None:
         raise ModelError(
-            f"ModelOpt's {algorithm} is not supported (quant_algo), only {', '.join(_SCHEMES)}: take a checkpoint in "
-            "these"
+            f"{config.where}: ModelOpt's {algorithm} is not supported (quant_algo), only {', '.join(_SCHEMES)}: take a "
+            "checkpoint in these"
         )
-    ignored = config.get("ignore") or config.get("exclude_modules") or []
+    ignored = config.texts("ignore") or config.texts("exclude_modules")
 
     def scheme_of(name: str) -> Scheme | None:
         if names is not None:

@@ -46,11 +46,6 @@ class Scaled:
 
     def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
         """Implement `Scheme.stored`."""
-        if not (len(self.block) == 2 and all(isinstance(each, int) and each > 0 for each in self.block)):
-            raise ValueError(
-                f"its blocks (weight_block_size, block_structure) are {self.block}, not two whole numbers: correct "
-                "quantization_config in config.json"
-            )
         dtypes = (*FLOATS, *_EXPONENTS)
         one = ((1,), (), (1, 1))
         scales = Stored(one[0], dtypes, others=one[1:])
@@ -96,5 +91,5 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     """
     exponents = exponents.view(torch.uint8)
     if bool((exponents == 255).any()):
-        raise ValueError("a scale is NaN: the file is broken, get it anew")
+        raise ValueError("a scale is NaN: the file is broken, download it again")
     return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.to(torch.int32) - 127)

@@ -7,6 +7,7 @@ which is how an unquantized checkpoint is quantized while it is loaded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -14,19 +15,37 @@ from typing import NamedTuple, Protocol
 import torch
 
 from teachllm.errors import ModelError
+from teachllm.models.json_values import JsonObject
 from teachllm.quantization.quantized_weights import Quantized, part_of
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHT_FLOATS = (*FLOATS, torch.float64)  # of what is not quantized: it gets the model's dtype as it is read
 INTS = (torch.int32,)  # words that quantized values are packed into
 ALL_OF_IT = slice(None)
 NOT_THIS_FILE = (
     "config.json is not this file's: correct its quantization_config (quant_method, bits, group_size) or its sizes, or "
-    "get both anew"
+    "download both again"
 )
 NOT_READ = (
     "quantized weights without their scales, or not those of quantization_config in config.json: take a complete "
     "checkpoint, or correct it"
 )
+
+
+def matches(pattern: str, name: str, values: JsonObject, key: str, anywhere: bool = False) -> bool:
+    """Return whether a projection's name matches a regular expression, from its beginning on.
+
+    Args:
+        values, key: where it was found.
+        anywhere: it may match at any place of the name.
+
+    Raises:
+        ModelError: it is none.
+    """
+    try:
+        return (re.search if anywhere else re.match)(pattern, name) is not None
+    except re.error as error:
+        raise values.refusal(key, f"under a regular expression, and {pattern!r} is none ({error})") from error
 
 
 class Stored(NamedTuple):
@@ -270,7 +289,7 @@ class QuantizedWeightLoader:
             try:
                 self._quantized = self.scheme.read(self._tensors, *self._shape)
                 if not bool(self._quantized.scales.isfinite().all()):
-                    raise ValueError("a scale is infinite or NaN: the file is broken, get it anew")
+                    raise ValueError("a scale is infinite or NaN: the file is broken, download it again")
                 self._quantized = self._own(self._quantized)
             except ValueError as error:
                 raise ModelError(f"{self.name}: {error}") from None
@@ -302,7 +321,7 @@ class OnTheFly:
         except ValueError as error:
             what = str(error).partition(":")[0]
             raise ValueError(f"{what}: set quantization='int8', which takes any size") from None
-        return {"weight": Stored((out_features, in_features), FLOATS)}
+        return {"weight": Stored((out_features, in_features), WEIGHT_FLOATS)}
 
     def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> Quantized:
         """Implement `Scheme.read`."""

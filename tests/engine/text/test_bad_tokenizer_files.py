@@ -78,7 +78,7 @@ def is_refusal(error: Exception, mutation: Mutation) -> bool:
     """Return whether an error says enough: of tokenizer.json, which another library reads, the part that is wrong."""
     words, is_nothing = str(error), not mutation.value or mutation.value == ABSENT
     is_gone = "has no chat template" in words and is_nothing and mutation.path == ("chat_template",)
-    is_part = "tokenizer.json: " in words and mutation.path[0] in words.lower() and "\n" not in words
+    is_part = "tokenizer.json: " in words and str(mutation.path[0]) in words.lower() and "\n" not in words
     return is_gone or is_part or is_named(error, mutation)
 
 

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from teachllm.errors import ModelError
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import QuantizedWeightLoader
-from teachllm.quantization.layer_schemes import of_config, quantization_of
+from teachllm.quantization.layer_schemes import quantization_of
 from teachllm.quantization.quantized_weights import Activations, ScaledWeight
+from tests.quantization.format_checkpoints import quantization
 
 GOLDEN = Path(__file__).parent / "golden"
 PROJECTION = "model.layers.0.mlp.up_proj"
@@ -43,7 +44,7 @@ REFUSED = {"ct_w8a8_int8_tensor_static": "activations that are not symmetric"}
 def test_a_golden_file_dequantizes_to_the_weights_of_its_library(case: str) -> None:
     stored, config, expected = load(case)
     tensors = dict(stored)
-    scheme = of_config(config, names_of(stored)).schemes(PROJECTION)
+    scheme = quantization(config, names_of(stored)).schemes(PROJECTION)
     assert scheme is not None
     part = QuantizedWeightLoader(scheme, case, *expected.shape, torch.empty(0))
     for name, slot in part.slots.items():
@@ -65,23 +66,29 @@ def test_hf_quant_config_json_says_what_config_json_does(case: str, tmp_path: Pa
     with safe_open(GOLDEN / f"{case}.safetensors", framework="pt") as reader:
         (tmp_path / "hf_quant_config.json").write_text(reader.metadata()["hf_quant_config"])
     for names in (names_of(tensors), None):
-        found, expected = quantization_of({}, tmp_path, None, names), of_config(config, names)
+        found, expected = quantization_of({}, tmp_path, None, names), quantization(config, names)
         assert found is not None and found.name == expected.name == "modelopt"
         for name in (PROJECTION, "lm_head"):
             assert found.schemes(name) == expected.schemes(name)
+
+
+def test_a_fault_of_hf_quant_config_json_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": 8}}')
+    with pytest.raises(ModelError, match=r"^hf_quant_config.json: quantization: quant_algo=8: must be a string"):
+        quantization_of({}, tmp_path, None, None)
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_supported_is_named(case: str) -> None:
     _, config, _ = load(case)
     with pytest.raises(ModelError, match=REFUSED[case]):
-        of_config(config, None)
+        quantization(config, None)
 
 
 def test_activations_without_a_quantized_product_stay_unquantized() -> None:
     stored, config, _ = load("ct_mxfp8a16")
-    as_it_is = of_config(config, names_of(stored)).schemes(PROJECTION)
+    as_it_is = quantization(config, names_of(stored)).schemes(PROJECTION)
     for group in config["config_groups"].values():
         group["input_activations"] = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
-    scheme = of_config(config, names_of(stored)).schemes(PROJECTION)
+    scheme = quantization(config, names_of(stored)).schemes(PROJECTION)
     assert isinstance(scheme, Scaled) and scheme == as_it_is and scheme.activations is Activations.UNQUANTIZED

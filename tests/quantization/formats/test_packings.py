@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm.quantization.formats.scheme import QuantizedWeightLoader
-from teachllm.quantization.layer_schemes import of_config
 from teachllm.quantization.quantized_weights import GroupedWeight, ScaledWeight
-from tests.quantization.format_checkpoints import E4M3, FORMATS
+from tests.quantization.format_checkpoints import E4M3, FORMATS, quantization
 from tests.thorough import times
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -33,7 +32,7 @@ def test_any_quantized_values_are_read_as_they_were_packed(
     how, generator = FORMATS[name], torch.Generator().manual_seed(seed)
     quantized = drawn(how.quantize(torch.randn(num_out, num_in, generator=generator)), generator, extreme)
     tensors = how.write(quantized)
-    scheme = of_config(how.config, frozenset(f"{NAME}.{each}" for each in tensors)).schemes(NAME)
+    scheme = quantization(how.config, frozenset(f"{NAME}.{each}" for each in tensors)).schemes(NAME)
     assert scheme is not None
     part = QuantizedWeightLoader(scheme, NAME, num_out, num_in, torch.empty(0))
     for tensor_name, tensor in tensors.items():

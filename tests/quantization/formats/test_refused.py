@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from teachllm.errors import ModelError
-from teachllm.quantization.layer_schemes import of_config
 from tests.quantization.format_checkpoints import (
     FORMATS,
     Tensors,
@@ -19,6 +18,7 @@ from tests.quantization.format_checkpoints import (
     edit,
     edit_tensors,
     generate,
+    quantization,
     write_checkpoint,
 )
 
@@ -27,7 +27,7 @@ NOT_THIS_FILE = r"config.json is not this file's: correct its quantization_confi
 WITHOUT_SCALES = (
     r"quantized weights without their scales, or not those of quantization_config .*: take a complete checkpoint"
 )
-BROKEN = "the file is broken, get it anew"
+BROKEN = "the file is broken, download it again"
 
 
 def without_tensor(name: str) -> Callable[[Tensors], None]:
@@ -173,29 +173,40 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "gptq int4",
             {"group_size": None},
-            r"layers.0.self_attn.q_proj \[64, 64\]: its group_size is None, not a whole",
+            r"config.json: quantization_config lacks 'group_size'",
         ),
         (
             "awq",
             {"group_size": "32"},
-            r"layers.0.self_attn.q_proj \[64, 64\]: its group_size is '32', not a whole number",
+            r"config.json: quantization_config: group_size='32': must be a whole number from -1",
         ),
         ("gptq int4", {"bits": 3}, "every layer: 3 bits are not supported, only 4 and 8: take a checkpoint with these"),
-        ("gptq int4", {"bits": "4"}, "every layer: '4' bits are not supported, only 4 and 8"),
+        ("gptq int4", {"bits": "4"}, "config.json: quantization_config: bits='4': must be a whole number"),
+        ("gptq int4", {"bits": 4.0}, "config.json: quantization_config: bits=4.0: must be a whole number"),
+        ("gptq int4", {"dynamic": [1]}, r"config.json: quantization_config: dynamic=\[1\]: must be an object"),
+        ("awq", {"modules_to_not_convert": 5}, "quantization_config: modules_to_not_convert=5: must be a list"),
+        ("packed int4", {"ignore": [1, 2]}, r"quantization_config: ignore=\[1, 2\]: must be a list of strings"),
+        ("packed int4", {"config_groups": 5}, "quantization_config: config_groups=5: must be an object"),
+        ("fp8 without blocks", {"ignored_layers": 5}, "quantization_config: ignored_layers=5: must be a list"),
+        ("fp8 by block, as DeepSeek writes it", {"weight_block_size": 5}, "weight_block_size=5: must be a list"),
         ("gptq int4", {"dynamic": {"+:.*": {"bits": 2}}}, r"layers.0.self_attn.q_proj: 2 bits are not supported"),
         (
             "gptq int4",
             {"dynamic": {"+:*": {}}},
-            r"layers.0.self_attn.q_proj has a value .* \(nothing to repeat.*: correct",
+            r"dynamic: \+:\*=\{\}: must be under a regular expression, and '\*' is none \(nothing to repeat",
         ),
         (
             "gptq int4",
             {"dynamic": {".*": 8}},
-            r"layers.0.self_attn.q_proj has a value of another type .*: correct it in",
+            r"config.json: quantization_config: dynamic: \.\*=8: must be an object",
         ),
         ("fp8 without blocks", {"activation_scheme": "x"}, "activation_scheme='x': must be dynamic or static"),
-        ("gptq int4", {"checkpoint_format": "gptq_v2"}, "means zeros of 8, and all are 7: its layout is 'gptq', which"),
-        ("gptq int8", {"checkpoint_format": "gptq_v2"}, "means zeros of 128, and all are 127: its layout is 'gptq'"),
+        (
+            "gptq int4",
+            {"checkpoint_format": "gptq_v2"},
+            "means zeros of 8, and all are 7: write checkpoint_format='gptq' into q",
+        ),
+        ("gptq int8", {"checkpoint_format": "gptq_v2"}, "of 128, and all are 127: write checkpoint_format='gptq' into"),
         ("gptq int4", {"checkpoint_format": "marlin"}, "GPTQ in the layout 'marlin' .*: take a checkpoint in these"),
         ("awq", {"bits": 8}, "every layer in AWQ: 8 bits are not supported, only 4: take a checkpoint with these"),
         (
@@ -213,7 +224,8 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
             {"packing_format": "x"},
             r"AutoRound in the packing 'x' \(packing_format\) is not .*: take a checkpoint in these",
         ),
-        ("auto-round", {"bits": "4"}, r"'auto-round' for model.layers.0.self_attn.q_proj has bits='4' of another type"),
+        ("auto-round", {"bits": "4"}, "config.json: quantization_config: bits='4': must be a whole number"),
+        ("auto-round, as gptq", {"packing_format": "auto_round"}, "write packing_format='auto_round:auto_gptq' into q"),
         (
             "auto-round, as awq",
             {"bits": 8},
@@ -227,8 +239,7 @@ def test_what_is_no_part_of_a_quantized_weight_is_not_taken_for_one(
         (
             "fp8 by block, as DeepSeek writes it",
             {"weight_block_size": ["128", "128"]},
-            r"q_proj \[64, 64\]: its blocks \(weight_block_size, block_structure\) are \('128', '128'\), not two whole "
-            "numbers: correct quantization_config",
+            r"quantization_config: weight_block_size=\['128', '128'\]: must be a list of whole numbers",
         ),
         (
             "nvfp4 of ModelOpt",
@@ -249,8 +260,8 @@ def test_settings_that_no_such_file_has_are_refused(
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ("gptq", "quantization_config in config.json is not settings by name: get it"),
-        (["bits", 4], "quantization_config in config.json is not settings by name: get it"),
+        ("gptq", "config.json: quantization_config='gptq': must be an object"),
+        (["bits", 4], r"config.json: quantization_config=\['bits', 4\]: must be an object"),
         ({"quant_method": ["gptq"]}, r"config.json: quantization_config: quant_method=\['gptq'\]: must be a string"),
     ],
 )
@@ -265,10 +276,8 @@ def test_what_is_no_settings_at_all_is_refused(config: Any, says: str, unquantiz
 @pytest.mark.parametrize("missing", ["bits", "group_size"])
 def test_a_setting_that_is_missing_is_named(missing: str) -> None:
     config = {key: value for key, value in FORMATS["gptq int4"].config.items() if key != missing}
-    with pytest.raises(
-        ModelError, match=rf"quantization_config of 'gptq' lacks '{missing}': correct it in config.json"
-    ):
-        of_config(config, None)
+    with pytest.raises(ModelError, match=rf"^config.json: quantization_config lacks '{missing}'$"):
+        quantization(config, None)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +301,9 @@ def test_a_group_of_compressed_tensors_is_named_by_its_targets(part: str, change
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_7": group}}
     with pytest.raises(
         ModelError,
-        match=rf"quantization_config: compressed-tensors, group_7 of \['re:\.\*mlp\.\*'\]: .*{says}",
+        match=rf"quantization_config: config_groups: compressed-tensors, group_7 of \['re:\.\*mlp\.\*'\]: .*{says}",
     ):
-        of_config(config, None)
+        quantization(config, None)
 
 
 def test_a_preset_in_place_of_a_group_is_named() -> None:
@@ -302,7 +311,7 @@ def test_a_preset_in_place_of_a_group_is_named() -> None:
     with pytest.raises(
         ModelError, match=r"W8A8 of \['Linear'\]: a name \('W8A8'\) in place of settings is not supported"
     ):
-        of_config(config, None)
+        quantization(config, None)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from teachllm.errors import ModelError
 from teachllm.quantization import rounding
-from teachllm.quantization.layer_schemes import of_config
 from tests.quantization.format_checkpoints import (
     FORMATS,
     Format,
@@ -23,6 +23,7 @@ from tests.quantization.format_checkpoints import (
     edit,
     generate,
     projections,
+    quantization,
     write_checkpoint,
     write_dequantized,
 )
@@ -139,7 +140,7 @@ def test_each_layer_has_its_own_dequantized_weights(name: str, unquantized: Path
 
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_read_where_there_is_no_file_to_look_into(name: str, unquantized: Path, tmp_path: Path) -> None:
-    schemes = of_config(FORMATS[name].config | RULES[name].config, None).schemes
+    schemes = quantization(FORMATS[name].config | RULES[name].config, None).schemes
     for key, expected in RULES[name].means.items():
         found = schemes(f"model.layers.{key}")
         assert (found if found is None else str(found)) == expected, key
@@ -165,5 +166,13 @@ K = "model.layers.1.self_attn.k_proj"
 def test_layers_that_are_left_out_by_name_are_unquantized(
     name: str, left_out: dict[str, Any], unquantized: Path
 ) -> None:
-    schemes = of_config(FORMATS[name].config | left_out, None).schemes
+    schemes = quantization(FORMATS[name].config | left_out, None).schemes
     assert {key for key in projections(unquantized) if schemes(key) is None} == {*DOWN, K}
+
+
+def test_which_layers_of_pickles_are_quantized_their_tensors_tell(unquantized: Path, tmp_path: Path) -> None:
+    write_checkpoint("gptq int4", unquantized, tmp_path, without="down_proj")
+    expected = generate(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert_same(generate(tmp_path, load_format="pt"), expected)

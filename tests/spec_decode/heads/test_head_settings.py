@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from teachllm import EngineConfig
+from teachllm.models.model_config import load_model_config
+from teachllm.spec_decode.load import load_drafter_config
 from tests.spec_decode.heads import forms
 from tests.spec_decode.refusals import edited, make, refusal
+from tests.worker.engines import tiny
 
 COUNT, NUMBER = "must be a whole number from 1 to 2147483647", "must be a number between 0 and 4.61169e+18"
 
@@ -77,3 +81,18 @@ def test_a_value_of_a_wrong_type_is_named_with_its_folder_and_key(
 def test_null_means_the_same_as_an_absent_key(tmp_path: Path) -> None:
     nothing = {"target_hidden_size": None, "eagle_config": None, "rope_scaling": None, "norm_output": None}
     make("eagle", forms.write(tmp_path, edited(forms.eagle_3(), **nothing))).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "num_kv_heads"),
+    [({}, 9, 2), ({"sliding_window": None}, None, 2), ({"sliding_window": ...}, 4096, 2)],
+)
+def test_null_is_no_window_where_silence_means_one(
+    changes: dict[str, Any], window: int | None, num_kv_heads: int, tmp_path: Path
+) -> None:
+    folder = forms.write(tmp_path, edited(forms.eagle_1_with_a_window(), **changes))
+    config = EngineConfig(**tiny("llama2"), speculative_config={"method": "eagle", "model": str(folder)})
+    drafter = load_drafter_config(config, load_model_config(config))
+    assert drafter is not None
+    [spec] = drafter.specs
+    assert (spec.window, spec.num_kv_heads) == (window, num_kv_heads)
