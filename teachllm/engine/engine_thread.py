@@ -160,7 +160,8 @@ class EngineThread:
             failure = caught
         error = failure or RuntimeError("the engine is closed")
         with self._wake:
-            self._is_closing, self._death = True, failure if isinstance(failure, EngineDeadError) else None
+            self._is_closing = True
+            self._death = failure if isinstance(failure, EngineDeadError) else None
             orders, self._orders = self._orders, deque()
         self._fail(error)
         for _, done in orders:

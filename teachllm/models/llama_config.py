@@ -221,7 +221,8 @@ def _rotary(values: JsonObject, head_size: int) -> RotaryConfig:
         settings["truncate"] = rope.flag("truncate", True)
     if kind in _SCALING_TAKES:
         original = "original_max_position_embeddings"
-        settings[original] = (values if original in values else rope).integer(original, trained_len)
+        where = values if original in values else rope
+        settings[original] = where.integer(original, trained_len, most=_MOST_POSITIONS)
     lowest = 1 if kind == "yarn" else 0  # which divides by the logarithm
     theta = (rope if "rope_theta" in rope else values).number("rope_theta", 10000.0, above=lowest)
     if scaling and (replaced := parameters.number("rope_theta", theta)) != theta:

@@ -67,10 +67,11 @@ def parse_moe(values: JsonObject, architecture: str) -> MoeConfig | None:
     if architecture not in NAMES:
         return None
     num_layers, is_mixtral = values.integer("num_hidden_layers"), architecture == "MixtralForCausalLM"
-    num_experts = values.integer("num_experts" if values.has("num_experts") else "num_local_experts")
+    key = "num_experts" if values.has("num_experts") else "num_local_experts"
+    num_experts = values.integer(key)
     top_k = values.integer("num_experts_per_tok")
     if top_k > num_experts:
-        raise values.refusal("num_experts_per_tok", f"at most the number of experts, {num_experts}")
+        raise values.refusal("num_experts_per_tok", f"at most {key}={num_experts}")
     dense = [] if is_mixtral else values.entries("mlp_only_layers")
     if not all(type(i) is int and 0 <= i < num_layers for i in dense):
         raise values.refusal("mlp_only_layers", f"a list of layers below num_hidden_layers={num_layers}")

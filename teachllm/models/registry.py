@@ -129,7 +129,7 @@ def _reason_to_refuse(raw: dict[str, Any], architecture: str) -> str | None:
         if raw.get("alibi"):
             return _REFUSED_MODEL_TYPES["bloom"]
     if not (architecture.endswith("ForCausalLM") or architecture.endswith("LMHeadModel")):
-        return "no plain language-model head"
+        return "no plain language-model head (architectures in config.json)"
     for kind in kinds:
         if kind not in _KINDS_OF_ATTENTION:
             return f"layers of type {kind!r} (layer_types in config.json)"

@@ -89,7 +89,9 @@ def is_named(error: Exception, mutation: Mutation) -> bool:
     words = str(error)
     keys = [each for each in mutation.path if isinstance(each, str)]
     may_be_named = keys if mutation.value in (None, ABSENT) else keys[-1:]
-    is_said = any(re.search(rf"(?<![\w.]){re.escape(key)}(=|:| |'|$)", words) for key in may_be_named)
+    # A key of one plain word, such as "type", may stand in a sentence by chance.
+    ends = "[=:'`,) ]" if "_" in mutation.key else "[=:'`,)]"
+    is_said = any(re.search(rf"(?<![\w.]){re.escape(key)}({ends}|$)", words) for key in may_be_named)
     return "\n" not in words and mutation.file in words and is_said
 
 

@@ -22,7 +22,7 @@ NUM_TOKENS = 5
 # Keys that our own model code does not read: they are about training, or about how to write.
 NOT_READ = (
     *("transformers_version", "use_cache", "initializer_range", "attention_dropout", "pretraining_tp"),
-    *("output_router_logits", "router_aux_loss_coef", "bos_token_id", "pad_token_id"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "bos_token_id", "pad_token_id"),
 )
 # Keys that say what tensors there are, and of which sizes.
 SHAPES = (

@@ -193,7 +193,10 @@ REFUSED_CONFIGS = [
         ["LlamaForCausalLM", "'bitsandbytes'", "gptq, awq", "float32, bfloat16 or float16"],
     ),
     ({"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 128}}, ["LlamaForCausalLM", "3 bits"]),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["LlamaForCausalLM", "config.json: quantization_config lacks 'group_size'"]),
+    (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        ["LlamaForCausalLM", "config.json: quantization_config lacks 'group_size'"],
+    ),
     ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, ["LlamaForCausalLM", "'gemv'", "'gemm'"]),
     ({"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "own.M"}}, ["OwnFor", "trust_remote_code=True"]),
     ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),

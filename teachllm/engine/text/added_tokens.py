@@ -63,13 +63,14 @@ def add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) ->
         by_id = {ids.integer(text, least=0): AddedToken(text, special=text in special) for text in ids} | own
     flags = {token.content: token for token in by_id.values()}
     named = {name: flags.get(token.content, token) for name, token in named.items()}
-    same, names = {repr(token) for token in own.values()}, {token.content for token in named.values()}
+    names = {token.content for token in named.values()}
     for token in (*by_id.values(), *named.values()):
         token.special = token.special or token.content in names
-    added = [token for _, token in sorted(by_id.items()) if repr(token) not in same]
-    contents = {token.content for token in (*own.values(), *added)}
-    added += {each.content: each for each in (*named.values(), *unnamed) if each.content not in contents}.values()
-    tokenizer.add_tokens(added)
+    as_they_are = {repr(token) for token in own.values()}  # with their flags
+    added = [token for _, token in sorted(by_id.items()) if repr(token) not in as_they_are]
+    known = {token.content for token in (*own.values(), *added)}
+    unknown = {each.content: each for each in (*named.values(), *unnamed) if each.content not in known}
+    tokenizer.add_tokens([*added, *unknown.values()])
     return {name: token.content for name, token in named.items()}
 
 
@@ -88,7 +89,10 @@ def _named(config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Add
 
 
 def _is_token(value: Any, where: str) -> bool:
-    """Return whether a value under some model's own name is a token. In tokenizer_config.json an object says so."""
+    """Return whether a value under a name of the model's own is a token: text, or an object with the text.
+
+    In tokenizer_config.json such an object also names its type.
+    """
     if isinstance(value, dict):
         return "content" in value and (where == _MAP or value.get("__type") == "AddedToken")
     return isinstance(value, str)

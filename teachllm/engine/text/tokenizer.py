@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _READ_AS_IS = ("PreTrainedTokenizer", "TokenizersBackend")
 _READ_AS_IS_IF_BYTE_LEVEL = ("LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_PARTS: dict[str, Any] = {"version": "1.0", "added_tokens": []}  # of tokenizer.json, and what any of them may be
+# Parts of tokenizer.json, each with a value that it may have in any file.
+_PARTS: dict[str, Any] = {"version": "1.0", "added_tokens": []}
 _PARTS |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
 _LONG_TEXT = 4096  # characters, from which on other threads may run meanwhile: of one text `tokenizers` lets none
 _HUB_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "config.json"]

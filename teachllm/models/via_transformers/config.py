@@ -21,6 +21,8 @@ from teachllm.models.json_values import JsonObject, shown
 from teachllm.models.registry import LAYER_TYPES, SUPPORTED
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_SHARES = ("partial_rotary_factor", "rotary_pct")  # of a head's channels
 _POSITIVE = ("query_pre_attn_scalar", "attention_multiplier")  # what scores are multiplied by, or divided by its root
 NO_INTERFACE = "it does not use transformers' attention interface"
 
@@ -72,8 +74,15 @@ def _check_values(values: JsonObject) -> None:
     for key in _POSITIVE:
         if values.has(key):
             values.number(key, above=0)
+    for key in OPTIONAL_SIZES:
+        if values.has(key):
+            values.integer(key)
     ropes = [values.object(key) for key in ("rope_scaling", "rope_parameters")]
     ropes += [rope.object(kind) for rope in ropes for kind in LAYER_TYPES]
+    for where in (values, *ropes):  # more would be a table of cosines that is larger than its head
+        for key in _SHARES:
+            if where.has(key) and where.number(key, above=0) > 1:
+                raise where.refusal(key, "at most 1")
     for rope in ropes:
         for key in ("rope_type", "type"):
             if key in rope and rope.text(key, "") not in ("default", *ROPE_INIT_FUNCTIONS):

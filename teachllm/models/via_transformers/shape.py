@@ -17,11 +17,9 @@ from teachllm.models.json_values import JsonObject
 from teachllm.models.registry import SUPPORTED, architecture_of, check_features
 from teachllm.models.shape import Shape
 from teachllm.models.stored_weights import wrong_shape
-from teachllm.models.via_transformers.config import NO_INTERFACE, SIZES, create, read_config
+from teachllm.models.via_transformers.config import NO_INTERFACE, OPTIONAL_SIZES, SIZES, create, read_config
 from teachllm.models.via_transformers.model import TransformersModel, register
 from teachllm.models.via_transformers.rehearsal import IMPLEMENTATION, attention_modules, rehearse
-
-_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 
 
 def shape(folder: Path, engine_config: EngineConfig) -> Shape:
@@ -35,8 +33,8 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
     config = read_config(folder, engine_config)
     name = architecture_of(config.to_dict())
     check_features(config.to_dict(), name)
-    for key in (*SIZES, *_OPTIONAL_SIZES):
-        if not isinstance(value := _single(config, key), int) and not (value is None and key in _OPTIONAL_SIZES):
+    for key in (*SIZES, *OPTIONAL_SIZES):
+        if not isinstance(value := _single(config, key), int) and not (value is None and key in OPTIONAL_SIZES):
             raise ModelError(f"{name} is not supported: its configuration has no single {key}; {SUPPORTED}")
     stored = tensors_to_load(folder, engine_config.load_format)
     _check_num_layers(config, stored)

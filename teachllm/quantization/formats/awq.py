@@ -83,8 +83,8 @@ def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], S
     layout = config.text(key, "gemm").lower()
     if layout != "gemm" or config.text("backend", "autoawq") == "llm-awq":
         raise ModelError(
-            f"{config.where}: AWQ in the layout {layout!r} ({key}) is not supported, only 'gemm': take a checkpoint in "
-            "this"
+            f"{config.where}: quant_method='awq': AWQ in the layout {layout!r} ({key}) is not supported, only 'gemm': "
+            "take a checkpoint in this"
         )
     checked_bits(config, "every layer in AWQ", 4, key="bits" if config.has("bits") else "w_bit", supported=BITS)
     size_key = "group_size" if config.has("group_size") else "q_group_size"

@@ -135,8 +135,8 @@ def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], S
     layout = config.text(layout_key, "gptq")
     if layout not in LAYOUTS:
         raise ModelError(
-            f"{config.where}: GPTQ in the layout {layout!r} ({layout_key}) is not supported, only 'gptq' and "
-            "'gptq_v2': take a checkpoint in these"
+            f"{config.where}: quant_method='gptq': GPTQ in the layout {layout!r} ({layout_key}) is not supported, only "
+            "'gptq' and 'gptq_v2': take a checkpoint in these"
         )
     usual = Gptq(
         bits=checked_bits(config, "every layer"),
