@@ -91,7 +91,7 @@ def is_named(error: Exception, mutation: Mutation) -> bool:
     may_be_named = keys if mutation.value in (None, ABSENT) else keys[-1:]
     # A key of one plain word, such as "type", may stand in a sentence by chance.
     ends = "[=:'`,) ]" if "_" in mutation.key else "[=:'`,)]"
-    is_said = any(re.search(rf"(?<![\w.]){re.escape(key)}({ends}|$)", words) for key in may_be_named)
+    is_said = any(re.search(rf"(?<![\w.]){re.escape(key)}({ends}| lacks| in config|$)", words) for key in may_be_named)
     return "\n" not in words and mutation.file in words and is_said
 
 
