@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -216,7 +217,8 @@ class LLM:
                         request_id = next(self._request_ids)
                         outputs[request_id] = self.engine.add_request(request_id, prompt, each, priority=priority)
                 with _progress_bar(len(prompts), use_tqdm) as bar:
-                    while self._has_work_for(outputs):
+                    unfinished = deque(outputs.values())
+                    while self._has_work_for(unfinished):
                         with uninterrupted():
                             changed = self.engine.step()
                         bar.update(sum(output.finished and output.request_id in outputs for output in changed))
@@ -236,10 +238,14 @@ class LLM:
         token_ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
         return {"prompt_token_ids": token_ids}
 
-    def _has_work_for(self, outputs: Mapping[str, RequestOutput]) -> bool:
-        """Return whether one of these is unfinished, or the last step is under way and nobody else will wait for it."""
-        is_finished = all(output.finished for output in outputs.values())
-        return self.engine.has_unfinished_requests and not (is_finished and self.engine.unfinished_ids)
+    def _has_work_for(self, unfinished: deque[RequestOutput]) -> bool:
+        """Return whether one of these is unfinished, or the last step is under way and nobody else will wait for it.
+
+        Those that have finished are taken out at the front, so that not all are looked at after every step.
+        """
+        while unfinished and unfinished[0].finished:
+            unfinished.popleft()
+        return self.engine.has_unfinished_requests and bool(unfinished or not self.engine.unfinished_ids)
 
 
 def _num_tokens(output: RequestOutput) -> int:
