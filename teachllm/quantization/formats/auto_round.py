@@ -53,7 +53,8 @@ def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], S
     contrary = f"packing_format={(_AUTO_ROUND if is_as_gptq else _AS_GPTQ)[0]!r}"
     blocks = _names(config, "block_name_to_quantize") or _names(config, "to_quant_block_names")
     extra = config.object("extra_config")
-    config.integer("bits"), config.integer("group_size", least=-1)  # required, whatever single layers have
+    for key, least in (("bits", 1), ("group_size", -1)):  # required, whatever single layers have
+        config.integer(key, least=least)
 
     def settings_of(name: str) -> JsonObject | None:
         """Return the settings of a projection; None: it is not quantized."""
@@ -95,7 +96,7 @@ def _names(config: JsonObject, key: str) -> list[str]:
 
     def names_in(given: Any) -> list[str]:
         if isinstance(given, str):
-            return [each.strip() for each in given.split(",")]
+            return [name for each in given.split(",") if (name := each.strip())]
         if not isinstance(given, list):
             raise config.refusal(key, "names of blocks, or lists of them")
         return [name for each in given for name in names_in(each)]
