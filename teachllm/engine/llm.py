@@ -55,7 +55,8 @@ class LLM:
         self.engine = Engine(EngineConfig(model=model, **settings), progress=progress, drafter=drafter)
         self._request_ids = map(str, itertools.count(1))
         self._transformers_tokenizer: Any = None
-        self._lock = threading.RLock()  # the engine takes one step at a time
+        self._lock = threading.Lock()  # the engine takes one step at a time
+        self._abandoned = deque[str]()  # streams that nobody reads any more
         if self.config.speculative_config is not None:
             self.engine.count()
 
@@ -178,6 +179,7 @@ class LLM:
                 output = self.engine.add_request(request_id, prompt, params)
             while not is_finished:
                 with self._lock, uninterrupted():
+                    self._abort_abandoned()
                     # The steps of another thread make this output grow as well.
                     if not output.finished and _num_tokens(output) == num_shown:
                         self.engine.step()
@@ -186,8 +188,7 @@ class LLM:
                     num_shown = num_tokens
                     yield output
         finally:
-            with self._lock, uninterrupted():
-                self.engine.abort_request(request_id)
+            self._abandon(request_id)
 
     def speculation(self) -> Speculation | None:
         """Return what speculation did since the last call; None: the engine does not speculate."""
@@ -220,6 +221,7 @@ class LLM:
                     unfinished = deque(outputs.values())
                     while self._has_work_for(unfinished):
                         with uninterrupted():
+                            self._abort_abandoned()
                             changed = self.engine.step()
                         bar.update(sum(output.finished and output.request_id in outputs for output in changed))
             finally:
@@ -227,6 +229,23 @@ class LLM:
                     for request_id in outputs:
                         self.engine.abort_request(request_id)
         return list(outputs.values())
+
+    def _abandon(self, request_id: str) -> None:
+        """Abort a request, or leave that to the thread whose turn it is.
+
+        A generator that nobody holds is closed wherever Python notices, in the middle of a step too.
+        """
+        self._abandoned.append(request_id)
+        with uninterrupted():
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._abort_abandoned()
+                finally:
+                    self._lock.release()
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            self.engine.abort_request(self._abandoned.popleft())
 
     def _chat_prompt(self, messages: Messages, options: Mapping[str, Any]) -> Prompt:
         if self.tokenizer is None:

@@ -86,6 +86,24 @@ def test_a_stream_and_calls_of_another_thread_take_turns() -> None:
         assert set(num_inside) == {1}
 
 
+def test_a_stream_that_is_dropped_during_a_step_is_aborted_after_it() -> None:
+    with closing(LLM("teachlm", device="cpu")) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        stream = llm.stream_chat([{"role": "user", "content": "What is a KV cache?"}], params)
+        next(stream)
+        step, num_unfinished = llm.engine.step, []
+
+        def dropped() -> list[Any]:
+            stream.close()
+            num_unfinished.append(len(llm.engine.unfinished_ids))
+            return step()
+
+        llm.engine.step = dropped  # type: ignore[method-assign]
+        llm.generate("A GPU", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert num_unfinished[:2] == [2, 1]
+        assert not llm.engine.has_unfinished_requests
+
+
 def test_a_call_ends_with_its_own_requests_while_a_stream_is_open() -> None:
     with closing(LLM("teachlm", device="cpu")) as llm:
         ask = [{"role": "user", "content": "What is a KV cache?"}]
