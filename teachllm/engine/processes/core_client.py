@@ -7,7 +7,6 @@ To `Engine` it is a core like any other, but for three things: it steps by itsel
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ from teachllm.engine.text.token_texts import load_tokenizer
 from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
 from teachllm.worker.errors import EngineDeadError, FailedStepError
-from teachllm.worker.processes.child import uninterrupted
+from teachllm.worker.processes.child import only_here, refuse_elsewhere, uninterrupted
 
 _SECONDS_TO_END = 4.0
 _LAST_WORDS = 100  # milliseconds that what a process said before it ended may take to be here
@@ -85,7 +84,7 @@ class CoreClient:
         self._balance = Balance(num_replicas, choose_replica)
         self._stats = [NOTHING] * num_replicas
         self._has_news = self._is_closed = False
-        self._owner = os.getpid()
+        self._refuse_elsewhere, self._close = refuse_elsewhere(), only_here(self._end_processes)
         self._death: str | None = None
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -158,7 +157,9 @@ class CoreClient:
 
         Raises:
             ValueError: it can never run, or has a parameter that no message can carry; the message says why.
+            RuntimeError: this is a child that is forked from the engine's process.
         """
+        self._refuse_elsewhere()
         assert self.config.max_model_len is not None
         request.max_len = request.longest(self.config.max_model_len, self.config.block_size, self._num_blocks)
         params = replace(request.sampling_params, seed=None)  # a number of any size; its bits follow
@@ -268,9 +269,11 @@ class CoreClient:
 
     def close(self) -> None:
         """End the processes and wait for that; in a child that is forked from this process they go on."""
-        if self._is_closed or os.getpid() != self._owner:
-            return
-        self._is_closed = True
+        if not self._is_closed:
+            self._is_closed = True
+            self._close()
+
+    def _end_processes(self) -> None:
         for link in self._links:
             link.tell_to_end()
         deadline = time.monotonic() + _SECONDS_TO_END
@@ -288,6 +291,7 @@ class CoreClient:
         Raises:
             EngineDeadError: a process has ended.
         """
+        self._refuse_elsewhere()
         if self._death is not None:
             raise EngineDeadError(self._death)
         for link in self._links:

@@ -115,6 +115,21 @@ def only_here(act: Callable[P, None]) -> Callable[P, None]:
     return guarded
 
 
+def refuse_elsewhere() -> Callable[[], None]:
+    """Return a function that refuses in a child that is forked from this process, and does nothing here.
+
+    The child has its parent's ends of pipes and sockets: what it wrote there, the parent's processes would take for
+    the parent's, and it would wait for answers that the parent reads.
+    """
+    here = os.getpid()
+
+    def check() -> None:
+        if os.getpid() != here:
+            raise RuntimeError("the engine belongs to the process that this one was forked from: make one here, too")
+
+    return check
+
+
 def how_it_ended(returncode: int) -> str:
     """For people: the signal's name, or the exit code."""
     return signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"

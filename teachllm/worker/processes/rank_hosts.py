@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from teachllm.distributed.rendezvous import keep_store
 from teachllm.worker.processes.agreement import ranks_text
-from teachllm.worker.processes.child import only_here
+from teachllm.worker.processes.child import only_here, refuse_elsewhere
 from teachllm.worker.processes.host_lines import HostLines
 from teachllm.worker.processes.host_messages import Order
 from teachllm.worker.processes.host_plan import HostPlan
@@ -40,6 +40,7 @@ class RankHosts:
         self._plan = plan
         self._hosts = HostLines(plan)
         self._local = self._hosts.local
+        self._refuse_elsewhere = refuse_elsewhere()
         self.frames = self._local.frames
         self.sentinel = self._hosts.sentinel
         # Whoever drops this without closing it leaves nothing behind.
@@ -110,4 +111,5 @@ class RankHosts:
         self._finalizer()
 
     def _check(self) -> None:
+        self._refuse_elsewhere()
         self._hosts.check()

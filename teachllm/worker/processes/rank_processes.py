@@ -30,7 +30,7 @@ from teachllm.distributed.ring import RingWriter
 from teachllm.distributed.spin_wait import spin_seconds, spin_until
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.answers import Listener
-from teachllm.worker.processes.child import how_it_ended, only_here, start_child, uninterrupted
+from teachllm.worker.processes.child import how_it_ended, only_here, refuse_elsewhere, start_child, uninterrupted
 from teachllm.worker.processes.rank_lines import Frame, RankWork, whole
 from teachllm.worker.processes.worker_process import LENGTH, WorkerStart
 
@@ -53,6 +53,7 @@ class RankProcesses:
         self._listeners = {rank: Listener() for rank in self.ranks}
         self.sentinel = self._lines.sentinel
         self._spin_seconds = 0.0
+        self._refuse_elsewhere = refuse_elsewhere()
         # Whoever drops this without closing it leaves no process.
         self._finalizer = weakref.finalize(self, only_here(_Lines.close), self._lines)
 
@@ -152,6 +153,7 @@ class RankProcesses:
         self._finalizer()
 
     def _check(self) -> None:
+        self._refuse_elsewhere()
         if self._lines.is_closed:
             raise RuntimeError("the engine is closed")
         if self._lines.death is not None:

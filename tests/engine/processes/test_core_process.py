@@ -108,13 +108,17 @@ def test_an_interrupt_ends_a_wait_and_the_core_cannot_be_looked_at(remote: Engin
         llm.pause()
 
 
-def test_a_forked_child_that_closes_the_engine_leaves_its_parents_core_alone(remote: Engine) -> None:
+def test_a_forked_child_that_uses_and_closes_the_engine_leaves_its_parents_core_alone(remote: Engine) -> None:
     """The child says by its exit code how often it would have killed the core."""
     pid = os.fork()
     if pid == 0:
         code, killed = 99, []
         try:
             process_of(remote).kill = lambda: killed.append(process_of(remote))
+            with pytest.raises(RuntimeError, match="the engine belongs to the process that this one was forked from"):
+                remote.add_request("a", random_ids(9), GREEDY)
+            with pytest.raises(RuntimeError, match="make one here, too"):
+                remote.step()
             remote.close()
             code = len(killed)
         finally:

@@ -129,6 +129,8 @@ def test_a_forked_child_that_drops_the_engine_leaves_its_parents_ranks_alone(mon
         if pid == 0:
             code = 99
             try:
+                with pytest.raises(RuntimeError, match="the engine belongs to the process that this one was forked"):
+                    answers(llm, PROMPTS[:1])
                 llm.engine.core.executor._ranks._finalizer()  # type: ignore[attr-defined]
                 code = len(ended)
             finally:
