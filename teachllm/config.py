@@ -8,10 +8,11 @@ in one line that names the setting to change.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from teachllm.sampling_params import as_flag, as_number, as_whole
 from teachllm.speculative_config import SpeculativeConfig
 
 CHOICES = {
@@ -23,6 +24,11 @@ CHOICES = {
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
     "distributed_executor_backend": (None, "mp", "torchrun", "ray"),
+}
+_TYPES: dict[str, tuple[Callable[[Any], Any], str]] = {  # by their names in the class
+    "int": (as_whole, "a whole number"),
+    "float": (as_number, "a number"),
+    "bool": (as_flag, "True or False"),
 }
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _PATHS = ("model", "tokenizer", "generation_config", "trace_path")
@@ -178,8 +184,9 @@ class EngineConfig:
                 object.__setattr__(self, name, os.fspath(path))  # other processes are told settings as plain text
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
-        if not isinstance(self.generation_config, str):
-            raise ValueError(f"generation_config={self.generation_config!r}: must be auto, vllm or a folder")
+        if self.seed is None:
+            object.__setattr__(self, "seed", 0)
+        self._check_types()
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c for c in choices if c)}")
@@ -190,7 +197,7 @@ class EngineConfig:
                 raise ValueError(f"{name}={value}: must be at least 1")
         if self.long_prefill_token_threshold < 0:
             raise ValueError(f"long_prefill_token_threshold={self.long_prefill_token_threshold}: must be 0 or more")
-        if type(self.max_logprobs) is not int or self.max_logprobs < -1:
+        if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for no limit")
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port={self.master_port}: must be in 0..65535")
@@ -242,6 +249,22 @@ class EngineConfig:
                 )
         self._check_machines()
         self._check_lengths()
+
+    def _check_types(self) -> None:
+        """Refuse values of another type: "no" would count as true, and a text fails wherever it is compared first."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind, _, may_be_none = str(field.type).partition(" | ")
+            if value is None and may_be_none:
+                continue
+            if kind in _TYPES:
+                convert, wanted = _TYPES[kind]
+                try:
+                    object.__setattr__(self, field.name, convert(value))
+                except (TypeError, ValueError, OverflowError, RuntimeError):
+                    raise ValueError(f"{field.name}={value!r}: must be {wanted}") from None
+            elif kind == "str" and field.name not in CHOICES and not isinstance(value, str):
+                raise ValueError(f"{field.name}={value!r}: must be a text")
 
     def _check_machines(self) -> None:
         if self.num_ranks % self.nnodes:

@@ -115,9 +115,9 @@ class SamplingParams:
                 object.__setattr__(self, name, ())
         kinds: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
             (_INTEGERS, _integer, "a whole number of at most 64 bits"),
-            (("seed",), _whole, "a whole number"),
-            (_NUMBERS, _number, "a number that a float can hold"),
-            (_FLAGS, _flag, "True or False"),
+            (("seed",), as_whole, "a whole number"),
+            (_NUMBERS, as_number, "a number that a float can hold"),
+            (_FLAGS, as_flag, "True or False"),
             (("stop",), _text_or_texts, "a string or a list of strings, of whole characters"),
             (("bad_words",), _texts, "a list of strings, of whole characters"),
             (_ID_LISTS, _ids, "a list of token ids"),
@@ -154,20 +154,31 @@ def fits_int64(value: int) -> bool:
     return -(1 << 63) <= value < 1 << 63
 
 
-def _whole(value: Any) -> int:
+def as_whole(value: Any) -> int:
+    """Return a whole number of any library as Python's.
+
+    Raises:
+        TypeError: it is none.
+    """
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)
 
 
 def _integer(value: Any) -> int:
-    found = _whole(value)
+    found = as_whole(value)
     if not fits_int64(found):
         raise OverflowError
     return found
 
 
-def _number(value: Any) -> float:
+def as_number(value: Any) -> float:
+    """Return a number of any library as Python's.
+
+    Raises:
+        TypeError: it is none.
+        OverflowError: no float is as large.
+    """
     plain = value.item() if hasattr(value, "item") else value  # of NumPy or PyTorch
     if isinstance(plain, bool) or not isinstance(plain, Real):
         raise TypeError
@@ -175,7 +186,12 @@ def _number(value: Any) -> float:
     return plain if isinstance(plain, int) else as_float
 
 
-def _flag(value: Any) -> bool:
+def as_flag(value: Any) -> bool:
+    """Return True or False.
+
+    Raises:
+        TypeError: it is neither; what Python takes for either, such as "no", is a slip.
+    """
     if not isinstance(value, bool):
         raise TypeError
     return value
@@ -205,4 +221,4 @@ def _ids(value: Any) -> tuple[int, ...]:
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError
-    return {_integer(token_id): _number(bias) for token_id, bias in value.items()}
+    return {_integer(token_id): as_number(bias) for token_id, bias in value.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ def make_llm(config: EngineConfig) -> LLM:
         return LLM(progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
 
 
-def sampling_params(llm: LLM, **given: Any) -> SamplingParams:
-    """Return what the flags say; where they say nothing (None), what the checkpoint advises; else greedy."""
+def sampling_params(llm: LLM, usual: Mapping[str, Any], **given: Any) -> SamplingParams:
+    """Return what the flags say; where they say nothing (None), what the checkpoint advises; else `usual`, greedy."""
     chosen = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**{"temperature": 0.0, **llm.generation_defaults, **chosen})
+    return SamplingParams(**{"temperature": 0.0, **usual, **llm.generation_defaults, **chosen})

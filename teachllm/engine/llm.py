@@ -162,9 +162,12 @@ class LLM:
             ValueError: as `generate`; or there is no chat template, or it refuses the messages.
         """
         given: Any = [messages] if isinstance(messages, Mapping) else messages  # one message is a conversation
+        if not isinstance(given, Sequence):
+            raise ValueError(f"messages={messages!r}: must be a conversation or a list of them")
         conversations: Any = [given] if given and isinstance(given[0], Mapping) else given
         options = {"tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
-        prompts = [self._chat_prompt(each, options | (chat_template_kwargs or {})) for each in conversations]
+        options |= _template_variables(chat_template_kwargs)
+        prompts = [self._chat_prompt(each, options) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream_chat(
@@ -250,10 +253,18 @@ class LLM:
     def _chat_prompt(self, messages: Messages, options: Mapping[str, Any]) -> Prompt:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer: set skip_tokenizer_init=False")
-        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError('a conversation is a list of messages like {"role": "user", "content": "Hello"}')
         for message in messages:
             _check_is_text(message.get("content"))
+        template, tools = options.get("chat_template"), options.get("tools")
+        if not isinstance(template, str | None):
+            raise ValueError(f"chat_template={template!r}: must be a text")
+        if tools is not None and not (
+            isinstance(tools, Sequence) and all(isinstance(tool, Mapping | Callable) for tool in tools)
+        ):
+            raise ValueError(f"tools={tools!r}: must be a list of objects that describe functions")
         token_ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
         return {"prompt_token_ids": token_ids}
 
@@ -265,6 +276,19 @@ class LLM:
         while unfinished and unfinished[0].finished:
             unfinished.popleft()
         return self.engine.has_unfinished_requests and bool(unfinished or not self.engine.unfinished_ids)
+
+
+def _template_variables(given: Any) -> dict[str, Any]:
+    """Return further variables of a template.
+
+    Raises:
+        ValueError: they are none, or would take the place of the conversation.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or "messages" in given:
+        raise ValueError(f"chat_template_kwargs={given!r}: must be variables of the template by name, without messages")
+    return dict(given)
 
 
 def _num_tokens(output: RequestOutput) -> int:

@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}: it is not a checkpoint in Hugging Face format") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
@@ -229,8 +229,8 @@ def _stored(file: Path, entry: Mapping[str, Any], begin: int) -> StoredTensor:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    size = file.stat().st_size
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(size, _MAX_HEADER_BYTES):
@@ -238,7 +238,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         tensors = {name: _stored(file, entry, begin=8 + length) for name, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is broken or truncated ({error}): download it again") from None
     for name, tensor in tensors.items():
         if tensor.end > size:

@@ -165,6 +165,25 @@ def test_what_are_no_prompts_are_refused(llm: LLM, wrong: Any) -> None:
         llm.generate(wrong, use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"messages": None}, "messages=None: must be a conversation"),
+        ({"messages": 5}, "messages=5: must be a conversation"),
+        ({"messages": [5]}, "a conversation is a list of messages like"),
+        ({"chat_template": 5}, "chat_template=5: must be a text"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs=5: must be variables"),
+        ({"chat_template_kwargs": {"messages": []}}, "must be variables of the template by name, without messages"),
+        ({"tools": "x"}, "tools='x': must be a list of objects"),
+        ({"tools": [5]}, "tools=[5]: must be a list of objects"),
+    ],
+    ids=repr,
+)
+def test_arguments_of_a_chat_that_are_none_are_refused(llm: LLM, arguments: dict[str, Any], says: str) -> None:
+    with closing(LLM("teachlm", device="cpu")) as llm, pytest.raises(ValueError, match=re.escape(says)):
+        llm.chat(**{"messages": [{"role": "user", "content": "Hi"}]} | arguments)
+
+
 def test_half_a_surrogate_pair_in_a_message_is_refused() -> None:
     with closing(LLM("teachlm", device="cpu")) as llm, pytest.raises(ValueError, match=r"^a conversation has half a"):
         llm.chat([{"role": "user", "content": "\ud800"}])

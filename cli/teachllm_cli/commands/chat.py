@@ -30,6 +30,8 @@ from teachllm_cli.options.sampling_options import (
 from teachllm_cli.options.server_options import PANEL, ApiKey
 from teachllm_cli.terminal import answers, notes
 
+_USUAL = {"max_tokens": 1024}
+
 
 @engine_command
 def chat(
@@ -48,7 +50,7 @@ def chat(
         ),
     ] = None,
     api_key: ApiKey = None,
-    max_tokens: MaxTokens = 1024,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -94,13 +96,13 @@ def chat(
 @contextlib.contextmanager
 def _engine(engine: EngineConfig, sampling: dict[str, Any]) -> Iterator[Answerer]:
     with contextlib.closing(engine_door.make_llm(engine)) as llm:
-        yield EngineAnswerer(llm, engine_door.sampling_params(llm, **sampling))
+        yield EngineAnswerer(llm, engine_door.sampling_params(llm, _USUAL, **sampling))
 
 
 @contextlib.contextmanager
 def _server(url: str, api_key: str | None, model: str | None, sampling: dict[str, Any]) -> Iterator[Answerer]:
     with contextlib.closing(OpenAIClient(url, api_key=api_key, model=model)) as client:
-        yield ServerAnswerer(client, sampling)
+        yield ServerAnswerer(client, sampling if sampling["max_tokens"] is not None else sampling | _USUAL)
 
 
 def print_banner(session: ChatSession) -> None:

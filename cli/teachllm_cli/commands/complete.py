@@ -54,7 +54,7 @@ def complete(
     prompt_file: PromptFile = None,
     json: AsJson = False,
     n: NumCompletions = 1,
-    max_tokens: MaxTokens = 128,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -67,8 +67,9 @@ def complete(
     """Continue one or more prompts on a running server. What is piped into stdin is one prompt."""
     with one_line_errors(debug=debug):
         prompts = _prompts(prompt, prompt_file)
+        limit = 128 if max_tokens is None else max_tokens
         sampling = {
-            **{"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
+            **{"max_tokens": limit, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
             **{"repetition_penalty": repetition_penalty, "seed": seed, "stop": stop, "n": n if n != 1 else None},
         }
         body = {"prompt": prompts[0] if len(prompts) == 1 else prompts, **sampling}

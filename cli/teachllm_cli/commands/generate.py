@@ -42,7 +42,7 @@ def generate(
     prompt_file: PromptFile = None,
     json: AsJson = False,
     n: NumCompletions = 1,
-    max_tokens: MaxTokens = 128,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -59,6 +59,7 @@ def generate(
     try:
         params = engine_door.sampling_params(
             llm,
+            {"max_tokens": 128},
             n=n,
             max_tokens=max_tokens,
             temperature=temperature,

@@ -64,5 +64,9 @@ def _read(file: str) -> dict[Any, Any]:
 
 def _text(value: Any) -> str:
     """Return a value as it would be typed: so it is checked as if it were."""
-    is_json = isinstance(value, bool | int | float | list | dict)
-    return json.dumps(value, default=str) if is_json else str(value)  # YAML has dates, too
+    if not isinstance(value, bool | int | float | list | dict):
+        return str(value)  # YAML has dates, too
+    try:
+        return json.dumps(value, default=str)
+    except (ValueError, RecursionError):
+        raise typer.BadParameter("a value in the file contains itself") from None

@@ -26,7 +26,13 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1 makes tokens that were already there less likely.", rich_help_panel=_PANEL)
 ]
-MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.", rich_help_panel=_PANEL)]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Output tokens at most. Default: what the checkpoint recommends, or else 128, in a chat 1024.",
+        rich_help_panel=_PANEL,
+    ),
+]
 Seed = Annotated[
     int | None, typer.Option(help="Fixes the noise: the same request gives the same tokens.", rich_help_panel=_PANEL)
 ]

@@ -79,7 +79,11 @@ def _named(config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Add
     for where, source in ((_CONFIG, config), (_MAP, older)):
         values = JsonObject(source, where)
         for key in values:
-            if values.has(key) and (key in _NAMES or (key.endswith("_token") and _is_token(source[key], where))):
+            if (
+                source[key] != ""
+                and values.has(key)
+                and (key in _NAMES or (key.endswith("_token") and _is_token(source[key], where)))
+            ):
                 found[key] = _token(values, key)
         for group in (_OF_MODEL, _EXTRA):
             if values.is_object(group):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"\]]*\s*(is\s+(not\s+)?|==\s*|!=\s*)none\b""", re.IGNORECASE)
-_MARK = "part-{}-{}-of-a-message"  # stands for the text of a part while it is found out whether a template reads it
 _MAX_RENDERED_CHARACTERS = 1 << 24  # more than any context holds: an endless one stops here
 
 
@@ -115,26 +114,34 @@ def _with_object(call: Any) -> Any:
 def _join_unread_parts(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
     """Make one text of the parts of each message of which a template prints the list, or nothing at all.
 
-    This is found out by rendering the conversation with a mark in place of each part's text. If that fails, the
-    template takes no parts.
+    This is found out by rendering the conversation with a mark in place of each part's text. A template may change a
+    text or take one part alone: then its output still changes with the mark. If rendering fails, it takes no parts.
     """
-    marked, marks = list(messages), dict[int, list[str]]()
-    for number, message in enumerate(messages):
-        parts: Any = message.get("content")
-        if _are_texts(parts):
-            marks[number] = [_MARK.format(number, place) for place in range(len(parts))]
-            content = [part | {"text": mark} for part, mark in zip(parts, marks[number], strict=True)]
-            marked[number] = message | {"content": content}
-    if not marks:
-        return
-    try:
-        text = render_template(template, {**variables, "messages": marked})
-    except ValueError:
-        text = ""
-    for number, of_message in marks.items():
-        is_printed = any(f"'text': '{mark}'" in text or f'"text": "{mark}"' in text for mark in of_message)
-        if is_printed or not all(mark in text for mark in of_message):
+    numbers = [number for number, message in enumerate(messages) if _are_texts(message.get("content"))]
+    marked = list(messages)
+    for number in numbers:
+        marked[number] = _marked(messages[number], f"part-of-message-{number}")
+    text = _rendered(template, variables, marked) if numbers else ""
+    for number in numbers:
+        marks = [part["text"] for part in marked[number]["content"]]
+        takes_text = any(f"'text': '{mark}'" in text or f'"text": "{mark}"' in text for mark in marks)
+        if not takes_text and not all(mark in text for mark in marks):
+            others = [*marked[:number], _marked(messages[number], "another-mark"), *marked[number + 1 :]]
+            takes_text = _rendered(template, variables, others) == text
+        if takes_text:
             messages[number]["content"] = "\n".join(part["text"] for part in messages[number]["content"])
+
+
+def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    parts = [part | {"text": f"{mark}-{place}"} for place, part in enumerate(message["content"])]
+    return message | {"content": parts}
+
+
+def _rendered(template: str, variables: Mapping[str, Any], messages: list[dict[str, Any]]) -> str:
+    try:
+        return render_template(template, {**variables, "messages": messages})
+    except ValueError:
+        return ""
 
 
 @lru_cache(maxsize=32)

@@ -243,10 +243,12 @@ def _load_with_tokenizers(folder: Path, config: dict[str, Any]) -> tuple[_Backen
     except Exception as error:  # the library raises plain Exception
         where = _unreadable_part(folder / "tokenizer.json")
         raise ModelError(f"{folder / 'tokenizer.json'}: {where}not a readable tokenizer: {error}") from error
-    if class_name not in _READ_AS_IS and not isinstance(tokenizer.decoder, decoders.ByteLevel):
+    is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+    if class_name not in _READ_AS_IS and (not is_byte_level or values.flag("add_prefix_space", False)):
         return None
 
     named = add_tokens(tokenizer, folder, config)
+    tokenizer.encode_special_tokens = values.flag("split_special_tokens", False)
     # `add_bos_token` in the configuration is not read: like transformers, the file's post-processor decides.
     return _TokenizersBackend(tokenizer), named
 
@@ -273,6 +275,8 @@ def _load_with_transformers(folder: Path, trust_remote_code: bool) -> tuple[_Bac
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{folder}: no tokenizer that can be loaded: {reason}") from error
     named = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.encode_special_tokens = tokenizer.split_special_tokens
     backend: _Backend = (
         _TokenizersBackend(tokenizer.backend_tokenizer) if tokenizer.is_fast else _PythonBackend(tokenizer)
     )
@@ -290,11 +294,14 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
         listed = values.listed("chat_template")
         parts = [listed.object(place) for place in listed]
         templates = {each.text("name"): each.text("template") for each in parts}
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
-    for named in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[named.stem] = named.read_text(encoding="utf-8")
+    files = {named.stem: named for named in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    for name, file in files.items():
+        try:
+            templates[name] = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from None
     return templates
 
 
@@ -315,7 +322,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must hold an object")

@@ -46,6 +46,16 @@ def test_flags_of_the_request_reach_the_sampler(teachllm, llm) -> None:
     assert params.stop_strings == ("\n", "END")
 
 
+def test_without_a_flag_the_checkpoint_says_how_many_tokens_or_else_there_are_128(teachllm, llm) -> None:
+    teachllm("generate", "-p", "one")
+    assert llm.params.max_tokens == 128
+    llm.generation_defaults = {"max_tokens": 2}
+    teachllm("generate", "-p", "one")
+    assert llm.params.max_tokens == 2
+    teachllm("generate", "-p", "one", "--max-tokens", "7")
+    assert llm.params.max_tokens == 7
+
+
 def test_flags_of_the_engine_reach_its_configuration(teachllm, llm) -> None:
     flags = "--model some/model --dtype bfloat16 --block-size 32 --no-enable-prefix-caching --max-num-seqs 4"
     teachllm("generate", "-p", "one", *flags.split(), "--enforce-eager", "--no-enable-chunked-prefill")

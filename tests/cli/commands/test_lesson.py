@@ -73,7 +73,10 @@ def test_every_piece_of_a_notebook_has_a_line_and_one_that_does_not_hold_is_exit
             CellExecutionError("", "ZeroDivisionError", "division by zero"),
             "mine.ipynb: cell 2 of 3 (x = 1 / 0) fails: ZeroDivisionError: division by zero",
         ),
-        (CellTimeoutError("too long"), "mine.ipynb: cell 2 of 3 (x = 1 / 0) was still running after 300 seconds: does"),
+        (
+            CellTimeoutError("too long"),
+            "mine.ipynb: cell 2 of 3 (x = 1 / 0) was still running after 1500 seconds: does",
+        ),
         (DeadKernelError("Kernel died"), "mine.ipynb: cell 2 of 3 (x = 1 / 0) ends the process that runs the notebook"),
         (None, "mine.ipynb: no cell shows what check(...) says: put the notebook back as it was"),
     ],

@@ -125,6 +125,22 @@ def write(
     return folder
 
 
+@pytest.mark.parametrize(
+    "tokenizer_class",
+    ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast"][:: times(2, 1)],
+)
+@pytest.mark.parametrize(
+    "setting", [{"split_special_tokens": True}, {"add_prefix_space": True}, {"pad_token": ""}], ids=str
+)
+def test_settings_of_the_tokenizer_mean_what_they_do_in_transformers(
+    setting: dict[str, Any], tokenizer_class: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, setting, {}, tokenizer_class=tokenizer_class)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.load(str(folder))
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+
+
 @pytest.mark.parametrize("case", [*CASES][:: times(3, 1)] + SOME)
 def test_ids_and_text_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     folder = write(tmp_path, *CASES[case])

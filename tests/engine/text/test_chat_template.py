@@ -132,6 +132,22 @@ def test_parts_reach_a_template_that_reads_them_whatever_else_it_wants(before: s
     assert render_conversation(template, messages, {}, variables) == expected
 
 
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("{% for p in m.content %}{{ p.text | upper }}{% endfor %}", "ONETWO"),
+        ("{% for p in m.content %}{{ p.text | replace('-', '_') }}{% endfor %}", "onetwo"),
+        ("[{{ m.role }}]{{ m['content'][0]['text'] }}", "[user]one"),
+        ("{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}", "one"),
+        ("{{ m.content | map(attribute='text') | join('+') | title }}", "One+two"),
+    ],
+)
+def test_parts_that_a_template_changes_or_of_which_it_takes_one_are_read(loop: str, expected: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+    template = "{% for m in messages %}" + loop + "{% endfor %}"
+    assert render_conversation(template, messages, {}, {}) == expected == theirs(template, messages, None)
+
+
 def test_messages_whose_parts_are_read_keep_them_beside_others_that_are_joined() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": role, "content": parts} for role in ("system", "user")]
