@@ -156,7 +156,7 @@ def parse(raw: dict[str, Any], where: str = "config.json") -> LlamaConfig:
     given = {key: value for key, value in meant.items() if value is not None or key not in MAY_BE_NULL}
     values = JsonObject(given, where)
     has_eos = raw.get("eos_token_id", 0) is not None  # null says that there is none, silence means the default
-    if raw.get("hidden_act", "silu") != "silu":
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
         raise JsonObject(raw, where).refusal("hidden_act", f"'silu' in {architecture}")
     hidden_size, num_heads = values.integer("hidden_size"), values.integer("num_attention_heads")
     num_kv_heads = values.integer("num_key_value_heads", num_heads)

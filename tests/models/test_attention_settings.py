@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 
 from teachllm import LLM, SamplingParams
 from teachllm.errors import ModelError
@@ -163,6 +163,7 @@ def test_only_other_kinds_of_layers_are_refused(tmp_path: Path) -> None:
     ("family", "changes"),
     [
         ("mistral", {"attention_bias": True, "mlp_bias": True}),
+        ("llama2", {"hidden_act": "swish"}),
         ("qwen3", {"mlp_bias": True}),
         ("llama2", {"kv_lora_rank": 16, "alibi": True, "index_topk": 4, "attn_layer_period": 2}),
         (
@@ -214,6 +215,16 @@ def test_a_size_that_no_tensor_has_is_refused_before_it_takes_memory(
 ) -> None:
     with pytest.raises(ModelError, match=says):
         ours(checkpoint("llama2", tmp_path, **changes))
+
+
+def test_an_embedding_may_be_narrower_than_the_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    nothing = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 32, "ffn_dim": 96, "num_hidden_layers": 2, "vocab_size": 512}
+    config = OPTConfig(**sizes, num_attention_heads=4, do_layer_norm_before=False, init_std=0.5, **nothing)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    answer = ours(tmp_path)
+    assert answer == theirs(tmp_path) and len(set(answer)) > 2
 
 
 @pytest.mark.parametrize("load_format", ["auto", "pt"])

@@ -56,7 +56,7 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
     shape = Shape(
         context_len=_context_len(config),
         vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
+        hidden_size=_hidden_size(model, config),
         num_layers=num_layers,
         num_attention_heads=config.num_attention_heads,
         num_kv_heads=num_kv_heads,
@@ -110,6 +110,12 @@ def _is_tied(model: Any) -> bool:
     """Asked of the model: a key that config.json lacks means another thing to each architecture."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _hidden_size(model: Any, config: Any) -> int:
+    """Return the width of what the output head reads, which some models project to another one than their layers'."""
+    head = model.get_output_embeddings()
+    return int(config.hidden_size if head is None else head.weight.shape[1])
 
 
 def _num_active(model: Any, config: Any) -> int:
