@@ -87,24 +87,28 @@ def rehearse(model: Any, num_layers: int) -> Rehearsal:
     return rehearsal
 
 
-def _run(model: Any, rehearsal: Rehearsal, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Run [num_tokens] ids at their positions, note the calls, and return [num_tokens, hidden_size]."""
+def _run(model: Any, rehearsal: Rehearsal, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Run [num_tokens] ids at their positions, note the calls, and return [num_tokens, hidden_size].
+
+    Args:
+        positions: None: those that the model gives them by itself.
+    """
     for module in attention_modules(model):
         setattr(module, _REHEARSAL, rehearsal)
-    row = ids.unsqueeze(0)
+    row, places = ids.unsqueeze(0), None if positions is None else positions.unsqueeze(0)
     with torch.inference_mode():
         output = model.base_model(
-            input_ids=row, position_ids=positions.unsqueeze(0), attention_mask=torch.ones_like(row), use_cache=False
+            input_ids=row, position_ids=places, attention_mask=torch.ones_like(row), use_cache=False
         )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
 
 
 def check_tokens_apart(model: Any) -> None:
-    """Refuse code in which a token meets others elsewhere than in attention, or that counts positions by itself.
+    """Refuse code in which a token meets others elsewhere than in attention, or that counts positions otherwise.
 
     A step's tokens are of many requests, in one row. With attention that looks at nothing but the token itself, a token
-    at a position must come out the same wherever it stands in the row.
+    at a position must come out the same wherever it stands in the row, and positions must begin at 0.
 
     Args:
         model: as of `rehearse`, with its weights.
@@ -116,11 +120,15 @@ def check_tokens_apart(model: Any) -> None:
     order = torch.tensor([2, 0, 3, 1], device=parameter.device)
     ids, positions = torch.arange(4, device=parameter.device), order.flip(0)
     with _failures_said(model):
-        expected = _run(model, Rehearsal(), ids, positions)[order].float()
-        found = _run(model, Rehearsal(), ids[order], positions[order]).float()
+        apart = _run(model, Rehearsal(), ids, positions)[order], _run(model, Rehearsal(), ids[order], positions[order])
+        from_0 = _run(model, Rehearsal(), ids, None), _run(model, Rehearsal(), ids, ids)
     tolerance = _TOLERANCE.get(parameter.dtype, _COARSE)
-    if not float((found - expected).norm()) <= tolerance * float(expected.norm()):  # nor if one of them is no number
-        raise _unsupported(model, "tokens of a step meet elsewhere than in attention, or it counts positions by itself")
+    for expected, found in (apart, from_0):
+        error, length = float((found.float() - expected.float()).norm()), float(expected.float().norm())
+        if not error <= tolerance * length:  # nor if one of them is no number
+            raise _unsupported(
+                model, "tokens of a step meet elsewhere than in attention, or it counts positions by itself"
+            )
 
 
 @contextlib.contextmanager
