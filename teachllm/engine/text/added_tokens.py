@@ -63,10 +63,10 @@ def add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) ->
         by_id = {ids.integer(text, least=0): AddedToken(text, special=text in special) for text in ids} | own
     flags = {token.content: token for token in by_id.values()}
     named = {name: flags.get(token.content, token) for name, token in named.items()}
+    as_they_are = {repr(token) for token in own.values()}  # with their flags, some of which change now
     names = {token.content for token in named.values()}
     for token in (*by_id.values(), *named.values()):
         token.special = token.special or token.content in names
-    as_they_are = {repr(token) for token in own.values()}  # with their flags
     added = [token for _, token in sorted(by_id.items()) if repr(token) not in as_they_are]
     known = {token.content for token in (*own.values(), *added)}
     unknown = {each.content: each for each in (*named.values(), *unnamed) if each.content not in known}

@@ -248,7 +248,8 @@ def _load_with_tokenizers(folder: Path, config: dict[str, Any]) -> tuple[_Backen
         return None
 
     named = add_tokens(tokenizer, folder, config)
-    tokenizer.encode_special_tokens = values.flag("split_special_tokens", False)
+    if values.flag("split_special_tokens", False):
+        tokenizer.encode_special_tokens = True
     # `add_bos_token` in the configuration is not read: like transformers, the file's post-processor decides.
     return _TokenizersBackend(tokenizer), named
 
