@@ -103,7 +103,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]]
 SOME = [
     *("added_tokens.json, special", "both lists", "extra by name, and additional", "map with flags"),
     *("by id, and a map that does not count", "by id, with other flags", "flags in tokenizer.json"),
-    *("not special there, but listed", "names of this model, apart"),
+    *("not special there, but listed", "not special there, but named", "names of this model, apart"),
     *("names of this model, with flags", "map, names of this model", "a new name that is not special"),
 ]
 
