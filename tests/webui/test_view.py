@@ -364,7 +364,8 @@ def test_a_share_with_drafts_says_how_many_held_how_many_come_next_and_why(open_
     num_with_drafts = 0
     for k, step in enumerate(steps_of(lines)):
         (share,) = step["scheduled"]
-        ask = "(k) => { const [row] = view.batch.rows; return teachllm.cellCard(row, row.at(k), k, view.timeline); }"
+        row = "const [row] = view.timeline.rows.values();"  # the batch has some once it was seen
+        ask = f"(k) => {{ {row} return teachllm.cellCard(row, row.at(k), k, view.timeline); }}"
         facts = dict(page.evaluate(ask, k)["facts"])
         assert facts["drafts next"] == "{}: {}".format(*share["next_draft"])
         if "num_draft" in share:
