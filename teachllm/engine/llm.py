@@ -56,7 +56,7 @@ class LLM:
         self._request_ids = map(str, itertools.count(1))
         self._transformers_tokenizer: Any = None
         self._lock = threading.Lock()  # the engine takes one step at a time
-        self._abandoned = deque[str]()  # streams that nobody reads any more
+        self._abandoned = deque[str]()  # ids of closed streams, to be aborted before the next step
         if self.config.speculative_config is not None:
             self.engine.count()
 
@@ -234,9 +234,9 @@ class LLM:
         return list(outputs.values())
 
     def _abandon(self, request_id: str) -> None:
-        """Abort a request, or leave that to the thread whose turn it is.
+        """Abort a request now, or, while the lock is held, before the next step.
 
-        A generator that nobody holds is closed wherever Python notices, in the middle of a step too.
+        The garbage collector may close a generator at any point, even while this thread is inside of a step.
         """
         self._abandoned.append(request_id)
         with uninterrupted():
@@ -269,9 +269,9 @@ class LLM:
         return {"prompt_token_ids": token_ids}
 
     def _has_work_for(self, unfinished: deque[RequestOutput]) -> bool:
-        """Return whether one of these is unfinished, or the last step is under way and nobody else will wait for it.
+        """Return whether to step on: an output is unfinished, or no request is left and the last step is in flight.
 
-        Those that have finished are taken out at the front, so that not all are looked at after every step.
+        Finished outputs leave the queue at its front, so that a step does not have to check all of them.
         """
         while unfinished and unfinished[0].finished:
             unfinished.popleft()

@@ -24,7 +24,7 @@ from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.moe import Experts
 from teachllm.layers.norm import RMSNorm
-from teachllm.models.checkpoint import pickle_files, stored_tensors
+from teachllm.models.checkpoint import pickle_files, stored_tensors, tensors_to_load
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
@@ -32,7 +32,7 @@ from teachllm.models.moe import unstacked
 from teachllm.models.moe_config import ExpertNames
 from teachllm.models.quantized_needs import of_model
 from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
-from teachllm.models.stored_weights import Progress, pickled_tensors, read_pickles, read_safetensors, wrong_shape
+from teachllm.models.stored_weights import Progress, read_pickles, read_safetensors, wrong_shape
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import NOT_READ, UNQUANTIZED, WEIGHT_FLOATS, Slot, formats_of, why_unknown
@@ -145,12 +145,10 @@ def check_weights(folder: Path, load_format: str, where: str = "") -> None:
 
 def stored_names(folder: Path, load_format: str, where: str = "") -> list[str]:
     """Return the names of a checkpoint's tensors; with random weights there are none. Errors as in `check_weights`."""
-    if load_format == "dummy":
-        return []
-    if load_format != "pt" and (names := list(stored_tensors(folder))):
-        return names
-    check_weights(folder, load_format, where)
-    return list(pickled_tensors(folder))
+    names = list(tensors_to_load(folder, load_format))
+    if not names and load_format != "dummy":
+        check_weights(folder, load_format, where)
+    return names
 
 
 def fill_from_checkpoint(

@@ -72,6 +72,12 @@ def llm() -> Any:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def teachlm() -> Any:
+    with closing(LLM("teachlm", device="cpu")) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
@@ -179,17 +185,17 @@ def test_what_are_no_prompts_are_refused(llm: LLM, wrong: Any) -> None:
     ],
     ids=repr,
 )
-def test_arguments_of_a_chat_that_are_none_are_refused(llm: LLM, arguments: dict[str, Any], says: str) -> None:
-    with closing(LLM("teachlm", device="cpu")) as llm, pytest.raises(ValueError, match=re.escape(says)):
-        llm.chat(**{"messages": [{"role": "user", "content": "Hi"}]} | arguments)
+def test_arguments_of_a_chat_that_are_none_are_refused(teachlm: LLM, arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        teachlm.chat(**{"messages": [{"role": "user", "content": "Hi"}]} | arguments)
 
 
-def test_half_a_surrogate_pair_in_a_message_is_refused() -> None:
-    with closing(LLM("teachlm", device="cpu")) as llm, pytest.raises(ValueError, match=r"^a conversation has half a"):
-        llm.chat([{"role": "user", "content": "\ud800"}])
+def test_half_a_surrogate_pair_in_a_message_is_refused(teachlm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"^a conversation has half a"):
+        teachlm.chat([{"role": "user", "content": "\ud800"}])
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video"])
-def test_a_message_with_what_no_language_model_reads_is_refused(kind: str) -> None:
-    with closing(LLM("teachlm", device="cpu")) as llm, pytest.raises(ValueError, match=f"a part of type '{kind}'"):
-        llm.chat([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": kind}]}])
+def test_a_message_with_what_no_language_model_reads_is_refused(teachlm: LLM, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"a part of type '{kind}'"):
+        teachlm.chat([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": kind}]}])

@@ -49,7 +49,7 @@ def read_config(folder: Path, engine_config: EngineConfig) -> Any:
 
 
 def _from_values(raw: dict[str, Any], folder: Path) -> Any:
-    """Return what transformers makes of a config.json with these values: by some of them it chooses another class."""
+    """Return transformers' configuration of a config.json with these values, some of which select its class."""
     with tempfile.TemporaryDirectory() as name:
         Path(name, "config.json").write_text(json.dumps(raw), encoding="utf-8")
         found = AutoConfig.from_pretrained(name)
@@ -67,10 +67,9 @@ def _check_values(values: JsonObject) -> None:
     if model_type not in CONFIG_MAPPING and not values.has("auto_map"):
         raise values.refusal("model_type", "one of transformers'")
     names = {} if model_type not in CONFIG_MAPPING else CONFIG_MAPPING[model_type].attribute_map
-    for key in SIZES:
-        for each in (key, names.get(key, key)):
-            if each in values:
-                values.integer(each)
+    for key in (*SIZES, *(names[key] for key in SIZES if key in names)):
+        if key in values:
+            values.integer(key)
     for key in _POSITIVE:
         if values.has(key):
             values.number(key, above=0)

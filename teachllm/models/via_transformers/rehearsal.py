@@ -91,7 +91,7 @@ def _run(model: Any, rehearsal: Rehearsal, ids: torch.Tensor, positions: torch.T
     """Run [num_tokens] ids at their positions, note the calls, and return [num_tokens, hidden_size].
 
     Args:
-        positions: None: those that the model gives them by itself.
+        positions: [num_tokens]; with None the model numbers the tokens itself.
     """
     for module in attention_modules(model):
         setattr(module, _REHEARSAL, rehearsal)
